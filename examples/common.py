@@ -1,0 +1,158 @@
+"""What the examples share: real text that every machine has, their flags, and the step log.
+
+The text is the source code of Python's own standard library, read as bytes: 256 tokens, no tokenizer, no download.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.data import Dataset
+
+VOCABULARY = 256
+
+
+class StdlibText(Dataset[Tensor]):
+    """Blocks of the standard library's source text.
+
+    Item ``i`` is a ``LongTensor`` of shape ``(block_size + 1,)``: inputs are ``[:-1]``, targets ``[1:]``. Blocks do not
+    overlap in what they predict. The order of files is their sorted names, so that every process of one Python
+    installation sees the same data set.
+
+    Args:
+        block_size: Tokens (bytes) that a sample predicts.
+        max_samples: Upper bound of the length.
+
+    Raises:
+        RuntimeError: The standard library's sources are not there (some frozen builds ship none).
+    """
+
+    def __init__(self, block_size: int = 128, max_samples: int = 8192) -> None:
+        wanted = block_size * max_samples + 1
+        text = bytearray()
+        for path in sorted(Path(os.__file__).parent.glob("*.py")):
+            text += path.read_bytes()
+            if len(text) >= wanted:
+                break
+        if len(text) <= block_size:
+            raise RuntimeError("found no source text of the standard library; use a Python that ships its .py files")
+        self.block_size = block_size
+        self._text = torch.frombuffer(text[:wanted], dtype=torch.uint8)
+        self._length = (len(self._text) - 1) // block_size
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Tensor:
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        start = index * self.block_size
+        return self._text[start : start + self.block_size + 1].long()
+
+
+class StepLog:
+    """One JSON line per optimizer step and rank, on the disk's side of the process as soon as the step is done.
+
+    The file is ``<directory>/rank-<rank>-epoch-<epoch>.jsonl``; it is appended to. With ``directory=None`` nothing is
+    written.
+    """
+
+    def __init__(self, directory: str | Path | None, *, rank: int, world_size: int, epoch: int) -> None:
+        self._rank, self._world_size, self._epoch = rank, world_size, epoch
+        self._file = None
+        if directory is not None:
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            self._file = open(Path(directory) / f"rank-{rank}-epoch-{epoch}.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+
+    def write(self, *, step: int, data_epoch: int, sample_ids: Sequence[int], loss: float, grad_norm: float) -> None:
+        """Appends the line of one step.
+
+        Args:
+            step: The optimizer step just done, counted from 1.
+            data_epoch: The data epoch its samples belong to.
+            sample_ids: The real samples that this rank computed.
+            loss: Mean over the step's real samples of all ranks.
+            grad_norm: Norm of the whole gradient, before any clipping.
+        """
+        if self._file is None:
+            return
+        line = {
+            "epoch": self._epoch,
+            "step": step,
+            "rank": self._rank,
+            "world_size": self._world_size,
+            "data_epoch": data_epoch,
+            "sample_ids": [int(sample) for sample in sample_ids],
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "time": time.time(),
+        }
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The flags that all examples take."""
+    flags = argparse.ArgumentParser(description=description)
+    flags.add_argument("--global-batch-size", type=_positive, default=16, help="samples per optimizer step")
+    flags.add_argument("--max-micro-batch-size", type=_positive, default=4, help="samples one rank computes at once")
+    flags.add_argument("--steps", type=_positive, default=100, help="optimizer steps of the whole run")
+    flags.add_argument("--save-every", type=int, default=20, help="steps between checkpoints; 0: only at the end")
+    flags.add_argument("--seed", type=int, default=0)
+    flags.add_argument("--learning-rate", type=float, default=1e-3)
+    flags.add_argument("--step-log", metavar="DIR", help="append one JSON line per step and rank to files here")
+    flags.add_argument("--checkpoint-dir", metavar="DIR", help="where to save outside dlrover-run")
+    flags.add_argument(
+        "--step-time", type=float, default=0.0, metavar="SECONDS", help="let a step last this long at least"
+    )
+    return flags
+
+
+def global_mean(total: float | Tensor, count: int) -> float:
+    """Sums ``total`` over the ranks (where there are any) and divides by the step's real samples, ``count``."""
+    value = torch.as_tensor(total, dtype=torch.float64).detach().clone().cpu().reshape(1)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(value)
+    return float(value.item() / count)
+
+
+def gradient_norm(parameters: Any) -> float:
+    """Euclidean norm over all gradients of plain (not partitioned) parameters."""
+    squares = [float(p.grad.detach().double().square().sum()) for p in parameters if p.grad is not None]
+    return math.sqrt(sum(squares))
+
+
+class StepClock:
+    """Stretches steps to a minimum duration, so that a demonstration has something to watch."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._last = seconds, time.monotonic()
+
+    def wait(self) -> None:
+        """Returns when ``seconds`` have passed since the last return."""
+        rest = self._last + self._seconds - time.monotonic()
+        if rest > 0:
+            time.sleep(rest)
+        self._last = time.monotonic()
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
