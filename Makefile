@@ -1,0 +1,114 @@
+# Every target works from a bare checkout: what it needs is installed first, into .venv.
+# PYTHON names the interpreter (3.10 or newer, with venv); TORCH the PyTorch to install.
+# Where pip is pointed to (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf) decides which build of it that is.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+SEED ?= 1
+RUNS ?= 2000
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Two ranks or more share the cores: one thread each. CPU tests stay CPU tests where there is a GPU.
+export OMP_NUM_THREADS ?= 1
+export DS_ACCELERATOR ?= cpu
+# DeepSpeed's compiled extensions of two environments break each other in the shared default directory.
+export TORCH_EXTENSIONS_DIR ?= $(CURDIR)/build/torch_extensions
+
+VENV := $(CURDIR)/.venv
+PY := $(VENV)/bin/python
+FOLDERS := agent elastic master protos swift_plugin
+FARM := $(addprefix build/typing/dalsegno/,$(FOLDERS))
+PROTO_VENV := $(CURDIR)/build/venv-protos
+WHEEL_VENV := $(CURDIR)/build/venv-wheel
+# Outside the checkout's root, so that nothing is found by the current directory.
+PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WHEEL="$$(echo $(CURDIR)/build/wheel/*.whl)" \
+	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
+	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider $(CURDIR)/tests
+
+.PHONY: help install test test-all demo simulate bench lint format protos wheel tools farm clean
+
+help:
+	@echo 'make demo      a job of one to four nodes on this machine: joins, a kill, a leave; then the undisturbed run, and a report'
+	@echo 'make test      lint, types, 2,000 simulated schedules, all tests once, against the built wheel'
+	@echo 'make test-all  the full matrices, 100,000 schedules, every process test 20 times (hours)'
+	@echo 'make simulate SEED=1 RUNS=2000    simulated schedules only'
+	@echo 'make bench     the benchmarks'
+	@echo 'make lint      ruff and mypy;  make format  rewrites;  make protos  regenerates protos/*_pb2*'
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
+	@command -v $(PYTHON) >/dev/null || { echo "error: no $(PYTHON): install Python 3.10 or newer, or pass PYTHON=..." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "error: $(PYTHON) is older than 3.10: pass PYTHON=..." >&2; exit 1; }
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV) || \
+		{ echo "error: $(PYTHON) has no venv: install the package python3-venv" >&2; exit 1; }
+	@echo "installing into .venv (PyTorch first, then the rest)"
+	@# PyTorch by itself and pinned: with it in place nothing pulls a newer build.
+	$(PY) -m pip install --quiet '$(TORCH)'
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,etcd,dev]'
+	@touch $@
+
+# The generators are pinned: newer ones write code that refuses older protobuf runtimes.
+tools: $(PROTO_VENV)/.installed
+
+$(PROTO_VENV)/.installed: $(VENV)/.installed protos/generators.txt
+	$(PY) -m venv --clear $(PROTO_VENV)
+	$(PROTO_VENV)/bin/python -m pip install --quiet -r protos/generators.txt
+	@touch $@
+
+protos: $(PROTO_VENV)/.installed
+	PYTHON=$(PROTO_VENV)/bin/python protos/generate.sh
+
+# Static checkers read the packages under their import root (docs/decisions/0001-package-mapping.md).
+farm: $(FARM)
+
+$(FARM): build/typing/dalsegno/%:
+	@mkdir -p $(@D)
+	@ln -sfn ../../../$* $@
+
+lint: $(VENV)/.installed $(FARM)
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy build/typing/dalsegno
+
+format: $(VENV)/.installed
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+# A clean build directory each time: setuptools ships what an older build left in build/lib.
+# The wheel's environment borrows the dependencies of .venv by path. A path in a .pth file is not a site directory,
+# so the editable hook of .venv isn't run: only the wheel answers to `import dalsegno`.
+wheel: $(VENV)/.installed
+	@rm -rf build/lib build/bdist.* build/wheel
+	$(PY) -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
+	@rm -rf build/lib build/bdist.*
+	$(PY) -m venv --clear $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip install --quiet --no-deps --no-index build/wheel/*.whl
+	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> "$$($(WHEEL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
+
+simulate: $(VENV)/.installed
+	$(PY) -m tests.simulation --seed $(SEED) --runs $(RUNS)
+
+test: lint wheel tools
+	$(MAKE) --no-print-directory simulate
+	$(PYTEST)
+
+test-all: lint wheel tools
+	$(MAKE) --no-print-directory simulate RUNS=100000
+	$(PYTEST) --full --repeat 20
+
+demo: $(VENV)/.installed
+	$(PY) examples/demo.py
+
+bench: $(VENV)/.installed
+	$(PY) -m benchmarks
+
+clean:
+	rm -rf build dist .venv *.egg-info .mypy_cache .ruff_cache .pytest_cache
