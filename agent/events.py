@@ -1,0 +1,307 @@
+"""What the agent's decisions hear (events) and what they ask for (actions). Plain values, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from dalsegno.protos import control_pb2, worker_pb2
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Started:
+    """The agent process is up: time to register."""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The master opened the door. The shell opens `Watch` for this incarnation before it delivers this."""
+
+    incarnation: str
+    reply: control_pb2.RegisterReply
+
+
+@dataclass(frozen=True)
+class Refused:
+    """`Register` was answered with an error that repeating does not cure, or was not answered in time."""
+
+    code: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Directed:
+    """A directive came in on the stream."""
+
+    directive: control_pb2.Directive
+
+
+@dataclass(frozen=True)
+class CallFailed:
+    """A call was answered with an error status. Unreachable masters are not errors: the outbox repeats."""
+
+    method: str
+    code: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class LinkChanged:
+    """The master is heard (again), or no longer."""
+
+    up: bool
+
+
+@dataclass(frozen=True)
+class WorkerSaid:
+    """A message from one of this node's ranks; `epoch` is what its Hello said."""
+
+    epoch: int
+    rank: int
+    message: worker_pb2.ToAgent
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    """One rank ended. `code` is its exit status, negative for a signal (as in `subprocess`)."""
+
+    epoch: int
+    local_rank: int
+    code: int
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class WorkersStopped:
+    """All processes of this epoch's workers are gone after `StopWorkers`."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    """The workers of this epoch could not be started at all."""
+
+    epoch: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """SIGTERM or SIGINT reached the agent."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class StandbyWarm:
+    """All standby workers of this node have imported what they need."""
+
+
+@dataclass(frozen=True)
+class JoinPrepared:
+    """What `PrepareJoin` asked for: a fresh store, the inventory and the probe as this node sees them now."""
+
+    round: int
+    resume_digest: str
+    store_host: str
+    store_port: int
+    probe: str
+    inventory: tuple[control_pb2.Checkpoint, ...]
+
+
+@dataclass(frozen=True)
+class ManifestRead:
+    """A sealed checkpoint as its manifest describes it; None when it cannot be read."""
+
+    name: str
+    checkpoint: control_pb2.Checkpoint | None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class ConversionUpdate:
+    """The conversion job moved, or ended. `checkpoint` describes the sealed universal form when it is READY."""
+
+    lease: int
+    state: control_pb2.ConversionState.ValueType
+    files_done: int = 0
+    files_total: int = 0
+    message: str = ""
+    checkpoint: control_pb2.Checkpoint | None = None
+
+
+@dataclass(frozen=True)
+class VerificationDone:
+    number: int
+    intact: bool
+    message: str
+
+
+@dataclass(frozen=True)
+class Pruned:
+    refs: tuple[control_pb2.CheckpointRef, ...]
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The time that `AgentState.wake` named has come."""
+
+
+Event = (
+    Started
+    | Registered
+    | Refused
+    | Directed
+    | CallFailed
+    | LinkChanged
+    | WorkerSaid
+    | WorkerExited
+    | WorkersStopped
+    | StartFailed
+    | Signalled
+    | StandbyWarm
+    | JoinPrepared
+    | ManifestRead
+    | ConversionUpdate
+    | VerificationDone
+    | Pruned
+    | Tick
+)
+
+# ---- actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Register:
+    """Register with a new incarnation, until the master answers. Drops every unanswered call of the old one."""
+
+    previous_incarnation: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to the master: in order, repeated until answered. The shell adds node, incarnation and request number.
+
+    `ReportProgress` is coalesced: only the newest one matters.
+    """
+
+    method: str
+    request: Message
+
+
+@dataclass(frozen=True)
+class PrepareJoin:
+    """Open a fresh store, read probe and inventory; look for `resume` for a bounded time; answer `JoinPrepared`."""
+
+    round: int
+    resume: control_pb2.CheckpointRef | None = None
+    # Keep looking until it is in sight instead (a spare that cannot see it).
+    patient: bool = False
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    world: control_pb2.World
+
+
+@dataclass(frozen=True)
+class StopWorkers:
+    """SIGTERM is not for workers here: `grace` 0 kills at once. Answered by `WorkersStopped`."""
+
+    epoch: int
+    grace: float = 0.0
+
+
+@dataclass(frozen=True)
+class TellWorkers:
+    """Set the flags that the workers' next exchange carries."""
+
+    drain: bool
+    master_seen: bool
+
+
+@dataclass(frozen=True)
+class ReadManifest:
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class StartConversion:
+    conversion: control_pb2.Conversion
+
+
+@dataclass(frozen=True)
+class StopConversion:
+    lease: int
+
+
+@dataclass(frozen=True)
+class Verify:
+    verification: control_pb2.Verification
+
+
+@dataclass(frozen=True)
+class Prune:
+    refs: tuple[control_pb2.CheckpointRef, ...]
+
+
+@dataclass(frozen=True)
+class WriteLatest:
+    """Copy the newest commit to `latest.json` for people and foreign tools."""
+
+    head: control_pb2.Checkpoint
+
+
+@dataclass(frozen=True)
+class MarkFinished:
+    """Write `FINISHED.json` into the run's directory."""
+
+    run_id: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """One line for the person at the console."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class Exit:
+    code: int
+    message: str = ""
+
+
+Action = (
+    Register
+    | Call
+    | PrepareJoin
+    | StartWorkers
+    | StopWorkers
+    | TellWorkers
+    | ReadManifest
+    | StartConversion
+    | StopConversion
+    | Verify
+    | Prune
+    | WriteLatest
+    | MarkFinished
+    | Say
+    | Exit
+)
+
+# ---- exit codes (docs/contracts.md) ---------------------------------------------------------------------------------
+
+EXIT_FINISHED = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_LEFT = 75
+EXIT_LEFT_UNSAVED = 76
+WORKER_DRAINED = 83
+WORKER_BAD_CHECKPOINT = 84
