@@ -6,7 +6,7 @@ same actions. A directive is a view of what the agent should be doing, so every 
 
 What happens on which failure:
 
-- a worker ends with an error: the rest of this node's workers are killed, the master is told, the agent waits for its order;
+- a worker ends with an error: the rest of this node's workers are killed, the master is told, the agent waits;
 - the master is away: the workers go on; calls are kept and repeated; past the outage timeout the node drains if another
   node still reaches the master;
 - the agent was declared dead ("fenced"): its workers are killed at once, and it registers anew as a new incarnation;
