@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,9 +44,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if full:
         config.hook.pytest_deselected(items=full)
         items[:] = [item for item in items if item not in set(full)]
-
-
-@pytest.fixture
-def root() -> Iterator[Path]:
-    """The checkout."""
-    yield ROOT
