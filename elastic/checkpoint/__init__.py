@@ -1,0 +1,45 @@
+"""Checkpoints as directories that seal themselves, for workers and agents alike. Never imports torch.
+
+Everything in a checkpoint is written once; ``MANIFEST.json`` comes last and names every file with size and checksum.
+What has no readable manifest does not exist; what disagrees with its manifest is damaged and says which file.
+"""
+
+from .errors import CheckpointDamaged, Damage
+from .inventory import Inventory, Unsealed, finished_runs, inspect, inventory
+from .layout import FORMS, MANIFEST, SHARDED, UNIVERSAL, WEIGHTS, CheckpointName, is_checkpoint_name
+from .manifest import FileEntry, Manifest, Order, Position, Ref, Shape
+from .seal import describe, seal
+from .store import CheckpointStore, DirectoryInUse, LocalLock
+from .verify import read_sealed, verify, verify_files, verify_listing
+
+__all__ = (
+    "FORMS",
+    "MANIFEST",
+    "SHARDED",
+    "UNIVERSAL",
+    "WEIGHTS",
+    "CheckpointDamaged",
+    "CheckpointName",
+    "CheckpointStore",
+    "Damage",
+    "DirectoryInUse",
+    "FileEntry",
+    "Inventory",
+    "LocalLock",
+    "Manifest",
+    "Order",
+    "Position",
+    "Ref",
+    "Shape",
+    "Unsealed",
+    "describe",
+    "finished_runs",
+    "inspect",
+    "inventory",
+    "is_checkpoint_name",
+    "read_sealed",
+    "seal",
+    "verify",
+    "verify_files",
+    "verify_listing",
+)

@@ -1,0 +1,33 @@
+"""What can be wrong with a checkpoint on disk."""
+
+from __future__ import annotations
+
+import enum
+from pathlib import Path
+
+
+class Damage(enum.Enum):
+    """Why a checkpoint cannot be trusted. The values appear in messages to the master and to people."""
+
+    MANIFEST = "MANIFEST"  # missing, torn, or not what the format allows
+    DIGEST = "DIGEST"  # a readable manifest, but not the one that was recorded
+    MISSING_FILE = "MISSING_FILE"
+    EXTRA_FILE = "EXTRA_FILE"  # a file that the manifest does not list
+    WRONG_SIZE = "WRONG_SIZE"
+    WRONG_CHECKSUM = "WRONG_CHECKSUM"
+    NOT_A_FILE = "NOT_A_FILE"  # a symbolic link, device or pipe where a file must be
+
+
+class CheckpointDamaged(Exception):
+    """One checkpoint directory does not hold what its manifest promises.
+
+    Attributes:
+        directory: The checkpoint's directory.
+        file: Path of the culprit relative to ``directory``, with forward slashes.
+        reason: The kind of damage.
+        detail: Figures for a person, may be empty.
+    """
+
+    def __init__(self, directory: Path, file: str, reason: Damage, detail: str = "") -> None:
+        self.directory, self.file, self.reason, self.detail = directory, file, reason, detail
+        super().__init__(f"{directory.name}/{file}: {reason.value}" + (f" ({detail})" if detail else ""))

@@ -1,0 +1,122 @@
+"""Files of a checkpoint: listing, checksums, durability. Everything streams; memory is a few buffers."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from .errors import CheckpointDamaged, Damage
+from .layout import MANIFEST
+from .manifest import FileEntry
+
+BUFFER_BYTES = 4 << 20
+THREADS = 4
+
+
+def list_files(directory: Path) -> list[str]:
+    """All files below ``directory`` except its own ``MANIFEST.json``: sorted relative paths with forward slashes.
+
+    Raises:
+        CheckpointDamaged: NOT_A_FILE for a symbolic link, device or pipe: its content is not the checkpoint's own.
+        FileNotFoundError: ``directory`` does not exist.
+    """
+    found: list[str] = []
+    pending = [""]
+    while pending:
+        prefix = pending.pop()
+        with os.scandir(directory / prefix) as entries:
+            for entry in entries:
+                path = f"{prefix}{entry.name}"
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(path + "/")
+                elif not entry.is_file(follow_symlinks=False):
+                    raise CheckpointDamaged(directory, path, Damage.NOT_A_FILE)
+                elif path != MANIFEST:
+                    found.append(path)
+    return sorted(found)
+
+
+def checksum(root: Path, path: str, *, sync: bool = False) -> FileEntry:
+    """Reads one file and describes it.
+
+    Args:
+        root: The checkpoint's directory.
+        path: The file, relative to it.
+        sync: Also make its bytes durable (fsync), before they are read back.
+
+    Raises:
+        CheckpointDamaged: MISSING_FILE, NOT_A_FILE.
+        OSError: What the file system says otherwise.
+    """
+    digest = xxhash.xxh3_128()
+    size = 0
+    buffer = bytearray(BUFFER_BYTES)
+    view = memoryview(buffer)
+    try:
+        descriptor = os.open(root / path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(root, path, Damage.MISSING_FILE) from error
+    with open(descriptor, "rb", buffering=0) as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise CheckpointDamaged(root, path, Damage.NOT_A_FILE)
+        if sync:
+            os.fsync(descriptor)
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+            size += count
+    return FileEntry(path, size, digest.hexdigest())
+
+
+def checksums(root: Path, paths: Iterable[str], *, threads: int = THREADS, sync: bool = False) -> list[FileEntry]:
+    """``checksum`` of several files, in the order of ``paths``, with ``threads`` at work (hashing drops the GIL)."""
+    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-checksum") as pool:
+        return list(pool.map(lambda path: checksum(root, path, sync=sync), paths))
+
+
+def fsync_directory(directory: Path) -> None:
+    """Makes the names in ``directory`` durable."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def fsync_tree(directory: Path) -> None:
+    """Makes the names in ``directory``, in all directories below it, and its own name durable."""
+    for current, _, _ in os.walk(directory, topdown=False):
+        fsync_directory(Path(current))
+    fsync_directory(directory.parent)
+
+
+def write_exclusive(path: Path, data: bytes) -> None:
+    """Creates ``path`` with ``data``, durably. What could not be written whole is taken away again.
+
+    Raises:
+        FileExistsError: It is there already.
+        OSError: What the file system says otherwise, ENOSPC for one.
+    """
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        with open(descriptor, "wb", buffering=0) as file:
+            view = memoryview(data)
+            while view:
+                view = view[file.write(view) :]
+            os.fsync(descriptor)
+    except OSError:
+        os.unlink(path)
+        raise
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Puts ``data`` at ``path`` in one go: readers see the old content or the new, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.unlink(missing_ok=True)
+    write_exclusive(temporary, data)
+    os.replace(temporary, path)
+    fsync_directory(path.parent)

@@ -1,0 +1,82 @@
+"""Names in a run's directory: ``step-<n>.e<epoch>.<attempt>`` and ``….<form>.<lease>`` for a later form of one."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+MANIFEST = "MANIFEST.json"
+LATEST = "latest.json"
+FINISHED = "FINISHED.json"
+LOCK = ".lock"
+
+SHARDED, UNIVERSAL, WEIGHTS = "sharded", "universal", "weights"
+FORMS = (SHARDED, UNIVERSAL, WEIGHTS)
+
+_NUMBER = r"(0|[1-9][0-9]{0,18})"
+_NAME = re.compile(rf"step-{_NUMBER}\.e{_NUMBER}\.{_NUMBER}(?:\.({UNIVERSAL}|{WEIGHTS})\.{_NUMBER})?", re.ASCII)
+
+
+@dataclass(frozen=True)
+class CheckpointName:
+    """The parts of a checkpoint directory's name.
+
+    Attributes:
+        step: Optimizer steps done.
+        epoch: The epoch that wrote the sharded checkpoint.
+        attempt: Distinguishes saves of one step in one epoch.
+        form: ``"sharded"``, or the later form that this directory holds.
+        lease: The conversion lease that wrote a later form; None for a sharded one.
+    """
+
+    step: int
+    epoch: int
+    attempt: int
+    form: str = SHARDED
+    lease: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ValueError(f"unknown form {self.form!r}, known: {', '.join(FORMS)}")
+        if (self.form == SHARDED) != (self.lease is None):
+            raise ValueError(f"a later form has a lease and a sharded checkpoint has none: {self.form}, {self.lease}")
+        if min(self.step, self.epoch, self.attempt, self.lease or 0) < 0:
+            raise ValueError(f"negative number in a checkpoint name: {self.step}, {self.epoch}, {self.attempt}")
+
+    def __str__(self) -> str:
+        name = f"step-{self.step}.e{self.epoch}.{self.attempt}"
+        return name if self.lease is None else f"{name}.{self.form}.{self.lease}"
+
+    @classmethod
+    def parse(cls, name: str) -> CheckpointName:
+        """The inverse of ``str``.
+
+        Raises:
+            ValueError: ``name`` is not one of ours.
+        """
+        match = _NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"not a checkpoint name: {name!r}")
+        step, epoch, attempt, form, lease = match.groups()
+        if form is None:
+            return cls(int(step), int(epoch), int(attempt))
+        return cls(int(step), int(epoch), int(attempt), form, int(lease))
+
+    def later(self, form: str, lease: int) -> CheckpointName:
+        """The directory beside this one in which ``lease`` writes ``form``."""
+        return replace(self, form=form, lease=lease)
+
+    @property
+    def source(self) -> CheckpointName:
+        """The sharded checkpoint that this one is, or is a form of."""
+        return replace(self, form=SHARDED, lease=None)
+
+    @property
+    def age(self) -> tuple[int, int, int]:
+        """Sort key: the newest is the one of the highest epoch, then step, then attempt."""
+        return self.epoch, self.step, self.attempt
+
+
+def is_checkpoint_name(name: str) -> bool:
+    """Whether ``name`` could be a checkpoint directory of ours."""
+    return _NAME.fullmatch(name) is not None

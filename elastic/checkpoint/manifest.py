@@ -1,0 +1,320 @@
+"""The manifest that seals a checkpoint: what it is, and every file of it with size and checksum.
+
+Canonical JSON (sorted keys, no spaces, UTF-8, one newline at the end). The SHA-256 of those bytes is the checkpoint's
+*digest*, the only thing about it that the master must remember.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeVar
+
+from dalsegno.protos import control_pb2
+
+from .errors import CheckpointDamaged, Damage
+from .layout import FORMS, MANIFEST, SHARDED, UNIVERSAL, WEIGHTS, CheckpointName
+
+VERSION = 1
+# A manifest of a 10,000-file checkpoint has about 1.5 MB; anything far beyond is not a manifest.
+MAX_BYTES = 64 << 20
+
+_PROTO_FORMS = {
+    SHARDED: control_pb2.FORM_SHARDED,
+    UNIVERSAL: control_pb2.FORM_UNIVERSAL,
+    WEIGHTS: control_pb2.FORM_WEIGHTS,
+}
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The world that wrote a checkpoint.
+
+    Attributes:
+        world_size: Number of ranks.
+        strategy: ``"ddp"``, ``"deepspeed-zero-0"`` … ``"deepspeed-zero-3"``, or a name of the script's own.
+        any_world_size: Loads at any world size as it is.
+    """
+
+    world_size: int
+    strategy: str
+    any_world_size: bool
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where in the data a run stands.
+
+    Attributes:
+        data_epoch: Passes over the data set that are complete.
+        samples: Global count consumed in the present pass.
+    """
+
+    data_epoch: int = 0
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Order:
+    """What fixes the order of samples, beside the position. A run that resumes must agree with it."""
+
+    seed: int
+    length: int
+    global_batch_size: int
+    shuffle: bool
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Names one sealed checkpoint for good: directory name and digest."""
+
+    name: str
+    digest: str
+
+    def to_proto(self) -> control_pb2.CheckpointRef:
+        return control_pb2.CheckpointRef(name=self.name, digest=self.digest)
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file: path relative to the checkpoint with forward slashes, bytes, xxh3-128 in lower-case hex."""
+
+    path: str
+    size: int
+    xxh3_128: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one sealed directory holds. See ``docs/contracts.md`` for the keys."""
+
+    name: str
+    job_id: str
+    run_id: str
+    step: int
+    epoch: int
+    generation: int
+    form: str
+    shape: Shape
+    position: Position
+    order: Order | None
+    source: Ref | None
+    resumed_from: Ref | None
+    min_nodes: int
+    max_nodes: int
+    metric: float | None
+    files: tuple[FileEntry, ...]
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        if self.version != VERSION:
+            raise ValueError(f"manifest version {self.version}, this program reads {VERSION}")
+        parsed = CheckpointName.parse(self.name)
+        if (parsed.step, parsed.epoch, parsed.form) != (self.step, self.epoch, self.form):
+            raise ValueError(f"name {self.name} disagrees with step {self.step}, epoch {self.epoch}, form {self.form}")
+        if (self.source is None) != (self.form == SHARDED):
+            raise ValueError(f"a later form names its source and a sharded checkpoint has none ({self.form})")
+        if self.metric is not None and not math.isfinite(self.metric):
+            raise ValueError(f"metric must be finite, not {self.metric}")
+        paths = [entry.path for entry in self.files]
+        if paths != sorted(set(paths)):
+            raise ValueError("files must be sorted by path and unique")
+        for path in paths:
+            _check_path(path)
+
+    def to_bytes(self) -> bytes:
+        """The canonical bytes, as they stand in ``MANIFEST.json``."""
+        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        return text.encode() + b"\n"
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 of ``to_bytes()``, hex."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    @property
+    def ref(self) -> Ref:
+        return Ref(self.name, self.digest)
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files together."""
+        return sum(entry.size for entry in self.files)
+
+    @property
+    def parsed_name(self) -> CheckpointName:
+        return CheckpointName.parse(self.name)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Parses canonical bytes.
+
+        Raises:
+            ValueError: Anything but a canonical manifest of a version that we know.
+        """
+        try:
+            raw = json.loads(data)
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(f"not JSON: {error}") from error
+        manifest = _parse(raw)
+        # One manifest has one spelling: so a torn or edited file cannot pass as a sealed one.
+        if manifest.to_bytes() != data:
+            raise ValueError("not in canonical form")
+        return manifest
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Reads the manifest of ``directory``.
+
+        Raises:
+            CheckpointDamaged: It is missing, torn, or belongs to another directory.
+        """
+        try:
+            with open(Path(directory) / MANIFEST, "rb") as file:
+                data = file.read(MAX_BYTES + 1)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            raise CheckpointDamaged(Path(directory), MANIFEST, Damage.MANIFEST, "not there") from error
+        if len(data) > MAX_BYTES:
+            raise CheckpointDamaged(Path(directory), MANIFEST, Damage.MANIFEST, "too long")
+        try:
+            manifest = cls.from_bytes(data)
+        except ValueError as error:
+            raise CheckpointDamaged(Path(directory), MANIFEST, Damage.MANIFEST, str(error)) from error
+        if manifest.name != Path(directory).name:
+            raise CheckpointDamaged(Path(directory), MANIFEST, Damage.MANIFEST, f"it belongs to {manifest.name}")
+        return manifest
+
+    def to_proto(self) -> control_pb2.Checkpoint:
+        """The same as a message; the list of files becomes its total size."""
+        return control_pb2.Checkpoint(
+            ref=self.ref.to_proto(),
+            run_id=self.run_id,
+            step=self.step,
+            epoch=self.epoch,
+            form=_PROTO_FORMS[self.form],
+            shape=control_pb2.Shape(**asdict(self.shape)),
+            position=control_pb2.Position(**asdict(self.position)),
+            source=None if self.source is None else self.source.to_proto(),
+            resumed_from=None if self.resumed_from is None else self.resumed_from.to_proto(),
+            bytes=self.total_bytes,
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            generation=self.generation,
+            metric=self.metric,
+        )
+
+
+def _check_path(path: str) -> None:
+    pure = PurePosixPath(path)
+    if not path or pure.is_absolute() or ".." in pure.parts or str(pure) != path or path == MANIFEST or "\0" in path:
+        raise ValueError(f"not a path inside a checkpoint: {path!r}")
+
+
+def _parse(raw: object) -> Manifest:
+    top = _object(raw, "manifest", Manifest)
+    if top["form"] not in FORMS:
+        raise ValueError(f"unknown form {top['form']!r}")
+    files = top["files"]
+    if not isinstance(files, list):
+        raise ValueError("files is not a list")
+    metric = top["metric"]
+    if metric is not None and type(metric) not in (int, float):
+        raise ValueError("metric is not a number")
+    return Manifest(
+        name=_text(top["name"], "name"),
+        job_id=_text(top["job_id"], "job_id"),
+        run_id=_text(top["run_id"], "run_id"),
+        step=_count(top["step"], "step"),
+        epoch=_count(top["epoch"], "epoch"),
+        generation=_count(top["generation"], "generation"),
+        form=_text(top["form"], "form"),
+        shape=_shape(top["shape"]),
+        position=_position(top["position"]),
+        order=_maybe(top["order"], _order),
+        source=_maybe(top["source"], _ref),
+        resumed_from=_maybe(top["resumed_from"], _ref),
+        min_nodes=_count(top["min_nodes"], "min_nodes"),
+        max_nodes=_count(top["max_nodes"], "max_nodes"),
+        metric=metric,
+        files=tuple(_file(entry) for entry in files),
+        version=_count(top["version"], "version"),
+    )
+
+
+def _shape(raw: object) -> Shape:
+    keys = _object(raw, "shape", Shape)
+    return Shape(
+        _count(keys["world_size"], "world_size"), _text(keys["strategy"], "strategy"), _flag(keys["any_world_size"])
+    )
+
+
+def _position(raw: object) -> Position:
+    keys = _object(raw, "position", Position)
+    return Position(_count(keys["data_epoch"], "data_epoch"), _count(keys["samples"], "samples"))
+
+
+def _order(raw: object) -> Order:
+    keys = _object(raw, "order", Order)
+    if type(keys["seed"]) is not int:
+        raise ValueError("seed is not an integer")
+    return Order(
+        keys["seed"],
+        _count(keys["length"], "length"),
+        _count(keys["global_batch_size"], "global_batch_size"),
+        _flag(keys["shuffle"]),
+    )
+
+
+def _ref(raw: object) -> Ref:
+    keys = _object(raw, "reference", Ref)
+    CheckpointName.parse(_text(keys["name"], "name"))
+    return Ref(keys["name"], _hex(keys["digest"], 64))
+
+
+def _file(raw: object) -> FileEntry:
+    keys = _object(raw, "file", FileEntry)
+    return FileEntry(_text(keys["path"], "path"), _count(keys["size"], "size"), _hex(keys["xxh3_128"], 32))
+
+
+def _object(raw: object, what: str, cls: type[Any]) -> Mapping[str, Any]:
+    if not isinstance(raw, dict):
+        raise ValueError(f"{what} is not an object")
+    wanted = set(cls.__dataclass_fields__)
+    if set(raw) != wanted:
+        raise ValueError(f"{what} has keys {sorted(raw)}, wanted {sorted(wanted)}")
+    return raw
+
+
+def _maybe(raw: object, parse: Callable[[object], _T]) -> _T | None:
+    return None if raw is None else parse(raw)
+
+
+def _text(raw: object, what: str) -> str:
+    if not isinstance(raw, str):
+        raise ValueError(f"{what} is not a string")
+    return raw
+
+
+def _count(raw: object, what: str) -> int:
+    if type(raw) is not int or not 0 <= raw < 1 << 63:
+        raise ValueError(f"{what} is not a count: {raw!r}")
+    return raw
+
+
+def _flag(raw: object) -> bool:
+    if not isinstance(raw, bool):
+        raise ValueError(f"not a truth value: {raw!r}")
+    return raw
+
+
+def _hex(raw: object, digits: int) -> str:
+    text = _text(raw, "hex number")
+    if len(text) != digits or set(text) - set("0123456789abcdef"):
+        raise ValueError(f"not {digits} hex digits: {text!r}")
+    return text

@@ -1,0 +1,41 @@
+"""Sealing: the last act of writing a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .errors import CheckpointDamaged, Damage
+from .files import THREADS, checksums, fsync_directory, fsync_tree, list_files, write_exclusive
+from .layout import MANIFEST
+from .manifest import FileEntry, Manifest
+
+
+def describe(directory: Path, *, threads: int = THREADS, sync: bool = True) -> tuple[FileEntry, ...]:
+    """Entries of all files in ``directory``, sorted by path, made durable on the way unless ``sync`` is False."""
+    return tuple(checksums(directory, list_files(directory), threads=threads, sync=sync))
+
+
+def seal(directory: Path, manifest: Manifest) -> str:
+    """Writes ``MANIFEST.json``, after which ``directory`` is never changed again.
+
+    The files must be durable already (``describe`` does that). Order: names below the directory, then the manifest,
+    then the directory and its parent; so a manifest that survives a power cut speaks of files that survived too.
+
+    Returns:
+        The digest.
+
+    Raises:
+        ValueError: ``manifest`` is for another directory.
+        CheckpointDamaged: The directory holds other files than ``manifest`` lists.
+        FileExistsError: It is sealed already.
+        OSError: The manifest could not be written; nothing of it is left.
+    """
+    if manifest.name != directory.name:
+        raise ValueError(f"the manifest of {manifest.name} cannot seal {directory.name}")
+    there, listed = set(list_files(directory)), {entry.path for entry in manifest.files}
+    for path in sorted(there ^ listed):
+        raise CheckpointDamaged(directory, path, Damage.EXTRA_FILE if path in there else Damage.MISSING_FILE)
+    fsync_tree(directory)
+    write_exclusive(directory / MANIFEST, manifest.to_bytes())
+    fsync_directory(directory)
+    return manifest.digest

@@ -1,0 +1,135 @@
+"""The directory of one run: what is there, the next name, deletion on order, and copies for people.
+
+Under a master its record is the pointer and nothing here decides. Alone, ``LocalLock`` is the authority: whoever holds
+it is the one process (rank 0) that may name, seal and prune in the directory.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+
+from .files import fsync_directory, replace_file
+from .inventory import inventory
+from .layout import FINISHED, LATEST, LOCK, MANIFEST, SHARDED, CheckpointName, is_checkpoint_name
+from .manifest import Manifest
+
+
+class DirectoryInUse(RuntimeError):
+    """Another live process holds the lock of this checkpoint directory."""
+
+
+class LocalLock:
+    """The right to write in a directory that no master watches over. Goes with the process that holds it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._path = directory / LOCK
+        self._descriptor: int | None = None
+
+    def acquire(self) -> None:
+        """Takes the lock or fails at once.
+
+        Raises:
+            DirectoryInUse: Somebody else holds it.
+            OSError: The lock file cannot be made.
+        """
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise DirectoryInUse(
+                f"{self._path.parent} is in use by another training; stop it, or give another checkpoint directory"
+            ) from error
+        self._descriptor = descriptor
+
+    def release(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def __enter__(self) -> LocalLock:
+        self.acquire()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.release()
+
+
+class CheckpointStore:
+    """One run's directory. Holds no state but its path; safe to make anywhere, any number of times."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = Path(run_dir)
+
+    def path(self, name: str) -> Path:
+        """Where the checkpoint called ``name`` lies or will lie.
+
+        Raises:
+            ValueError: ``name`` is not a checkpoint's.
+        """
+        CheckpointName.parse(name)
+        return self.run_dir / name
+
+    def sealed(self, form: str | None = None) -> list[Manifest]:
+        """Sealed checkpoints, oldest first, of one form or of all."""
+        return [manifest for manifest in inventory(self.run_dir) if form in (None, manifest.form)]
+
+    def newest(self, form: str = SHARDED) -> Manifest | None:
+        """The sealed checkpoint of the highest epoch, then step, then attempt."""
+        found = self.sealed(form)
+        return found[-1] if found else None
+
+    def next_name(self, step: int, epoch: int) -> CheckpointName:
+        """A name that nobody has used: the attempt after the highest one on disk, sealed or not."""
+        attempts = [
+            parsed.attempt
+            for parsed in map(CheckpointName.parse, filter(is_checkpoint_name, self._names()))
+            if (parsed.step, parsed.epoch) == (step, epoch)
+        ]
+        return CheckpointName(step, epoch, max(attempts, default=0) + 1)
+
+    def prune(self, names: Iterable[str]) -> None:
+        """Deletes exactly the given checkpoints; one that is not there is done already.
+
+        The manifest goes first, so that what an interrupted deletion leaves is not sealed.
+
+        Raises:
+            ValueError: A name that is not a checkpoint's; nothing was deleted.
+            OSError: The file system refused.
+        """
+        for path in [self.path(name) for name in names]:
+            (path / MANIFEST).unlink(missing_ok=True)
+            if path.is_dir():
+                fsync_directory(path)
+                shutil.rmtree(path)
+
+    def write_latest(self, manifest: Manifest) -> None:
+        """Notes the newest checkpoint in ``latest.json``: a copy for people, which nothing of ours reads."""
+        self._note(LATEST, {"name": manifest.name, "digest": manifest.digest, "step": manifest.step})
+
+    def mark_finished(self, step: int, head: Manifest | None) -> None:
+        """Writes ``FINISHED.json``: the run reached its end with ``step`` steps."""
+        self._note(FINISHED, {"step": step, "name": head and head.name, "digest": head and head.digest})
+
+    @property
+    def finished(self) -> bool:
+        return (self.run_dir / FINISHED).is_file()
+
+    def _names(self) -> Iterable[str]:
+        try:
+            return os.listdir(self.run_dir)
+        except FileNotFoundError:
+            return ()
+
+    def _note(self, name: str, content: dict[str, object]) -> None:
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        replace_file(self.run_dir / name, json.dumps(content, sort_keys=True).encode() + b"\n")

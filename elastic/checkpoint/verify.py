@@ -1,0 +1,77 @@
+"""Does a checkpoint still hold what was sealed? Listing and sizes are cheap; checksums read every byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from .errors import CheckpointDamaged, Damage
+from .files import THREADS, checksum, list_files
+from .manifest import FileEntry, Manifest
+
+
+def read_sealed(directory: Path, digest: str) -> Manifest:
+    """Reads the manifest of ``directory`` and holds it against the recorded ``digest``.
+
+    Raises:
+        CheckpointDamaged: MANIFEST or DIGEST.
+    """
+    manifest = Manifest.read(directory)
+    if manifest.digest != digest:
+        raise CheckpointDamaged(
+            directory, "MANIFEST.json", Damage.DIGEST, f"it is {manifest.digest[:12]}, recorded was {digest[:12]}"
+        )
+    return manifest
+
+
+def verify_listing(directory: Path, manifest: Manifest) -> None:
+    """Checks that exactly the listed files are there, each with its size. Reads no file.
+
+    Raises:
+        CheckpointDamaged: MISSING_FILE, EXTRA_FILE, NOT_A_FILE or WRONG_SIZE.
+    """
+    try:
+        there = set(list_files(directory))
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(directory, ".", Damage.MISSING_FILE, "the directory is gone") from error
+    for entry in manifest.files:
+        if entry.path not in there:
+            raise CheckpointDamaged(directory, entry.path, Damage.MISSING_FILE)
+        size = (directory / entry.path).stat().st_size
+        if size != entry.size:
+            detail = f"{size} bytes, sealed were {entry.size}"
+            raise CheckpointDamaged(directory, entry.path, Damage.WRONG_SIZE, detail)
+    for path in sorted(there - {entry.path for entry in manifest.files}):
+        raise CheckpointDamaged(directory, path, Damage.EXTRA_FILE)
+
+
+def verify_files(directory: Path, entries: Sequence[FileEntry], *, threads: int = THREADS) -> None:
+    """Reads the given files and compares size and checksum: one rank's part of a shared verification.
+
+    Raises:
+        CheckpointDamaged: The first culprit in the order of ``entries``.
+    """
+
+    def check(entry: FileEntry) -> None:
+        found = checksum(directory, entry.path)
+        if found.size != entry.size:
+            detail = f"{found.size} bytes, sealed were {entry.size}"
+            raise CheckpointDamaged(directory, entry.path, Damage.WRONG_SIZE, detail)
+        if found.xxh3_128 != entry.xxh3_128:
+            raise CheckpointDamaged(directory, entry.path, Damage.WRONG_CHECKSUM)
+
+    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-verify") as pool:
+        for _ in pool.map(check, entries):
+            pass
+
+
+def verify(directory: Path, manifest: Manifest, threads: int = THREADS) -> None:
+    """Checks everything: the listing, every size, every byte.
+
+    Raises:
+        CheckpointDamaged: What is wrong first.
+        OSError: The file system fails otherwise; that says nothing about the checkpoint.
+    """
+    verify_listing(directory, manifest)
+    verify_files(directory, manifest.files, threads=threads)

@@ -1,0 +1,295 @@
+"""The checkpoint package: names, manifests, sealing, inventory, verification, the store. Nothing of it needs torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dalsegno.elastic.checkpoint import (
+    CheckpointDamaged,
+    CheckpointName,
+    CheckpointStore,
+    Damage,
+    DirectoryInUse,
+    FileEntry,
+    LocalLock,
+    Manifest,
+    Order,
+    Position,
+    Ref,
+    Shape,
+    describe,
+    finished_runs,
+    inspect,
+    inventory,
+    read_sealed,
+    seal,
+    verify,
+)
+from dalsegno.protos import control_pb2
+
+COUNTS = st.integers(0, 10**18)
+
+
+def manifest_for(directory: Path, source: Ref | None = None, **changes: object) -> Manifest:
+    name = CheckpointName.parse(directory.name)
+    manifest = Manifest(
+        name=directory.name,
+        job_id="job",
+        run_id="run-0001",
+        step=name.step,
+        epoch=name.epoch,
+        generation=3,
+        form=name.form,
+        shape=Shape(2, "ddp", True),
+        position=Position(1, 64),
+        order=Order(7, 1000, 16, True),
+        source=source,
+        resumed_from=Ref("step-2.e1.1", "ab" * 32),
+        min_nodes=1,
+        max_nodes=4,
+        metric=0.5,
+        files=describe(directory),
+    )
+    return replace(manifest, **changes)  # type: ignore[arg-type]
+
+
+def write(run_dir: Path, name: str) -> Manifest:
+    directory = run_dir / name
+    (directory / "part").mkdir(parents=True)
+    (directory / "a.bin").write_bytes(b"alpha" * 1000)
+    (directory / "part" / "b.bin").write_bytes(os.urandom(5 << 20))
+    manifest = manifest_for(directory)
+    seal(directory, manifest)
+    return manifest
+
+
+@given(COUNTS, COUNTS, COUNTS, st.one_of(st.none(), st.tuples(st.sampled_from(["universal", "weights"]), COUNTS)))
+def test_names_round_trip(step: int, epoch: int, attempt: int, later: tuple[str, int] | None) -> None:
+    """Every name parses back into its parts."""
+    name = CheckpointName(step, epoch, attempt)
+    if later is not None:
+        name = name.later(*later)
+    assert CheckpointName.parse(str(name)) == name
+    assert name.source == CheckpointName(step, epoch, attempt)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "step-1", "step-01.e1.1", "step-1.e1.1.universal", "step-1.e1.1.other.2", "step-1.e1.1\n", "step-٣.e1.1"],
+)
+def test_foreign_names_are_refused(text: str) -> None:
+    """What does not have one spelling of ours is not a checkpoint."""
+    with pytest.raises(ValueError, match="not a checkpoint name"):
+        CheckpointName.parse(text)
+
+
+def test_sealed_checkpoint_reads_back_and_verifies(tmp_path: Path) -> None:
+    """A sealed directory gives the same manifest and digest to every reader, and verifies."""
+    manifest = write(tmp_path, "step-4.e2.1")
+    read = read_sealed(tmp_path / "step-4.e2.1", manifest.digest)
+    assert read == manifest
+    assert [entry.path for entry in read.files] == ["a.bin", "part/b.bin"]
+    verify(tmp_path / "step-4.e2.1", read)
+    assert inventory(tmp_path) == [manifest]
+
+
+def test_manifest_becomes_a_message(tmp_path: Path) -> None:
+    """The message carries everything the master decides with."""
+    message = write(tmp_path, "step-4.e2.1").to_proto()
+    assert message.ref.name == "step-4.e2.1"
+    assert len(message.ref.digest) == 64
+    assert message.form == control_pb2.FORM_SHARDED
+    assert (message.shape.world_size, message.shape.strategy, message.shape.any_world_size) == (2, "ddp", True)
+    assert (message.step, message.epoch, message.position.samples) == (4, 2, 64)
+    assert message.bytes == 5000 + (5 << 20)
+    assert message.resumed_from.name == "step-2.e1.1"
+    assert not message.HasField("source")
+    assert message.metric == 0.5
+
+
+def _flip(directory: Path) -> None:
+    with open(directory / "part" / "b.bin", "r+b") as file:
+        file.seek(4_500_000)
+        byte = file.read(1)[0]
+        file.seek(4_500_000)
+        file.write(bytes([byte ^ 1]))
+
+
+def _link(directory: Path) -> None:
+    (directory / "a.bin").rename(directory.parent / "elsewhere")
+    (directory / "a.bin").symlink_to(directory.parent / "elsewhere")
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason", "file"),
+    [
+        (_flip, Damage.WRONG_CHECKSUM, "part/b.bin"),
+        (lambda d: os.truncate(d / "a.bin", 4999), Damage.WRONG_SIZE, "a.bin"),
+        (lambda d: (d / "part" / "b.bin").unlink(), Damage.MISSING_FILE, "part/b.bin"),
+        (lambda d: (d / "part" / "c.bin").write_bytes(b""), Damage.EXTRA_FILE, "part/c.bin"),
+        (lambda d: (d / "part" / "MANIFEST.json").write_bytes(b""), Damage.EXTRA_FILE, "part/MANIFEST.json"),
+        (_link, Damage.NOT_A_FILE, "a.bin"),
+    ],
+)
+def test_every_damage_is_found_and_named(tmp_path: Path, harm: object, reason: Damage, file: str) -> None:
+    """A flipped byte, a truncated, missing, extra or replaced file: each is reported with file and reason."""
+    manifest = write(tmp_path, "step-4.e2.1")
+    harm(tmp_path / "step-4.e2.1")  # type: ignore[operator]
+    with pytest.raises(CheckpointDamaged) as caught:
+        verify(tmp_path / "step-4.e2.1", manifest)
+    assert (caught.value.reason, caught.value.file) == (reason, file)
+
+
+def test_torn_or_edited_manifest_is_not_a_seal(tmp_path: Path) -> None:
+    """Any proper prefix of a manifest, and any second spelling of it, is refused."""
+    write(tmp_path, "step-4.e2.1")
+    path = tmp_path / "step-4.e2.1" / "MANIFEST.json"
+    whole = path.read_bytes()
+    for length in [*range(0, len(whole), 37), len(whole) - 1]:
+        path.write_bytes(whole[:length])
+        with pytest.raises(CheckpointDamaged) as caught:
+            Manifest.read(path.parent)
+        assert caught.value.reason is Damage.MANIFEST
+    path.write_bytes(json.dumps(json.loads(whole)).encode())
+    assert inventory(tmp_path) == []
+    path.write_bytes(whole.replace(b'"step":4', b'"step":5'))
+    assert inventory(tmp_path) == []
+    path.write_bytes(whole)
+    with pytest.raises(CheckpointDamaged) as caught:
+        read_sealed(path.parent, "0" * 64)
+    assert caught.value.reason is Damage.DIGEST
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/passwd", "a//b", "./a", "MANIFEST.json", ""])
+def test_manifest_never_points_outside(tmp_path: Path, path: str) -> None:
+    """A manifest cannot make a reader leave the checkpoint's directory."""
+    directory = tmp_path / "step-1.e1.1"
+    directory.mkdir()
+    with pytest.raises(ValueError, match="not a path inside"):
+        manifest_for(directory, files=(FileEntry(path, 1, "0" * 32),))
+
+
+def test_seal_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    """A file that came after the description, a second seal and a foreign manifest are errors."""
+    directory = tmp_path / "step-4.e2.1"
+    directory.mkdir()
+    (directory / "a").write_bytes(b"1")
+    manifest = manifest_for(directory)
+    (directory / "b").write_bytes(b"2")
+    with pytest.raises(CheckpointDamaged, match="EXTRA_FILE"):
+        seal(directory, manifest)
+    (directory / "b").unlink()
+    seal(directory, manifest)
+    with pytest.raises(FileExistsError):
+        seal(directory, manifest)
+    with pytest.raises(ValueError, match="cannot seal"):
+        seal(tmp_path / "step-4.e2.2", manifest)
+
+
+def test_failed_manifest_write_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the disk is full at the last moment, no half manifest stays behind."""
+    directory = tmp_path / "step-4.e2.1"
+    directory.mkdir()
+    manifest = manifest_for(directory)
+    real = os.fsync
+
+    def full(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith("MANIFEST.json"):
+            raise OSError(28, "No space left on device")
+        real(descriptor)
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        seal(directory, manifest)
+    assert list(directory.iterdir()) == []
+
+
+def test_inventory_orders_and_explains(tmp_path: Path) -> None:
+    """Newest last by (epoch, step, attempt); what is not sealed is listed with its reason; strangers are ignored."""
+    for name in ["step-8.e1.1", "step-4.e2.1", "step-10.e1.1", "step-4.e2.2"]:
+        write(tmp_path, name)
+    later = tmp_path / "step-4.e2.1.universal.9"
+    later.mkdir()
+    seal(later, manifest_for(later, source=Ref("step-4.e2.1", "cd" * 32)))
+    (tmp_path / "step-99.e9.1").mkdir()
+    (tmp_path / "checkpoint-100").mkdir()
+    os.truncate(tmp_path / "step-8.e1.1" / "a.bin", 3)
+    look = inspect(tmp_path)
+    assert [m.name for m in look.sealed] == ["step-10.e1.1", "step-4.e2.1", later.name, "step-4.e2.2"]
+    assert {u.name for u in look.unsealed} == {"step-99.e9.1", "step-8.e1.1"}
+    assert "step-8.e1.1" in {m.name for m in inventory(tmp_path, check_sizes=False)}
+    assert inventory(tmp_path / "absent") == []
+
+
+def test_store_names_prunes_and_marks(tmp_path: Path) -> None:
+    """Names are never used twice, exactly what is named is deleted, notes for people are whole."""
+    store = CheckpointStore(tmp_path / "run-0001")
+    assert store.newest() is None
+    assert str(store.next_name(4, 2)) == "step-4.e2.1"
+    first = write(store.run_dir, "step-4.e2.1")
+    (store.run_dir / "step-4.e2.5").mkdir()
+    assert str(store.next_name(4, 2)) == "step-4.e2.6"
+    assert str(store.next_name(4, 3)) == "step-4.e3.1"
+    newer = write(store.run_dir, "step-6.e2.1")
+    assert store.newest() == newer
+    store.write_latest(newer)
+    assert json.loads((store.run_dir / "latest.json").read_text())["name"] == newer.name
+    with pytest.raises(ValueError, match="not a checkpoint name"):
+        store.prune([first.name, "../../precious"])
+    assert store.sealed() == [first, newer]
+    store.prune([first.name, "step-77.e1.1"])
+    assert store.sealed() == [newer]
+    assert not (store.run_dir / first.name).exists()
+    store.mark_finished(6, newer)
+    assert store.finished
+    assert finished_runs(tmp_path) == ["run-0001"]
+
+
+def test_interrupted_prune_does_not_leave_a_sealed_wreck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest goes first: what a deletion leaves when it dies is not taken for a checkpoint."""
+    store = CheckpointStore(tmp_path)
+    write(tmp_path, "step-4.e2.1")
+
+    def dies(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("shutil.rmtree", dies)
+    with pytest.raises(KeyboardInterrupt):
+        store.prune(["step-4.e2.1"])
+    assert (tmp_path / "step-4.e2.1" / "a.bin").exists()
+    assert inventory(tmp_path, check_sizes=False) == []
+
+
+def test_local_lock_is_exclusive_and_dies_with_its_process(tmp_path: Path) -> None:
+    """A second process is refused with a line that says what to do; the lock is free once its holder is gone."""
+    code = (
+        "import sys, pathlib; from dalsegno.elastic.checkpoint import LocalLock;"
+        "lock = LocalLock(pathlib.Path(sys.argv[1])); lock.acquire()"
+        "; print('held', flush=True); sys.stdin.read()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(DirectoryInUse, match="in use by another training"):
+        LocalLock(tmp_path).acquire()
+    holder.kill()
+    holder.communicate(timeout=10)
+    with LocalLock(tmp_path):
+        pass
+
+
+def test_importable_without_torch() -> None:
+    """Agents import this package on machines that have no torch."""
+    code = "import sys; sys.modules['torch'] = None; import dalsegno.elastic.checkpoint, dalsegno.elastic"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
