@@ -40,8 +40,15 @@ def swallows(handler: ast.ExceptHandler) -> bool:
 def undocumented(tree: ast.Module) -> Iterator[tuple[int, str]]:
     """Public functions of a module, and public methods and classes of some length, without a docstring.
 
-    Of a class that has a base, methods may carry the base's documentation.
+    A method may carry the documentation of its base, or of a class of this module with a method of the same name.
     """
+    known = {
+        method.name
+        for cls in tree.body
+        if isinstance(cls, ast.ClassDef)
+        for method in cls.body
+        if isinstance(method, Function) and ast.get_docstring(method) is not None
+    }
     for node in tree.body:
         members = node.body if isinstance(node, ast.ClassDef) and is_public(node.name) and not node.bases else []
         long = [
@@ -51,7 +58,8 @@ def undocumented(tree: ast.Module) -> Iterator[tuple[int, str]]:
         ]
         wanted = [node, *long] if isinstance(node, Function) else long
         for item in dict.fromkeys(wanted):
-            if is_public(item.name) and ast.get_docstring(item) is None:
+            inherited = item is not node and item.name in known
+            if is_public(item.name) and not inherited and ast.get_docstring(item) is None:
                 yield item.lineno, item.name
 
 
