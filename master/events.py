@@ -1,0 +1,52 @@
+"""What the master's brain hears, and what it answers. Plain values, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+
+@dataclass(frozen=True)
+class Called:
+    """A unary request of `dalsegno.control.v1.Control`, as it came in."""
+
+    message: Message
+
+
+@dataclass(frozen=True)
+class StreamOpened:
+    """An agent's `Watch` stream is open."""
+
+    node: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class StreamClosed:
+    """The peer closed its stream, or the connection broke."""
+
+    node: str
+    incarnation: str
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The time that `State.wake` named has come."""
+
+
+@dataclass(frozen=True)
+class HeldUp:
+    """The master's own loop stood still longer than a heartbeat interval: nobody's silence proves anything."""
+
+
+Event = Called | StreamOpened | StreamClosed | Tick | HeldUp
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The answer to one `Called`: the name of a gRPC status code, and the message when it is OK."""
+
+    code: str = "OK"
+    detail: str = ""
+    message: Message | None = None

@@ -1,0 +1,319 @@
+"""The master's state: `Job` is durable, `Live` is not.
+
+`Job` holds no times, only durations and facts, so that a master that starts again can go on with it: every deadline then
+starts anew, and every node of the stored world is presumed alive for one node-timeout (docs/architecture.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+
+class Phase(str, Enum):
+    WAITING = "waiting"
+    FORMING = "forming"
+    RUNNING = "running"
+    DRAINING = "draining"
+    SUCCEEDED = "succeeded"
+    FAILED = "failed"
+
+    @property
+    def is_terminal(self) -> bool:
+        return self in (Phase.SUCCEEDED, Phase.FAILED)
+
+    @property
+    def has_workers(self) -> bool:
+        """The last opened world's workers are meant to be running."""
+        return self in (Phase.RUNNING, Phase.DRAINING)
+
+
+class Part(str, Enum):
+    """How one member's ranks of the open epoch fare."""
+
+    RUNNING = "running"
+    DRAINED = "drained"
+    FINISHED = "finished"
+    FAILED = "failed"
+    LOST = "lost"
+
+
+@dataclass
+class Settings:
+    """As `dalsegno.control.v1.Settings`; durations in seconds, negative for "auto" or "for ever"."""
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_unit: int = 1
+    node_timeout: float = 15.0
+    drain_timeout: float = 30.0
+    join_timeout: float = 60.0
+    stall_timeout: float = 600.0
+    grow_interval: float = -1.0
+    grow_wait: float = 300.0
+    wait_for_nodes: float = -1.0
+    quiet_time: float = 1.0
+    max_restarts: int = 3
+    universal_checkpoint: bool = False
+    keep_checkpoints: int = 3
+
+
+@dataclass
+class Joined:
+    """A node's answer to one round: the fresh store it offers and the checkpoints it has in sight (digests)."""
+
+    round: int
+    resume: str
+    store_host: str
+    store_port: int
+    seen: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Node:
+    name: str
+    incarnation: str
+    host: str
+    nproc: int
+    # Registrations are numbered: newcomers keep the order of their arrival.
+    order: int
+    sees_directory: bool = True
+    joined: Joined | None = None
+    warm: bool = False
+    leaving: bool = False
+    # The resume point that this node alone could not read.
+    unreadable: str = ""
+    # The last changing call and its answer, so that a repeat has no second effect.
+    request: int = 0
+    answer: tuple[str, str] = ("OK", "")
+
+
+@dataclass
+class Member:
+    node: str
+    incarnation: str
+    host: str
+    nproc: int
+    group_rank: int
+    part: Part = Part.RUNNING
+
+
+@dataclass
+class World:
+    epoch: int
+    members: list[Member]
+    store_host: str
+    store_port: int
+    # Digest of the resume point, "" for step 0, and how it is loaded.
+    resume: str = ""
+    universal: bool = False
+    resumed_step: int = 0
+    causes: list[str] = field(default_factory=list)
+    # The step that the run had reached when the world before this one ended.
+    left_step: int = 0
+    grown: bool = False
+    announced: bool = False
+
+    @property
+    def size(self) -> int:
+        return sum(member.nproc for member in self.members)
+
+    def member(self, incarnation: str) -> Member | None:
+        return next((member for member in self.members if member.incarnation == incarnation), None)
+
+
+@dataclass
+class Checkpoint:
+    """A committed checkpoint: what its manifest says, its later form, and whether it may still be chosen."""
+
+    name: str
+    digest: str
+    step: int
+    epoch: int
+    world_size: int
+    strategy: str = ""
+    any_world_size: bool = False
+    data_epoch: int = 0
+    samples: int = 0
+    resumed_from: str = ""
+    bytes: int = 0
+    metric: float | None = None
+    universal_name: str = ""
+    universal_digest: str = ""
+    retired: bool = False
+    # Retired because it is damaged: its files stay until a newer checkpoint is committed.
+    damaged: bool = False
+
+
+@dataclass
+class Conversion:
+    """The universal form of `source` is wanted. `owner` holds the lease `lease`; 0 when nobody does."""
+
+    source: str
+    lease: int = 0
+    owner: str = ""
+    # Names of the nodes on which it failed although the source verifies.
+    failed: list[str] = field(default_factory=list)
+    # Directories of leases on the same source that came before.
+    earlier: list[str] = field(default_factory=list)
+    blocked: bool = False
+    reason: str = ""
+
+
+@dataclass
+class Verification:
+    """One node could not load a checkpoint; another looks at it before anything is concluded."""
+
+    number: int
+    digest: str
+    universal: bool
+    reporter: str
+    verifier: str = ""
+    message: str = ""
+
+
+@dataclass
+class Drain:
+    growth: bool
+    reason: str
+    agreed: bool = False
+
+
+@dataclass
+class Failure:
+    """A failure of the closed epoch that may count against the budget."""
+
+    epoch: int
+    node: str
+    message: str
+    step: int
+
+
+@dataclass
+class Notice:
+    sequence: int
+    text: str
+    warning: bool = False
+
+
+@dataclass
+class EpochRecord:
+    """One opened world and what opening it cost (`paused` in seconds)."""
+
+    epoch: int
+    nodes: int
+    world_size: int
+    cause: str
+    resumed_step: int
+    universal: bool
+    paused: float
+    lost_steps: int
+    first_step: int
+    last_step: int
+
+
+@dataclass
+class Job:
+    """Everything that outlives the master's process."""
+
+    job_id: str
+    embedded: bool = False
+    generation: int = 0
+    settings: Settings = field(default_factory=Settings)
+    # --nnodes was given to the master: agents do not set it.
+    fixed_nnodes: bool = False
+    settled: bool = False
+    run: int = 1
+    phase: Phase = Phase.WAITING
+    epoch: int = 0
+    world: World | None = None
+    nodes: dict[str, Node] = field(default_factory=dict)
+    arrivals: int = 0
+    probe: str = ""
+    checkpoints: list[Checkpoint] = field(default_factory=list)
+    conversion: Conversion | None = None
+    leases: int = 0
+    conversion_failures: int = 0
+    verification: Verification | None = None
+    verifications: int = 0
+    drain: Drain | None = None
+    # A start, or out of WAITING: agents nobody has heard of may be on their way.
+    quiet: bool = True
+    listening: bool = False
+    # Inventories collected while listening, newest knowledge of a directory whose record was lost.
+    found: list[Checkpoint] = field(default_factory=list)
+    ever_stepped: bool = False
+    failures: int = 0
+    last_failure_step: int = 0
+    pending_failure: Failure | None = None
+    # How often each node name was lost after its world had made a step.
+    losses: dict[str, int] = field(default_factory=dict)
+    growths: int = 0
+    growth_cost: float = 0.0
+    causes: list[str] = field(default_factory=list)
+    grown: bool = False
+    left_step: int = 0
+    message: str = ""
+    notices: list[Notice] = field(default_factory=list)
+    noticed: int = 0
+    history: list[EpochRecord] = field(default_factory=list)
+
+    @property
+    def run_id(self) -> str:
+        return f"run-{self.run:04d}"
+
+    @property
+    def round(self) -> int:
+        """The epoch that would be opened next."""
+        return self.epoch + 1
+
+    def checkpoint(self, digest: str) -> Checkpoint | None:
+        return next((record for record in self.checkpoints if record.digest == digest), None)
+
+    def node_by(self, incarnation: str) -> Node | None:
+        return next((node for node in self.nodes.values() if node.incarnation == incarnation), None)
+
+
+@dataclass
+class Live:
+    """What only this process knows; times are monotonic seconds of this process."""
+
+    heard: dict[str, float] = field(default_factory=dict)
+    closed: dict[str, float] = field(default_factory=dict)
+    joined_at: dict[str, float] = field(default_factory=dict)
+    asked_at: dict[str, float] = field(default_factory=dict)
+    unexpected: set[str] = field(default_factory=set)
+    held_until: dict[str, float] = field(default_factory=dict)
+    lost_at: dict[str, list[float]] = field(default_factory=dict)
+    # Steps of the open epoch, by node, and when each node advanced last.
+    steps: dict[str, int] = field(default_factory=dict)
+    advanced: dict[str, float] = field(default_factory=dict)
+    loss: float = 0.0
+    longest: float = 0.0
+    saved_bytes: int = 0
+    has_session: bool = False
+    trouble: bool = False
+    first_step_at: float | None = None
+    moved_at: float = 0.0
+    phase_since: float = 0.0
+    last_arrival: float = 0.0
+    drain_deadline: float | None = None
+    growth_done_at: float | None = None
+    grow_hold_until: float = 0.0
+    grow_after_commit: bool = False
+    conversion_moved: float = 0.0
+    conversion_files: int = -1
+    retry_at: float = 0.0
+    retry_pause: float = 0.0
+    verify_since: float = 0.0
+    listen_until: float | None = None
+    paused_since: float | None = None
+    deaf: bool = False
+
+
+@dataclass
+class State:
+    job: Job
+    live: Live = field(default_factory=Live)
+    # When the brain wants a Tick, monotonic seconds; None: not before the next event.
+    wake: float | None = None
