@@ -1,0 +1,1 @@
+"""Runnable examples; `history` and `report` are shared with the tests."""
