@@ -132,10 +132,8 @@ def test_a_planted_mess_is_seen(source: str) -> None:
 
 def test_what_is_tidy_passes() -> None:
     """The rules don't cry wolf."""
-    source = (
-        '"""m"""\nfrom pickle import UnpicklingError\ndef _f():\n    # why: the kernel has no event for this\n    time.sleep(1)\n'
-        + "    x = 1\n" * 60
-    )
+    head = '"""m"""\nfrom pickle import UnpicklingError\ndef _f():\n'
+    source = head + "    # why: the kernel has no event for this\n    time.sleep(1)\n" + "    x = 1\n" * 60
     assert untidy(source) == []
 
 
