@@ -1,0 +1,96 @@
+"""Random number generators across saves and changes of the world.
+
+While the world stays the same, each rank's generators run on bit-exactly from the saved state. When it changes there is
+no state to go on from, so they are seeded anew from (seed, step, rank). With fixed micro-batches they are set before
+every micro-batch from (seed, step, number of the micro-batch), at every world size, and nothing depends on the ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import sys
+from typing import Any
+
+import torch
+
+DIRECTORY = "rng"
+
+
+def derive(*parts: int | str) -> int:
+    """A 64-bit seed from plain values, the same on every machine."""
+    return int.from_bytes(
+        hashlib.blake2b(repr(parts).encode(), digest_size=8, person=b"dalsegno-rng").digest(), "little"
+    )
+
+
+def seed_all(value: int) -> None:
+    """Sets the generators of Python, torch (CPU and the current device), and numpy where it is in use."""
+    random.seed(value)
+    torch.manual_seed(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(value & 0xFFFFFFFF)
+
+
+def seed_rank(seed: int, step: int, rank: int) -> None:
+    """At the start of a run, and where the world has changed."""
+    seed_all(derive("rank", seed, step, rank))
+
+
+def seed_micro_batch(seed: int, step: int, number: int) -> None:
+    """Before every micro-batch with ``fixed_micro_batch``."""
+    seed_all(derive("micro-batch", seed, step, number))
+
+
+def sample_generator(seed: int, data_epoch: int, sample: int) -> torch.Generator:
+    """A generator for random augmentation of one sample, whoever computes it and whenever."""
+    return torch.Generator().manual_seed(derive("sample", seed, data_epoch, sample))
+
+
+def file_name(rank: int) -> str:
+    """Path of a rank's state relative to the checkpoint."""
+    return f"{DIRECTORY}/rank-{rank}.json"
+
+
+def capture() -> bytes:
+    """The state of all generators as JSON text."""
+    version, internal, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(internal), gauss],
+        "torch": torch.get_rng_state().numpy().tobytes().hex(),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, position, has_gauss, cached = numpy.random.get_state()
+        state["numpy"] = [kind, keys.tolist(), position, has_gauss, cached]
+    return json.dumps(state, sort_keys=True).encode() + b"\n"
+
+
+def restore(data: bytes) -> None:
+    """Puts back what ``capture`` saved, bit by bit.
+
+    Raises:
+        ValueError: ``data`` is not such a state.
+    """
+    try:
+        state = json.loads(data)
+        version, internal, gauss = state["python"]
+        random.setstate((version, tuple(internal), gauss))
+        torch.set_rng_state(_bytes_tensor(state["torch"]))
+    except (KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a saved generator state: {error}") from error
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(_bytes_tensor(state["cuda"]))
+    if "numpy" in state:
+        import numpy
+
+        kind, keys, position, has_gauss, cached = state["numpy"]
+        numpy.random.set_state((kind, numpy.asarray(keys, dtype=numpy.uint32), position, has_gauss, cached))
+
+
+def _bytes_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
