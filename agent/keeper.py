@@ -1,0 +1,118 @@
+"""The keeper of one node: ends everything the agent started when the agent is gone, however it went.
+
+It is a process of its own, executed as a file with `python -I -S` so that it starts in milliseconds and needs
+nothing but the standard library. It reads lines from its standard input, a pipe whose only write end the agent
+holds:
+
+    token TEXT          the value of DALSEGNO_LIFELINE that this agent's processes carry
+    add PGID START      a process group to end; START is the start time of its leader (proc(5) stat, field 22)
+    drop PGID           that group is over
+    path DIRECTORY      a private directory of the agent to remove with it
+
+When the pipe ends (the kernel closes it with the agent, SIGKILL included) every registered group gets SIGKILL,
+and so does every process whose environment carries the token: it finds grandchildren that left their group with
+setsid, and processes that were spawned but not yet registered. PR_SET_PDEATHSIG alone would do neither: it fires
+when the spawning *thread* ends and does not reach grandchildren.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+
+# Scans go on until two in a row found nothing alive, so that a process which was just forking is met again.
+QUIET_SCANS = 2
+SCAN_PAUSE = 0.02
+# Seconds; a process in uninterruptible sleep can outlive SIGKILL, and nobody waits for the keeper.
+PATIENCE = 10.0
+
+
+def _stat(pid: str) -> list[str]:
+    with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+        text = file.read()
+    return text[text.rindex(")") + 2 :].split()
+
+
+def _carries(pid: str, mark: bytes) -> bool:
+    with open(f"/proc/{pid}/environ", "rb") as file:
+        return mark in file.read().split(b"\0")
+
+
+def is_ours(group: int, started: int) -> bool:
+    """Whether a registered group is still the registered one: its leader is gone or began when we were told.
+
+    While any process of a group lives its number is not given to a new process, so a leader with another start
+    time means that the group is over and the number belongs to somebody else.
+    """
+    try:
+        fields = _stat(str(group))
+    except (OSError, ValueError):
+        return True
+    return int(fields[19]) == started
+
+
+def find(groups: dict[int, int], token: str) -> list[int]:
+    """Live processes (no zombies) of the groups, and those whose environment carries the token."""
+    mark = b"DALSEGNO_LIFELINE=" + os.fsencode(token)
+    found: list[int] = []
+    for pid in os.listdir("/proc"):
+        if not pid.isdigit() or int(pid) == os.getpid():
+            continue
+        try:
+            fields = _stat(pid)
+            if fields[0] in "ZX":
+                continue
+            if int(fields[2]) in groups or (token and _carries(pid, mark)):
+                found.append(int(pid))
+        except (OSError, ValueError):
+            # Gone between the listing and the reading, or another user's: not ours.
+            continue
+    return found
+
+
+def end_all(groups: dict[int, int], token: str, patience: float = PATIENCE) -> None:
+    """SIGKILLs the groups and all carriers of the token until two scans in a row find none alive."""
+    ours = {group: started for group, started in groups.items() if is_ours(group, started)}
+    for group in ours:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(group, signal.SIGKILL)
+    quiet, deadline = 0, time.monotonic() + patience
+    while quiet < QUIET_SCANS and time.monotonic() < deadline:
+        found = find(ours, token)
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        quiet = 0 if found else quiet + 1
+        # why: the death of a process that is not our child makes no event; the scan has to come again.
+        time.sleep(SCAN_PAUSE)
+
+
+def main() -> None:
+    """Reads the agent's lines until the pipe ends, then ends all that is registered."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)
+    groups: dict[int, int] = {}
+    paths: list[str] = []
+    token = ""
+    for raw in sys.stdin.buffer:
+        word, _, rest = os.fsdecode(raw).rstrip("\n").partition(" ")
+        if word == "token":
+            token = rest
+        elif word == "add":
+            group, started = rest.split()
+            groups[int(group)] = int(started)
+        elif word == "drop":
+            groups.pop(int(rest), None)
+        elif word == "path":
+            paths.append(rest)
+    end_all(groups, token)
+    for path in paths:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,240 @@
+"""Starting, watching and ending the workers of one epoch on this node.
+
+Extends torch's subprocess context: its log files, tee and error files stay; a worker may be an adopted standby
+process, every exit is an event instead of something to poll for, and every process group hangs on the keeper.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
+from torch.numa.binding import NumaOptions
+
+from .lifeline import Lifeline
+from .processes import kill_group, start_time
+from .standby import Assignment
+from .standby_pool import Standby, StandbyPool
+from .worker_link import WorkerLink
+
+__all__ = ["Script", "WorkersContext", "error_message"]
+
+# Seconds that a worker's last messages may take from its exit to us; its end of the socket is already closed.
+_LAST_WORDS = 5.0
+# Seconds to wait for a process after SIGKILL before it is given up as stuck in the kernel.
+_KILL_TIMEOUT = 10.0
+
+logger = logging.getLogger(__name__)
+
+OnExit = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the workers run, as torch's launcher composes it.
+
+    Attributes:
+        entrypoint: the interpreter, or the program with `--no-python`.
+        arguments: `("-u", ["-m",] script or module, arguments of its own …)`, or those of the program.
+    """
+
+    entrypoint: str
+    arguments: tuple[str, ...]
+
+    @property
+    def module(self) -> bool:
+        """Run with `-m`."""
+        return self.arguments[1:2] == ("-m",)
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The script or module, and its own arguments."""
+        return self.arguments[2 if self.module else 1 :]
+
+    @property
+    def adoptable(self) -> bool:
+        """Whether a standby worker can become it: our interpreter, and a module or a plain file."""
+        if self.entrypoint != sys.executable or self.arguments[:1] != ("-u",):
+            return False
+        return self.module or os.path.isfile(self.own[0])
+
+    @property
+    def file(self) -> Path | None:
+        """The script's file, where its text can tell what it imports."""
+        return Path(self.own[0]) if self.adoptable and not self.module else None
+
+
+class _AdoptedHandler(SubprocessHandler):
+    """A standby worker that was given a script, in the shape in which torch keeps its workers."""
+
+    def __init__(self, standby: Standby, local_rank: int) -> None:
+        # Not torch's __init__: that starts a process.
+        self._stdout = None
+        self._stderr = None
+        self.local_rank_id = local_rank
+        self.proc = standby.process
+
+
+class WorkersContext(SubprocessContext):
+    """The workers of one epoch on this node.
+
+    Args:
+        script: what they run.
+        arguments: per local rank, what follows the interpreter (or program).
+        environments: per local rank, what is added to the agent's environment.
+        logs_specs: torch's choice of files for output and errors.
+        prefixes: per local rank, before each line that is shown of a file.
+        pool: standby workers to adopt; None: all are started cold.
+        lifeline: every process group is registered with it.
+        link: asked to deliver a worker's last words before its exit is told.
+        on_exit: called on a thread of its own with (local rank, exit status, message); the status is negative for a
+            signal. The worker's whole process group is dead by then.
+        extras: `numa_options` and the output filters, as torch has them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        script: Script,
+        arguments: Mapping[int, Sequence[str]],
+        environments: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        prefixes: dict[int, str] | None,
+        pool: StandbyPool | None,
+        lifeline: Lifeline,
+        link: WorkerLink,
+        on_exit: OnExit,
+        numa_options: NumaOptions | None = None,
+        stdout_filters: list[str] | None = None,
+        stderr_filters: list[str] | None = None,
+    ) -> None:
+        super().__init__(
+            name=name,
+            entrypoint=script.entrypoint,
+            args={rank: tuple(own) for rank, own in arguments.items()},
+            envs=environments,
+            logs_specs=logs_specs,
+            log_line_prefixes=prefixes,
+            numa_options=numa_options,
+            duplicate_stdout_filters=stdout_filters,
+            duplicate_stderr_filters=stderr_filters,
+        )
+        self._script = script
+        # Binding to NUMA nodes happens in the command line, which an adopted process has behind it.
+        self._pool = pool if script.adoptable and numa_options is None else None
+        self._lifeline = lifeline
+        self._link = link
+        self._on_exit = on_exit
+        self._watchers: list[threading.Thread] = []
+        self.adopted = 0
+
+    def start(self) -> None:
+        """Starts all workers. Unlike torch's, it leaves the signal handlers alone: they are the agent's.
+
+        Raises:
+            OSError: a process could not be started; those that were are ended.
+        """
+        try:
+            self._start()
+        except OSError:
+            self.close(signal.SIGKILL, 5)
+            raise
+        for tail in self._tail_logs:
+            tail.start()
+
+    def stop(self, grace: float) -> None:
+        """Ends all workers and waits for them; SIGKILL after `grace` seconds, at once for 0. Bounded.
+
+        Every exit has been told through `on_exit` when this returns.
+        """
+        if grace > 0:
+            self.close(signal.SIGTERM, max(1, round(grace)))
+        self.close(signal.SIGKILL, round(_KILL_TIMEOUT))
+        for watcher in self._watchers:
+            watcher.join(_LAST_WORDS + _KILL_TIMEOUT)
+
+    def _start(self) -> None:
+        for rank in range(self.nprocs):
+            handler = self._adopt(rank) or self._start_cold(rank)
+            self.subprocess_handlers[rank] = handler
+            watcher = threading.Thread(target=self._watch, args=(rank, handler), name=f"worker-{rank}", daemon=True)
+            self._watchers.append(watcher)
+            watcher.start()
+
+    def _adopt(self, rank: int) -> SubprocessHandler | None:
+        while self._pool is not None and (standby := self._pool.take()) is not None:
+            assignment = Assignment(
+                arguments=[str(own) for own in self.args[rank][2 if self._script.module else 1 :]],
+                module=self._script.module,
+                environment={**os.environ, **self.envs[rank]},
+                cwd=os.getcwd(),
+                stdout=self.stdouts[rank] or None,
+                stderr=self.stderrs[rank] or None,
+            )
+            try:
+                standby.assign(assignment)
+            except OSError as error:
+                logger.warning("standby worker %d could not be adopted: %s", standby.process.pid, error)
+                kill_group(standby.process.pid)
+                standby.process.wait()
+                self._lifeline.drop_group(standby.process.pid)
+                continue
+            self.adopted += 1
+            return _AdoptedHandler(standby, rank)
+        return None
+
+    def _start_cold(self, rank: int) -> SubprocessHandler:
+        handler = get_subprocess_handler(
+            entrypoint=self._script.entrypoint,
+            args=self.args[rank],
+            env=self.envs[rank],
+            stdout=self.stdouts[rank],
+            stderr=self.stderrs[rank],
+            local_rank_id=rank,
+            numa_options=self._numa_options,
+        )
+        self._lifeline.add_group(handler.proc.pid)
+        return handler
+
+    def _watch(self, rank: int, handler: SubprocessHandler) -> None:
+        """Waits for one worker's end on a thread of its own."""
+        pid = handler.proc.pid
+        try:
+            # Not reaped yet, so the number of its group is still its own while the rest of the group is killed.
+            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            kill_group(pid)
+        except ChildProcessError:
+            # Reaped by `close`. A new leader under that number would be somebody else's.
+            if start_time(pid) is None:
+                kill_group(pid)
+        code = handler.proc.wait()
+        self._lifeline.drop_group(pid)
+        if not self._link.flush(pid, _LAST_WORDS):
+            logger.warning("the last messages of worker %d (process %d) did not come through", rank, pid)
+        self._on_exit(rank, code, error_message(self.error_files[rank]) if code else "")
+
+
+def error_message(path: str) -> str:
+    """One line from the error file that torch's `@record` writes in a worker; empty when there is none."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8", errors="replace") or "{}")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except (OSError, ValueError) as error:
+        logger.warning("the error file %s cannot be read: %s", path, error)
+        return ""
+    message = content.get("message", "") if isinstance(content, dict) else ""
+    if isinstance(message, dict):
+        message = message.get("message", "")
+    lines = str(message).strip().splitlines()
+    return lines[0] if lines else ""

@@ -1,0 +1,158 @@
+"""The keeper with real processes: whatever happens to the agent, nothing that it started outlives it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.lifeline import LIFELINE_VARIABLE, Lifeline
+from dalsegno.agent.processes import is_same_process, start_time
+
+# A worker with a forked child, a child with a session of its own, and a grandchild of that.
+WORKER = """
+import os, subprocess, sys, time
+out = open(sys.argv[1], "a", buffering=1)
+print(os.getpid(), file=out)
+if os.fork() == 0:
+    print(os.getpid(), file=out)
+    time.sleep(300)
+nested = "import os, subprocess, sys, time; print(os.getpid(), file=open(sys.argv[1], 'a')); " \\
+         "subprocess.Popen([sys.executable, '-c', 'import os, sys, time; print(os.getpid(), file=open(sys.argv[1], \\"a\\")); time.sleep(300)', sys.argv[1]]); time.sleep(300)"
+subprocess.Popen([sys.executable, "-c", nested, sys.argv[1]], start_new_session=True)
+time.sleep(300)
+"""  # noqa: E501
+
+AGENT = """
+import os, subprocess, sys, time
+from dalsegno.agent.lifeline import Lifeline
+lifeline = Lifeline()
+out, worker, register = sys.argv[1], sys.argv[2], sys.argv[3] == "register"
+child = subprocess.Popen([sys.executable, "-c", worker, out], start_new_session=True,
+                         env={**os.environ, **lifeline.environment()})
+if register:
+    lifeline.add_group(child.pid)
+print(lifeline.keeper_pid, flush=True)
+time.sleep(300)
+"""
+
+
+def eventually(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.01)
+    return condition()
+
+
+def listed(path: Path) -> dict[int, int]:
+    """The processes named in a file, with their start times."""
+    pids = [int(line) for line in path.read_text().split()] if path.exists() else []
+    return {pid: started for pid in pids if (started := start_time(pid)) is not None}
+
+
+@pytest.fixture
+def lifeline() -> Iterator[Lifeline]:
+    line = Lifeline()
+    yield line
+    line.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["register", "token only"])
+def test_everything_dies_with_a_killed_agent(tmp_path: Path, how: str) -> None:
+    """SIGKILL of the agent alone: workers, forked children and setsid grandchildren are gone within 2 s."""
+    out = tmp_path / "pids"
+    agent = subprocess.Popen([sys.executable, "-c", AGENT, str(out), WORKER, how], stdout=subprocess.PIPE, text=True)
+    assert agent.stdout is not None
+    keeper = int(agent.stdout.readline())
+    keeper_started = start_time(keeper)
+    assert eventually(lambda: len(listed(out)) == 4, 20)
+    processes = listed(out)
+    # What ends a terminal's jobs must not end the keeper first.
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        os.kill(keeper, signum)
+    agent.kill()
+    begin = time.monotonic()
+    assert eventually(lambda: not any(is_same_process(*process) for process in processes.items()), 2.0)
+    assert time.monotonic() - begin < 2.0
+    agent.wait()
+    assert keeper_started is not None
+    assert eventually(lambda: not is_same_process(keeper, keeper_started), 5.0)
+
+
+@pytest.mark.timeout(60)
+def test_a_dead_keeper_is_replaced(tmp_path: Path) -> None:
+    """The new keeper knows the groups of the old one, and closing ends them."""
+    replaced: list[int] = []
+    line = Lifeline(replaced.append)
+    # Without the token, so that only the registration can find it.
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    line.add_group(child.pid)
+    for count in (1, 2):
+        old = line.keeper_pid
+        os.kill(old, signal.SIGKILL)
+        assert eventually(lambda count=count: len(replaced) == count, 5.0)
+        assert line.keeper_pid != old
+    assert child.poll() is None
+    line.close()
+    assert child.wait(2.0) == -signal.SIGKILL
+
+
+@pytest.mark.timeout(60)
+def test_a_dropped_group_and_a_stranger_live_on(lifeline: Lifeline) -> None:
+    """Only what is registered, under the start time that it was registered with, is ended."""
+    sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
+    dropped = subprocess.Popen(sleep, start_new_session=True)
+    stranger = subprocess.Popen(sleep, start_new_session=True, env={**os.environ, LIFELINE_VARIABLE: "another"})
+    reused = subprocess.Popen(sleep, start_new_session=True)
+    ours = subprocess.Popen(sleep, start_new_session=True)
+    try:
+        lifeline.add_group(ours.pid)
+        lifeline.add_group(dropped.pid)
+        lifeline.drop_group(dropped.pid)
+        # As if the number had been given to another process since.
+        lifeline._groups[reused.pid] = (start_time(reused.pid) or 0) - 1
+        os.kill(lifeline.keeper_pid, signal.SIGKILL)
+        old = lifeline.keeper_pid
+        assert eventually(lambda: lifeline.keeper_pid != old, 5.0)
+        lifeline.close()
+        assert ours.wait(2.0) == -signal.SIGKILL
+        assert [p.poll() for p in (dropped, stranger, reused)] == [None, None, None]
+    finally:
+        for process in (dropped, stranger, reused, ours):
+            process.kill()
+            process.wait()
+
+
+@pytest.mark.timeout(60)
+def test_a_stopped_keeper_does_not_stop_the_agent(lifeline: Lifeline) -> None:
+    """A keeper that no longer reads is replaced instead of waited for."""
+    old = lifeline.keeper_pid
+    os.kill(old, signal.SIGSTOP)
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    for _ in range(8000):
+        lifeline.add_group(child.pid)
+        if lifeline.keeper_pid != old:
+            break
+    assert eventually(lambda: lifeline.keeper_pid != old, 5.0)
+    lifeline.close()
+    assert child.wait(2.0) == -signal.SIGKILL
+
+
+def test_private_directories_go_too(tmp_path: Path) -> None:
+    """The socket's directory is removed although the agent cannot do it any more."""
+    private = tmp_path / "private"
+    private.mkdir()
+    (private / "agent.sock").touch()
+    line = Lifeline()
+    line.add_path(private)
+    line.close()
+    assert not private.exists()

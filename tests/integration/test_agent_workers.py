@@ -1,0 +1,413 @@
+"""Workers with real processes: adopted and cold ones, their output and exits, and the socket to the agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import stat
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+
+from dalsegno.agent.lifeline import Lifeline
+from dalsegno.agent.processes import start_time
+from dalsegno.agent.standby_pool import ALWAYS, StandbyPool, modules_of
+from dalsegno.agent.worker_link import WorkerLink
+from dalsegno.agent.workers import Script, WorkersContext
+from dalsegno.protos import worker_pb2
+
+pytestmark = pytest.mark.timeout(120)
+
+# Reports about itself; a child process started with `spawn` finds a function of the script again.
+REPORT = """
+import json, multiprocessing, os, sys
+from helper import WHERE
+def square(x):
+    return x * x
+if __name__ == "__main__":
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        nine = pool.apply(square, (3,))
+    print(json.dumps({"argv": sys.argv, "path": sys.path[0], "env": dict(os.environ), "cwd": os.getcwd(), "nine": nine,
+                      "where": WHERE, "nice": os.getpriority(os.PRIO_PROCESS, 0), "pid": os.getpid(),
+                      "standby": "dalsegno.agent.standby" in sys.orig_argv, "file": globals().get("__file__")}))
+    sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+SPEAK = """
+import os, socket, struct, sys, time
+from dalsegno.protos import worker_pb2
+def send(link, **body):
+    data = worker_pb2.ToAgent(**body).SerializeToString()
+    link.sendall(struct.pack(">I", len(data)) + data)
+link = socket.socket(socket.AF_UNIX)
+link.connect(os.environ["DALSEGNO_SOCKET"])
+send(link, hello=worker_pb2.Hello(epoch=7, rank=3, pid=os.getpid()))
+for step in range(1, 51):
+    send(link, progress=worker_pb2.Progress(step=step))
+send(link, finished=worker_pb2.Finished(step=50))
+if os.fork() == 0:
+    time.sleep(300)  # Holds the connection open, as a DataLoader worker would.
+os._exit(83)
+"""
+
+
+class Node:
+    """One node's parts, and what they told."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.said: queue.SimpleQueue[tuple[int, int, worker_pb2.ToAgent]] = queue.SimpleQueue()
+        self.exits: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
+        self.order: list[str] = []
+        self.lifeline = Lifeline()
+        self.link = WorkerLink(self.hear)
+        self.warm = threading.Event()
+        self.pools: list[StandbyPool] = []
+
+    def hear(self, epoch: int, rank: int, message: worker_pb2.ToAgent) -> None:
+        self.order.append(message.WhichOneof("body") or "")
+        self.said.put((epoch, rank, message))
+
+    def exited(self, rank: int, code: int, message: str) -> None:
+        self.order.append("exit")
+        self.exits.put((rank, code, message))
+
+    def pool(self, count: int, modules: tuple[str, ...] = ("json",), low_priority: bool = False) -> StandbyPool:
+        pool = StandbyPool(self.lifeline, count, modules, self.directory / "standby.log", self.warm.set)
+        self.pools.append(pool)
+        pool.fill(low_priority=low_priority)
+        return pool
+
+    def workers(self, script: Script, count: int, pool: StandbyPool | None, **environment: str) -> WorkersContext:
+        return WorkersContext(
+            "trainer",
+            script,
+            {rank: script.arguments for rank in range(count)},
+            {
+                rank: {
+                    "RANK": str(rank),
+                    "TORCHELASTIC_RESTART_COUNT": "0",
+                    "TORCHELASTIC_RUN_ID": "x",
+                    "DALSEGNO_SOCKET": str(self.link.path),
+                    **self.lifeline.environment(),
+                    **environment,
+                }
+                for rank in range(count)
+            },
+            DefaultLogsSpecs(log_dir=str(self.directory / "logs"), redirects=Std.ALL),
+            None,
+            pool,
+            self.lifeline,
+            self.link,
+            self.exited,
+        )
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.close()
+        self.lifeline.close()
+        self.link.close()
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Node]:
+    one = Node(tmp_path)
+    yield one
+    one.close()
+
+
+def script_in(directory: Path, text: str, *arguments: str) -> Script:
+    scripts = directory / "scripts"
+    scripts.mkdir(exist_ok=True)
+    (scripts / "helper.py").write_text("WHERE = __file__\n")
+    (scripts / "script.py").write_text(text)
+    return Script(sys.executable, ("-u", str(scripts / "script.py"), *arguments))
+
+
+@pytest.mark.parametrize("how", ["adopted", "cold", "module"])
+def test_a_worker_is_what_python_would_have_made_of_the_script(
+    node: Node, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Arguments, path, environment, output file and exit status are the same for adopted and cold workers."""
+    monkeypatch.setenv("FROM_THE_START", "1")
+    script = script_in(node.directory, REPORT, "--alpha", "1 2")
+    pool = None
+    if how != "cold":
+        pool = node.pool(2)
+        assert node.warm.wait(20)
+        assert pool.warm() == 2
+    # What the agent dropped since must be gone in the adopted worker as well, and what is new must be there.
+    monkeypatch.delenv("FROM_THE_START")
+    monkeypatch.setenv("LATER", "2")
+    if how == "module":
+        monkeypatch.chdir(node.directory / "scripts")
+        script = Script(sys.executable, ("-u", "-m", "script", "--alpha", "1 2"))
+    context = node.workers(script, 2, pool, CODE="5")
+    context.start()
+    assert context.adopted == (0 if how == "cold" else 2)
+    assert sorted([node.exits.get(timeout=30), node.exits.get(timeout=30)]) == [(0, 5, ""), (1, 5, "")]
+    context.stop(0)
+    for rank in range(2):
+        report = json.loads(Path(context.stdouts[rank]).read_text())
+        assert Path(context.stderrs[rank]).read_text() == ""
+        assert report["argv"][1:] == ["--alpha", "1 2"]
+        assert report["argv"][0] == report["file"] == str(node.directory / "scripts" / "script.py")
+        assert report["path"] == str(node.directory / "scripts")
+        assert report["where"] == str(node.directory / "scripts" / "helper.py")
+        assert report["cwd"] == os.getcwd()
+        assert report["nine"] == 9
+        assert report["standby"] == (how != "cold")
+        assert report["env"]["RANK"] == str(rank)
+        assert report["env"]["LATER"] == "2"
+        assert "FROM_THE_START" not in report["env"]
+        assert report["nice"] == os.getpriority(os.PRIO_PROCESS, 0)
+        assert start_time(report["pid"]) is None
+
+
+def test_a_traceback_shows_the_script_only(node: Node) -> None:
+    """An error of an adopted script reads as under plain Python, and ends with status 1."""
+    script = script_in(node.directory, "def f():\n    raise ValueError('no luck')\n\nf()\n")
+    context = node.workers(script, 1, node.pool(1))
+    context.start()
+    assert node.exits.get(timeout=30) == (0, 1, "")
+    context.stop(0)
+    lines = Path(context.stderrs[0]).read_text().splitlines()
+    assert lines[0] == "Traceback (most recent call last):"
+    assert "script.py" in lines[1]
+    assert lines[-1] == "ValueError: no luck"
+    assert not any("standby" in line for line in lines)
+
+
+def test_an_error_file_gives_the_message(node: Node) -> None:
+    """The first line of what torch's @record wrote comes with the exit."""
+    script = script_in(
+        node.directory,
+        "import json, os, sys\n"
+        "json.dump({'message': {'message': 'RuntimeError: out of luck\\nmore'}}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
+        "sys.exit(4)\n",
+    )
+    context = node.workers(script, 1, None)
+    context.start()
+    assert node.exits.get(timeout=30) == (0, 4, "RuntimeError: out of luck")
+    context.stop(0)
+
+
+def test_what_a_standby_imports_is_there_and_costs_no_priority(node: Node) -> None:
+    """torch is in memory, CUDA untouched, the imports ran at low priority and the training thread does not."""
+    code = (
+        "import os, sys, json\n"
+        "loaded = [m for m in ('torch', 'torch.distributed', 'torch._dynamo') if m in sys.modules]\n"
+        "import torch\n"
+        "nices = [os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir('/proc/self/task')]\n"
+        "print(json.dumps([loaded, torch.cuda.is_initialized(), nices]))\n"
+    )
+    script = script_in(node.directory, code)
+    pool = node.pool(1, modules_of(script.file), low_priority=True)
+    assert node.warm.wait(60)
+    context = node.workers(script, 1, pool)
+    begin = time.monotonic()
+    context.start()
+    assert node.exits.get(timeout=30)[1] == 0
+    took = time.monotonic() - begin
+    context.stop(0)
+    loaded, cuda, nices = json.loads(Path(context.stdouts[0]).read_text())
+    assert loaded == list(ALWAYS)
+    assert not cuda
+    assert set(nices) == {os.getpriority(os.PRIO_PROCESS, 0)}
+    # A cold one imports for more than a second; an adopted one starts at once and only has to end.
+    assert took < 1.0
+
+
+def test_the_text_of_a_script_names_what_is_imported(tmp_path: Path) -> None:
+    """Only known heavy modules are imported ahead, and only when the text imports them."""
+    script = tmp_path / "train.py"
+    script.write_text("import deepspeed.ops\nfrom dalsegno.elastic import session\n# import transformers\nimport os\n")
+    assert modules_of(script) == (*ALWAYS, "deepspeed", "dalsegno.elastic")
+    assert modules_of(None) == ALWAYS
+    assert modules_of(tmp_path / "missing.py") == ALWAYS
+
+
+def test_without_a_usable_standby_it_starts_cold(node: Node) -> None:
+    """A dead standby worker is passed over, one that still imports is used."""
+    script = script_in(node.directory, REPORT)
+    pool = node.pool(2)
+    assert node.warm.wait(20)
+    os.kill(pool._standbys[0].process.pid, signal.SIGKILL)
+    pool._standbys[0].process.wait()
+    context = node.workers(script, 2, pool)
+    context.start()
+    assert context.adopted == 1
+    assert {node.exits.get(timeout=30)[:2], node.exits.get(timeout=30)[:2]} == {(0, 0), (1, 0)}
+    context.stop(0)
+    # A fresh filling that nobody waited for: adopted while it is still importing.
+    pool.fill(low_priority=False)
+    context = node.workers(script, 2, pool)
+    context.start()
+    assert context.adopted == 2
+    assert {node.exits.get(timeout=30)[:2], node.exits.get(timeout=30)[:2]} == {(0, 0), (1, 0)}
+    context.stop(0)
+
+
+def test_a_program_that_is_not_python(node: Node) -> None:
+    """`--no-python` starts cold."""
+    script = Script("/bin/sh", ("-c", "exit 3"))
+    assert not script.adoptable
+    context = node.workers(script, 1, node.pool(1))
+    context.start()
+    assert context.adopted == 0
+    assert node.exits.get(timeout=30) == (0, 3, "")
+    context.stop(0)
+
+
+def test_a_script_that_cannot_be_started(node: Node) -> None:
+    """The error comes out of start, nothing is left behind."""
+    context = node.workers(Script(str(node.directory / "no-such-program"), ()), 1, None)
+    with pytest.raises(OSError, match="no-such-program"):
+        context.start()
+
+
+@pytest.mark.parametrize("how", ["adopted", "cold"])
+def test_stop_kills_the_whole_group_at_once(node: Node, how: str) -> None:
+    """Grace 0: SIGKILL for workers that ignore SIGTERM, and for their children; every exit is told before it returns."""
+    text = (
+        "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "child = os.fork()\n"
+        "print(os.getpid(), flush=True)\ntime.sleep(300)\n"
+    )
+    script = script_in(node.directory, text)
+    context = node.workers(script, 2, node.pool(2) if how == "adopted" else None)
+    context.start()
+    outs = [Path(context.stdouts[rank]) for rank in range(2)]
+    wait_for(lambda: all(out.exists() and len(out.read_text().split()) == 2 for out in outs))
+    begin = time.monotonic()
+    context.stop(0)
+    assert time.monotonic() - begin < 2.0
+    assert {node.exits.get(timeout=0.1)[:2], node.exits.get(timeout=0.1)[:2]} == {(0, -9), (1, -9)}
+    pids = [int(pid) for out in outs for pid in out.read_text().split()]
+    wait_for(lambda: not any(alive(pid) for pid in pids))
+
+
+def alive(pid: int) -> bool:
+    from dalsegno.agent.processes import process_state
+
+    return process_state(pid) not in (None, "Z", "X")
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["adopted", "cold"])
+def test_last_words_come_before_the_exit(node: Node, how: str) -> None:
+    """A worker that speaks and ends at once is heard in full, although a child of its holds the connection."""
+    script = script_in(node.directory, SPEAK)
+    context = node.workers(script, 1, node.pool(1) if how == "adopted" else None)
+    context.start()
+    assert node.exits.get(timeout=30) == (0, 83, "")
+    assert node.order == ["hello"] + ["progress"] * 50 + ["finished", "exit"]
+    epoch, rank, _ = node.said.get()
+    assert (epoch, rank) == (7, 3)
+    context.stop(0)
+
+
+# ---- the socket ------------------------------------------------------------------------------------------------------
+
+
+def frame(**body: object) -> bytes:
+    data = worker_pb2.ToAgent(**body).SerializeToString()  # type: ignore[arg-type]
+    return struct.pack(">I", len(data)) + data
+
+
+def told(channel: socket.socket) -> tuple[bool, bool]:
+    (length,) = struct.unpack(">I", channel.recv(4, socket.MSG_WAITALL))
+    message = worker_pb2.ToWorker.FromString(channel.recv(length, socket.MSG_WAITALL) if length else b"")
+    return message.drain, message.master_seen
+
+
+def connect(node: Node) -> socket.socket:
+    channel = socket.socket(socket.AF_UNIX)
+    channel.settimeout(10)
+    channel.connect(str(node.link.path))
+    return channel
+
+
+def test_the_socket_is_private_and_short(node: Node) -> None:
+    """0600 in 0700, and well below the limit of unix(7)."""
+    assert stat.S_IMODE(node.link.path.stat().st_mode) == 0o600
+    assert stat.S_IMODE(node.link.directory.stat().st_mode) == 0o700
+    with pytest.raises(OSError, match="too long"):
+        WorkerLink(node.hear, long_directory(node.directory))
+
+
+def long_directory(base: Path) -> Path:
+    deep = base / ("d" * 90)
+    deep.mkdir()
+    return deep
+
+
+def test_everybody_learns_the_flags(node: Node) -> None:
+    """A newcomer gets the present flags at once; a change goes to all, once."""
+    first = connect(node)
+    assert told(first) == (False, False)
+    node.link.tell(drain=False, master_seen=True)
+    assert told(first) == (False, True)
+    node.link.tell(drain=False, master_seen=True)
+    node.link.tell(drain=True, master_seen=True)
+    second = connect(node)
+    assert told(first) == (True, True)
+    assert told(second) == (True, True)
+    first.settimeout(0.2)
+    with pytest.raises(TimeoutError):
+        first.recv(1)
+
+
+def test_frames_may_come_in_pieces(node: Node) -> None:
+    """Split and joined frames are the same to the reader."""
+    channel = connect(node)
+    data = frame(hello=worker_pb2.Hello(epoch=2, rank=1)) + frame(progress=worker_pb2.Progress(step=9))
+    for byte in data:
+        channel.send(bytes([byte]))
+    assert node.said.get(timeout=5)[2].hello.epoch == 2
+    assert node.said.get(timeout=5)[2].progress.step == 9
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        struct.pack(">I", (1 << 20) + 1),
+        frame(progress=worker_pb2.Progress(step=1)),
+        struct.pack(">I", 2) + b"\xff\xff",
+    ],
+    ids=["too long", "no hello", "not a message"],
+)
+def test_nonsense_is_cut_off(node: Node, data: bytes) -> None:
+    """A peer that breaks the protocol is cut; the others are served on."""
+    bad, good = connect(node), connect(node)
+    told(bad)
+    bad.sendall(data)
+    assert bad.recv(1) == b""
+    good.sendall(frame(hello=worker_pb2.Hello(epoch=5)))
+    assert node.said.get(timeout=5)[0] == 5
+
+
+def test_a_worker_that_never_reads_harms_nobody(node: Node) -> None:
+    """Its messages are dropped at a bound; a reader still gets the newest."""
+    deaf, good = connect(node), connect(node)
+    told(good)
+    for number in range(1, 3001):
+        node.link.tell(drain=bool(number % 2), master_seen=bool(number % 3))
+    node.link.tell(drain=True, master_seen=True)
+    wait_for(lambda: told(good) == (True, True))
+    deaf.close()
