@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 QUEUE_LIMIT = 4096
 TURN_LIMIT = 512
 # The loop is taken for held up when it could not run for longer than an agent's heartbeat interval; in seconds.
-HELD_UP_AFTER = 2.0
+HELD_UP_AFTER = 1.0
 # A store that cannot be written is tried again this long, with these pauses; in seconds.
 SAVE_TIMEOUT = 30.0
 SAVE_PAUSE = 0.1
@@ -64,6 +64,9 @@ class Brain(Protocol[S]):
 
     def encode(self, state: S, /) -> bytes:
         """The durable half; the same content gives the same bytes."""
+
+    def generation(self, state: S, /) -> int:
+        """The generation that the state wants to speak with: higher than given where agents knew a higher one."""
 
     def handle(self, state: S, event: Event, now: float, /) -> tuple[S, list[Reply]]:
         """The next state, and one reply if the event is a `Called`. May change `state` in place."""
@@ -126,10 +129,9 @@ class Driver:
         self.heard_at = self._clock()
         return await self._put(Called(message))
 
-    async def status(self) -> control_pb2.StatusReply | None:
-        """The job as the last durable state has it; None when the master is stopping."""
-        reply = await self._put(None)
-        return reply.message if isinstance(reply.message, control_pb2.StatusReply) else None
+    async def status(self) -> Reply:
+        """A `StatusReply` of the job as the last durable state has it."""
+        return await self._put(None)
 
     def tell(self, event: StreamOpened | StreamClosed) -> asyncio.Future[Reply]:
         """Queues what happened to a stream. Never refused: the server limits how many streams there are.
@@ -223,7 +225,7 @@ class Driver:
 
     def _answer(self, entry: _Entry, now: float) -> Reply:
         if entry.event is None:
-            return Reply("OK", "", self._brain.status(self._state, now))
+            return self._status(now)
         if isinstance(entry.event, StreamOpened):
             self._streams.add((entry.event.node, entry.event.incarnation))
         if isinstance(entry.event, StreamClosed):
@@ -234,6 +236,14 @@ class Driver:
                 raise AssertionError(f"{len(replies)} replies to one {type(entry.event.message).__name__}")
             return replies[0]
         return Reply("OK", "", None)
+
+    def _status(self, now: float) -> Reply:
+        try:
+            return Reply("OK", "", self._brain.status(self._state, now))
+        except Exception as error:
+            # It only reads: what cannot be shown is no reason to stop the job.
+            log.exception("the master cannot say how the job stands")
+            return Reply("INTERNAL", f"the master cannot say how the job stands: {error!r}", None)
 
     def _decide(self, event: Event, now: float) -> list[Reply]:
         self._state, replies = self._brain.handle(self._state, event, now)
@@ -254,7 +264,7 @@ class Driver:
         pause = SAVE_PAUSE
         while True:
             try:
-                await loop.run_in_executor(self._writer, self._store.save, data, self.generation)
+                await loop.run_in_executor(self._writer, self._save, data, self._brain.generation(self._state))
             except StoreUnavailable as error:
                 # No effect may leave before its state is kept. Agents repeat their calls, training goes on.
                 if self._clock() + pause > give_up or self._stopping:
@@ -265,6 +275,12 @@ class Driver:
             else:
                 self._saved = data
                 return
+
+    def _save(self, data: bytes, generation: int) -> None:
+        """In the writer's thread."""
+        if generation > self.generation:
+            self.generation = self._store.raise_generation(above=generation - 1, owner=self.generation)
+        self._store.save(data, self.generation)
 
     def _refuse(self, entries: list[_Entry] | deque[_Entry]) -> None:
         for entry in entries:

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -16,7 +16,7 @@ import grpc.aio
 from dalsegno.protos import control_pb2, control_pb2_grpc
 
 from .auth import TlsFiles, TokenInterceptor, check_exposure
-from .driver import HELD_UP_AFTER, Brain, BrainState, Driver
+from .driver import HELD_UP_AFTER, Brain, Driver
 from .service import ControlService
 from .store import Store
 from .watchers import End, Watchers
@@ -29,8 +29,6 @@ log = logging.getLogger(__name__)
 STOP_GRACE = 1.0
 # Inventories name every checkpoint of a run.
 MESSAGE_LIMIT = 16 << 20
-
-S = TypeVar("S", bound=BrainState)
 
 
 class BindError(Exception):
@@ -51,13 +49,13 @@ class ServerOptions:
     held_up_after: float = HELD_UP_AFTER
 
 
-class ControlServer(Generic[S]):
+class ControlServer:
     """`start`, then `run` until the store is lost, superseded or `stop` is called; then `close`."""
 
     def __init__(
         self,
         job_id: str,
-        brain: Brain[S],
+        brain: Brain[Any],
         store: Store,
         options: ServerOptions,
         *,

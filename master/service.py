@@ -13,7 +13,7 @@ from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
 
 from .driver import Driver
-from .events import StreamClosed, StreamOpened
+from .events import Reply, StreamClosed, StreamOpened
 from .watchers import End, Watchers
 
 __all__ = ("PROTOCOL", "ControlService")
@@ -34,9 +34,9 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def Register(self, request: pb.RegisterRequest, context: Context) -> pb.RegisterReply:
         await self._check(request.job_id, request.protocol, context)
-        reply = await self._decide(request, context)
-        assert isinstance(reply, pb.RegisterReply), f"the brain answered Register with {type(reply).__name__}"
-        return reply
+        message = await self._answer(await self._driver.call(request), context)
+        assert isinstance(message, pb.RegisterReply), f"the brain answered Register with {type(message).__name__}"
+        return message
 
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.Directive]:
         caller = request.caller
@@ -99,18 +99,16 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def GetStatus(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         await self._check(request.job_id or self._job_id, request.protocol, context)
-        reply = await self._driver.status()
-        if reply is None:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, End.STOPPING.value)
-        return reply
+        message = await self._answer(await self._driver.status(), context)
+        assert isinstance(message, pb.StatusReply), f"the brain answered GetStatus with {type(message).__name__}"
+        return message
 
     async def _ack(self, request: Any, context: Context) -> pb.Ack:
         await self._check(request.caller.job_id, request.caller.protocol, context)
-        reply = await self._decide(request, context)
-        return reply if isinstance(reply, pb.Ack) else pb.Ack(generation=self._driver.generation)
+        message = await self._answer(await self._driver.call(request), context)
+        return message if isinstance(message, pb.Ack) else pb.Ack(generation=self._driver.generation)
 
-    async def _decide(self, request: Message, context: Context) -> Message | None:
-        reply = await self._driver.call(request)
+    async def _answer(self, reply: Reply, context: Context) -> Message | None:
         if reply.code != "OK":
             await context.abort(grpc.StatusCode[reply.code], reply.detail)
         return reply.message

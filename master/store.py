@@ -75,10 +75,12 @@ class Store(Protocol):
         Raises Superseded, StoreUnavailable.
         """
 
-    def raise_generation(self, above: int = 0) -> int:
+    def raise_generation(self, above: int = 0, owner: int | None = None) -> int:
         """Makes the caller the store's owner: sets the generation to max(present, above) + 1 and returns it.
 
-        Load only afterwards: an earlier owner may write until then.
+        Load only afterwards: an earlier owner may write until then. With `owner`, only if that is the present
+        generation: so an owner that learns of higher ones (from agents, after the store was lost) goes above them.
+        Raises Superseded, StoreUnavailable.
         """
 
     def close(self) -> None:
@@ -108,7 +110,9 @@ class MemoryStore:
             raise Superseded(generation, self._record.generation)
         self._record.data = data
 
-    def raise_generation(self, above: int = 0) -> int:
+    def raise_generation(self, above: int = 0, owner: int | None = None) -> int:
+        if owner is not None and owner != self._record.generation:
+            raise Superseded(owner, self._record.generation)
         self._record.generation = max(self._record.generation, above) + 1
         return self._record.generation
 
@@ -166,9 +170,12 @@ class SqliteStore:
                 raise Superseded(generation, present)
             self._db.execute("UPDATE record SET data = ?, digest = ?", (data, digest))
 
-    def raise_generation(self, above: int = 0) -> int:
+    def raise_generation(self, above: int = 0, owner: int | None = None) -> int:
         with self._transaction("write"):
-            generation = max(self._generation(), above) + 1
+            present = self._generation()
+            if owner is not None and owner != present:
+                raise Superseded(owner, present)
+            generation = max(present, above) + 1
             self._db.execute("UPDATE record SET generation = ?", (generation,))
         return generation
 

@@ -1,0 +1,7 @@
+"""`python -m dalsegno.master`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,201 @@
+"""`dlrover-master`: the command line of the master."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from .auth import AuthError, TlsFiles, read_token
+from .job_brain import JobBrain
+from .lifetime import Lifetime
+from .server import BindError, ControlServer, ServerOptions
+from .store import StoreError, Superseded, open_store
+
+__all__ = ("main",)
+
+log = logging.getLogger(__name__)
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_SUPERSEDED = 3
+
+# Job ids become directory names and part of addresses.
+JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class UsageError(Exception):
+    """One line for a person."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad input is one line, not a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the master until it is stopped and returns the exit code: 0 stopped or done, 1 failed, 2 usage, 3 superseded."""
+    try:
+        options = _parser().parse_args(arguments)
+        _set_up_logging(options.log_file, options.job_id)
+        return asyncio.run(_serve(options))
+    except (UsageError, AuthError, BindError, StoreError) as error:
+        print(f"dlrover-master: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+async def _serve(options: argparse.Namespace) -> int:
+    token = None if options.token_file is None else read_token(options.token_file)
+    server_options = ServerOptions(
+        host=options.host, port=options.port, token=token, tls=_tls(options), insecure=options.insecure
+    )
+    store = open_store(options.store, options.job_id)
+    brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded)
+    server = None
+    try:
+        server = ControlServer(options.job_id, brain, store, server_options)
+        await server.start()
+    except BaseException:
+        store.close()
+        raise
+    _stop_on_signals(server)
+    _announce(server)
+    try:
+        return await _run(server, options)
+    finally:
+        await server.close()
+
+
+async def _run(server: ControlServer, options: argparse.Namespace) -> int:
+    lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
+    watch = None if lifetime is None else asyncio.create_task(lifetime.run())
+    try:
+        await server.run()
+    except Superseded as error:
+        # Not an error of this process: it was stopped or cut off while the job got another master.
+        log.warning("%s", error)
+        if options.embedded:
+            return EXIT_OK
+        print(f"dlrover-master: {error}", file=sys.stderr)
+        return EXIT_SUPERSEDED
+    except StoreError as error:
+        log.error("%s", error)
+        print(f"dlrover-master: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except Exception:
+        log.exception("the master failed")
+        raise
+    finally:
+        if watch is not None:
+            watch.cancel()
+    return EXIT_OK
+
+
+def _announce(server: ControlServer) -> None:
+    line = json.dumps({"address": server.address, "generation": server.driver.generation})
+    # Whoever started an embedded master may be gone already.
+    with contextlib.suppress(BrokenPipeError):
+        print(line, flush=True)
+
+
+def _stop_on_signals(server: ControlServer) -> None:
+    loop = asyncio.get_running_loop()
+
+    def stop(signum: signal.Signals) -> None:
+        log.info("stopping on %s", signum.name)
+        server.stop()
+
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, stop, signum)
+
+
+def _tls(options: argparse.Namespace) -> TlsFiles | None:
+    if options.tls_cert is None and options.tls_key is None and options.tls_ca is None:
+        return None
+    if options.tls_cert is None or options.tls_key is None:
+        raise UsageError("--tls-cert and --tls-key belong together (--tls-ca is for client certificates)")
+    return TlsFiles(options.tls_cert, options.tls_key, options.tls_ca)
+
+
+def _set_up_logging(log_file: Path | None, job_id: str) -> None:
+    """The master's own log; without --log-file only what needs attention, on stderr."""
+    try:
+        handler = logging.StreamHandler() if log_file is None else logging.FileHandler(log_file, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write the log file {log_file}: {error.strerror or error}") from error
+    formatter = logging.Formatter(f"%(asctime)sZ %(levelname)s [{job_id}/master] %(message)s")
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    root = logging.getLogger("dalsegno")
+    root.handlers[:] = [handler]
+    root.setLevel(logging.WARNING if log_file is None else logging.INFO)
+
+
+def _job_id(text: str) -> str:
+    if not JOB_ID.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no job id: letters, digits, '.', '_', '-', at most 128")
+    return text
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: a number from 0 (any free one) to 65535")
+    return int(text)
+
+
+def _nnodes(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX, for example 1:4")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if low < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: at least 1 node is needed")
+    if high < low:
+        raise argparse.ArgumentTypeError(f"{text!r}: the maximum is below the minimum, did you mean {high}:{low}?")
+    return low, high
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return value
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="dlrover-master", description="The master of one elastic training job.", allow_abbrev=False)
+    add = parser.add_argument
+    add("--job-id", required=True, type=_job_id, help="the job that this master serves")
+    add("--store", required=True, help="where the job's state is kept: sqlite:///FILE (four slashes if absolute)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    add("--port", type=_port, default=0, help="port to listen on; 0 (default): any free one, printed when serving")
+    add("--nnodes", type=_nnodes, metavar="MIN:MAX", help="nodes of the job (default: what the first agent says)")
+    add("--node_num", dest="nnodes", type=_nnodes, metavar="N", help="as --nnodes N (DLRover's name)")
+    add("--platform", help="accepted for DLRover's command lines; no effect")
+    add("--token-file", type=Path, metavar="FILE", help="file with the token that agents must show")
+    add("--tls-cert", type=Path, metavar="FILE", help="the server's certificate chain (PEM)")
+    add("--tls-key", type=Path, metavar="FILE", help="its key (PEM)")
+    add("--tls-ca", type=Path, metavar="FILE", help="let in only clients with a certificate of this authority (PEM)")
+    add("--insecure", action="store_true", help="listen beyond this machine without a token")
+    add("--log-file", type=Path, metavar="FILE", help="write the log there")
+    add("--embedded", action="store_true", help="end with the job, or when no agent is left (dlrover-run's own master)")
+    add("--idle-timeout", type=_seconds, default=30.0, metavar="S", help="with --embedded: end after S seconds alone")
+    add(
+        "--linger", type=_seconds, default=10.0, metavar="S", help="with --embedded: stay S seconds after the job's end"
+    )
+    return parser

@@ -1,0 +1,62 @@
+"""When an embedded master ends: with its job, or when nobody has needed it for a while."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from dalsegno.protos import control_pb2
+
+from .server import ControlServer
+
+__all__ = ("Lifetime",)
+
+log = logging.getLogger(__name__)
+
+# How often it looks; in seconds.
+LOOK_INTERVAL = 0.5
+# After the job's end with no agent connected any more; in seconds.
+LAST_WORD = 2.0
+_ENDED = (control_pb2.PHASE_SUCCEEDED, control_pb2.PHASE_FAILED)
+
+
+class Lifetime:
+    """Stops `server` when its time is over."""
+
+    def __init__(self, server: ControlServer, idle_timeout: float, linger: float) -> None:
+        """Seconds without any agent after which it ends, and how long agents may stay after the job's end."""
+        self._server = server
+        self._idle_timeout = idle_timeout
+        self._linger = linger
+        self._connected_at = time.monotonic()
+        self._ended_at: float | None = None
+
+    async def run(self) -> None:
+        """Until the server was told to stop, or the task is cancelled."""
+        while not await self._over():
+            await asyncio.sleep(LOOK_INTERVAL)
+        self._server.stop()
+
+    async def _over(self) -> bool:
+        reply = await self._server.driver.status()
+        if reply.code == "UNAVAILABLE":
+            return True
+        now = time.monotonic()
+        connected = len(self._server.watchers) > 0
+        if connected:
+            self._connected_at = now
+        alone = now - max(self._connected_at, self._server.driver.heard_at)
+        if not connected and alone > self._idle_timeout:
+            log.info("no agent for %.0f s: ending", alone)
+            return True
+        if not isinstance(reply.message, control_pb2.StatusReply) or reply.message.phase not in _ENDED:
+            self._ended_at = None
+            return False
+        if self._ended_at is None:
+            self._ended_at = now
+        ended = now - self._ended_at
+        if ended > self._linger or (not connected and min(ended, alone) > min(LAST_WORD, self._linger)):
+            log.info("the job has ended: ending")
+            return True
+        return False

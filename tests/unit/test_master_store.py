@@ -1,0 +1,263 @@
+"""The master's store: conditional writes, power cuts, damage, other people's files."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import sqlite3
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from dalsegno.master import store as store_module
+from dalsegno.master.codec import Codec
+from dalsegno.master.store import (
+    MemoryStore,
+    SqliteStore,
+    Store,
+    StoreDamaged,
+    StoreError,
+    StoreUnavailable,
+    Superseded,
+    open_store,
+)
+
+
+def opened(path: Path, job_id: str = "job") -> SqliteStore:
+    return SqliteStore(path, job_id)
+
+
+@pytest.fixture(params=["sqlite", "memory"])
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Store, Store]:
+    """Two owners of one record, as two masters of one job have it."""
+    if request.param == "memory":
+        memory = MemoryStore()
+        return memory, memory.share()
+    return opened(tmp_path / "s.sqlite"), opened(tmp_path / "s.sqlite")
+
+
+def test_a_new_store_is_empty_and_gives_back_what_was_saved(pair: tuple[Store, Store]) -> None:
+    """Load gives None first, then the last bytes saved."""
+    store, other = pair
+    assert store.load() is None
+    generation = store.raise_generation()
+    store.save(b"one", generation)
+    store.save(b"\x00two", generation)
+    assert store.load() == other.load() == b"\x00two"
+
+
+def test_a_superseded_owner_never_writes_again(pair: tuple[Store, Store]) -> None:
+    """Every write is conditional on the generation."""
+    old, new = pair
+    first = old.raise_generation()
+    old.save(b"old", first)
+    second = new.raise_generation()
+    assert second > first
+    with pytest.raises(Superseded, match=f"generation {first} was superseded by generation {second}"):
+        old.save(b"late", first)
+    assert new.load() == b"old"
+    with pytest.raises(Superseded):
+        old.raise_generation(above=99, owner=first)
+    new.save(b"new", second)
+    assert old.load() == b"new"
+
+
+def test_the_generation_goes_above_what_agents_have_seen(pair: tuple[Store, Store]) -> None:
+    """After a lost store the owner jumps over the generations that agents know; they only grow."""
+    store, _ = pair
+    first = store.raise_generation()
+    assert store.raise_generation(above=41, owner=first) == 42
+    assert store.raise_generation(above=7) == 43
+
+
+WRITER = """
+import sys
+from pathlib import Path
+from dalsegno.master.store import SqliteStore
+store = SqliteStore(Path(sys.argv[1]), "job")
+generation = store.raise_generation()
+number = 0
+while True:
+    number += 1
+    store.save(b"%d " % number * 5000, generation)
+    print(number, flush=True)
+"""
+
+
+def test_kill_between_any_two_writes_leaves_a_whole_record(tmp_path: Path) -> None:
+    """SIGKILL of a writing process, at many moments: the record is the last one acknowledged, or the one after."""
+    path = tmp_path / "s.sqlite"
+    for attempt in range(6):
+        process = subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        with process:
+            lines = [process.stdout.readline() for _ in range(3 + 7 * attempt)]
+            process.kill()
+            lines += process.stdout.readlines()
+        acknowledged = int([line for line in lines if line.endswith("\n")][-1])
+        store = opened(path)
+        data = store.load()
+        assert data is not None
+        numbers = set(data.split())
+        assert len(numbers) == 1
+        assert int(numbers.pop()) in (acknowledged, acknowledged + 1)
+        store.close()
+
+
+def test_a_power_cut_within_a_transaction_rolls_back(tmp_path: Path) -> None:
+    """The files as they lie in the middle of a transaction (database half written, journal there) load as before."""
+    path, cut = tmp_path / "s.sqlite", tmp_path / "cut"
+    store = opened(path)
+    generation = store.raise_generation()
+    before = b"before " * 20_000
+    store.save(before, generation)
+    database = sqlite3.connect(path, isolation_level=None)
+    # A cache of one page: SQLite has to spill into the database file before the commit.
+    database.execute("PRAGMA cache_size = 1")
+    database.execute("BEGIN IMMEDIATE")
+    database.execute("UPDATE record SET data = ?", (b"after  " * 20_000,))
+    cut.mkdir()
+    for file in tmp_path.glob("s.sqlite*"):
+        shutil.copy(file, cut / file.name)
+    database.close()
+    assert (cut / "s.sqlite-journal").exists()
+    assert (cut / "s.sqlite").read_bytes() != path.read_bytes()
+    assert opened(cut / "s.sqlite").load() == before
+
+
+def test_every_commit_is_durable(tmp_path: Path) -> None:
+    """A rollback journal with synchronous=EXTRA (3): a commit that was acknowledged is not undone by a power cut."""
+    store = opened(tmp_path / "s.sqlite")
+    assert store._db.execute("PRAGMA synchronous").fetchone() == (3,)
+    assert store._db.execute("PRAGMA journal_mode").fetchone() == ("delete",)
+
+
+def one_line(error: pytest.ExceptionInfo[StoreError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    return text
+
+
+@pytest.mark.parametrize("damage", ["garbage", "header", "byte", "truncated", "row"])
+def test_a_damaged_file_gives_one_clear_line(tmp_path: Path, damage: str) -> None:
+    """Whatever was overwritten, nothing wrong is ever loaded."""
+    path = tmp_path / "s.sqlite"
+    store = opened(path)
+    store.save(b"state " * 4000, store.raise_generation())
+    store.close()
+    content = bytearray(path.read_bytes())
+    if damage == "garbage":
+        path.write_bytes(b"no database" * 1000)
+    elif damage == "header":
+        path.write_bytes(b"\xff" * 100 + content[100:])
+    elif damage == "byte":
+        content[content.rindex(b"state ")] ^= 1
+        path.write_bytes(content)
+    elif damage == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    else:
+        with sqlite3.connect(path) as database:
+            database.execute("DELETE FROM record")
+    with pytest.raises(StoreDamaged) as error:
+        opened(path).load()
+    assert "damaged" in one_line(error)
+    assert "move the file away" in one_line(error)
+
+
+def test_a_store_of_another_job_or_of_something_else_is_refused(tmp_path: Path) -> None:
+    """Nothing is written into a file that is not this job's."""
+    opened(tmp_path / "s.sqlite").close()
+    with pytest.raises(StoreError, match="belongs to job 'job', not to 'other'") as error:
+        opened(tmp_path / "s.sqlite", "other")
+    one_line(error)
+    with sqlite3.connect(tmp_path / "x.sqlite") as database:
+        database.execute("CREATE TABLE mine (x)")
+    with pytest.raises(StoreError, match="a database of something else"):
+        opened(tmp_path / "x.sqlite")
+    with sqlite3.connect(tmp_path / "s.sqlite") as database:
+        database.execute("PRAGMA user_version = 9")
+    with pytest.raises(StoreError, match="has format 9, this master reads 1"):
+        opened(tmp_path / "s.sqlite")
+
+
+def test_a_locked_store_says_so_and_works_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process may hold the lock: the write fails in a bounded time, and the same write can be repeated."""
+    monkeypatch.setattr(store_module, "LOCK_TIMEOUT", 0.1)
+    store = opened(tmp_path / "s.sqlite")
+    generation = store.raise_generation()
+    holder = sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None)
+    holder.execute("BEGIN IMMEDIATE")
+    with pytest.raises(StoreUnavailable, match="another process holds its lock"):
+        store.save(b"x", generation)
+    holder.execute("ROLLBACK")
+    store.save(b"x", generation)
+    assert store.load() == b"x"
+
+
+@pytest.mark.parametrize(
+    ("url", "line"),
+    [
+        ("job.sqlite", "is not a URL"),
+        ("sqlite://", "names no file"),
+        ("sqlite:///", "names no file"),
+        ("mysql:///x", "no 'mysql' store"),
+        ("sqlite:////nowhere/at/all/s.sqlite", "/nowhere/at/all does not exist"),
+        ("sqlite:////proc/s.sqlite", "cannot open the store /proc/s.sqlite"),
+        ("sqlite:////usr", "is a directory"),
+    ],
+)
+def test_a_bad_store_url_gives_one_clear_line(url: str, line: str) -> None:
+    """The cause and what to change."""
+    with pytest.raises(StoreError, match=line) as error:
+        open_store(url, "job")
+    one_line(error)
+
+
+def test_urls_name_relative_and_absolute_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three slashes and four, as everybody else has it."""
+    monkeypatch.chdir(tmp_path)
+    open_store("sqlite:///a.sqlite", "job").close()
+    open_store(f"sqlite:///{tmp_path}/b.sqlite", "job").close()
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["a.sqlite", "b.sqlite"]
+
+
+@dataclass
+class Inner:
+    steps: tuple[int, ...] = ()
+    loss: float = math.nan
+
+
+@dataclass
+class Outer:
+    name: str
+    inner: dict[int, Inner] = field(default_factory=dict)
+    limit: float = math.inf
+
+
+def test_the_codec_brings_everything_back() -> None:
+    """Nested dataclasses, tuples, keys that are numbers, and the floats that JSON does not know."""
+    codec = Codec(Outer)
+    data = codec.encode(Outer("a", {3: Inner((1, 2)), 4: Inner((), 0.1)}))
+    back = codec.decode(data)
+    assert math.isnan(back.inner[3].loss)
+    back.inner[3].loss = 0.0
+    assert back == Outer("a", {3: Inner((1, 2), 0.0), 4: Inner((), 0.1)})
+    assert codec.encode(codec.decode(data)) == data
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [({"version": 2}, "has version 2"), ({"job": {"inner": {}}}, "name: Field required"), ({"job": []}, "job")],
+)
+def test_the_codec_refuses_what_it_does_not_understand(change: dict[str, object], line: str) -> None:
+    """Another version or shape is one clear line, not a half-understood state."""
+    codec = Codec(Outer)
+    envelope = json.loads(codec.encode(Outer("a"))) | change
+    with pytest.raises(StoreError, match=line):
+        codec.decode(json.dumps(envelope).encode())
+    with pytest.raises(StoreError, match="not JSON"):
+        codec.decode(b"{")
