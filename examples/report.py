@@ -107,7 +107,7 @@ def curves(scene: Scene) -> str:
     parts = [_grid(x, y, height, "step", "loss")]
     for span in scene.spans:
         place = x(span.first_step)
-        label = f"{span.world_size} node{'s' if span.world_size != 1 else ''}"
+        label = f"{span.world_size} rank{'s' if span.world_size != 1 else ''}"
         parts.append(f'<line class="mark" x1="{place:.1f}" x2="{place:.1f}" y1="22" y2="{height - 40}"/>')
         parts.append(f'<text class="note" x="{place + 3:.1f}" y="20">e{span.epoch}: {label}</text>')
     for name, label, history in (
@@ -129,7 +129,7 @@ def differences(scene: Scene) -> str:
     x = Axis(1, max(steps, default=2), LEFT, WIDTH - RIGHT)
     top = math.ceil(math.log10(max([scene.limit, *finite]))) + 1
     y = Axis(math.log10(FLOOR), top, height - 40, 15)
-    parts = [_grid(x, y, height, "step", "10^")]
+    parts = [_grid(x, y, height, "step", "1e")]
     for step, value in values.items():
         shown = math.log10(max(value, FLOOR)) if math.isfinite(value) else top
         title = f"<title>step {step}: {value:.2e}</title>"
@@ -158,7 +158,7 @@ def timeline(scene: Scene) -> str:
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y(size) + 4:.1f}" text-anchor="end">{size}</text>')
     for span in scene.spans:
         left, right, top = x(span.began - zero), x(span.ended - zero), y(span.world_size)
-        title = f"epoch {span.epoch}: {span.world_size} nodes, steps {span.first_step} to {span.last_step}"
+        title = f"epoch {span.epoch}: {span.world_size} ranks, steps {span.first_step} to {span.last_step}"
         box = f'x="{left:.1f}" y="{top:.1f}" width="{max(right - left, 1):.1f}" height="{base - top:.1f}"'
         parts.append(f'<rect class="epoch" {box}><title>{title}</title></rect>')
         parts.append(f'<text class="inside" x="{left + 4:.1f}" y="{base - 6}">e{span.epoch}</text>')
@@ -180,7 +180,7 @@ def timeline(scene: Scene) -> str:
 
 def table(scene: Scene) -> str:
     """One row per epoch that made a step."""
-    head = ("epoch", "nodes", "why", "resumed at step", "loaded as", "steps", "paused", "steps lost before it")
+    head = ("epoch", "ranks", "why", "resumed at step", "loaded as", "steps", "paused", "steps lost before it")
     rows = []
     lost = 0
     for span in scene.spans:
@@ -209,12 +209,12 @@ def _grid(x: Axis, y: Axis, height: int, x_name: str, y_name: str) -> str:
     for tick in x.ticks(10):
         parts.append(f'<text class="tick" x="{x(tick):.1f}" y="{height - 22}" text-anchor="middle">{tick:g}</text>')
     for tick in y.ticks(5):
-        prefix = y_name if y_name.endswith("^") else ""
+        prefix = y_name if y_name.startswith("1e") else ""
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(tick):.1f}" y2="{y(tick):.1f}"/>')
         text = f"{prefix}{tick:g}"
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{text}</text>')
     parts.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{height - 6}" text-anchor="end">{x_name}</text>')
-    if not y_name.endswith("^"):
+    if not y_name.startswith("1e"):
         parts.append(f'<text class="tick" x="8" y="16">{y_name}</text>')
     return "".join(parts)
 
