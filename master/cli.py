@@ -46,7 +46,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the master until it is stopped and returns the exit code: 0 stopped or done, 1 failed, 2 usage, 3 superseded."""
+    """Runs the master; returns its exit code: 0 stopped or done, 1 failed, 2 bad usage, 3 superseded."""
     try:
         options = _parser().parse_args(arguments)
         _set_up_logging(options.log_file, options.job_id)

@@ -13,11 +13,11 @@ from dalsegno.protos import control_pb2
 
 @dataclass
 class FakeState:
-    """`job` is durable, `live` is not."""
+    """`job` and `incarnations` are durable, `live` is not."""
 
     job: dict[str, int] = field(default_factory=dict)
-    live: list[str] = field(default_factory=list)
     incarnations: dict[str, str] = field(default_factory=dict)
+    live: list[str] = field(default_factory=list)
     wake: float | None = None
     generation: int = 0
 
@@ -30,11 +30,11 @@ class FakeBrain:
     """
 
     def begin(self, saved: bytes | None, generation: int, now: float) -> FakeState:
-        job = {} if saved is None else json.loads(saved)
-        return FakeState(job, generation=generation)
+        job, incarnations = ({}, {}) if saved is None else json.loads(saved)
+        return FakeState(job, incarnations=incarnations, generation=generation)
 
     def encode(self, state: FakeState) -> bytes:
-        return json.dumps(state.job, sort_keys=True).encode()
+        return json.dumps([state.job, state.incarnations], sort_keys=True).encode()
 
     def generation(self, state: FakeState) -> int:
         return state.generation
