@@ -1,7 +1,7 @@
 """The master's state: `Job` is durable, `Live` is not.
 
-`Job` holds no times, only durations and facts, so that a master that starts again can go on with it: every deadline then
-starts anew, and every node of the stored world is presumed alive for one node-timeout (docs/architecture.md).
+`Job` holds no times, only durations and facts, so that a master that starts again can go on with it: every deadline
+then starts anew, and every node of the stored world is presumed alive for one node-timeout (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -240,8 +240,6 @@ class Job:
     # A start, or out of WAITING: agents nobody has heard of may be on their way.
     quiet: bool = True
     listening: bool = False
-    # Inventories collected while listening, newest knowledge of a directory whose record was lost.
-    found: list[Checkpoint] = field(default_factory=list)
     ever_stepped: bool = False
     failures: int = 0
     last_failure_step: int = 0
@@ -301,12 +299,14 @@ class Live:
     growth_done_at: float | None = None
     grow_hold_until: float = 0.0
     grow_after_commit: bool = False
+    committed_at: float = 0.0
     conversion_moved: float = 0.0
     conversion_files: int = -1
     retry_at: float = 0.0
     retry_pause: float = 0.0
     verify_since: float = 0.0
     listen_until: float | None = None
+    listening_epoch: int = 0
     paused_since: float | None = None
     deaf: bool = False
 

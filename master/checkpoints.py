@@ -1,0 +1,172 @@
+"""Which checkpoints count, which one the run goes on from, and which may go."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dalsegno.protos import control_pb2
+
+from .state import Checkpoint, Job
+from .turn import Turn
+
+
+def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
+    """The record of a sharded checkpoint as its manifest describes it."""
+    return Checkpoint(
+        name=message.ref.name,
+        digest=message.ref.digest,
+        step=message.step,
+        epoch=message.epoch,
+        world_size=message.shape.world_size,
+        strategy=message.shape.strategy,
+        any_world_size=message.shape.any_world_size,
+        data_epoch=message.position.data_epoch,
+        samples=message.position.samples,
+        resumed_from=message.resumed_from.digest,
+        bytes=message.bytes,
+        metric=message.metric if message.HasField("metric") else None,
+    )
+
+
+def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
+    """What agents and workers are told of a record."""
+    message = control_pb2.Checkpoint(
+        ref=control_pb2.CheckpointRef(name=record.name, digest=record.digest),
+        run_id=job.run_id,
+        step=record.step,
+        epoch=record.epoch,
+        form=control_pb2.FORM_SHARDED,
+        shape=control_pb2.Shape(
+            world_size=record.world_size, strategy=record.strategy, any_world_size=record.any_world_size
+        ),
+        position=control_pb2.Position(data_epoch=record.data_epoch, samples=record.samples),
+        resumed_from=control_pb2.CheckpointRef(digest=record.resumed_from),
+        bytes=record.bytes,
+    )
+    if record.metric is not None:
+        message.metric = record.metric
+    return message
+
+
+def resume_point(job: Job) -> Checkpoint | None:
+    """The newest committed checkpoint that is not retired: highest epoch, then highest step."""
+    usable = [record for record in job.checkpoints if not record.retired]
+    return max(usable, key=lambda record: (record.epoch, record.step), default=None)
+
+
+def loads_as_is(record: Checkpoint, world_size: int) -> bool:
+    """Whether a world of this size can load it without a conversion, or the conversion is there."""
+    return record.any_world_size or record.world_size == world_size or bool(record.universal_digest)
+
+
+def record_commit(turn: Turn, message: control_pb2.Checkpoint) -> str:
+    """Record a sealed checkpoint as committed. Returns "" or why it is refused."""
+    job = turn.job
+    known = job.checkpoint(message.ref.digest)
+    if known is not None:
+        return ""
+    if message.run_id != job.run_id:
+        return f"{message.ref.name} belongs to {message.run_id}, and this is {job.run_id}"
+    if message.epoch != job.epoch:
+        return f"epoch {message.epoch} is closed; {message.ref.name} is not part of the run"
+    floor = max((record.step for record in job.checkpoints if record.epoch == job.epoch), default=-1)
+    if job.world is not None:
+        floor = max(floor, job.world.resumed_step)
+    if message.step <= floor:
+        return f"{message.ref.name} is not newer than step {floor}"
+    job.checkpoints.append(from_proto(message))
+    if message.step > job.last_failure_step:
+        job.failures = 0
+    job.ever_stepped = True
+    turn.live.grow_after_commit = False
+    turn.live.committed_at = turn.now
+    retire_old(turn)
+    return ""
+
+
+def record_form(job: Job, message: control_pb2.Checkpoint) -> str:
+    """Add a later form to its checkpoint's record. Returns "" or why it is refused."""
+    record = job.checkpoint(message.source.digest)
+    if record is None or record.retired:
+        return f"{message.ref.name} is a form of a checkpoint that is not part of the run"
+    if not record.universal_digest:
+        record.universal_name, record.universal_digest = message.ref.name, message.ref.digest
+    return ""
+
+
+def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint]) -> None:
+    """Record what the last opened epoch sealed but nobody could commit any more, and sealed later forms."""
+    job = turn.job
+    forms = []
+    for message in sorted(inventory, key=lambda message: message.step):
+        if message.run_id != job.run_id:
+            continue
+        if message.form == control_pb2.FORM_UNIVERSAL:
+            forms.append(message)
+        elif message.epoch == job.epoch and job.epoch and job.checkpoint(message.ref.digest) is None:
+            refused = record_commit(turn, message)
+            if not refused:
+                turn.notice(f"{message.ref.name} was sealed but not yet recorded: it counts")
+    for message in forms:
+        record_form(job, message)
+
+
+def lineage(found: list[control_pb2.Checkpoint]) -> list[control_pb2.Checkpoint]:
+    """The newest lineage among sealed checkpoints, oldest first: read back from resume point to resume point."""
+    sharded = [message for message in found if message.form == control_pb2.FORM_SHARDED]
+    by_digest = {message.ref.digest: message for message in sharded}
+    chain: list[control_pb2.Checkpoint] = []
+    last = max(sharded, key=lambda message: (message.epoch, message.step), default=None)
+    while last is not None:
+        of_epoch = [message for message in sharded if message.epoch == last.epoch and message.step <= last.step]
+        chain.extend(sorted(of_epoch, key=lambda message: -message.step))
+        source = by_digest.get(of_epoch[0].resumed_from.digest)
+        last = source if source is not None and source.epoch < last.epoch else None
+    return chain[::-1]
+
+
+def retire(turn: Turn, record: Checkpoint, damaged: bool) -> None:
+    record.retired = True
+    record.damaged = record.damaged or damaged
+
+
+def retire_old(turn: Turn) -> None:
+    """Beyond the last N, retire what nothing can still choose or use. Recorded before any file is deleted."""
+    job = turn.job
+    keep = job.settings.keep_checkpoints
+    if keep <= 0:
+        return
+    usable = sorted((r for r in job.checkpoints if not r.retired), key=lambda r: (r.epoch, r.step), reverse=True)
+    in_use = in_use_digests(job)
+    for record in usable[keep:]:
+        if record.digest not in in_use:
+            retire(turn, record, damaged=False)
+
+
+def in_use_digests(job: Job) -> set[str]:
+    """What a world, a conversion or a verification still reads."""
+    used = set()
+    if job.world is not None:
+        used.add(job.world.resume)
+    if job.conversion is not None:
+        used.add(job.conversion.source)
+    if job.verification is not None:
+        used.add(job.verification.digest)
+    return used
+
+
+def prunable(job: Job) -> list[Checkpoint]:
+    """Retired checkpoints whose files may be deleted now."""
+    newest = resume_point(job)
+    in_use = in_use_digests(job)
+    return [
+        record
+        for record in job.checkpoints
+        if record.retired
+        and record.digest not in in_use
+        and (not record.damaged or (newest is not None and (newest.epoch, newest.step) > (record.epoch, record.step)))
+    ]
+
+
+def forget_pruned(job: Job, digests: set[str]) -> None:
+    job.checkpoints = [record for record in job.checkpoints if not (record.retired and record.digest in digests)]

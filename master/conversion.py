@@ -1,0 +1,197 @@
+"""The conversion lease (who makes the universal form) and the second look at a checkpoint somebody could not load."""
+
+from __future__ import annotations
+
+from dalsegno.protos import control_pb2
+
+from .checkpoints import resume_point, retire
+from .membership import has_answered, in_rank_order, sees_resume
+from .state import Checkpoint, Conversion, Failure, Node, Verification
+from .turn import Turn
+
+# A lease whose owner reports no further file for this long is given to another (seconds).
+STALL = 120.0
+# A verifier that does not answer is replaced after this long (seconds).
+VERIFY_TIMEOUT = 600.0
+RETRY_FIRST = 5.0
+RETRY_MAX = 60.0
+
+
+def tend(turn: Turn, source: Checkpoint) -> None:
+    """The gate wants the universal form of `source`: see that somebody alive is making it."""
+    job = turn.job
+    if job.conversion is None or job.conversion.source != source.digest:
+        job.conversion = Conversion(source=source.digest)
+        turn.live.retry_pause = 0.0
+    conversion = job.conversion
+    if conversion.blocked and turn.due(turn.live.retry_at):
+        conversion.blocked = False
+        conversion.failed = []
+    if conversion.lease:
+        check_owner(turn, conversion)
+    if not conversion.lease and not conversion.blocked:
+        assign(turn, conversion, source)
+
+
+def check_owner(turn: Turn, conversion: Conversion) -> None:
+    owner = turn.job.nodes.get(conversion.owner)
+    if owner is None or owner.leaving or not turn.is_fresh(owner):
+        turn.notice(f"{conversion.owner} can no longer convert: another node takes over")
+        end_lease(conversion)
+    elif turn.due(turn.live.conversion_moved + STALL):
+        failed(turn, conversion, f"no progress for {STALL:.0f} s")
+
+
+def end_lease(conversion: Conversion) -> None:
+    conversion.lease = 0
+    conversion.owner = ""
+
+
+def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
+    """The first agent in the old rank order that is alive and not leaving; it must have the source in sight."""
+    job = turn.job
+    able = [
+        node
+        for node in job.nodes.values()
+        if not node.leaving and node.sees_directory and turn.is_fresh(node) and node.name not in conversion.failed
+    ]
+    for node in in_rank_order(turn, able):
+        if not has_answered(turn, node):
+            if node.name in turn.live.unexpected:
+                continue
+            return  # It is about to: its turn comes first.
+        if sees_resume(turn, node):
+            job.leases += 1
+            conversion.lease = job.leases
+            conversion.owner = node.name
+            turn.live.conversion_moved = turn.now
+            turn.live.conversion_files = -1
+            return
+    if conversion.failed:
+        block(turn, conversion)
+
+
+def block(turn: Turn, conversion: Conversion) -> None:
+    """Nobody can make it for now. The run goes on as it can; an agent tries again after doubling pauses."""
+    live = turn.live
+    if not conversion.blocked:
+        conversion.blocked = True
+        live.retry_pause = min(RETRY_MAX, live.retry_pause * 2) if live.retry_pause else RETRY_FIRST
+        live.retry_at = turn.now + live.retry_pause
+
+
+def failed(turn: Turn, conversion: Conversion, reason: str) -> None:
+    """ENVIRONMENT: one more agent tries."""
+    turn.notice(f"converting on {conversion.owner} failed: {reason}", True)
+    if conversion.owner not in conversion.failed:
+        conversion.failed.append(conversion.owner)
+    conversion.reason = reason
+    end_lease(conversion)
+    if len(conversion.failed) >= 2:
+        block(turn, conversion)
+
+
+def unblock(turn: Turn) -> None:
+    """A node joined: try again at once."""
+    conversion = turn.job.conversion
+    if conversion is not None and conversion.blocked:
+        conversion.blocked = False
+        conversion.failed = []
+
+
+def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tuple[str, str]:
+    """One report of a lease's owner. Returns (status code, detail)."""
+    conversion = turn.job.conversion
+    if conversion is None or not request.lease or conversion.lease != request.lease or conversion.owner != node.name:
+        return "FAILED_PRECONDITION", f"lease {request.lease} is no longer held by {node.name}"
+    if request.state == control_pb2.CONVERSION_STATE_WORKING:
+        if request.files_done > turn.live.conversion_files:
+            turn.live.conversion_files = request.files_done
+            turn.live.conversion_moved = turn.now
+    elif request.state == control_pb2.CONVERSION_STATE_READY:
+        source = turn.job.checkpoint(conversion.source)
+        if source is None or not source.universal_digest:
+            failed(turn, conversion, "ready without a committed form")
+    elif request.state == control_pb2.CONVERSION_STATE_SOURCE_BAD:
+        end_lease(conversion)
+        source = turn.job.checkpoint(conversion.source)
+        if source is not None:
+            suspect(turn, source, False, node.name, request.message)
+    else:
+        failed(turn, conversion, request.message or "no reason given")
+    return "OK", ""
+
+
+def suspect(turn: Turn, record: Checkpoint, universal: bool, reporter: str, message: str) -> None:
+    """Somebody could not read it: have another look before anything is concluded."""
+    job = turn.job
+    if job.verification is not None:
+        return
+    job.verifications += 1
+    job.verification = Verification(job.verifications, record.digest, universal, reporter, message=message)
+    turn.live.verify_since = turn.now
+    name = record.universal_name if universal else record.name
+    turn.notice(f"{reporter} cannot read {name} ({message}): it is being verified", True)
+
+
+def tend_verification(turn: Turn) -> None:
+    """See that a live node verifies: another than the reporter where there is one."""
+    verification = turn.job.verification
+    if verification is None:
+        return
+    record = turn.job.checkpoint(verification.digest)
+    if record is None or (verification.universal and not record.universal_digest):
+        turn.job.verification = None
+        return
+    verifier = turn.job.nodes.get(verification.verifier)
+    usable = verifier is not None and not verifier.leaving and turn.is_fresh(verifier)
+    if usable and not turn.due(turn.live.verify_since + VERIFY_TIMEOUT):
+        return
+    able = [
+        node
+        for node in turn.job.nodes.values()
+        if node.sees_directory and not node.leaving and turn.is_fresh(node) and node.name != verification.verifier
+    ]
+    others = [node for node in in_rank_order(turn, able) if node.name != verification.reporter]
+    chosen = (others or able)[:1]
+    if chosen:
+        turn.job.verifications += 1
+        verification.number = turn.job.verifications
+        verification.verifier = chosen[0].name
+        turn.live.verify_since = turn.now
+
+
+def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) -> tuple[str, str]:
+    """The second look's verdict. Returns (status code, detail)."""
+    job = turn.job
+    verification = job.verification
+    if verification is None or verification.number != request.number or verification.verifier != node.name:
+        return "FAILED_PRECONDITION", f"verification {request.number} is no longer wanted"
+    job.verification = None
+    record = job.checkpoint(verification.digest)
+    if record is None:
+        return "OK", ""
+    if request.intact:
+        acquit(turn, verification, record)
+    elif verification.universal:
+        turn.notice(f"{record.universal_name} is damaged ({request.message}): it is made anew", True)
+        record.universal_name = record.universal_digest = ""
+    else:
+        retire(turn, record, damaged=True)
+        before = resume_point(job)
+        back = f"going back to {before.name}" if before is not None else "no checkpoint is left: starting from step 0"
+        turn.notice(f"{record.name} is damaged ({request.message}): {back}", True)
+    return "OK", ""
+
+
+def acquit(turn: Turn, verification: Verification, record: Checkpoint) -> None:
+    """It verifies elsewhere: the reporter cannot be used for it. Where the reporter is alone it counts as a failure."""
+    job = turn.job
+    reporter = job.nodes.get(verification.reporter)
+    if verification.verifier != verification.reporter and reporter is not None:
+        reporter.unreadable = record.digest
+        turn.notice(f"{record.name} verifies on {verification.verifier}: {reporter.name} becomes a spare", True)
+    elif job.world is not None and job.pending_failure is None:
+        job.pending_failure = Failure(
+            job.world.epoch, verification.reporter, f"{record.name} verifies but does not load", record.step
+        )

@@ -1,0 +1,209 @@
+"""Who is there, who is dead, and who would be in the next world."""
+
+from __future__ import annotations
+
+from .checkpoints import resume_point
+from .state import Node, Part
+from .turn import CLOSED_GRACE, Turn
+
+# A node lost this often within the window becomes a spare for a doubling time (seconds).
+LOSS_LIMIT = 3
+LOSS_WINDOW = 600.0
+HOLD_BASE = 30.0
+HOLD_MAX = 3600.0
+
+
+def drop(turn: Turn, node: Node) -> None:
+    """Forget a node: whatever its incarnation still says is answered "fenced"."""
+    turn.job.nodes.pop(node.name, None)
+    for book in (turn.live.heard, turn.live.closed, turn.live.joined_at, turn.live.asked_at):
+        book.pop(node.name, None)
+    turn.live.unexpected.discard(node.name)
+
+
+def lose(turn: Turn, node: Node, how: str) -> None:
+    """A node died. If its ranks were running this is an unplanned change: the phases see its part as LOST."""
+    job = turn.job
+    world = job.world
+    member = world.member(node.incarnation) if world is not None else None
+    stepped = turn.live.first_step_at is not None
+    drop(turn, node)
+    if member is None or member.part is Part.LOST:
+        if member is None and not node.leaving:
+            turn.notice(f"{node.name} is gone ({how})")
+        return
+    if member.part is Part.FINISHED:
+        return
+    if job.phase.has_workers and member.part is Part.RUNNING and others_finished(turn, member.node):
+        member.part = Part.FINISHED
+        return
+    member.part = Part.LOST
+    if stepped:
+        count_loss(turn, node.name)
+    job.causes.append(f"{node.name} left" if node.leaving else f"{node.name} was lost ({how})")
+
+
+def others_finished(turn: Turn, name: str) -> bool:
+    """All other members ran to their end, and the last step's checkpoint is committed."""
+    world = turn.job.world
+    head = resume_point(turn.job)
+    if world is None or head is None or len(world.members) < 2:
+        return False
+    return (
+        all(member.part is Part.FINISHED for member in world.members if member.node != name)
+        and head.epoch == world.epoch
+        and head.step >= max(turn.live.steps.values(), default=1 << 62)
+    )
+
+
+def count_loss(turn: Turn, name: str) -> None:
+    live = turn.live
+    times = [at for at in live.lost_at.get(name, []) if turn.now - at < LOSS_WINDOW] + [turn.now]
+    live.lost_at[name] = times
+    if len(times) >= LOSS_LIMIT:
+        held = turn.job.losses.get(name, 0) + 1
+        turn.job.losses[name] = held
+        pause = min(HOLD_BASE * 2 ** (held - 1), HOLD_MAX)
+        live.held_until[name] = turn.now + pause
+        turn.notice(f"{name} was lost {len(times)} times in {LOSS_WINDOW:.0f} s: a spare for {pause:.0f} s", True)
+
+
+def hear(turn: Turn, node: Node) -> None:
+    """A sign of life. The first one after hearing nobody gives every node a fresh node-timeout."""
+    live = turn.live
+    if live.deaf:
+        live.deaf = False
+        forgive(turn)
+    live.heard[node.name] = turn.now
+
+
+def forgive(turn: Turn) -> None:
+    """Give each node a fresh node-timeout: its silence so far proves nothing."""
+    for name in turn.job.nodes:
+        turn.live.heard[name] = turn.now
+        if name in turn.live.closed:
+            turn.live.closed[name] = turn.now
+
+
+def check_liveness(turn: Turn) -> bool:
+    """Declare dead who is; returns whether anything changed."""
+    job, live = turn.job, turn.live
+    nodes = list(job.nodes.values())
+    if not nodes or job.phase.is_terminal:
+        return False
+    timeout = job.settings.node_timeout
+    all_closed = all(node.name in live.closed for node in nodes)
+    last_word = max(live.heard.get(node.name, turn.now) for node in nodes)
+    deaf = not all_closed and len(nodes) > 1 and turn.due(last_word + timeout * 0.9)
+    live.deaf = live.deaf or deaf
+    for node in nodes:
+        how = death_of(turn, node, timeout, all_closed)
+        if how:
+            lose(turn, node, how)
+            return True
+    return False
+
+
+def death_of(turn: Turn, node: Node, timeout: float, all_closed: bool) -> str:
+    """Why this node counts as dead now; "" while it does not."""
+    live = turn.live
+    # A step is a collective of all: advancing peers prove the silent node alive.
+    proof = float("-inf")
+    if turn.is_working(node):
+        proof = max((at for name, at in live.advanced.items() if name != node.name), default=proof)
+    if node.name in live.closed:
+        closed = live.closed[node.name]
+        grace = timeout if all_closed else 0.0 if live.trouble else CLOSED_GRACE
+        if turn.due((closed if grace == 0.0 else max(closed, proof)) + grace):
+            return "its connection closed"
+        return ""
+    if live.deaf:
+        return ""
+    if turn.due(max(live.heard.get(node.name, turn.now), proof) + timeout):
+        return f"silent for {timeout:.0f} s"
+    return ""
+
+
+def in_rank_order(turn: Turn, nodes: list[Node]) -> list[Node]:
+    """Survivors in their old relative order, newcomers after them by arrival."""
+    world = turn.job.world
+    ranks = {member.incarnation: member.group_rank for member in world.members} if world is not None else {}
+    return sorted(nodes, key=lambda node: (ranks.get(node.incarnation, 1 << 30), node.order))
+
+
+def is_candidate(turn: Turn, node: Node) -> bool:
+    """May be part of the next world as far as we know."""
+    resume = resume_point(turn.job)
+    return (
+        node.sees_directory
+        and not node.leaving
+        and (resume is None or node.unreadable != resume.digest)
+        and turn.is_fresh(node)
+    )
+
+
+def has_answered(turn: Turn, node: Node) -> bool:
+    """Has joined the present round, for the present resume point."""
+    resume = resume_point(turn.job)
+    return (
+        node.joined is not None
+        and node.joined.round == turn.job.round
+        and node.joined.resume == (resume.digest if resume is not None else "")
+    )
+
+
+def sees_resume(turn: Turn, node: Node) -> bool:
+    resume = resume_point(turn.job)
+    return resume is None or (node.joined is not None and resume.digest in node.joined.seen)
+
+
+def expected(turn: Turn) -> list[Node]:
+    """The agents that gathering waits for, answered or not: fresh, not leaving, not held, not overdue."""
+    job, live = turn.job, turn.live
+    found = []
+    for node in job.nodes.values():
+        if not is_candidate(turn, node) or turn.is_held(node):
+            continue
+        if not has_answered(turn, node):
+            if node.name in live.unexpected:
+                continue
+            asked = live.asked_at.setdefault(node.name, turn.now)
+            if turn.due(asked + job.settings.join_timeout):
+                live.unexpected.add(node.name)
+                turn.notice(f"{node.name} has not joined within {job.settings.join_timeout:.0f} s: going on without it")
+                continue
+        found.append(node)
+    return in_rank_order(turn, found)
+
+
+def eligible(turn: Turn) -> list[Node]:
+    """Those that have joined and can take part; held ones only where fewer than `min` would remain."""
+    nodes = [n for n in turn.job.nodes.values() if is_candidate(turn, n) and has_answered(turn, n)]
+    nodes = [n for n in nodes if sees_resume(turn, n)]
+    free = [n for n in nodes if not turn.is_held(n)]
+    if len(free) < turn.job.settings.min_nodes:
+        held = in_rank_order(turn, [n for n in nodes if turn.is_held(n)])
+        free += held[: turn.job.settings.min_nodes - len(free)]
+    return in_rank_order(turn, free)
+
+
+def select(turn: Turn, nodes: list[Node]) -> list[Node]:
+    """The members of a world of these nodes: at most `max`, a multiple of the unit, never less than `min`."""
+    settings = turn.job.settings
+    count = min(len(nodes), settings.max_nodes)
+    count -= count % max(1, settings.node_unit)
+    return nodes[:count] if count >= settings.min_nodes else []
+
+
+def newcomers(turn: Turn) -> list[Node]:
+    """Live nodes outside the open world that wait for a place and have announced themselves."""
+    world = turn.job.world
+    members = {member.incarnation for member in world.members} if world is not None else set()
+    return [
+        node
+        for node in turn.job.nodes.values()
+        if node.incarnation not in members
+        and node.joined is not None
+        and is_candidate(turn, node)
+        and not turn.is_held(node)
+    ]

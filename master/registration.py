@@ -1,0 +1,189 @@
+"""The door: names, settings, the first agent, and a run that starts over."""
+
+from __future__ import annotations
+
+from dalsegno.protos import control_pb2
+
+from . import checkpoints, membership
+from .events import Reply
+from .state import Job, Node, Phase, Settings
+from .turn import Turn
+
+_FIELDS = tuple(Settings.__dataclass_fields__)
+
+
+def settings_from(message: control_pb2.Settings) -> Settings:
+    return Settings(**{name: getattr(message, name) for name in _FIELDS})
+
+
+def settings_proto(settings: Settings) -> control_pb2.Settings:
+    return control_pb2.Settings(**{name: getattr(settings, name) for name in _FIELDS})
+
+
+def invalid(settings: Settings) -> str:
+    if not 1 <= settings.min_nodes <= settings.max_nodes:
+        return f"--nnodes={settings.min_nodes}:{settings.max_nodes}: MIN must be at least 1 and at most MAX"
+    if settings.node_unit < 1 or settings.max_nodes < settings.node_unit:
+        return f"--node-unit={settings.node_unit} does not fit --nnodes={settings.min_nodes}:{settings.max_nodes}"
+    return ""
+
+
+def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
+    """Let an agent in, under a name that no live node holds. Repeating with the same incarnation changes nothing."""
+    job = turn.job
+    if message.job_id != job.job_id:
+        return Reply("INVALID_ARGUMENT", f"this master runs job {job.job_id!r}, not {message.job_id!r}: check --job-id")
+    wrong = invalid(settings_from(message.settings))
+    if wrong:
+        return Reply("INVALID_ARGUMENT", wrong)
+    known = job.node_by(message.incarnation)
+    if known is not None:
+        membership.hear(turn, known)
+        return accepted(turn, known)
+    refused = reopen(turn, message)
+    if refused is not None:
+        return refused
+    if message.previous_incarnation:
+        before = job.node_by(message.previous_incarnation)
+        if before is not None:
+            membership.lose(turn, before, "it started anew")
+    refused = name_taken(turn, message)
+    if refused is not None:
+        return refused
+    first_agent(turn, message)
+    return accepted(turn, admit(turn, message))
+
+
+def accepted(turn: Turn, node: Node) -> Reply:
+    job = turn.job
+    return Reply(
+        message=control_pb2.RegisterReply(
+            generation=job.generation, node=node.name, settings=settings_proto(job.settings), run_id=job.run_id
+        )
+    )
+
+
+def admit(turn: Turn, message: control_pb2.RegisterRequest) -> Node:
+    job, live = turn.job, turn.live
+    job.arrivals += 1
+    node = Node(
+        name=message.node or free_name(job, message.host),
+        incarnation=message.incarnation,
+        host=message.host,
+        nproc=message.nproc,
+        order=job.arrivals,
+        sees_directory=message.probe == job.probe,
+    )
+    job.nodes[node.name] = node
+    live.heard[node.name] = turn.now
+    live.last_arrival = turn.now
+    live.closed.pop(node.name, None)
+    live.joined_at.pop(node.name, None)
+    return node
+
+
+def free_name(job: Job, host: str) -> str:
+    """The host name plus the lowest number that no live node of that host holds."""
+    number = 0
+    while f"{host}-{number}" in job.nodes:
+        number += 1
+    return f"{host}-{number}"
+
+
+def name_taken(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
+    """A name belongs to its node until that node's stream is closed or silent past the node-timeout."""
+    job, live = turn.job, turn.live
+    holder = job.nodes.get(message.node) if message.node else None
+    if holder is None:
+        return None
+    silent = turn.now - live.heard.get(holder.name, turn.now) > job.settings.node_timeout
+    if holder.name not in live.closed and not silent:
+        return Reply(
+            "ALREADY_EXISTS",
+            f"node name {message.node!r} is held by a live node on {holder.host}: choose another --node-name",
+        )
+    membership.lose(turn, holder, "a new agent took its name")
+    return None
+
+
+def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
+    """An ended job: stay ended, resume a failed run, or start the next one."""
+    job = turn.job
+    if not job.phase.is_terminal or message.previous_incarnation:
+        return None
+    if not (message.new_run or job.embedded):
+        return None  # It is let in, and its first directive says how the job ended.
+    if job.nodes and any(name not in turn.live.closed for name in job.nodes):
+        return Reply("UNAVAILABLE", "the agents of the run that has ended are still leaving")
+    fresh_run = message.new_run or job.phase is Phase.SUCCEEDED
+    for node in list(job.nodes.values()):
+        membership.drop(turn, node)
+    job.world = None
+    job.pending_failure = None
+    job.failures = 0
+    job.causes = []
+    job.message = ""
+    job.quiet = True
+    job.settled = job.fixed_nnodes
+    if fresh_run:
+        job.run += 1
+        job.checkpoints = []
+        job.history = []
+        job.ever_stepped = False
+        job.last_failure_step = job.left_step = job.growths = 0
+        turn.live.growth_done_at = None
+    turn.live.paused_since = None
+    turn.enter(Phase.WAITING)
+    return None
+
+
+def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
+    """What the first agent of a job brings is the job's: settings, probe, and what an empty store has forgotten."""
+    job = turn.job
+    if not job.nodes and (not job.settled or job.embedded):
+        settings = settings_from(message.settings)
+        if job.fixed_nnodes:
+            settings.min_nodes, settings.max_nodes = job.settings.min_nodes, job.settings.max_nodes
+        job.settings = settings
+        job.settled = True
+    if not job.probe:
+        job.probe = message.probe
+    if job.epoch == 0 and (job.listening or message.epoch or message.generation or message.inventory):
+        listen(turn, message)
+    elif job.epoch == 0 and message.finished_runs:
+        job.run = max(job.run, 1 + max(run_number(run) for run in message.finished_runs))
+    if message.generation >= job.generation and message.generation:
+        job.generation = message.generation + 1
+
+
+def run_number(run_id: str) -> int:
+    digits = run_id.removeprefix("run-")
+    return int(digits) if digits.isdigit() else 0
+
+
+def listen(turn: Turn, message: control_pb2.RegisterRequest) -> None:
+    """The store is empty but this agent remembers a run: collect, for one node-timeout, what everybody remembers."""
+    job = turn.job
+    job.listening = True
+    unfinished = [entry for entry in message.inventory if entry.run_id not in message.finished_runs]
+    runs = [run_number(entry.run_id) for entry in unfinished]
+    ended = [run_number(run) + 1 for run in message.finished_runs]
+    job.run = max([job.run, *runs, *ended])
+    mine = [entry for entry in unfinished if entry.run_id == job.run_id]
+    forget = {record.digest for record in job.checkpoints}
+    job.checkpoints += [
+        checkpoints.from_proto(entry) for entry in checkpoints.lineage(mine) if entry.ref.digest not in forget
+    ]
+    for entry in mine:
+        if entry.form == control_pb2.FORM_UNIVERSAL:
+            checkpoints.record_form(job, entry)
+            job.leases = max(job.leases, lease_of(entry.ref.name))
+        job.generation = max(job.generation, entry.generation + 1)
+    highest = max([message.epoch, *(entry.epoch for entry in message.inventory)])
+    turn.live.listening_epoch = max(turn.live.listening_epoch, highest)
+    job.ever_stepped = job.ever_stepped or bool(job.checkpoints)
+
+
+def lease_of(name: str) -> int:
+    last = name.rpartition(".")[2]
+    return int(last) if last.isdigit() else 0

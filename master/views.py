@@ -1,0 +1,189 @@
+"""What each agent should be doing now, and what people see: pure functions of the state."""
+
+from __future__ import annotations
+
+from dalsegno.protos import control_pb2
+
+from .checkpoints import prunable, resume_point, to_proto
+from .state import Job, Node, Part, Phase, Settings, State, World
+
+PHASES = {
+    Phase.WAITING: control_pb2.PHASE_WAITING,
+    Phase.FORMING: control_pb2.PHASE_FORMING,
+    Phase.RUNNING: control_pb2.PHASE_RUNNING,
+    Phase.DRAINING: control_pb2.PHASE_DRAINING,
+    Phase.SUCCEEDED: control_pb2.PHASE_SUCCEEDED,
+    Phase.FAILED: control_pb2.PHASE_FAILED,
+}
+
+
+def view(state: State, name: str) -> control_pb2.Directive:
+    """The present directive of a registered node."""
+    job = state.job
+    node = job.nodes[name]
+    directive = control_pb2.Directive(
+        generation=job.generation, phase=PHASES[job.phase], epoch=job.epoch, run_id=job.run_id
+    )
+    order(state, node, directive)
+    side_orders(job, node, directive)
+    head = resume_point(job)
+    if head is not None:
+        directive.head.CopyFrom(to_proto(job, head))
+    directive.notices.extend(
+        control_pb2.Notice(sequence=n.sequence, text=n.text, warning=n.warning) for n in job.notices
+    )
+    return directive
+
+
+def order(state: State, node: Node, directive: control_pb2.Directive) -> None:
+    job = state.job
+    member = job.world.member(node.incarnation) if job.world is not None else None
+    if job.phase.is_terminal:
+        directive.finish.success = job.phase is Phase.SUCCEEDED
+        directive.finish.message = job.message
+    elif node.leaving and (member is None or member.part is not Part.RUNNING or not job.phase.has_workers):
+        directive.release.SetInParent()
+    elif member is not None and job.world is not None and job.phase.has_workers:
+        if job.phase is Phase.DRAINING or node.leaving:
+            directive.drain.epoch = job.epoch
+            directive.drain.reason = job.drain.reason if job.drain is not None else ""
+            directive.drain.run.CopyFrom(world_proto(job, job.world))
+        else:
+            directive.run.CopyFrom(world_proto(job, job.world))
+    else:
+        stand_by_or_gather(state, node, directive)
+
+
+def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directive) -> None:
+    job = state.job
+    resume = resume_point(job)
+    if not node.sees_directory:
+        directive.wait.round = job.round
+        directive.wait.reason = f"{node.name} does not see the job's checkpoint directory: it stays a spare"
+        return
+    if resume is not None and node.unreadable == resume.digest:
+        directive.wait.reason = f"{node.name} cannot read {resume.name}, others can: it stays a spare"
+        return
+    if job.phase.has_workers:
+        directive.wait.round = job.round
+        directive.wait.reason = spare_reason(state, node)
+        return
+    if resume is not None and has_looked_in_vain(job, node, resume.digest):
+        directive.wait.round = job.round
+        directive.wait.look_for.name, directive.wait.look_for.digest = resume.name, resume.digest
+        directive.wait.reason = f"{node.name} does not see checkpoint {resume.name}: a spare that keeps looking"
+        return
+    directive.gather.round = job.round
+    if resume is not None:
+        directive.gather.resume.name, directive.gather.resume.digest = resume.name, resume.digest
+
+
+def has_looked_in_vain(job: Job, node: Node, digest: str) -> bool:
+    """It answered this round for this resume point, and did not find it."""
+    joined = node.joined
+    return joined is not None and joined.round == job.round and joined.resume == digest and digest not in joined.seen
+
+
+def spare_reason(state: State, node: Node) -> str:
+    if node.name in state.live.held_until:
+        return f"{node.name} was lost too often lately: it is a spare for a while"
+    if state.job.world is not None and len(state.job.world.members) >= state.job.settings.max_nodes:
+        return f"{node.name} is a spare: the world has {state.job.settings.max_nodes} nodes"
+    return ""
+
+
+def side_orders(job: Job, node: Node, directive: control_pb2.Directive) -> None:
+    conversion = job.conversion
+    if conversion is not None and conversion.lease and conversion.owner == node.name:
+        source = job.checkpoint(conversion.source)
+        if source is not None:
+            directive.convert.lease = conversion.lease
+            directive.convert.form = control_pb2.FORM_UNIVERSAL
+            directive.convert.source.CopyFrom(to_proto(job, source))
+            own = f"{source.name}.universal.{conversion.lease}"
+            directive.convert.earlier.extend(name for name in conversion.earlier if name != own)
+    verification = job.verification
+    if verification is not None and verification.verifier == node.name:
+        record = job.checkpoint(verification.digest)
+        if record is not None:
+            directive.verify.number = verification.number
+            form = control_pb2.FORM_UNIVERSAL if verification.universal else control_pb2.FORM_SHARDED
+            directive.verify.form = form
+            directive.verify.ref.name = record.universal_name if verification.universal else record.name
+            directive.verify.ref.digest = record.universal_digest if verification.universal else record.digest
+    if job.phase is Phase.RUNNING and job.world is not None:
+        member = job.world.member(node.incarnation)
+        if member is not None and member.group_rank == 0:
+            for record in prunable(job):
+                directive.prune.add(name=record.name, digest=record.digest)
+
+
+def world_proto(job: Job, world: World) -> control_pb2.World:
+    message = control_pb2.World(
+        epoch=world.epoch, run_id=job.run_id, store_host=world.store_host, store_port=world.store_port
+    )
+    for member in world.members:
+        message.members.add(
+            node=member.node,
+            incarnation=member.incarnation,
+            host=member.host,
+            nproc=member.nproc,
+            group_rank=member.group_rank,
+        )
+    record = job.checkpoint(world.resume) if world.resume else None
+    if record is not None:
+        message.resume.source.CopyFrom(to_proto(job, record))
+        message.resume.form = control_pb2.FORM_UNIVERSAL if world.universal else control_pb2.FORM_SHARDED
+        if world.universal:
+            message.resume.universal.name = record.universal_name
+            message.resume.universal.digest = record.universal_digest
+    return message
+
+
+def status(state: State, now: float) -> control_pb2.StatusReply:
+    """The job for people and tools."""
+    from .phases import missing
+    from .turn import Turn
+
+    job, live = state.job, state.live
+    waiting = job.phase in (Phase.WAITING, Phase.FORMING)
+    reply = control_pb2.StatusReply(
+        generation=job.generation,
+        job_id=job.job_id,
+        run_id=job.run_id,
+        phase=PHASES[job.phase],
+        epoch=job.epoch,
+        reason=missing(Turn(state, now)) if waiting else job.message,
+        step=max([*live.steps.values(), job.left_step]),
+        loss=live.loss,
+    )
+    world = job.world
+    for node in job.nodes.values():
+        member = world.member(node.incarnation) if world is not None else None
+        role = "leaving" if node.leaving else "member" if member is not None else "spare"
+        reply.nodes.add(
+            node=node.name,
+            role=role,
+            group_rank=member.group_rank if member is not None else 0,
+            host=node.host,
+            nproc=node.nproc,
+        )
+    head = resume_point(job)
+    if head is not None:
+        reply.head.CopyFrom(to_proto(job, head))
+    for record in job.history:
+        reply.history.add(
+            epoch=record.epoch,
+            nodes=record.nodes,
+            world_size=record.world_size,
+            cause=record.cause,
+            resumed_step=record.resumed_step,
+            form=control_pb2.FORM_UNIVERSAL if record.universal else control_pb2.FORM_SHARDED,
+            paused=record.paused,
+            lost_steps=record.lost_steps,
+            first_step=record.first_step,
+            last_step=record.last_step,
+        )
+    for name in Settings.__dataclass_fields__:
+        setattr(reply.settings, name, getattr(job.settings, name))
+    return reply
