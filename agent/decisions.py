@@ -346,6 +346,9 @@ class _Turn:
         state.gather = gather
         state.wait = None
         state.drain_ordered = False
+        if gather.missing and gather.missing != state.wait_said:
+            self.do(ev.Say(gather.missing))
+        state.wait_said = gather.missing
         if state.workers is Workers.RUNNING:
             self.kill_workers()
 

@@ -50,7 +50,8 @@ def forming(turn: Turn) -> bool:
     ready = eligible(turn)
     prospects = {node.name: node for node in [*ready, *(n for n in gathering if not has_answered(turn, n))]}
     possible = len(prospects) - len(prospects) % max(1, job.settings.node_unit)
-    moved = wait_or_form(turn, possible >= job.settings.min_nodes)
+    stuck = is_blocked(turn) and not old_shape(turn, resume_point(job), ready)
+    moved = wait_or_form(turn, possible >= job.settings.min_nodes and not stuck)
     conversion.tend_verification(turn)
     if job.verification is not None or job.phase.is_terminal:
         return moved
@@ -116,22 +117,35 @@ def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> b
     return False
 
 
-def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
-    """Nobody can convert: the largest world that loads the resume point as it is."""
-    job = turn.job
-    if resume is None or job.conversion is None or not job.conversion.blocked:
+def old_shape(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
+    """The largest world that loads the resume point as it is; none where there is no such world."""
+    settings = turn.job.settings
+    if resume is None:
         return []
-    for count in range(min(len(ready), job.settings.max_nodes), job.settings.min_nodes - 1, -1):
-        nodes = ready[:count]
-        if count % max(1, job.settings.node_unit) == 0 and sum(n.nproc for n in nodes) == resume.world_size:
-            turn.notice(
-                f"nobody could convert {resume.name} ({job.conversion.reason}): going on in its old shape", True
-            )
-            job.conversion_failures += 1
-            hold = min(GROW_HOLD * 2 ** (job.conversion_failures - 1), GROW_HOLD_MAX)
-            turn.live.grow_hold_until = turn.now + hold
-            return nodes
+    for count in range(min(len(ready), settings.max_nodes), settings.min_nodes - 1, -1):
+        fits = sum(node.nproc for node in ready[:count]) == resume.world_size
+        if fits and count % max(1, settings.node_unit) == 0:
+            return ready[:count]
     return []
+
+
+def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
+    """Nobody can convert: go on in the old shape, and hold further growth for a doubling time."""
+    job = turn.job
+    if resume is None or not is_blocked(turn):
+        return []
+    nodes = old_shape(turn, resume, ready)
+    if nodes:
+        reason = job.conversion.reason if job.conversion is not None else ""
+        turn.notice(f"nobody could convert {resume.name} ({reason}): going on in its old shape", True)
+        job.conversion_failures += 1
+        hold = min(GROW_HOLD * 2 ** (job.conversion_failures - 1), GROW_HOLD_MAX)
+        turn.live.grow_hold_until = turn.now + hold
+    return nodes
+
+
+def is_blocked(turn: Turn) -> bool:
+    return turn.job.conversion is not None and turn.job.conversion.blocked
 
 
 def missing(turn: Turn) -> str:
@@ -141,8 +155,8 @@ def missing(turn: Turn) -> str:
     blind = [n.name for n in job.nodes.values() if has_answered(turn, n) and not sees_resume(turn, n)]
     strangers = [n.name for n in job.nodes.values() if not n.sees_directory]
     here = len(job.nodes) - len(blind) - len(strangers) - sum(n.leaving for n in job.nodes.values())
-    if job.conversion is not None and job.conversion.blocked and job.phase is Phase.FORMING:
-        return f"{job.conversion.reason or 'nobody can convert'}; trying again"
+    if job.conversion is not None and job.conversion.blocked:
+        return f"nobody can convert the checkpoint for this shape ({job.conversion.reason}): trying again"
     text = f"waiting for nodes: {here} here, at least {job.settings.min_nodes} needed"
     if blind and resume is not None:
         text += f"; {', '.join(blind)} cannot see {resume.name}"

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2
 
 from .checkpoints import prunable, resume_point, to_proto
+from .phases import missing
 from .state import Job, Node, Part, Phase, Settings, State, World
+from .turn import Turn
 
 PHASES = {
     Phase.WAITING: control_pb2.PHASE_WAITING,
@@ -74,6 +76,8 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         directive.wait.reason = f"{node.name} does not see checkpoint {resume.name}: a spare that keeps looking"
         return
     directive.gather.round = job.round
+    if job.phase is Phase.WAITING:
+        directive.gather.missing = missing(Turn(state, 0.0))
     if resume is not None:
         directive.gather.resume.name, directive.gather.resume.digest = resume.name, resume.digest
 
@@ -142,9 +146,6 @@ def world_proto(job: Job, world: World) -> control_pb2.World:
 
 def status(state: State, now: float) -> control_pb2.StatusReply:
     """The job for people and tools."""
-    from .phases import missing
-    from .turn import Turn
-
     job, live = state.job, state.live
     waiting = job.phase in (Phase.WAITING, Phase.FORMING)
     reply = control_pb2.StatusReply(
