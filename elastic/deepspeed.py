@@ -1,0 +1,223 @@
+"""DeepSpeed in an elastic run: what a training script adds around ``deepspeed.initialize``.
+
+    s = session()
+    elastic_ds.prepare()
+    engine, *_ = deepspeed.initialize(..., config=elastic_ds.config(base, plan, s.resume))
+    elastic_ds.restore(engine, s.resume)
+    for batch in s.steps(batches, save=elastic_ds.save(engine)):
+        ...
+
+Works for ZeRO stages 0 to 3 without tensor or pipeline parallelism. A checkpoint is loaded in the form that the session
+says: as it was saved where the world size is the same (stage 0: at any), else from its universal form. What DeepSpeed's
+own universal loading gets wrong is in ``deepspeed_loading``.
+
+The random state is not saved here: the session does that.
+"""
+
+from __future__ import annotations
+
+import copy
+import glob
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Protocol
+
+import deepspeed
+import deepspeed.ops
+import torch
+import torch.distributed as dist
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY
+
+from dalsegno.elastic.checkpoint import UNIVERSAL
+
+from .deepspeed_loading import own_group_loading, repair_groups, restore_unpartitioned, separate_steps
+
+UNIVERSAL_VERSION = 0.4
+
+
+class Resume(Protocol):
+    """What `config` and `restore` read of a session's resume point."""
+
+    @property
+    def form(self) -> str: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def universal(self) -> Path | None: ...
+
+
+class Plan(Protocol):
+    """What `config` reads of a batch plan."""
+
+    @property
+    def accumulation(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int: ...
+
+
+def prepare(backend: str | None = None) -> None:
+    """Initialises ``torch.distributed`` for DeepSpeed, also in a world of one without torchrun.
+
+    Skips the compilation of ``deepspeed_shm_comm`` (40 CPU seconds, needs a compiler; not used under torchrun, and a
+    process killed during it leaves a lock that blocks the next start for ever).
+
+    Args:
+        backend: Of ``torch.distributed``; None: the accelerator's (gloo on a CPU).
+    """
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if backend is None:
+        backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        # No port to choose and nobody to meet: a store in this process.
+        store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch's __init__ does not list it
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        os.environ.setdefault("LOCAL_RANK", "0")
+    deepspeed.init_distributed(dist_backend=backend, verbose=False, auto_mpi_discovery=False)
+
+
+def config(base: Mapping[str, Any], plan: Plan, resume: Resume | None) -> dict[str, Any]:
+    """DeepSpeed's configuration for the present world.
+
+    Args:
+        base: The script's own. Its batch sizes are replaced.
+        plan: How the global batch is dealt in this world.
+        resume: Where the session resumes; None at step 0.
+
+    Returns:
+        A new dictionary: micro batch, accumulation, and ``checkpoint.load_universal`` exactly when the resume point is
+        universal.
+
+    Raises:
+        ValueError: ``base`` asks for a layout that no checkpoint survives a change of the world with.
+    """
+    result = copy.deepcopy(dict(base))
+    zero = result.get("zero_optimization", {})
+    if zero.get("round_robin_gradients"):
+        raise ValueError(
+            "zero_optimization.round_robin_gradients lays weights out in a way that checkpoints do not describe; "
+            "set it to false to train elastically"
+        )
+    if zero.get("elastic_checkpoint"):
+        raise ValueError("zero_optimization.elastic_checkpoint is dead in DeepSpeed; remove it")
+    # DeepSpeed derives this one; slices of a step may be shorter than the micro batch, so it is an upper bound.
+    result.pop("train_batch_size", None)
+    result["train_micro_batch_size_per_gpu"] = plan.micro_batch_size
+    result["gradient_accumulation_steps"] = plan.accumulation
+    universal = resume is not None and resume.form == UNIVERSAL
+    result["checkpoint"] = {**result.get("checkpoint", {}), "load_universal": universal}
+    return result
+
+
+def save(engine: Any, client_state: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
+    """The ``write`` function that a session calls on every rank to save ``engine``.
+
+    Args:
+        engine: From ``deepspeed.initialize``.
+        client_state: Plain values or tensors of the script's own; `restore` gives them back.
+
+    Returns:
+        ``write(path)``. It creates ``path`` and writes this rank's files; it raises where they could not be written,
+        but only after DeepSpeed's collectives, so that no other rank waits for this one.
+    """
+
+    def write(path: Path) -> None:
+        state = dict(client_state or {})
+        # The converter wants it in stages 1 and 2; without tensor parallelism there is nothing to say in it.
+        state.setdefault(UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION})
+        with _errors_after_collectives(engine):
+            engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
+
+    return write
+
+
+def restore(engine: Any, resume: Resume | None) -> dict[str, Any]:
+    """Loads the resume point into a fresh engine and repairs what DeepSpeed leaves wrong. Collective.
+
+    Args:
+        engine: From ``deepspeed.initialize`` with this module's `config`.
+        resume: Where the session resumes; None: nothing is loaded.
+
+    Returns:
+        The ``client_state`` that was saved.
+
+    Raises:
+        ValueError: The engine was not configured for this resume point.
+        RuntimeError: DeepSpeed found nothing to load.
+        OSError: A file cannot be read.
+    """
+    if resume is None:
+        return {}
+    universal = resume.form == UNIVERSAL
+    if bool(engine.load_universal_checkpoint()) != universal:
+        raise ValueError(f"the engine's config was not made by `config` for this resume point (form {resume.form})")
+    directory = resume.universal if universal else resume.path
+    if directory is None:
+        raise ValueError("the resume point is universal and does not say where")
+    with _globbable(directory.parent) as parent, own_group_loading(engine):
+        loaded, client_state = engine.load_checkpoint(str(parent), tag=directory.name)
+    if loaded is None:
+        raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")
+    if universal:
+        repair_groups(engine, directory)
+    separate_steps(engine)
+    restore_unpartitioned(engine, directory)
+    return dict(client_state or {})
+
+
+def strategy(engine: Any) -> str:
+    """The engine's strategy for a manifest's shape: ``"deepspeed-zero-<stage>"``."""
+    return f"deepspeed-zero-{int(engine.zero_optimization_stage())}"
+
+
+@contextmanager
+def _errors_after_collectives(engine: Any) -> Iterator[None]:
+    """Lets a rank whose disk is full finish DeepSpeed's barriers before it says so: the others wait in them."""
+    writer, copy_script = engine.checkpoint_engine, engine._copy_recovery_script
+    guarded = _DeferringWriter(writer)
+    engine.checkpoint_engine = guarded
+    # It would write zero_to_fp32.py beside the checkpoints, under a name without an epoch.
+    engine._copy_recovery_script = lambda save_path: None
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine, engine._copy_recovery_script = writer, copy_script
+    if guarded.error is not None:
+        raise guarded.error
+
+
+class _DeferringWriter:
+    """A checkpoint engine that keeps its first error instead of raising it in the middle of DeepSpeed's protocol."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        try:
+            self._inner.save(state_dict, path)
+        except Exception as error:
+            self.error = self.error or error
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        try:
+            self._inner.makedirs(path, exist_ok=exist_ok)
+        except Exception as error:
+            self.error = self.error or error
+
+
+@contextmanager
+def _globbable(directory: Path) -> Iterator[Path]:
+    """``directory`` under a name that DeepSpeed can glob: it finds nothing behind ``[`` in a path."""
+    if glob.escape(str(directory)) == str(directory):
+        yield directory
+        return
+    with tempfile.TemporaryDirectory(prefix="dalsegno-") as temporary:
+        link = Path(temporary) / "run"
+        link.symlink_to(directory.resolve(), target_is_directory=True)
+        yield link

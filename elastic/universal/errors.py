@@ -1,0 +1,28 @@
+"""How a conversion can fail, and what each failure means for the run (DESIGN §4, conversion gate)."""
+
+from __future__ import annotations
+
+EXIT_READY = 0
+"""The target is sealed."""
+EXIT_SOURCE_BAD = 65
+"""The source is damaged or incomplete: the checkpoint must be retired. (``EX_DATAERR`` of ``sysexits.h``)"""
+EXIT_ENVIRONMENT = 74
+"""This machine could not do it with a source that verifies. (``EX_IOERR`` of ``sysexits.h``)"""
+
+
+class ConversionError(Exception):
+    """A conversion that did not end with a sealed target. Use one of the two kinds below."""
+
+    exit_code = EXIT_ENVIRONMENT
+    state = "ENVIRONMENT"
+
+
+class SourceBad(ConversionError):
+    """A checksum or the completeness check proves the source damaged; no machine can convert it."""
+
+    exit_code = EXIT_SOURCE_BAD
+    state = "SOURCE_BAD"
+
+
+class EnvironmentFailed(ConversionError):
+    """Disk, memory, an unsupported layout, or a converter error on a source that verifies."""

@@ -1,0 +1,124 @@
+"""Starts ZeRO worlds for the tests and reads what their ranks wrote down."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dalsegno.elastic.checkpoint import Manifest, Position, Shape, describe, seal
+
+WORKER = Path(__file__).with_name("zero_worker.py")
+STATES = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+def worker_environment(**extra: str) -> dict[str, str]:
+    """The environment of a training process: one thread, CPU, nothing of an agent that may have started the tests."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("DALSEGNO_", "TORCHELASTIC_"))}
+    return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **extra}
+
+
+def run_world(world: int, command: Sequence[str], *, seconds: float = 120.0) -> list[subprocess.CompletedProcess[str]]:
+    """Runs ``command`` as ``world`` ranks and waits for all of them; kills all if one hangs."""
+    port = str(_free_port())
+    common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, *command],
+            env=worker_environment(RANK=str(rank), LOCAL_RANK=str(rank), **common),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    deadline = time.monotonic() + seconds
+    results = []
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
+            results.append(subprocess.CompletedProcess(process.args, process.returncode, output))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+    return results
+
+
+def run_worker(world: int, task: dict[str, Any]) -> list[dict[str, Any]]:
+    """Runs one task of the ZeRO worker; returns each rank's result, and fails with the ranks' output if one failed."""
+    Path(task["out"]).mkdir(parents=True, exist_ok=True)
+    results = run_world(world, [str(WORKER), json.dumps(task)])
+    failed = [f"rank {rank}:\n{result.stdout}" for rank, result in enumerate(results) if result.returncode != 0]
+    assert not failed, "\n".join(failed)
+    return [json.loads((Path(task["out"]) / f"result-{rank}.json").read_text()) for rank in range(world)]
+
+
+@dataclass(frozen=True)
+class Held:
+    """What all ranks of a world held together."""
+
+    states: dict[str, dict[str, Tensor]]  # name -> state -> flat values
+    ranks: list[dict[str, Any]]
+
+
+def read_held(directory: Path, which: str, world: int) -> Held:
+    """Puts together the ranks' pieces of every parameter, in the order of where they say they belong."""
+    ranks = [torch.load(directory / f"{which}-{rank}.pt") for rank in range(world)]
+    shapes = {name: tuple(value.shape) for name, value in ranks[0]["module"].items()}
+    states: dict[str, dict[str, Tensor]] = {}
+    for name in sorted({name for rank in ranks for name in rank["parameters"]}):
+        states[name] = {}
+        for state in STATES:
+            numel = torch.Size(shapes[name]).numel()
+            whole, seen = torch.full((numel,), float("nan")), 0
+            for rank in ranks:
+                if name in rank["parameters"]:
+                    start, values = rank["parameters"][name][state]
+                    values = values[: max(0, numel - start)]
+                    whole[start : start + len(values)] = values
+                    seen += len(values)
+            assert seen == numel, f"{name}/{state}: {seen} of {numel}"
+            states[name][state] = whole
+    return Held(states, ranks)
+
+
+def seal_sharded(directory: Path, *, stage: int, world: int, step: int) -> Manifest:
+    """Seals what the worker saved, as a session would."""
+    manifest = Manifest(
+        name=directory.name,
+        job_id="job",
+        run_id="run-0001",
+        step=step,
+        epoch=1,
+        generation=1,
+        form="sharded",
+        shape=Shape(world, f"deepspeed-zero-{stage}", stage == 0),
+        position=Position(0, step * 12),
+        order=None,
+        source=None,
+        resumed_from=None,
+        min_nodes=1,
+        max_nodes=4,
+        metric=None,
+        files=describe(directory, sync=False),
+    )
+    seal(directory, manifest)
+    return manifest
+
+
+def _free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])

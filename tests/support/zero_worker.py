@@ -1,0 +1,186 @@
+"""A worker for the ZeRO tests: trains a small awkward model, saves, loads, and writes down what it holds.
+
+Awkward on purpose: three parameter groups with hyperparameters of their own, one of them smaller than a world, tied
+weights, a frozen parameter, buffers that training changes, and a parameter that never gets a gradient.
+
+Run by torchrun-like environment variables; one JSON object in ``argv[1]`` says what to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+SAMPLES = 12  # divisible by 1, 2, 3 and 4: every world sees the same global batch
+FEATURES = 7
+
+
+@dataclass
+class Resume:
+    """The part of a session's resume point that `restore` reads."""
+
+    path: Path
+    form: str
+    universal: Path | None
+    step: int
+
+
+@dataclass
+class Plan:
+    micro_batch_size: int
+    accumulation: int = 1
+
+
+class Model(nn.Module):
+    def __init__(self, frozen_value: float) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(13, FEATURES)
+        self.body = nn.Linear(FEATURES, FEATURES)
+        self.scale = nn.Parameter(torch.ones(3))
+        self.head = nn.Linear(FEATURES, 13, bias=False)
+        self.head.weight = self.embedding.weight
+        self.frozen = nn.Parameter(torch.full((5,), frozen_value), requires_grad=False)
+        self.idle = nn.Parameter(torch.full((2, 3), 0.5))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(4))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if self.training:
+            self.seen += 1
+            self.average.mul_(0.9).add_(0.1 * float(self.seen))
+        hidden = self.embedding(tokens)
+        hidden = torch.tanh(self.body(hidden)) * self.scale.mean() + 0.1 * self.frozen.sum() + self.average.mean()
+        return nn.functional.cross_entropy(self.head(hidden), (tokens * 5 + 1) % 13)
+
+
+def groups(model: Model) -> list[dict[str, Any]]:
+    return [
+        {"params": [model.embedding.weight, model.body.weight, model.idle], "weight_decay": 0.1, "lr": 0.01},
+        {"params": [model.body.bias], "weight_decay": 0.0, "lr": 0.02},
+        {"params": [model.scale], "weight_decay": 0.0, "lr": 0.03},
+    ]
+
+
+def main() -> None:
+    task = json.loads(sys.argv[1])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    import deepspeed
+
+    from dalsegno.elastic import deepspeed as ours
+
+    ours.prepare()
+    fresh = "load" not in task
+    torch.manual_seed(1 if fresh else 99)  # whatever a load forgets keeps values that cannot be right
+    model = Model(frozen_value=0.25 if fresh else -3.0)
+    if not fresh:
+        model.average.fill_(77.0)
+        for group_parameter in model.parameters():
+            group_parameter.data.normal_()
+    parameter_groups = groups(model)
+    if not fresh:
+        for group in parameter_groups:
+            group.update(lr=5.0, weight_decay=0.7)
+    optimizer = torch.optim.AdamW(parameter_groups)
+    resume = None
+    if not fresh:
+        resume = Resume(
+            path=Path(task["load"]),
+            form=task["form"],
+            universal=Path(task["universal"]) if task.get("universal") else None,
+            step=task["step"],
+        )
+    base: dict[str, Any] = {
+        "zero_optimization": {"stage": task["stage"]},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 1.0,
+        **task.get("config", {}),
+    }
+    config = ours.config(base, Plan(micro_batch_size=SAMPLES // world), resume)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    if resume is not None:
+        ours.restore(engine, resume)
+    out = Path(task["out"])
+    if not fresh:
+        torch.save(held(engine), out / f"loaded-{rank}.pt")
+    losses, first = [], resume.step if resume else 0
+    for step in range(first, first + task["steps"]):
+        generator = torch.Generator().manual_seed(1000 + step)
+        tokens = torch.randint(0, 13, (SAMPLES,), generator=generator)
+        share = SAMPLES // world
+        loss = engine(tokens[rank * share : (rank + 1) * share])
+        engine.backward(loss)
+        engine.step()
+        mean = loss.detach().double().reshape(1)
+        dist.all_reduce(mean)
+        losses.append(mean.item() / world)
+    if task.get("save"):
+        torch.save(held(engine), out / f"saved-{rank}.pt")
+        ours.save(engine)(Path(task["save"]))
+    (out / f"result-{rank}.json").write_text(json.dumps({"losses": losses, "random": torch.rand(2).tolist()}))
+    dist.barrier()
+    # The interpreter's own end sometimes meets a gloo thread that still lets go of a tensor: "terminate called without an
+    # active exception", exit code -6 after finished work (seen in one exit of 15).
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def held(engine: Any) -> dict[str, Any]:
+    """What this rank holds, read from the live engine: not through any file format.
+
+    ``parameters[name][state]`` is ``(start, values)``: the flat range of the parameter that this rank owns.
+    """
+    from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+    optimizer, inner = engine.optimizer, engine.optimizer.optimizer
+    parameters: dict[str, dict[str, tuple[int, Tensor]]] = {}
+    for name, parameter in engine.module.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if hasattr(parameter, "ds_id"):
+            part = safe_get_local_fp32_param(parameter)
+            start = part.numel() * dist.get_rank()
+            states = {key: safe_get_local_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
+            entry = {"fp32": part, **states}
+        elif getattr(parameter, "_hp_mapping", None) is not None:
+            mapping, start = parameter._hp_mapping, parameter._hp_mapping.lp_fragment_address.start
+            where = mapping.hp_fragment_address
+            owner = next(i for i, group in enumerate(optimizer.bit16_groups) if any(p is parameter for p in group))
+            flat = inner.state[optimizer.single_partition_of_fp32_groups[owner]]
+            entry = {key: flat[key].narrow(0, where.start, where.numel) for key in ("exp_avg", "exp_avg_sq")}
+            entry["fp32"] = mapping.hp_fragment
+        else:
+            continue
+        parameters[name] = {key: (start, value.detach().clone()) for key, value in entry.items()}
+    steps = [state["step"] for state in inner.state.values() if "step" in state]
+    hyper = [{k: v for k, v in g.items() if k in ("lr", "weight_decay", "betas")} for g in inner.param_groups]
+    with_gather = {}
+    for name, parameter in engine.module.named_parameters():
+        if hasattr(parameter, "ds_id"):
+            import deepspeed
+
+            with deepspeed.zero.GatheredParameters([parameter]):
+                with_gather[name] = parameter.detach().clone()
+        else:
+            with_gather[name] = parameter.detach().clone()
+    return {
+        "parameters": parameters,
+        "steps": [float(step) for step in steps],
+        "distinct_steps": len({id(step) for step in steps}) == len(steps),
+        "hyper": hyper,
+        "module": with_gather,
+        "buffers": {name: value.clone() for name, value in engine.module.named_buffers()},
+        "global_steps": engine.global_steps,
+    }
+
+
+if __name__ == "__main__":
+    main()
