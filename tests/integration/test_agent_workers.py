@@ -91,7 +91,7 @@ class Node:
         return WorkersContext(
             "trainer",
             script,
-            {rank: script.arguments for rank in range(count)},
+            dict.fromkeys(range(count), script.arguments),
             {
                 rank: {
                     "RANK": str(rank),
@@ -192,7 +192,8 @@ def test_an_error_file_gives_the_message(node: Node) -> None:
     script = script_in(
         node.directory,
         "import json, os, sys\n"
-        "json.dump({'message': {'message': 'RuntimeError: out of luck\\nmore'}}, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
+        "error = {'message': {'message': 'RuntimeError: out of luck\\nmore'}}\n"
+        "json.dump(error, open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w'))\n"
         "sys.exit(4)\n",
     )
     context = node.workers(script, 1, None)
@@ -277,7 +278,7 @@ def test_a_script_that_cannot_be_started(node: Node) -> None:
 
 @pytest.mark.parametrize("how", ["adopted", "cold"])
 def test_stop_kills_the_whole_group_at_once(node: Node, how: str) -> None:
-    """Grace 0: SIGKILL for workers that ignore SIGTERM, and for their children; every exit is told before it returns."""
+    """Grace 0: SIGKILL for workers that ignore SIGTERM, and for their children; all exits are told first."""
     text = (
         "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "child = os.fork()\n"

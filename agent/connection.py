@@ -1,0 +1,188 @@
+"""The agent's one gRPC channel: options, token, TLS, and which of the master's addresses it goes to."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from dalsegno.protos import control_pb2_grpc
+
+__all__ = ["PROTOCOL", "RETRIED", "Connector", "Credentials", "Link", "channel_options", "code_of", "detail_of"]
+
+# Of control.proto; a master answers UNIMPLEMENTED to a newer one.
+PROTOCOL = 1
+# Answers that say nothing about the call itself: it is repeated, with the same request number.
+RETRIED = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.RESOURCE_EXHAUSTED,
+        grpc.StatusCode.ABORTED,
+        # The channel was closed under the call because another thread found the master gone.
+        grpc.StatusCode.CANCELLED,
+    }
+)
+# Bytes. Inventories name every checkpoint of a run.
+_MESSAGE_LIMIT = 16 << 20
+
+logger = logging.getLogger(__name__)
+
+
+def channel_options() -> list[tuple[str, int | str]]:
+    """Options of the channel. Sources: gRPC's service config (retry design A6) and keepalive documents."""
+    service_config = {
+        "methodConfig": [
+            {
+                "name": [{"service": "dalsegno.control.v1.Control"}],
+                "retryPolicy": {
+                    "maxAttempts": 3,
+                    "initialBackoff": "0.05s",
+                    "maxBackoff": "0.5s",
+                    "backoffMultiplier": 2,
+                    # Only what is certain not to have been carried out, or has no second effect by its number.
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+    return [
+        ("grpc.service_config", json.dumps(service_config)),
+        ("grpc.enable_retries", 1),
+        # A dead connection is found by pings, also while the agent only watches; in milliseconds.
+        ("grpc.keepalive_time_ms", 5000),
+        ("grpc.keepalive_timeout_ms", 3000),
+        ("grpc.http2.max_pings_without_data", 0),
+        # Reconnecting: soon, and never long after the master is back.
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.min_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 1000),
+        # A new channel must not inherit the back-off of a closed one.
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.max_receive_message_length", _MESSAGE_LIMIT),
+        ("grpc.max_send_message_length", _MESSAGE_LIMIT),
+        # The master is reached directly, whatever proxy the environment names for the web.
+        ("grpc.enable_http_proxy", 0),
+    ]
+
+
+def code_of(error: grpc.RpcError) -> grpc.StatusCode:
+    """The status of a failed call."""
+    return error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+
+
+def detail_of(error: grpc.RpcError) -> str:
+    """What the other side, or gRPC, says about a failed call."""
+    return (error.details() if isinstance(error, grpc.Call) else "") or str(error)
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """How the agent shows who it is, and checks who the master is.
+
+    Attributes:
+        token: sent as `authorization: Bearer …`; None: the master asks for none.
+        tls_ca: certificates to check the master against; None: no TLS, unless `tls_cert` is given (system's roots).
+        tls_cert, tls_key: the agent's own, for a master that asks for them.
+    """
+
+    token: str | None = None
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Sent with every call."""
+        return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
+
+    def channel(self, address: str) -> grpc.Channel:
+        """Opens a channel; it connects when it is first used.
+
+        Raises:
+            OSError: a file cannot be read.
+        """
+        if self.tls_ca is None and self.tls_cert is None:
+            return grpc.insecure_channel(address, options=channel_options())
+        roots, key, cert = (
+            None if path is None else path.read_bytes() for path in (self.tls_ca, self.tls_key, self.tls_cert)
+        )
+        secure = grpc.ssl_channel_credentials(roots, key, cert)
+        return grpc.secure_channel(address, secure, options=channel_options())
+
+
+@dataclass(frozen=True)
+class Link:
+    """One channel, while it lasts."""
+
+    channel: grpc.Channel
+    stub: control_pb2_grpc.ControlStub
+    address: str
+
+
+class Connector:
+    """Hands out the present link and moves on to the next address when somebody finds it broken. Thread-safe.
+
+    Args:
+        locate: the addresses known now; must not block.
+        credentials: for every channel.
+        on_missing: called whenever a link was found broken (an embedded master may have to be started).
+    """
+
+    def __init__(
+        self,
+        locate: Callable[[], Sequence[str]],
+        credentials: Callable[[], Credentials],
+        on_missing: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._locate = locate
+        self._credentials = credentials
+        self._on_missing = on_missing
+        self._lock = threading.Lock()
+        self._turn = 0
+        self._link: Link | None = None
+        self._metadata: tuple[tuple[str, str], ...] = ()
+        self._closed = False
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Sent with every call on the present link."""
+        with self._lock:
+            return self._metadata
+
+    def get(self) -> Link | None:
+        """The present link, opened if need be; None when no address is known now or this is closed."""
+        with self._lock:
+            if self._link is None and not self._closed:
+                addresses = self._locate()
+                if addresses:
+                    address = addresses[self._turn % len(addresses)]
+                    credentials = self._credentials()
+                    channel = credentials.channel(address)
+                    self._metadata = credentials.metadata
+                    self._link = Link(channel, control_pb2_grpc.ControlStub(channel), address)
+            return self._link
+
+    def failed(self, link: Link | None) -> None:
+        """Somebody got no answer over `link`: the next `get` goes to the next address."""
+        with self._lock:
+            if self._closed:
+                return
+            if link is not None and link is self._link:
+                self._link = None
+                self._turn += 1
+                link.channel.close()
+        self._on_missing()
+
+    def close(self) -> None:
+        """Closes the channel; calls in flight end with CANCELLED."""
+        with self._lock:
+            self._closed = True
+            if self._link is not None:
+                self._link.channel.close()
+                self._link = None

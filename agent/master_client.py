@@ -1,0 +1,451 @@
+"""The agent's client of the control plane: one object, three threads, nothing that blocks the caller.
+
+- the outbox sends what changes the job, in order, one at a time, each until it is answered;
+- the pulse sends heartbeats, and the newest progress as soon as there is one;
+- the watch keeps the stream of directives open.
+
+What comes back goes to the callbacks of `Listener`, each called on one of these threads.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+from google.protobuf.message import Message
+
+from dalsegno.protos import control_pb2
+
+from .connection import PROTOCOL, RETRIED, Connector, Link, code_of, detail_of
+
+__all__ = ["CALL_TIMEOUT", "HEARTBEAT_INTERVAL", "Listener", "MasterClient", "OutboxFull"]
+
+# Seconds.
+HEARTBEAT_INTERVAL = 1.0
+CALL_TIMEOUT = 10.0
+_HEARTBEAT_TIMEOUT = 3.0
+# Between two progress reports; more often nobody reads them.
+_PROGRESS_INTERVAL = 0.1
+_FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 1.0
+# Silence after which the master counts as away.
+_AWAY_AFTER = 3.0
+# Calls that may wait for an absent master; a run makes a few per epoch and one per checkpoint.
+_MOST_WAITING = 10_000
+# An error inside the master is repeated, as a restart may cure it, but not for ever.
+_MOST_INTERNAL_ERRORS = 5
+_INTERNAL = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
+
+logger = logging.getLogger(__name__)
+
+
+class OutboxFull(RuntimeError):
+    """More calls wait for an absent master than anything sensible could make."""
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told what.
+
+    Attributes:
+        registered: (incarnation, reply) after `register`.
+        refused: (code, detail): `register` was answered with an error that repeating does not cure.
+        directed: a directive of at least the highest generation seen.
+        failed: (method, code, detail): a call was answered with an error. Also for the stream ("Watch").
+        link: the master is heard (again), or no longer.
+    """
+
+    registered: Callable[[str, control_pb2.RegisterReply], None]
+    refused: Callable[[str, str], None]
+    directed: Callable[[control_pb2.Directive], None]
+    failed: Callable[[str, str, str], None]
+    link: Callable[[bool], None]
+
+
+@dataclass
+class _Waiting:
+    method: str
+    request: Message
+    session: int
+    internal_errors: int = 0
+
+
+class _Backoff:
+    """Growing pauses with jitter, cut short by `event`."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+        self._next = _FIRST_BACKOFF
+
+    def reset(self) -> None:
+        self._next = _FIRST_BACKOFF
+
+    def wait(self) -> None:
+        self._event.wait(self._next * random.uniform(0.7, 1.3))
+        self._next = min(self._next * 2, _LAST_BACKOFF)
+
+
+class MasterClient:
+    """Speaks for one agent. `register` opens a session; everything sent before it in another session is dropped.
+
+    Args:
+        connector: where to.
+        job_id: of every caller.
+        listener: who is told what comes back.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, connector: Connector, job_id: str, listener: Listener, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._connector = connector
+        self._job_id = job_id
+        self._listener = listener
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._closing = threading.Event()
+        self._queue: deque[_Waiting] = deque()
+        self._progress: control_pb2.ProgressRequest | None = None
+        # Grows with every `register`; calls, streams and answers of an older one are dropped.
+        self._session = 0
+        self._node = ""
+        self._incarnation = ""
+        self._registered = False
+        self._request = 0
+        self._epoch = 0
+        self._generation = 0
+        self._heard_at: float | None = None
+        self._up = True
+        self._stream: grpc.Call | None = None
+        self._threads = [
+            threading.Thread(target=target, name=name, daemon=True)
+            for target, name in ((self._send_loop, "outbox"), (self._pulse_loop, "pulse"), (self._watch_loop, "watch"))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # ---- for the agent ----------------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """The highest generation of a master that was heard."""
+        with self._changed:
+            return self._generation
+
+    def saw_generation(self, generation: int) -> None:
+        """Somebody else's knowledge of the generation (a claim): lower ones are not listened to."""
+        with self._changed:
+            self._generation = max(self._generation, generation)
+
+    def register(self, request: control_pb2.RegisterRequest) -> None:
+        """Registers `request.incarnation`, repeated until answered. Unanswered calls of before are dropped."""
+        with self._changed:
+            self._session += 1
+            self._registered = False
+            self._incarnation = request.incarnation
+            self._request = 0
+            self._progress = None
+            self._queue.clear()
+            copied = control_pb2.RegisterRequest()
+            copied.CopyFrom(request)
+            copied.job_id, copied.protocol = self._job_id, PROTOCOL
+            copied.generation = max(copied.generation, self._generation)
+            self._queue.append(_Waiting("Register", copied, self._session))
+            self._cancel_stream()
+            self._changed.notify_all()
+
+    def call(self, method: str, request: Message) -> None:
+        """Sends a changing call after all earlier ones; its `caller.epoch` is kept, the rest of it filled in.
+
+        `ReportProgress` and `Heartbeat` change nothing: the newest progress goes out by itself, and an unsent older
+        one is forgotten.
+
+        Raises:
+            OutboxFull: the master has been away for very long.
+        """
+        with self._changed:
+            copied = type(request)()
+            copied.CopyFrom(request)
+            self._epoch = max(self._epoch, self._caller(copied).epoch)
+            if isinstance(copied, control_pb2.ProgressRequest):
+                self._progress = copied
+            else:
+                if len(self._queue) >= _MOST_WAITING:
+                    raise OutboxFull(f"{_MOST_WAITING} calls wait for a master that cannot be reached")
+                self._request += 1
+                self._caller(copied).request = self._request
+                self._queue.append(_Waiting(method, copied, self._session))
+            self._changed.notify_all()
+
+    def waiting(self) -> int:
+        """Calls that were not answered yet."""
+        with self._changed:
+            return len(self._queue)
+
+    def flush(self, timeout: float) -> bool:
+        """Waits until every call was answered. False: not within `timeout` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._queue, timeout)
+
+    def close(self) -> None:
+        """Ends the threads; what was not sent is lost. Bounded."""
+        with self._changed:
+            self._closing.set()
+            self._session += 1
+            self._cancel_stream()
+            self._changed.notify_all()
+        self._connector.close()
+        for thread in self._threads:
+            thread.join(CALL_TIMEOUT + 1)
+
+    # ---- shared -----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _caller(request: Message) -> control_pb2.Caller:
+        caller = getattr(request, "caller", None)
+        if not isinstance(caller, control_pb2.Caller):
+            raise TypeError(f"{type(request).__name__} has no caller")
+        return caller
+
+    def _fill(self, caller: control_pb2.Caller, number: int) -> None:
+        caller.job_id, caller.node, caller.incarnation = self._job_id, self._node, self._incarnation
+        caller.request, caller.protocol = number, PROTOCOL
+
+    def _cancel_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.cancel()
+            self._stream = None
+
+    def _heard(self, generation: int) -> bool:
+        """Takes note of an answer; False when it comes from a master that was superseded."""
+        with self._changed:
+            if generation < self._generation:
+                logger.warning("a master of generation %d answers, %d is known: refused", generation, self._generation)
+                return False
+            self._generation = generation
+            self._heard_at = self._clock()
+            changed, self._up = not self._up, True
+        if changed:
+            self._listener.link(True)
+        return True
+
+    def _unheard(self, link: Link | None, why: str) -> None:
+        """Takes note of a call or stream without an answer."""
+        self._connector.failed(link)
+        with self._changed:
+            if self._closing.is_set():
+                return
+            away = self._heard_at is not None and self._clock() - self._heard_at > _AWAY_AFTER
+            changed = away and self._up
+            self._up = self._up and not away
+        if changed:
+            logger.warning("the master is not heard any more: %s", why)
+            self._listener.link(False)
+
+    # ---- the outbox -------------------------------------------------------------------------------------------------
+
+    def _send_loop(self) -> None:
+        backoff = _Backoff(self._closing)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closing.is_set())
+                if self._closing.is_set():
+                    return
+                waiting = self._queue[0]
+                if waiting.method != "Register":
+                    # Only now: the node's name is the answer to the registration that went before.
+                    caller = self._caller(waiting.request)
+                    self._fill(caller, caller.request)
+            if self._send(waiting):
+                backoff.reset()
+                with self._changed:
+                    # `register` may have emptied the queue meanwhile.
+                    if self._queue and self._queue[0] is waiting:
+                        self._queue.popleft()
+                        self._changed.notify_all()
+            else:
+                backoff.wait()
+
+    def _send(self, waiting: _Waiting) -> bool:
+        """One attempt. True when the call is settled, one way or another."""
+        link = self._connector.get()
+        if link is None:
+            self._unheard(None, "no address is known")
+            return False
+        try:
+            reply = getattr(link.stub, waiting.method)(
+                waiting.request, timeout=CALL_TIMEOUT, metadata=self._connector.metadata
+            )
+        except (grpc.RpcError, ValueError) as error:
+            return self._send_failed(waiting, link, error)
+        if not self._heard(reply.generation):
+            self._connector.failed(link)
+            return False
+        if isinstance(reply, control_pb2.RegisterReply):
+            self._opened(waiting, reply)
+        return True
+
+    def _send_failed(self, waiting: _Waiting, link: Link, error: Exception) -> bool:
+        if not isinstance(error, grpc.RpcError):
+            # gRPC's ValueError for a channel that another thread closed.
+            return False
+        code, detail = code_of(error), detail_of(error)
+        if code in RETRIED:
+            logger.info("%s: %s: %s; it is repeated", waiting.method, code.name, detail)
+            self._unheard(link, detail)
+            return False
+        if code in _INTERNAL and waiting.internal_errors < _MOST_INTERNAL_ERRORS:
+            waiting.internal_errors += 1
+            logger.warning("%s: the master has an error (%s); the call is repeated", waiting.method, detail)
+            return False
+        with self._changed:
+            if waiting.session != self._session:
+                return True
+        logger.warning("%s was answered %s: %s", waiting.method, code.name, detail)
+        if waiting.method == "Register":
+            self._listener.refused(code.name, detail)
+        else:
+            self._listener.failed(waiting.method, code.name, detail)
+        return True
+
+    def _opened(self, waiting: _Waiting, reply: control_pb2.RegisterReply) -> None:
+        with self._changed:
+            if waiting.session != self._session:
+                return
+            self._node = reply.node
+            self._registered = True
+            incarnation = self._incarnation
+            self._changed.notify_all()
+        self._listener.registered(incarnation, reply)
+
+    # ---- the pulse --------------------------------------------------------------------------------------------------
+
+    def _pulse_loop(self) -> None:
+        beat_at = progress_at = self._clock()
+        while True:
+            with self._changed:
+                now = self._clock()
+                due = beat_at if self._progress is None else min(beat_at, progress_at)
+                if self._closing.is_set():
+                    return
+                if not self._registered:
+                    self._changed.wait()
+                    beat_at = self._clock()
+                    continue
+                if now < due:
+                    self._changed.wait(due - now)
+                    continue
+                session = self._session
+                request: Message
+                if now >= beat_at:
+                    request = control_pb2.HeartbeatRequest(caller=control_pb2.Caller(epoch=self._epoch))
+                    beat_at = now + HEARTBEAT_INTERVAL
+                else:
+                    assert self._progress is not None
+                    request, self._progress = self._progress, None
+                    progress_at = now + _PROGRESS_INTERVAL
+                self._fill(self._caller(request), 0)
+            self._beat(request, session)
+
+    def _beat(self, request: Message, session: int) -> None:
+        link = self._connector.get()
+        if link is None:
+            self._unheard(None, "no address is known")
+            return
+        progress = request if isinstance(request, control_pb2.ProgressRequest) else None
+        try:
+            if progress is not None:
+                ack = link.stub.ReportProgress(progress, timeout=_HEARTBEAT_TIMEOUT, metadata=self._connector.metadata)
+            else:
+                assert isinstance(request, control_pb2.HeartbeatRequest)
+                ack = link.stub.Heartbeat(request, timeout=_HEARTBEAT_TIMEOUT, metadata=self._connector.metadata)
+        except (grpc.RpcError, ValueError) as error:
+            self._beat_failed(progress, link, session, error)
+            return
+        if not self._heard(ack.generation):
+            self._connector.failed(link)
+
+    def _beat_failed(
+        self, progress: control_pb2.ProgressRequest | None, link: Link, session: int, error: Exception
+    ) -> None:
+        code = code_of(error) if isinstance(error, grpc.RpcError) else grpc.StatusCode.CANCELLED
+        retried = code in RETRIED or code in _INTERNAL
+        if retried:
+            self._unheard(link, str(error))
+        with self._changed:
+            current = session == self._session and not self._closing.is_set()
+            if retried and current and progress is not None and self._progress is None:
+                # With the next heartbeat, unless a newer one comes first.
+                self._progress = progress
+        if current and not retried and isinstance(error, grpc.RpcError):
+            method = "Heartbeat" if progress is None else "ReportProgress"
+            self._listener.failed(method, code.name, detail_of(error))
+
+    # ---- the watch --------------------------------------------------------------------------------------------------
+
+    def _watch_loop(self) -> None:
+        backoff = _Backoff(self._closing)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._registered or self._closing.is_set())
+                if self._closing.is_set():
+                    return
+                session = self._session
+                caller = control_pb2.Caller(epoch=self._epoch)
+                self._fill(caller, 0)
+            if self._watch(session, caller, backoff):
+                # Answered with an error that repeating does not cure: nothing to watch until the next `register`.
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda session=session: self._session != session or self._closing.is_set()  # type: ignore[misc]
+                    )
+                continue
+            backoff.wait()
+
+    def _watch(self, session: int, caller: control_pb2.Caller, backoff: _Backoff) -> bool:
+        """Reads one stream to its end. True when it must not be opened again for this session."""
+        link = self._connector.get()
+        if link is None:
+            self._unheard(None, "no address is known")
+            return False
+        try:
+            stream = link.stub.Watch(control_pb2.WatchRequest(caller=caller), metadata=self._connector.metadata)
+            with self._changed:
+                if session != self._session:
+                    stream.cancel()
+                    return False
+                self._stream = stream
+            for directive in stream:
+                if not self._heard(directive.generation):
+                    stream.cancel()
+                    self._connector.failed(link)
+                    return False
+                backoff.reset()
+                with self._changed:
+                    current = session == self._session
+                if not current:
+                    return False
+                self._listener.directed(directive)
+        except (grpc.RpcError, ValueError) as error:
+            return self._watch_failed(session, link, error)
+        # The master ended it in good order: it is fenced, or about to close.
+        return False
+
+    def _watch_failed(self, session: int, link: Link, error: Exception) -> bool:
+        with self._changed:
+            if session != self._session:
+                return False
+        if not isinstance(error, grpc.RpcError):
+            return False
+        code = code_of(error)
+        if code in RETRIED or code in _INTERNAL:
+            logger.info("the stream of directives broke: %s: %s", code.name, detail_of(error))
+            self._unheard(link, detail_of(error))
+            return False
+        self._listener.failed("Watch", code.name, detail_of(error))
+        return True

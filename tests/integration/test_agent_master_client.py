@@ -1,0 +1,349 @@
+"""The client of the control plane against a real gRPC server with a scripted servicer."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from typing import Any
+
+import grpc
+import pytest
+
+from dalsegno.agent import master_client
+from dalsegno.agent.connection import Connector, Credentials
+from dalsegno.agent.master_client import Listener, MasterClient
+from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos import control_pb2_grpc
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Servicer(control_pb2_grpc.ControlServicer):
+    """Answers as it is told, and keeps what it heard."""
+
+    def __init__(self, generation: int = 1) -> None:
+        self.generation = generation
+        self.heard: list[tuple[str, Any]] = []
+        self.metadata: list[dict[str, str]] = []
+        # Per method: what to answer before the good answer; a status, with a detail.
+        self.errors: dict[str, list[tuple[grpc.StatusCode, str]]] = {}
+        self.hold = threading.Event()
+        self.hold.set()
+        self.streams: list[queue.SimpleQueue[pb.Directive | None]] = []
+        self.watching: list[pb.Caller] = []
+
+    def answer(self, method: str, request: Any, context: grpc.ServicerContext) -> pb.Ack:
+        self.heard.append((method, request))
+        self.metadata.append({key: str(value) for key, value in context.invocation_metadata()})
+        self.hold.wait(10)
+        if self.errors.get(method):
+            context.abort(*self.errors[method].pop(0))
+        return pb.Ack(generation=self.generation)
+
+    def Register(self, request: pb.RegisterRequest, context: grpc.ServicerContext) -> pb.RegisterReply:
+        self.answer("Register", request, context)
+        return pb.RegisterReply(generation=self.generation, node=request.node or "node-0", run_id="run-0001")
+
+    def Watch(self, request: pb.WatchRequest, context: grpc.ServicerContext) -> Iterator[pb.Directive]:
+        self.hold.wait(10)
+        if self.errors.get("Watch"):
+            context.abort(*self.errors["Watch"].pop(0))
+        stream: queue.SimpleQueue[pb.Directive | None] = queue.SimpleQueue()
+        context.add_callback(lambda: stream.put(None))
+        self.watching.append(request.caller)
+        self.streams.append(stream)
+        yield pb.Directive(generation=self.generation, epoch=len(self.streams))
+        while (directive := stream.get()) is not None:
+            yield directive
+
+    def of(self, method: str) -> list[Any]:
+        return [request for name, request in list(self.heard) if name == method]
+
+
+def _unary(method: str) -> Callable[[Servicer, Any, grpc.ServicerContext], pb.Ack]:
+    return lambda self, request, context: self.answer(method, request, context)
+
+
+for _name in ("Join", "Leave", "Heartbeat", "ReportProgress", "ReportWarm", "ReportFailure", "CommitCheckpoint"):
+    setattr(Servicer, _name, _unary(_name))
+
+
+class Master:
+    """A server that can be stopped and started again at the same port."""
+
+    def __init__(self, servicer: Servicer | None = None, port: int = 0) -> None:
+        self.servicer = servicer or Servicer()
+        self.port = port
+        self.start()
+
+    def start(self) -> None:
+        self.server = grpc.server(futures.ThreadPoolExecutor(16), options=[("grpc.so_reuseport", 0)])
+        control_pb2_grpc.add_ControlServicer_to_server(self.servicer, self.server)
+        self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.server.start()
+
+    def stop(self) -> None:
+        self.server.stop(0).wait(5)
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+
+class Agent:
+    """A client with everything that it told."""
+
+    def __init__(self, *addresses: str, token: str | None = None) -> None:
+        self.events: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        self.missing = 0
+        self.addresses = list(addresses)
+        self.connector = Connector(lambda: self.addresses, lambda: Credentials(token), self._missed)
+        self.client = MasterClient(
+            self.connector,
+            "job",
+            Listener(
+                registered=lambda incarnation, reply: self.events.put(("registered", (incarnation, reply))),
+                refused=lambda code, detail: self.events.put(("refused", (code, detail))),
+                directed=lambda directive: self.events.put(("directed", directive)),
+                failed=lambda method, code, detail: self.events.put(("failed", (method, code, detail))),
+                link=lambda up: self.events.put(("link", up)),
+            ),
+        )
+
+    def _missed(self) -> None:
+        self.missing += 1
+
+    def register(self, incarnation: str = "one") -> None:
+        self.client.register(pb.RegisterRequest(incarnation=incarnation, node="n"))
+
+    def expect(self, kind: str, timeout: float = 15.0) -> Any:
+        deadline = time.monotonic() + timeout
+        while True:
+            name, value = self.events.get(timeout=max(0.01, deadline - time.monotonic()))
+            if name == kind:
+                return value
+
+
+@pytest.fixture
+def master() -> Iterator[Master]:
+    one = Master()
+    yield one
+    one.servicer.hold.set()
+    one.stop()
+
+
+@pytest.fixture
+def agent(master: Master) -> Iterator[Agent]:
+    one = Agent(master.address, token="secret")
+    yield one
+    one.client.close()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 15.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "not in time"
+        time.sleep(0.01)
+
+
+def join(round_: int) -> pb.JoinRequest:
+    return pb.JoinRequest(caller=pb.Caller(epoch=2), round=round_)
+
+
+def test_registration_stream_and_token(master: Master, agent: Agent) -> None:
+    """The caller is filled in, the token goes with everything, and directives arrive."""
+    agent.register()
+    incarnation, reply = agent.expect("registered")
+    assert (incarnation, reply.run_id) == ("one", "run-0001")
+    assert agent.expect("directed").epoch == 1
+    agent.client.call("Join", join(3))
+    assert agent.client.flush(5)
+    caller = master.servicer.of("Join")[0].caller
+    assert (caller.job_id, caller.node, caller.incarnation, caller.epoch, caller.request, caller.protocol) == (
+        "job",
+        "n",
+        "one",
+        2,
+        1,
+        1,
+    )
+    assert {heard["authorization"] for heard in master.servicer.metadata} == {"Bearer secret"}
+
+
+def test_the_retry_policy_of_the_channel_is_in_force(master: Master) -> None:
+    """gRPC itself repeats a call that found the master unavailable: three attempts are counted for one call."""
+    master.servicer.errors["Join"] = [(grpc.StatusCode.UNAVAILABLE, "starting")] * 2
+    channel = Credentials().channel(master.address)
+    ack = control_pb2_grpc.ControlStub(channel).Join(join(1), timeout=5)
+    assert ack.generation == 1
+    assert len(master.servicer.of("Join")) == 3
+    channel.close()
+
+
+@pytest.mark.parametrize("code", ["UNAVAILABLE", "ABORTED", "RESOURCE_EXHAUSTED"])
+def test_a_call_is_repeated_under_its_number_and_nothing_overtakes_it(master: Master, agent: Agent, code: str) -> None:
+    """Seven failed attempts later it is answered, and only then does the next one go out."""
+    master.servicer.errors["Join"] = [(grpc.StatusCode[code], "not now")] * 7
+    agent.register()
+    agent.client.call("Join", join(1))
+    agent.client.call("ReportWarm", pb.WarmRequest())
+    assert agent.client.flush(15)
+    calls = [
+        (name, request.caller.request) for name, request in master.servicer.heard if name in ("Join", "ReportWarm")
+    ]
+    assert calls == [("Join", 1)] * 8 + [("ReportWarm", 2)]
+
+
+def test_a_final_answer_is_told_and_the_next_call_goes_out(master: Master, agent: Agent) -> None:
+    """FAILED_PRECONDITION is not repeated."""
+    master.servicer.errors["CommitCheckpoint"] = [(grpc.StatusCode.FAILED_PRECONDITION, "epoch 2 is closed")]
+    agent.register()
+    agent.client.call("CommitCheckpoint", pb.CommitRequest())
+    agent.client.call("Join", join(1))
+    assert agent.expect("failed") == ("CommitCheckpoint", "FAILED_PRECONDITION", "epoch 2 is closed")
+    assert agent.client.flush(5)
+    assert [len(master.servicer.of(name)) for name in ("CommitCheckpoint", "Join")] == [1, 1]
+
+
+def test_an_error_of_the_master_is_repeated_but_not_for_ever(master: Master, agent: Agent) -> None:
+    """A master that always fails on one call does not hold up the others."""
+    master.servicer.errors["Join"] = [(grpc.StatusCode.INTERNAL, "a bug")] * 50
+    agent.register()
+    agent.client.call("Join", join(1))
+    agent.client.call("ReportWarm", pb.WarmRequest())
+    assert agent.expect("failed")[:2] == ("Join", "INTERNAL")
+    assert agent.client.flush(5)
+    assert len(master.servicer.of("Join")) == 6
+
+
+def test_a_refused_registration(master: Master, agent: Agent) -> None:
+    """A live node's name: told once, not repeated."""
+    master.servicer.errors["Register"] = [(grpc.StatusCode.ALREADY_EXISTS, "n is alive")]
+    agent.register()
+    assert agent.expect("refused") == ("ALREADY_EXISTS", "n is alive")
+    assert agent.client.flush(5)
+    assert len(master.servicer.of("Register")) == 1
+
+
+def test_a_new_registration_drops_what_the_old_one_left(master: Master, agent: Agent) -> None:
+    """Calls of a fenced incarnation are never sent; the new one counts from 1 and watches anew."""
+    agent.register("one")
+    agent.expect("directed")
+    master.servicer.errors["Join"] = [(grpc.StatusCode.UNAVAILABLE, "away")] * 1000
+    agent.client.call("Join", join(1))
+    agent.client.call("ReportFailure", pb.FailureRequest())
+    wait_for(lambda: len(master.servicer.of("Join")) > 2)
+    agent.register("two")
+    assert agent.expect("registered")[0] == "two"
+    agent.expect("directed")
+    agent.client.call("ReportWarm", pb.WarmRequest())
+    assert agent.client.flush(5)
+    assert master.servicer.of("ReportFailure") == []
+    assert [(r.caller.incarnation, r.caller.request) for r in master.servicer.of("ReportWarm")] == [("two", 1)]
+    assert [caller.incarnation for caller in master.servicer.watching] == ["one", "two"]
+
+
+def test_only_the_newest_progress_counts(master: Master, agent: Agent) -> None:
+    """Hundreds of reports become a few, the first and the last of them included; a heartbeat comes every second."""
+    agent.register()
+    agent.expect("directed")
+    agent.client.call("ReportProgress", pb.ProgressRequest(step=1))
+    wait_for(lambda: len(master.servicer.of("ReportProgress")) == 1, 0.5)
+    for step in range(2, 500):
+        agent.client.call("ReportProgress", pb.ProgressRequest(caller=pb.Caller(epoch=4), step=step))
+        time.sleep(0.001)
+    wait_for(lambda: master.servicer.of("ReportProgress")[-1].step == 499)
+    steps = [request.step for request in master.servicer.of("ReportProgress")]
+    assert steps == sorted(steps)
+    assert len(steps) < 20
+    wait_for(lambda: len(master.servicer.of("Heartbeat")) >= 3, 4.0)
+    assert master.servicer.of("Heartbeat")[-1].caller.epoch == 4
+    assert agent.client.waiting() == 0
+
+
+def test_the_master_is_killed_and_comes_back(master: Master, agent: Agent) -> None:
+    """The link goes down and up, the stream is opened again, and what was to be said in between is said."""
+    agent.register()
+    agent.expect("directed")
+    master.stop()
+    agent.client.call("Join", join(9))
+    assert agent.expect("link") is False
+    assert agent.missing > 0
+    master.servicer.generation = 2
+    master.start()
+    assert agent.expect("link") is True
+    assert agent.expect("directed").generation == 2
+    assert agent.client.flush(10)
+    assert [(r.round, r.caller.request) for r in master.servicer.of("Join")][-1] == (9, 1)
+    assert agent.client.generation == 2
+
+
+def test_the_next_address_is_tried(master: Master) -> None:
+    """With several masters, one that is away costs little."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        agent = Agent(f"127.0.0.1:{unused.getsockname()[1]}", master.address)
+        try:
+            agent.register()
+            agent.expect("registered")
+            agent.expect("directed")
+        finally:
+            agent.client.close()
+
+
+def test_a_superseded_master_is_not_listened_to(master: Master) -> None:
+    """An older generation's directives and answers are refused; the newer one is found again."""
+    old = Master(Servicer(generation=1))
+    master.servicer.generation = 2
+    agent = Agent(master.address)
+    try:
+        agent.register()
+        agent.expect("directed")
+        agent.addresses[:] = [old.address, master.address]
+        master.stop()
+        wait_for(lambda: len(old.servicer.streams) >= 1)
+        agent.client.call("Join", join(1))
+        wait_for(lambda: len(old.servicer.of("Join")) >= 1)
+        assert agent.client.waiting() == 1
+        master.start()
+        assert agent.client.flush(10)
+        assert agent.expect("directed").generation == 2
+    finally:
+        agent.client.close()
+        old.stop()
+
+
+def test_a_master_that_hangs_is_noticed(master: Master, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stopped process keeps its connections open: silence counts, not only errors."""
+    monkeypatch.setattr(master_client, "_HEARTBEAT_TIMEOUT", 0.5)
+    monkeypatch.setattr(master_client, "_AWAY_AFTER", 1.0)
+    agent.register()
+    agent.expect("directed")
+    master.servicer.hold.clear()
+    assert agent.expect("link") is False
+    master.servicer.hold.set()
+    assert agent.expect("link") is True
+
+
+def test_a_stream_that_is_refused_is_told_and_not_reopened(master: Master, agent: Agent) -> None:
+    """Fenced while it was away: the agent learns it, and watches again after it registered anew."""
+    master.servicer.errors["Watch"] = [(grpc.StatusCode.FAILED_PRECONDITION, "fenced: declared dead")]
+    agent.register()
+    assert agent.expect("failed") == ("Watch", "FAILED_PRECONDITION", "fenced: declared dead")
+    assert master.servicer.streams == []
+    agent.register("two")
+    agent.expect("directed")
+
+
+def test_closing_is_prompt_without_a_master() -> None:
+    """Nothing waits for a master that is not there."""
+    agent = Agent("127.0.0.1:9")
+    agent.register()
+    wait_for(lambda: agent.missing > 0)
+    begin = time.monotonic()
+    agent.client.close()
+    assert time.monotonic() - begin < 3.0
