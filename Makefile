@@ -90,6 +90,8 @@ wheel: $(VENV)/.installed
 	@rm -rf build/lib build/bdist.*
 	$(PY) -m venv --clear $(WHEEL_VENV)
 	$(WHEEL_VENV)/bin/python -m pip install --quiet --no-deps --no-index build/wheel/*.whl
+	@# Older Pythons put an old setuptools there, which would hide the one of .venv.
+	@$(WHEEL_VENV)/bin/python -m pip uninstall --quiet --yes setuptools 2>/dev/null
 	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(WHEEL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
 
