@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,12 +71,32 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Raises AuthError where a file cannot be read."""
+        """Raises AuthError where a file cannot be read or does not hold what it should."""
         key, certificate = _read(self.key), _read(self.certificate)
         client_ca = None if self.client_ca is None else _read(self.client_ca)
+        self._check()
         return grpc.ssl_server_credentials(
             [(key, certificate)], root_certificates=client_ca, require_client_auth=client_ca is not None
         )
+
+    def _check(self) -> None:
+        """OpenSSL says what is wrong; gRPC would only fail to listen."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        try:
+            # The password is for a key that is encrypted: fail instead of asking at the terminal.
+            context.load_cert_chain(self.certificate, self.key, password=lambda: "")
+        except ssl.SSLError as error:
+            raise AuthError(
+                f"--tls-cert {self.certificate} and --tls-key {self.key} are no PEM certificate chain with its"
+                f" unencrypted key ({error.reason or 'not PEM'})"
+            ) from error
+        try:
+            if self.client_ca is not None:
+                context.load_verify_locations(self.client_ca)
+        except ssl.SSLError as error:
+            raise AuthError(
+                f"--tls-ca {self.client_ca} holds no PEM certificate ({error.reason or 'not PEM'})"
+            ) from error
 
 
 def _read(path: Path) -> bytes:

@@ -1,0 +1,248 @@
+"""The master as a process of its own, with the real brain: killed, stopped, superseded, badly started."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from dalsegno.protos import control_pb2 as pb
+from tests.support.master_process import Agent, command, eventually, master_process, open_world, settings
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def durable(status: pb.StatusReply) -> pb.StatusReply:
+    """What a restart must not change."""
+    copy = pb.StatusReply()
+    copy.CopyFrom(status)
+    # What the agents report again within a second, and the number of the start.
+    for name in ("generation", "step", "loss", "reason"):
+        copy.ClearField(name)
+    return copy
+
+
+def test_kill_and_restart_keep_the_job(tmp_path: Path) -> None:
+    """SIGKILL of a running job's master: the next one has the same world, and a repeated call no second effect."""
+    store = tmp_path / "s.sqlite"
+    with master_process(store, "--nnodes", "1:2") as first:
+        agents = [Agent(first.address, "a"), Agent(first.address, "b")]
+        epoch = open_world(agents, settings())
+        agents[0].progress(epoch, 5)
+        commit = agents[0].commit(epoch, 5)
+        before = agents[0].status()
+        assert before.phase == pb.PHASE_RUNNING
+        assert before.head.step == 5
+        first.kill()
+    with master_process(store, "--nnodes", "1:2") as second:
+        assert second.generation == first.generation + 1
+        for agent in agents:
+            agent.connect(second.address)
+        assert durable(agents[0].status()) == durable(before)
+        directive = next(agents[1].watch())
+        assert directive.WhichOneof("order") == "run"
+        assert directive.run.epoch == epoch
+        assert directive.generation == second.generation
+        assert agents[0].stub.CommitCheckpoint(commit, timeout=10).generation == second.generation
+        assert durable(agents[0].status()) == durable(before)
+
+
+def test_kill_between_any_two_writes(tmp_path: Path) -> None:
+    """SIGKILL at random moments of a stream of commits: what was acknowledged is there, and the job goes on."""
+    store = tmp_path / "s.sqlite"
+    chance = random.Random(20)
+    with master_process(store) as master:
+        agent = Agent(master.address, "a")
+        epoch = open_world([agent], settings((1, 1)))
+        master.kill()
+    acknowledged = 0
+    for _ in range(4):
+        with master_process(store) as master:
+            agent.connect(master.address)
+            assert agent.status().head.step in (acknowledged, acknowledged + 1)
+            acknowledged = agent.status().head.step
+            killer = threading.Timer(chance.uniform(0.02, 0.2), master.process.kill)
+            killer.start()
+            acknowledged = commit_until_killed(agent, epoch, acknowledged)
+            killer.join()
+    assert acknowledged > 0
+
+
+def commit_until_killed(agent: Agent, epoch: int, step: int) -> int:
+    """Returns the last step that was acknowledged."""
+    while True:
+        try:
+            agent.commit(epoch, step + 1)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise
+            return step
+        step += 1
+
+
+def test_a_second_master_on_the_store_supersedes_the_first(tmp_path: Path) -> None:
+    """The older one answers no further change and ends by itself; embedded with 0, else with 3 and one line."""
+    store = tmp_path / "s.sqlite"
+    for arguments, code in (((), 3), (("--embedded",), 0)):
+        with master_process(store, *arguments) as old:
+            agent = Agent(old.address, "a", incarnation=f"{code}")
+            agent.register(settings((2, 2)))
+            with master_process(store, *arguments) as new:
+                assert new.generation > old.generation
+                with pytest.raises(grpc.RpcError) as error:
+                    agent.stub.Leave(pb.LeaveRequest(caller=agent.next_caller(), notice=5), timeout=10)
+                assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+                _, said = old.process.communicate(timeout=10)
+                assert old.process.returncode == code
+                assert said.count("\n") == (1 if code else 0) + said.count("WARNING")
+                assert [node.role for node in Agent(new.address, "x").status().nodes] == ["spare"]
+        store.unlink()
+
+
+def test_the_death_of_an_agent_process_is_heard(tmp_path: Path) -> None:
+    """SIGKILL of a process that watches: its node is dropped long before the node-timeout."""
+    watcher = (
+        "import sys\n"
+        "from tests.support.master_process import Agent, settings\n"
+        "agent = Agent(sys.argv[1], 'b')\n"
+        "agent.register(settings((2, 3)))\n"
+        "for directive in agent.watch(): print('seen', flush=True)\n"
+    )
+    root = Path(__file__).parents[2]
+    with master_process(tmp_path / "s.sqlite") as master:
+        line = [sys.executable, "-c", watcher, master.address]
+        agent = Agent(master.address, "a")
+        agent.register(settings((2, 3)))
+        stream = agent.watch()
+        next(stream)
+        with subprocess.Popen(line, stdout=subprocess.PIPE, text=True, cwd=root) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "seen\n"
+            assert {node.node for node in agent.status().nodes} == {"a", "b"}
+            process.kill()
+        eventually(lambda: {node.node for node in agent.status().nodes} == {"a"}, 6)
+
+
+def test_a_stopped_master_declares_nobody_dead(tmp_path: Path) -> None:
+    """SIGSTOP for longer than the node-timeout, then SIGCONT: every node gets a fresh node-timeout."""
+    with master_process(tmp_path / "s.sqlite") as master:
+        agents = [Agent(master.address, "a"), Agent(master.address, "b")]
+        epoch = open_world(agents, settings(node_timeout=2.0))
+        streams = [agent.watch() for agent in agents]
+        for stream in streams:
+            next(stream)
+        master.process.send_signal(signal.SIGSTOP)
+        time.sleep(4)
+        master.process.send_signal(signal.SIGCONT)
+        for _ in range(10):
+            for agent in agents:
+                agent.heartbeat()
+            time.sleep(0.1)
+        status = agents[0].status()
+        assert (status.phase, status.epoch) == (pb.PHASE_RUNNING, epoch)
+        assert [node.role for node in status.nodes] == ["member", "member"]
+
+
+def test_sigterm_stops_it_cleanly(tmp_path: Path) -> None:
+    """Exit code 0, soon, with a stream open; nothing on stderr."""
+    with master_process(tmp_path / "s.sqlite") as master:
+        agent = Agent(master.address, "a")
+        agent.register(settings((2, 2)))
+        stream = agent.watch()
+        next(stream)
+        start = time.monotonic()
+        master.process.terminate()
+        _, said = master.process.communicate(timeout=10)
+        assert (master.process.returncode, said) == (0, "")
+        assert time.monotonic() - start < 5
+        with pytest.raises(grpc.RpcError) as error:
+            next(stream)
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+def test_an_embedded_master_ends_when_nobody_comes(tmp_path: Path) -> None:
+    """No agent for the idle time: it ends with 0 by itself."""
+    with master_process(tmp_path / "s.sqlite", "--embedded", "--idle-timeout", "1") as master:
+        master.process.communicate(timeout=10)
+        assert master.process.returncode == 0
+
+
+def certificates(folder: Path) -> None:
+    """An authority, and a certificate for 127.0.0.1 and one for an agent signed by it."""
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=folder, timeout=30)
+
+    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority", "-days", "2")
+    (folder / "san").write_text("subjectAltName=IP:127.0.0.1\n")
+    for name in ("master", "agent"):
+        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san")
+        openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
+
+
+def test_mutual_tls(tmp_path: Path) -> None:
+    """With --tls-ca only a client with a certificate of that authority is served, and nobody without TLS."""
+    certificates(tmp_path)
+    files = {name: (tmp_path / name).read_bytes() for name in ("ca.pem", "agent.key", "agent.pem")}
+    tls = [f"--tls-{name}={tmp_path / file}" for name, file in (("cert", "master.pem"), ("key", "master.key"))]
+    with master_process(tmp_path / "s.sqlite", *tls, f"--tls-ca={tmp_path / 'ca.pem'}") as master:
+        good = grpc.ssl_channel_credentials(files["ca.pem"], files["agent.key"], files["agent.pem"])
+        assert Agent(master.address, "a", credentials=good).status().job_id == "job"
+        for credentials in (None, grpc.ssl_channel_credentials(files["ca.pem"])):
+            with pytest.raises(grpc.RpcError) as error:
+                Agent(master.address, "a", credentials=credentials).status()
+            assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--nnodes", "4:1"], "did you mean 1:4"),
+        (["--nnodes", "many"], "is not MIN:MAX"),
+        (["--nnodes", "0:2"], "at least 1 node"),
+        (["--port", "99999"], "is no port"),
+        (["--host", "0.0.0.0"], "--token-file"),
+        (["--host", "nosuch.invalid", "--insecure"], "cannot listen on nosuch.invalid"),
+        (["--token-file", "/nowhere/token"], "cannot read the token file /nowhere/token"),
+        (["--tls-cert", "x.pem"], "--tls-cert and --tls-key belong together"),
+        (["--tls-cert", __file__, "--tls-key", __file__], "no PEM certificate chain"),
+        (["--log-file", "/nowhere/log"], "cannot write the log file"),
+        (["--bogus"], "unrecognized arguments: --bogus"),
+        (["--job-id", "../x"], "is no job id"),
+        (["--store", "sqlite:////nowhere/s.sqlite"], "does not exist"),
+        (["--store", "redis://x"], "no 'redis' store"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path, arguments: list[str], line: str) -> None:
+    """The cause and what to change."""
+    expect_refusal(command(tmp_path / "s.sqlite", *arguments), line)
+
+
+def expect_refusal(line: list[str], text: str) -> None:
+    done = subprocess.run(line, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 2, done.stderr
+    assert text in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stdout == ""
+
+
+def test_what_a_running_job_makes_impossible(tmp_path: Path) -> None:
+    """Its port, another job's store, other nnodes, a damaged store."""
+    store = tmp_path / "s.sqlite"
+    with master_process(store, "--nnodes", "1:2") as master:
+        port = master.address.rpartition(":")[2]
+        expect_refusal(command(tmp_path / "t.sqlite", "--port", port), f"port {port}: Address already in use")
+        expect_refusal(command(store, job_id="other"), "belongs to job 'job', not to 'other'")
+        Agent(master.address, "a").register(settings())
+    expect_refusal(command(store, "--nnodes", "2:4"), "has --nnodes 1:2 in this store, not 2:4")
+    store.write_bytes(b"no database at all" * 100)
+    expect_refusal(command(store), "is damaged")
