@@ -10,6 +10,7 @@ Exit code 0 only if the losses of all steps agree within the limit and every sam
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import shutil
@@ -19,7 +20,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from examples.demo_view import Screen, View, open_screen
@@ -262,7 +263,7 @@ def play_undisturbed(stage: Stage, step_log: Path) -> None:
 
 
 def judge(stage: Stage, undisturbed_log: Path) -> tuple[Scene, Path]:
-    """Compares both runs and writes the page."""
+    """Compares both runs and writes the page, and its numbers beside it as JSON."""
     lines = read_lines(stage.step_log)
     kept, undisturbed = kept_history(lines), kept_history(read_lines(undisturbed_log))
     changes = stage.status.changes if stage.status else {}
@@ -279,6 +280,13 @@ def judge(stage: Stage, undisturbed_log: Path) -> tuple[Scene, Path]:
     )
     page = stage.output / "report.html"
     page.write_text(render(scene), encoding="utf-8")
+    summary = {
+        "spans": [asdict(span) for span in scene.spans],
+        "causes": {epoch: change.cause for epoch, change in scene.changes.items()},
+        "largest_difference": scene.comparison.largest_difference,
+        "problems": scene.comparison.problems,
+    }
+    page.with_suffix(".json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return scene, page
 
 

@@ -1,0 +1,1 @@
+"""What costs how much: `make bench`."""

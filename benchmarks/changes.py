@@ -1,0 +1,41 @@
+"""What each change of a running job costs: the demo's scene several times, medians of the time without steps."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+RUNS = 3
+BUDGET = 600.0
+# The scene's worlds, in its order: what brought each of them about.
+CHANGES = ("two nodes join, 2 to 4", "node 0 is killed, 4 to 3", "a node leaves, 3 to 2")
+
+
+def _play(output: Path) -> list[tuple[float, int]]:
+    """Seconds without steps and steps lost of each change, from one demo."""
+    command = [sys.executable, "-m", "examples.demo", "--plain", f"--output={output}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUDGET, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"the demo failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    (summary,) = output.glob("*/report.json")
+    spans = json.loads(summary.read_text(encoding="utf-8"))["spans"]
+    sizes = [span["world_size"] for span in spans]
+    if sizes != [2, 4, 3, 2]:
+        raise RuntimeError(f"the scene went through worlds of {sizes}, not 2, 4, 3, 2")
+    return [(after["paused"], before["lost_steps"]) for before, after in zip(spans, spans[1:], strict=False)]
+
+
+def main() -> int:
+    """Prints a line per change."""
+    with tempfile.TemporaryDirectory() as folder:
+        runs = [_play(Path(folder) / str(number)) for number in range(RUNS)]
+    for number, name in enumerate(CHANGES):
+        pauses = [run[number][0] for run in runs]
+        lost = [run[number][1] for run in runs]
+        low, high = min(pauses), max(pauses)
+        print(f"{name:>26}: {statistics.median(pauses):5.1f} s without steps ({low:.1f} to {high:.1f}), lost {lost}")
+    return 0
