@@ -18,15 +18,10 @@ OPTIMIZER_STATE = "optimizer_state.pt"
 
 def expected_files(source: Source) -> tuple[str, ...]:
     """Paths, relative to the target, of the files that the universal form of ``source`` must have."""
-    paths = [f"{ZERO}/{name}/{state}.pt" for name in source.parameters for state in written_states(source)]
+    paths = [f"{ZERO}/{name}/{state}.pt" for name in source.parameters for state in source.states]
     if source.stage < 3 and any(step is not None for step in source.steps):
         paths += [f"{ZERO}/{name}/step.pt" for name, p in source.parameters.items() if p.pieces]
     return (*sorted(paths), f"{ZERO}/{OPTIMIZER_STATE}", *source.model_files)
-
-
-def written_states(source: Source) -> tuple[str, ...]:
-    """States that are written per parameter."""
-    return source.states
 
 
 def check_complete(target: Path, source: Source) -> None:
@@ -39,7 +34,7 @@ def check_complete(target: Path, source: Source) -> None:
         if not (target / path).is_file():
             raise EnvironmentFailed(f"the converter left out {path}")
     for name, parameter in source.parameters.items():
-        for state in written_states(source):
+        for state in source.states:
             check_tensor(parameter, state, tensor_of(load(target / ZERO / name / f"{state}.pt", mmap=True)))
 
 

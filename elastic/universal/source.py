@@ -24,6 +24,8 @@ from .errors import EnvironmentFailed, SourceBad
 from .loading import load
 
 FP32 = "fp32"
+STAGE_3_STATES = ("exp_avg", "exp_avg_sq")
+"""What DeepSpeed's loader of stage 3 reads, no more and no less."""
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
@@ -75,8 +77,8 @@ class Source:
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of all flat states, ``"fp32"`` first."""
-        return tuple(self.flat[0][0])
+        """Names of the states that are written for every parameter, ``"fp32"`` first."""
+        return (FP32, *STAGE_3_STATES) if self.stage == 3 else tuple(self.flat[0][0])
 
 
 class Unsupported(EnvironmentFailed):
@@ -189,6 +191,11 @@ def _steps_stage_3(state: Mapping[str, Any]) -> list[Any]:
     return [inner.get(group, {}).get("step") for group in range(len(state["fp32_flat_groups"]))]
 
 
+def _inner(source: Source) -> Mapping[str, Any]:
+    inner: Mapping[str, Any] = source.optimizer["optimizer_state_dict" if source.stage == 3 else "base_optimizer_state"]
+    return inner
+
+
 def _parameters_stage_1_2(
     shapes: Sequence[Mapping[str, tuple[int, ...]]], mappings: Sequence[Sequence[Mapping[str, Any]]]
 ) -> dict[str, Parameter]:
@@ -219,7 +226,16 @@ def _parameters_stage_3(shapes: Sequence[Mapping[str, tuple[int, ...]]], world: 
 
 
 def _check(source: Source) -> None:
-    wanted = set(source.states)
+    wanted = set(source.flat[0][0])
+    if source.stage == 3 and wanted - {FP32, *STAGE_3_STATES}:
+        others = sorted(wanted - {FP32, *STAGE_3_STATES})
+        raise EnvironmentFailed(
+            f"optimizer states {others}: DeepSpeed's universal loading of ZeRO-3 knows only Adam's moments; use ZeRO-2"
+        )
+    adam = any("betas" in group for group in _inner(source)["param_groups"])
+    trained = int(source.model["global_steps"]) > int(source.model.get("skipped_steps") or 0)
+    if adam and trained and not wanted.issuperset(STAGE_3_STATES):
+        raise SourceBad("Adam's moments are not there: training would go on as if at its first step")
     for rank, groups in enumerate(source.flat):
         for group, states in enumerate(groups):
             if set(states) != wanted:

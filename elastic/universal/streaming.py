@@ -119,7 +119,12 @@ def write(source: Source, directory: Path, files: Mapping[str, FileEntry], outpu
 
 
 def assemble(source: Source, parameter: Parameter, state: str) -> Tensor:
-    """One state of one parameter, whole and flat: shape ``(parameter.numel,)``, dtype as saved."""
+    """One state of one parameter, whole and flat: shape ``(parameter.numel,)``, dtype as saved.
+
+    A state that the source does not have (stage 3 before its first step) is zeros, as an optimizer starts with.
+    """
+    if state not in source.flat[0][0]:
+        return torch.zeros(parameter.numel, dtype=source.flat[0][0][FP32].dtype)
     parts = [source.flat[p.rank][p.group][state].narrow(0, p.start, p.numel) for p in parameter.pieces]
     # Always a copy: torch.save writes the whole storage behind a view, which here would be a rank's partition.
     return torch.cat(parts) if parts else torch.empty(0)
@@ -160,6 +165,8 @@ def _common_state(source: Source) -> dict[str, Any]:
         group: {key: value for key, value in values.items() if not isinstance(value, Tensor) or value.dim() == 0}
         for group, values in inner["state"].items()
     }
+    if not scalars:
+        scalars = {group: {"step": torch.tensor(0.0)} for group in range(len(source.flat[0]))}
     state.pop("fp32_flat_groups")
     return {
         **state,

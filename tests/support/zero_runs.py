@@ -20,6 +20,8 @@ from dalsegno.elastic.checkpoint import Manifest, Position, Shape, describe, sea
 
 WORKER = Path(__file__).with_name("zero_worker.py")
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
+STEPS = 3
+"""Optimizer steps behind every checkpoint of `Sources`."""
 
 
 def worker_environment(**extra: str) -> dict[str, str]:
@@ -122,3 +124,20 @@ def _free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])
+
+
+class Sources:
+    """Sealed checkpoints after ``STEPS`` steps, one for each (stage, world size), made when first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._made: dict[tuple[int, int], tuple[Path, Held]] = {}
+
+    def get(self, stage: int, world: int) -> tuple[Path, Held]:
+        if (stage, world) not in self._made:
+            directory = self._root / f"zero{stage}-world{world}"
+            path = directory / f"step-{STEPS}.e1.0"
+            run_worker(world, {"stage": stage, "steps": STEPS, "save": str(path), "out": str(directory)})
+            seal_sharded(path, stage=stage, world=world, step=STEPS)
+            self._made[stage, world] = path, read_held(directory, "saved", world)
+        return self._made[stage, world]

@@ -8,6 +8,7 @@ Run by torchrun-like environment variables; one JSON object in ``argv[1]`` says 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
@@ -108,7 +109,9 @@ def main() -> None:
     if resume is not None:
         ours.restore(engine, resume)
     out = Path(task["out"])
-    if not fresh:
+    # Before its first step an optimizer holds nothing to look at, and stage 0 partitions nothing.
+    partitioned = task["stage"] > 0
+    if partitioned and resume is not None and resume.step > 0:
         torch.save(held(engine), out / f"loaded-{rank}.pt")
     losses, first = [], resume.step if resume else 0
     for step in range(first, first + task["steps"]):
@@ -121,16 +124,32 @@ def main() -> None:
         mean = loss.detach().double().reshape(1)
         dist.all_reduce(mean)
         losses.append(mean.item() / world)
+    result: dict[str, Any] = {"losses": losses}
     if task.get("save"):
-        torch.save(held(engine), out / f"saved-{rank}.pt")
-        ours.save(engine)(Path(task["save"]))
-    (out / f"result-{rank}.json").write_text(json.dumps({"losses": losses, "random": torch.rand(2).tolist()}))
+        if partitioned and engine.global_steps > 0:
+            torch.save(held(engine), out / f"saved-{rank}.pt")
+        save_error = None
+        if task.get("fail_rank") == rank:
+            engine.checkpoint_engine.save = no_space
+        try:
+            ours.save(engine)(Path(task["save"]))
+        except OSError as error:
+            if "fail_rank" not in task:
+                raise
+            save_error = str(error)
+        result["save_error"] = save_error
+    (out / f"result-{rank}.json").write_text(json.dumps(result))
     dist.barrier()
-    # The interpreter's own end sometimes meets a gloo thread that still lets go of a tensor: "terminate called without an
-    # active exception", exit code -6 after finished work (seen in one exit of 15).
+    # The interpreter's own end sometimes meets a gloo thread that still lets go of a tensor: "terminate called without
+    # an active exception", exit code -6 after finished work (seen in one exit of 15).
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def no_space(state_dict: Any, path: str) -> None:
+    """Stands in for a full disk."""
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
 
 def held(engine: Any) -> dict[str, Any]:
