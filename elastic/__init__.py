@@ -1,0 +1,75 @@
+"""What a worker imports: the session, the order of samples, the batch plan, and how they meet the data.
+
+Importing this costs nothing; each name loads its module, and torch, when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .batches import Batch, Batches, MicroBatch
+    from .checkpoint import CheckpointStore, Order, Position
+    from .exchange import Boundary
+    from .exits import EXIT_BAD_CHECKPOINT, EXIT_DRAINED, BadResumePoint, Drained
+    from .plan import BatchPlan
+    from .resuming import ResumePoint
+    from .rng import sample_generator
+    from .sampler import ElasticSampler
+    from .saving import SaveError
+    from .worker_session import Session, session
+
+__all__ = (
+    "EXIT_BAD_CHECKPOINT",
+    "EXIT_DRAINED",
+    "BadResumePoint",
+    "Batch",
+    "BatchPlan",
+    "Batches",
+    "Boundary",
+    "CheckpointStore",
+    "Drained",
+    "ElasticSampler",
+    "MicroBatch",
+    "Order",
+    "Position",
+    "ResumePoint",
+    "SaveError",
+    "Session",
+    "sample_generator",
+    "session",
+)
+
+_MODULES = {
+    "EXIT_BAD_CHECKPOINT": "exits",
+    "EXIT_DRAINED": "exits",
+    "BadResumePoint": "exits",
+    "Batch": "batches",
+    "BatchPlan": "plan",
+    "Batches": "batches",
+    "Boundary": "exchange",
+    "CheckpointStore": "checkpoint",
+    "Drained": "exits",
+    "ElasticSampler": "sampler",
+    "MicroBatch": "batches",
+    "Order": "checkpoint",
+    "Position": "checkpoint",
+    "ResumePoint": "resuming",
+    "SaveError": "saving",
+    "Session": "worker_session",
+    "sample_generator": "rng",
+    "session": "worker_session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f".{_MODULES[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

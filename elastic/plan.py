@@ -50,8 +50,8 @@ class BatchPlan:
             raise ValueError(f"global batch, world and micro-batch size must be at least 1: {self}")
 
     @property
-    def micro_steps(self) -> int:
-        """a: micro-steps of every rank in every step, short last batches included."""
+    def accumulation(self) -> int:
+        """a: micro-batches of every rank in every step, short last batches included."""
         return -(-self.global_batch_size // (self.world_size * self.max_micro_batch_size))
 
     @property
@@ -63,10 +63,10 @@ class BatchPlan:
     def _slices(self) -> int:
         if self.fixed_micro_batch:
             return -(-self.global_batch_size // self.max_micro_batch_size)
-        return self.micro_steps * self.world_size
+        return self.accumulation * self.world_size
 
     def slices(self, rank: int, size: int | None = None) -> tuple[Slice, ...]:
-        """The micro-batches of one rank, ``micro_steps`` of them.
+        """The micro-batches of one rank, ``accumulation`` of them.
 
         Args:
             rank: 0 to W - 1.
@@ -80,7 +80,7 @@ class BatchPlan:
             raise ValueError(f"rank {rank} of {self.world_size}, {total} of {self.global_batch_size} samples")
         short, longer = divmod(total, self._slices)
         found = []
-        for number in range(rank, self.micro_steps * self.world_size, self.world_size):
+        for number in range(rank, self.accumulation * self.world_size, self.world_size):
             start = number * short + min(number, longer)
             stop = start + short + (number < longer)
             if number >= self._slices or start == stop:
@@ -102,4 +102,4 @@ class BatchPlan:
         """
         if scale not in ("ddp", "deepspeed"):
             raise ValueError(f"scale is 'ddp' or 'deepspeed', not {scale!r}")
-        return n * self.world_size * (self.micro_steps if scale == "deepspeed" else 1) / total
+        return n * self.world_size * (self.accumulation if scale == "deepspeed" else 1) / total

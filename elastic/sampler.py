@@ -83,11 +83,6 @@ class ElasticSampler:
             self.position = batch.position_after
             yield batch
 
-    def steps_before(self, data_epoch: int) -> int:
-        """Batches from the present position to the beginning of ``data_epoch`` (0 if that lies behind)."""
-        done = self.position.samples // self.order.global_batch_size
-        return max(0, (data_epoch - self.position.data_epoch) * self.batches_per_data_epoch - done)
-
     def seek(self, position: Position) -> None:
         """Goes to ``position``, in O(1).
 

@@ -130,14 +130,6 @@ def test_sampler_refuses_foreign_positions_and_orders() -> None:
         ElasticSampler(10, 16, drop_last=True)
 
 
-def test_steps_before_counts_to_a_data_epoch() -> None:
-    """The number of steps left to a data epoch's beginning, from anywhere."""
-    sampler = ElasticSampler(100, 16)
-    assert sampler.steps_before(2) == 14
-    sampler.seek(Position(1, 96))
-    assert (sampler.steps_before(2), sampler.steps_before(1)) == (1, 0)
-
-
 @pytest.mark.parametrize("micro", [1, 2, 3, 4, 7, 16, 64, 600])
 def test_plan_formulas_over_the_whole_table(micro: int) -> None:
     """For every W in 1..64 and G in 1..512: a and b as designed, enough slices, none too large."""
@@ -151,7 +143,7 @@ def test_plan_formulas_over_the_whole_table(micro: int) -> None:
     for size in [1, 2, 15, 16, 17, 63, 64, 100, 511, 512]:
         for world in [1, 2, 3, 4, 5, 7, 16, 31, 64]:
             plan = BatchPlan(size, world, micro)
-            assert plan.micro_steps == a[size - 1, world - 1]
+            assert plan.accumulation == a[size - 1, world - 1]
             assert plan.micro_batch_size == b[size - 1, world - 1]
             _check_cut(plan, size)
 
@@ -164,7 +156,7 @@ def test_plan_cuts_every_batch_exactly(size: int, world: int, micro: int, fixed:
 
 def _check_cut(plan: BatchPlan, total: int) -> None:
     dealt = [plan.slices(rank, total) for rank in range(plan.world_size)]
-    assert {len(part) for part in dealt} == {plan.micro_steps}
+    assert {len(part) for part in dealt} == {plan.accumulation}
     everything = sorted((s for part in dealt for s in part), key=lambda s: s.number)
     real = [s for s in everything if not s.filler]
     assert [p for s in real for p in range(s.start, s.stop)] == list(range(total))
@@ -194,7 +186,7 @@ def test_fixed_cut_is_the_same_at_every_world_size(size: int, micro: int, data: 
 def test_plan_scales() -> None:
     """The factors of the two frameworks, and refusals."""
     plan = BatchPlan(16, 3, 2)
-    assert (plan.micro_steps, plan.micro_batch_size) == (3, 2)
+    assert (plan.accumulation, plan.micro_batch_size) == (3, 2)
     assert plan.loss_scale(2, 16) == 2 * 3 / 16
     assert plan.loss_scale(2, 16, "deepspeed") == 2 * 3 * 3 / 16
     with pytest.raises(ValueError, match="'ddp' or 'deepspeed'"):

@@ -1,0 +1,184 @@
+"""The session's own group on the CPU: a few numbers and texts between all ranks, apart from the training's groups.
+
+It stands on the store that torchrun (or the agent) named in the environment, not on the default process group, so it is
+there before a script initialises that one and whatever backend it chooses. Only the main thread may call anything here:
+collectives from two threads would pair up differently on different ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
+
+# A peer that dies closes its sockets, which ends a wait at once; this bounds the wait for one that only hangs.
+TIMEOUT = 1800.0
+
+
+class Pending(Protocol):
+    """A reduction under way."""
+
+    def wait(self) -> list[int]: ...
+
+
+class Collective(Protocol):
+    """What the session needs of a group. All ranks call the same methods in the same order."""
+
+    rank: int
+    world_size: int
+
+    def start_max(self, values: Sequence[int]) -> Pending:
+        """Begins an element-wise maximum over the ranks."""
+        ...
+
+    def max(self, values: Sequence[int]) -> list[int]: ...
+
+    def sum(self, value: float) -> float:
+        """The sum over the ranks in double precision, the same bits on every rank."""
+        ...
+
+    def broadcast(self, message: Any) -> Any:
+        """Rank 0's ``message`` (plain JSON values) on every rank; the others' is ignored."""
+        ...
+
+    def gather(self, message: Any) -> list[Any]:
+        """Every rank's ``message`` (plain JSON values), in rank order, on every rank."""
+        ...
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Done:
+    def __init__(self, values: Sequence[int]) -> None:
+        self._values = list(values)
+
+    def wait(self) -> list[int]:
+        return self._values
+
+
+class Solo:
+    """The group of a world of one: no torch.distributed at all."""
+
+    rank, world_size = 0, 1
+
+    def start_max(self, values: Sequence[int]) -> Pending:
+        return _Done(values)
+
+    def max(self, values: Sequence[int]) -> list[int]:
+        return list(values)
+
+    def sum(self, value: float) -> float:
+        return value
+
+    def broadcast(self, message: Any) -> Any:
+        return message
+
+    def gather(self, message: Any) -> list[Any]:
+        return [message]
+
+    def barrier(self) -> None:
+        return None
+
+    def close(self) -> None:
+        return None
+
+
+class GlooCollective:
+    """A gloo group of all ranks, connected at the first use.
+
+    Args:
+        rank: As in ``RANK``.
+        world_size: As in ``WORLD_SIZE``.
+        epoch: Keeps keys of different epochs apart where a store outlives one.
+        timeout: Seconds that any one operation may take.
+    """
+
+    def __init__(self, rank: int, world_size: int, epoch: int, *, timeout: float = TIMEOUT) -> None:
+        self.rank, self.world_size = rank, world_size
+        self._epoch = epoch
+        self._timeout = timedelta(seconds=timeout)
+        self._group: Any = None
+        self._store: Any = None
+
+    def start_max(self, values: Sequence[int]) -> Pending:
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor(list(values), dtype=torch.int64)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
+        return _Reduction(self._connected().allreduce([tensor], options), tensor, self._timeout)
+
+    def max(self, values: Sequence[int]) -> list[int]:
+        return self.start_max(values).wait()
+
+    def sum(self, value: float) -> float:
+        # Gathered and added in rank order: every rank gets the same bits, whatever algorithm gloo uses.
+        return float(sum(self.gather(value)))
+
+    def broadcast(self, message: Any) -> Any:
+        # Messages are short, so the one gather that everybody takes part in is as good as a real broadcast.
+        return self.gather(message if self.rank == 0 else None)[0]
+
+    def gather(self, message: Any) -> list[Any]:
+        import torch
+
+        data = json.dumps(message, allow_nan=True).encode()
+        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64))
+        padded = torch.zeros(max(int(size.item()) for size in sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        parts = self._all_gather(padded)
+        return [json.loads(part[: int(size.item())].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
+
+    def barrier(self) -> None:
+        self.max([0])
+
+    def close(self) -> None:
+        """Leaves the group. Call ``barrier`` before: a peer in the middle of something would see its connection go."""
+        self._group = None
+        self._store = None
+
+    def _all_gather(self, tensor: Any) -> list[Any]:
+        import torch
+
+        parts = [torch.zeros_like(tensor) for _ in range(self.world_size)]
+        self._wait(self._connected().allgather([parts], [tensor]))
+        return parts
+
+    def _wait(self, work: Any) -> None:
+        work.wait(self._timeout)
+
+    def _connected(self) -> Any:
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("the session's collectives belong to the main thread")
+        if self._group is None:
+            import torch.distributed as dist
+            from torch.distributed.rendezvous import rendezvous
+
+            began = time.monotonic()
+            store, rank, world_size = next(iter(rendezvous("env://", timeout=self._timeout)))
+            if (rank, world_size) != (self.rank, self.world_size):
+                raise RuntimeError(f"rank {rank} of {world_size} in the environment, the session is {self.rank}")
+            prefixed = dist.PrefixStore(f"dalsegno/{self._epoch}", store)  # type: ignore[attr-defined]
+            self._store = store
+            self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, self._timeout)
+            log.debug("the session's group of %d ranks stands after %.3f s", world_size, time.monotonic() - began)
+        return self._group
+
+
+class _Reduction:
+    def __init__(self, work: Any, tensor: Any, timeout: timedelta) -> None:
+        self._work, self._tensor, self._timeout = work, tensor, timeout
+
+    def wait(self) -> list[int]:
+        self._work.wait(self._timeout)
+        values: list[int] = self._tensor.tolist()
+        return values

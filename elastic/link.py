@@ -1,0 +1,163 @@
+"""The worker's end of its agent's Unix socket (``protos/worker.proto``).
+
+A daemon thread reads and keeps two facts, nothing more. Sending is the callers' own; a dead agent costs a warning and
+nothing else, because the node's keeper is about to end this process anyway.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+
+from dalsegno.protos import worker_pb2
+
+log = logging.getLogger(__name__)
+
+PROTOCOL = 1
+MAX_FRAME_BYTES = 1 << 20
+SEND_SECONDS = 30.0
+CONNECT_SECONDS = 10.0
+_HEADER = struct.Struct(">I")
+
+
+class Link:
+    """A connection to the agent.
+
+    Args:
+        path: The socket, from ``DALSEGNO_SOCKET``.
+        hello: Sent first.
+
+    Raises:
+        OSError: The agent cannot be reached; without it this process must not train.
+    """
+
+    def __init__(self, path: str, hello: worker_pb2.Hello) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._lock = threading.Lock()
+        self._drain = False
+        self._master_seen = False
+        self._alive = True
+        try:
+            self._socket.settimeout(CONNECT_SECONDS)
+            self._socket.connect(path)
+            self._socket.setblocking(False)
+            self.send(worker_pb2.ToAgent(hello=hello))
+        except OSError:
+            self._socket.close()
+            raise
+        # A forked DataLoader process must not keep the connection open when this process is gone.
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _forget(this()))
+        self._reader = threading.Thread(target=self._read, name="dalsegno-link", daemon=True)
+        self._reader.start()
+
+    @property
+    def drain(self) -> bool:
+        """The agent wants the run saved and stopped at the next agreed boundary."""
+        return self._drain
+
+    @property
+    def master_seen(self) -> bool:
+        """The agent has heard the master lately."""
+        return self._master_seen
+
+    @property
+    def alive(self) -> bool:
+        return self._alive
+
+    def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
+        """Sends one frame.
+
+        Args:
+            message: What to say.
+            droppable: Leave it out when the agent does not read; otherwise wait for it up to ``SEND_SECONDS``.
+        """
+        data = message.SerializeToString()
+        if len(data) > MAX_FRAME_BYTES:
+            raise ValueError(f"a frame of {len(data)} bytes, allowed are {MAX_FRAME_BYTES}")
+        with self._lock:
+            if self._alive and (not droppable or self._writable(0.0)):
+                try:
+                    self._send_all(_HEADER.pack(len(data)) + data)
+                except OSError as error:
+                    self._lost(error)
+
+    def close(self) -> None:
+        """Ends the connection and its reader."""
+        with self._lock:
+            self._alive = False
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError as error:
+            log.debug("the agent's socket was closed already: %s", error)
+        self._reader.join(timeout=5.0)
+        self._socket.close()
+
+    def _send_all(self, data: bytes) -> None:
+        deadline = time.monotonic() + SEND_SECONDS
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[self._socket.send(view) :]
+            except BlockingIOError:
+                rest = deadline - time.monotonic()
+                if rest <= 0 or not self._writable(rest):
+                    raise TimeoutError(f"the agent did not read for {SEND_SECONDS:g} s") from None
+
+    def _writable(self, seconds: float) -> bool:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLOUT)
+        return bool(poller.poll(seconds * 1000))
+
+    def _read(self) -> None:
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        buffer = bytearray()
+        try:
+            while True:
+                # No deadline: this thread has nothing else to do, and closing the socket wakes it.
+                poller.poll()
+                try:
+                    data = self._socket.recv(1 << 16)
+                except BlockingIOError:
+                    continue
+                if not data:
+                    break
+                buffer += data
+                self._take(buffer)
+        except (OSError, ValueError) as error:
+            self._lost(error)
+        else:
+            self._lost(None)
+
+    def _take(self, buffer: bytearray) -> None:
+        while len(buffer) >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(buffer)
+            if length > MAX_FRAME_BYTES:
+                raise ValueError(f"the agent sent a frame of {length} bytes")
+            if len(buffer) < _HEADER.size + length:
+                return
+            try:
+                message = worker_pb2.ToWorker.FromString(bytes(buffer[_HEADER.size : _HEADER.size + length]))
+            except Exception as error:  # protobuf's DecodeError differs between its implementations
+                raise ValueError(f"the agent sent something unreadable: {error}") from error
+            del buffer[: _HEADER.size + length]
+            self._drain, self._master_seen = message.drain, message.master_seen
+
+    def _lost(self, error: Exception | None) -> None:
+        if self._alive:
+            self._alive = False
+            self._master_seen = False
+            log.warning("the connection to the agent is gone (%s)", error or "closed by the agent")
+
+
+def _forget(link: Link | None) -> None:
+    if link is not None:
+        link._alive = False
+        link._socket.close()

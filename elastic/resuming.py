@@ -1,0 +1,177 @@
+"""Where to go on: what the agent handed out, or, alone, the newest sealed checkpoint that is sound."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import (
+    SHARDED,
+    UNIVERSAL,
+    CheckpointDamaged,
+    CheckpointName,
+    CheckpointStore,
+    Manifest,
+    Position,
+    Ref,
+    read_sealed,
+    verify_files,
+    verify_listing,
+)
+from .collective import Collective
+from .identity import ResumeOrder
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that this epoch starts from.
+
+    Attributes:
+        step: Optimizer steps done.
+        position: Where the data goes on.
+        form: ``"sharded"``: load ``path``; ``"universal"``: load ``universal``.
+        path: The directory that the writing world saved.
+        universal: The directory of universal files, with that form.
+        manifest: Of ``path``.
+    """
+
+    step: int
+    position: Position
+    form: str
+    path: Path
+    universal: Path | None
+    manifest: Manifest
+
+    @property
+    def ref(self) -> Ref:
+        return self.manifest.ref
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """What made a resume point unusable, the same on all ranks. ``found_here``: this rank saw it."""
+
+    ref: Ref
+    form: str
+    file: str
+    message: str
+    found_here: bool
+
+
+def handed_out(
+    order: ResumeOrder, run_dir: Path, collective: Collective, *, verify: bool = True
+) -> ResumePoint | Damaged:
+    """The resume point that the agent named, verified by all ranks together. Collective.
+
+    Raises:
+        OSError: It could not be read for a reason that says nothing about it. On all ranks.
+    """
+    loaded, form = (order.source, SHARDED) if order.universal is None else (order.universal, UNIVERSAL)
+    directory = run_dir / loaded.name
+    source: Manifest | None = None
+    manifest: Manifest | None = None
+    error: Exception | None = None
+    try:
+        source = read_sealed(run_dir / order.source.name, order.source.digest)
+        manifest = source if order.universal is None else read_sealed(directory, loaded.digest)
+    except (CheckpointDamaged, OSError) as caught:
+        error = caught
+    damaged = _share(collective, directory, manifest, error, loaded, form, verify)
+    if damaged is not None:
+        # With a bad source, the universal form made of it may be sound; but the run's own record of it is not.
+        return damaged
+    assert source is not None
+    universal = None if order.universal is None else directory
+    return ResumePoint(source.step, source.position, form, run_dir / order.source.name, universal, source)
+
+
+def newest(store: CheckpointStore, collective: Collective, world_size: int) -> ResumePoint | None:
+    """Without a master: the newest sealed checkpoint that verifies; damaged ones are named and passed over. Collective.
+
+    Raises:
+        RuntimeError: There are checkpoints, but none is sound, or the newest does not fit the world. On all ranks.
+        OSError: The directory cannot be read. On all ranks.
+    """
+    answer: dict[str, Any] = {}
+    if collective.rank == 0:
+        try:
+            answer["found"] = [[m.name, m.digest] for m in reversed(store.sealed())]
+        except OSError as error:
+            answer["error"] = str(error)
+    answer = collective.broadcast(answer)
+    if "error" in answer:
+        raise OSError(answer["error"])
+    refs = [Ref(name, digest) for name, digest in answer["found"]]
+    sharded = [ref for ref in refs if not _is_later(ref)]
+    for ref in sharded:
+        point = handed_out(ResumeOrder(ref, SHARDED, None), store.run_dir, collective)
+        if isinstance(point, Damaged):
+            if collective.rank == 0:
+                log.warning("checkpoint %s is damaged, trying the one before: %s", ref.name, point.message)
+            continue
+        shape = point.manifest.shape
+        if shape.any_world_size or shape.world_size == world_size:
+            return point
+        return _universal_of(point, refs, store, collective, world_size)
+    if sharded:
+        raise RuntimeError(f"all {len(sharded)} checkpoints in {store.run_dir} are damaged; give another directory")
+    return None
+
+
+def _universal_of(
+    point: ResumePoint, refs: list[Ref], store: CheckpointStore, collective: Collective, world_size: int
+) -> ResumePoint:
+    for ref in refs:
+        if ref.name.startswith(f"{point.ref.name}.{UNIVERSAL}."):
+            other = handed_out(ResumeOrder(point.ref, UNIVERSAL, ref), store.run_dir, collective)
+            if isinstance(other, ResumePoint):
+                return other
+    raise RuntimeError(
+        f"{point.ref.name} was written by {point.manifest.shape.world_size} ranks and loads at no other number; start"
+        f" as many (there are {world_size}), convert it first, or let dlrover-run do that"
+    )
+
+
+def _is_later(ref: Ref) -> bool:
+    return CheckpointName.parse(ref.name).lease is not None
+
+
+def _share(
+    collective: Collective,
+    directory: Path,
+    manifest: Manifest | None,
+    error: Exception | None,
+    ref: Ref,
+    form: str,
+    verify: bool,
+) -> Damaged | None:
+    """Verifies each rank's part and compares notes: one exchange, also where a rank could not even begin."""
+    if error is None and manifest is not None and verify:
+        # Large files first, so that dealing them out in turn gives every rank about as many bytes.
+        entries = sorted(manifest.files, key=lambda entry: (-entry.size, entry.path))
+        try:
+            if collective.rank == 0:
+                verify_listing(directory, manifest)
+            verify_files(directory, entries[collective.rank :: collective.world_size])
+        except (CheckpointDamaged, OSError) as caught:
+            error = caught
+    notes = collective.gather(_note(error))
+    for rank, note in enumerate(notes):
+        if "damage" in note:
+            return Damaged(ref, form, note["file"], f"{note['damage']} (rank {rank})", rank == collective.rank)
+    for rank, note in enumerate(notes):
+        if "os" in note:
+            raise OSError(f"rank {rank} cannot read {directory}: {note['os']}")
+    return None
+
+
+def _note(error: Exception | None) -> dict[str, str]:
+    if error is None:
+        return {}
+    if isinstance(error, CheckpointDamaged):
+        return {"damage": str(error), "file": error.file}
+    return {"os": str(error)}

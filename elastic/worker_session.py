@@ -1,0 +1,411 @@
+"""A worker's part in an elastic run: who am I, where do I resume, when must I save and go.
+
+s = session(checkpoint_dir="checkpoints")           # the directory is for runs without dlrover-run
+...build, then load s.resume if there is one...
+for batch in s.steps(batches, max_steps=1000, save=save, save_every=100):
+    ...one optimizer step...
+    s.report(loss)
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from dalsegno.protos import control_pb2, worker_pb2
+
+from . import rng
+from .checkpoint import SHARDED, UNIVERSAL, CheckpointStore, LocalLock, Order, Position, Ref
+from .collective import Collective, GlooCollective, Solo
+from .exchange import Boundary, Exchange, Flags
+from .exits import EXIT_BAD_CHECKPOINT, EXIT_DRAINED, BadResumePoint, Drained, insist
+from .identity import Identity, from_environment
+from .link import PROTOCOL, Link
+from .resuming import Damaged, ResumePoint, handed_out, newest
+from .saving import Content, Saver
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# A rank reports this often at most, apart from boundaries that the ranks agreed something at.
+PROGRESS_SECONDS = 0.05
+# After a drain's save failed: seconds until the next try, doubled each time up to the second figure.
+DRAIN_PAUSE_SECONDS, MAX_DRAIN_PAUSE_SECONDS = 2.0, 60.0
+_FORMS = {SHARDED: control_pb2.FORM_SHARDED, UNIVERSAL: control_pb2.FORM_UNIVERSAL}
+
+
+class Session:
+    """Made by ``session()``, once per process. Main thread only.
+
+    Attributes:
+        rank, world_size, local_rank: As torchrun has them.
+        epoch: Of the membership; 0 outside ``dlrover-run``. (The data's own is ``position.data_epoch``.)
+        run_dir: Where checkpoints are saved; None where they cannot be.
+        resume: What to load before the first step; None: start from step 0.
+        step: Optimizer steps done, those before the resume point included.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        collective: Collective,
+        *,
+        link: Link | None,
+        lock: LocalLock | None,
+        resume: ResumePoint | None,
+        keep: int,
+    ) -> None:
+        self.rank, self.world_size, self.local_rank = identity.rank, identity.world_size, identity.local_rank
+        self.epoch, self.run_dir, self.resume = identity.epoch, identity.run_dir, resume
+        self.step = 0 if resume is None else resume.step
+        self._identity, self._collective, self._link, self._lock = identity, collective, link, lock
+        self._exchange = Exchange(collective)
+        self._store = None if identity.run_dir is None else CheckpointStore(identity.run_dir)
+        resumed_from = None if resume is None else resume.ref
+        self._saver = None if self._store is None else Saver(identity, collective, self._store, link, resumed_from)
+        self._keep = keep
+        # What this step number is saved as. At the resume point that is the resume point itself.
+        self._saved: tuple[int, Ref] | None = None if resume is None else (resume.step, resume.ref)
+        self._terminated = False
+        self._over = False
+        self._loss = float("nan")
+        now = time.monotonic()
+        self._mark, self._reported, self._longest = now, 0.0, 0.0
+        self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
+
+    # What a script asks.
+
+    @property
+    def should_drain(self) -> bool:
+        """This rank was told to save and stop. Not agreed yet: act on ``Boundary.drain``, which all ranks see alike."""
+        return self._terminated or (self._link is not None and self._link.drain)
+
+    @property
+    def alone(self) -> bool:
+        """Not under ``dlrover-run``."""
+        return self._identity.alone
+
+    @property
+    def can_save(self) -> bool:
+        """There is a directory for checkpoints."""
+        return self._saver is not None
+
+    def sum(self, value: float) -> float:
+        """The sum of ``value`` over all ranks, the same bits on every rank. Collective."""
+        return self._collective.sum(value)
+
+    def report(self, loss: float) -> None:
+        """Tells the loss of the present step, for people who watch the run."""
+        self._loss = float(loss)
+
+    def steps(self, data: Iterable[T], **options: Any) -> Iterator[T]:
+        """The training loop: hands out one batch per optimizer step. See ``loop.steps`` for the options."""
+        from .loop import steps
+
+        return steps(self, data, **options)
+
+    # What a loop of one's own calls, in this order for every step.
+
+    def meet(self, ahead: int) -> int:
+        """Before the first step: how many batches every rank has. Collective."""
+        self._mark = time.monotonic()
+        return self._exchange.meet(ahead)
+
+    def begin_step(self, ahead: int = 1) -> None:
+        """Begins an optimizer step.
+
+        Args:
+            ahead: Batches that this rank has after this step's. 1 (not known) makes the ranks agree in every step.
+
+        Raises:
+            RuntimeError: The step before has not ended, or the session is over.
+        """
+        self._check_open()
+        drain = self.should_drain and time.monotonic() >= self._drain_not_before
+        master_seen = self._link is not None and self._link.master_seen
+        self._exchange.begin(self.step + 1, Flags(drain=drain, master_seen=master_seen), ahead)
+
+    def end_step(self, loss: float | None = None) -> Boundary:
+        """Ends it: one step more is done, and every rank gets the same answer.
+
+        Args:
+            loss: As with ``report``.
+        """
+        if loss is not None:
+            self.report(loss)
+        now = time.monotonic()
+        seconds, self._mark = now - self._mark, now
+        boundary = self._exchange.end(seconds)
+        self.step = boundary.step
+        self._longest = max(self._longest, seconds)
+        first = self._reported == 0.0
+        if self._link is not None and (first or boundary.exchanged or now - self._reported >= PROGRESS_SECONDS):
+            self._reported = now
+            progress = worker_pb2.Progress(
+                step=self.step,
+                loss=self._loss,
+                seconds=seconds,
+                longest=self._longest,
+                anyone_sees_master=boundary.master_seen,
+            )
+            self._send(worker_pb2.ToAgent(progress=progress), droppable=not first)
+        if boundary.drain:
+            self._send(worker_pb2.ToAgent(draining=worker_pb2.Draining(step=self.step)))
+        return boundary
+
+    def abandon_step(self) -> None:
+        """The loop was left in the middle of a step, which does not count."""
+        self._exchange.abandon()
+
+    def save(
+        self,
+        write: Callable[[Path], None],
+        *,
+        position: Position | None = None,
+        order: Order | None = None,
+        strategy: str = "ddp",
+        any_world_size: bool | None = None,
+        metric: float | None = None,
+        create_directory: bool | None = None,
+        drain: bool = False,
+    ) -> Ref | None:
+        """Saves the present step on all ranks. Collective.
+
+        Args:
+            write: ``write(path)`` writes this rank's files below ``path``.
+            position: Where the data goes on.
+            order: Of the sampler; a run that resumes must agree with it.
+            strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
+            any_world_size: The files load at any world size as they are; default: what is known of ``strategy``.
+            metric: The run's tracked metric; rank 0's counts.
+            create_directory: ``path`` exists when ``write`` is called; default: not for DeepSpeed, which makes it.
+            drain: It is the save of a drain.
+
+        Returns:
+            The checkpoint, sealed; that of before if this step is saved already. None if the save failed: on all
+            ranks, the reason logged, nothing of it left. The run goes on.
+
+        Raises:
+            RuntimeError: There is no directory to save to.
+            SaveError: See ``Saver.save``.
+        """
+        self._check_open()
+        if self._saver is None:
+            raise RuntimeError("nowhere to save: give session(checkpoint_dir=...) outside dlrover-run")
+        if self._saved is not None and self._saved[0] == self.step:
+            return self._saved[1]
+        if any_world_size is None:
+            any_world_size = strategy in ("ddp", "deepspeed-zero-0")
+        if create_directory is None:
+            create_directory = not strategy.startswith("deepspeed")
+        content = Content(self.step, position or Position(), order, strategy, any_world_size, metric)
+        began = time.monotonic()
+        manifest = self._saver.save(content, write, create_directory=create_directory, drain=drain)
+        self._mark = time.monotonic()
+        self._longest = max(self._longest, self._mark - began)
+        if manifest is None:
+            return None
+        self._saved = (self.step, manifest.ref)
+        self._prune()
+        return manifest.ref
+
+    def drain_failed(self) -> None:
+        """The drain's save failed: train on, and try again after a pause if it is still wanted."""
+        self._drain_not_before = time.monotonic() + self._drain_pause
+        self._drain_pause = min(2 * self._drain_pause, MAX_DRAIN_PAUSE_SECONDS)
+
+    def leave_drained(self) -> NoReturn:
+        """Everything is saved: tells the agent and ends this process with exit code 83. Collective.
+
+        Raises:
+            Drained: Always. The exit code is 83 whatever the script makes of it.
+        """
+        insist(EXIT_DRAINED)
+        name, digest = "", ""
+        if self._saved is not None and self._saved[0] == self.step:
+            name, digest = self._saved[1].name, self._saved[1].digest
+        self._send(worker_pb2.ToAgent(drained=worker_pb2.Drained(name=name, digest=digest, step=self.step)))
+        self._part()
+        raise Drained
+
+    def finish(self) -> None:
+        """The training reached its end on all ranks: says so. Collective, and harmless when repeated."""
+        if self._over:
+            return
+        self._send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
+        if self.alone and self.rank == 0 and self._store is not None:
+            self._store.mark_finished(self.step, self._store.newest())
+        self._part()
+
+    def close(self) -> None:
+        """For scripts that go on doing other things: leaves the session's group and the agent's socket."""
+        self._over = True
+        self._collective.close()
+        if self._link is not None:
+            self._link.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def restore_rng(self, seed: int | None = None) -> None:
+        """Puts the random generators where the run left them; ``steps`` does it before the first step.
+
+        Bit-exact from the resume point while the world has not changed; else seeded from (seed, step, rank).
+
+        Args:
+            seed: None: at step 0 the generators stay as they are.
+        """
+        resume = self.resume
+        if resume is not None and resume.form == SHARDED and resume.manifest.shape.world_size == self.world_size:
+            state = resume.path / rng.file_name(self.rank)
+            if state.is_file():
+                rng.restore(state.read_bytes())
+                return
+        if seed is not None or resume is not None:
+            rng.seed_rank(seed or 0, self.step, self.rank)
+
+    def bad_checkpoint(self, file: str, message: str) -> NoReturn:
+        """The resume point cannot be loaded: has the agent see to it, and ends this process with exit code 84.
+
+        Raises:
+            BadResumePoint: Always.
+        """
+        if self.resume is None:
+            raise RuntimeError("there is no resume point that could be bad")
+        form = self.resume.form
+        ref = self.resume.ref
+        if self._identity.resume is not None and self._identity.resume.universal is not None:
+            ref = self._identity.resume.universal
+        _refuse(self._link, Damaged(ref, form, file, message, True))
+
+    # Inside.
+
+    def _part(self) -> None:
+        """The last meeting: nobody's connections go while another rank is still in a collective."""
+        self._over = True
+        try:
+            self._collective.barrier()
+        except RuntimeError as error:
+            # Everything is saved and said; a peer that died by now is the agent's business.
+            log.warning("a rank was gone before the last barrier: %s", error)
+
+    def _send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
+        if self._link is not None:
+            self._link.send(message, droppable=droppable)
+
+    def _prune(self) -> None:
+        """Alone, the session keeps the last ``keep`` checkpoints itself; under a master, agents do what it records."""
+        if not self.alone or not self._keep or self.rank != 0 or self._store is None:
+            return
+        resumed = self.resume.ref.name if self.resume is not None else None
+        old = [m.name for m in self._store.sealed(SHARDED)[: -self._keep] if m.name != resumed]
+        try:
+            self._store.prune(old)
+        except OSError as error:
+            log.warning("old checkpoints could not be removed: %s", error)
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise RuntimeError("this session is over: the run was drained or finished")
+
+    def _on_sigterm(self) -> None:
+        self._terminated = True
+
+
+_sessions: list[Session] = []
+
+
+def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: bool = True) -> Session:
+    """The session of this process; a second call gives the first one's.
+
+    Under ``dlrover-run`` everything comes from the environment. Outside, the world is torchrun's or one rank, and with
+    a ``checkpoint_dir`` the newest sound checkpoint there is the resume point and SIGTERM saves before it stops.
+
+    Args:
+        checkpoint_dir: Only for use outside ``dlrover-run``, which has its own.
+        keep: Outside ``dlrover-run``: how many checkpoints to keep; 0: all.
+        verify: Read the resume point's files and compare their checksums before anything is loaded.
+
+    Raises:
+        RuntimeError: The environment is incomplete, the directory is in use, or the checkpoints there do not fit.
+        OSError: The agent or the directory cannot be reached.
+        BadResumePoint: The resume point is damaged; the agent was told. Exit code 84.
+    """
+    if not _sessions:
+        directory = None if checkpoint_dir is None else Path(checkpoint_dir).absolute()
+        _sessions.append(_open(from_environment(checkpoint_dir=directory), keep, verify))
+    return _sessions[0]
+
+
+def _open(identity: Identity, keep: int, verify: bool) -> Session:
+    collective: Collective = Solo()
+    if identity.world_size > 1:
+        collective = GlooCollective(identity.rank, identity.world_size, identity.epoch)
+    link = lock = resume = None
+    if identity.socket is not None:
+        link = Link(identity.socket, _hello(identity))
+        if identity.resume is not None and identity.run_dir is not None:
+            found = handed_out(identity.resume, identity.run_dir, collective, verify=verify)
+            if isinstance(found, Damaged):
+                _refuse(link, found)
+            resume = found
+    elif identity.run_dir is not None:
+        lock = _take_lock(identity.run_dir, collective)
+        resume = newest(CheckpointStore(identity.run_dir), collective, identity.world_size)
+    opened = Session(identity, collective, link=link, lock=lock, resume=resume, keep=keep)
+    if identity.alone and identity.run_dir is not None:
+        _drain_on_sigterm(opened)
+    return opened
+
+
+def _hello(identity: Identity) -> worker_pb2.Hello:
+    return worker_pb2.Hello(
+        protocol=PROTOCOL,
+        epoch=identity.epoch,
+        rank=identity.rank,
+        local_rank=identity.local_rank,
+        pid=os.getpid(),
+    )
+
+
+def _refuse(link: Link | None, damaged: Damaged) -> NoReturn:
+    insist(EXIT_BAD_CHECKPOINT)
+    log.error("the resume point %s cannot be loaded: %s", damaged.ref.name, damaged.message)
+    if link is not None and damaged.found_here:
+        bad = worker_pb2.BadCheckpoint(
+            name=damaged.ref.name,
+            digest=damaged.ref.digest,
+            form=_FORMS[damaged.form],
+            file=damaged.file,
+            message=damaged.message,
+        )
+        link.send(worker_pb2.ToAgent(bad_checkpoint=bad))
+    raise BadResumePoint
+
+
+def _take_lock(directory: Path, collective: Collective) -> LocalLock | None:
+    lock = None
+    problem = None
+    if collective.rank == 0:
+        lock = LocalLock(directory)
+        try:
+            lock.acquire()
+        except (OSError, RuntimeError) as error:
+            problem = str(error)
+    problem = collective.broadcast(problem)
+    if problem is not None:
+        raise RuntimeError(problem)
+    return lock
+
+
+def _drain_on_sigterm(opened: Session) -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, lambda *_: opened._on_sigterm())
+    else:
+        log.warning("session() was not called in the main thread: SIGTERM will not save before it stops")

@@ -1,0 +1,84 @@
+"""The smallest elastic script: plain DistributedDataParallel, nothing to convert.
+
+    python examples/ddp.py                                  one process
+    torchrun --nproc-per-node 2 examples/ddp.py             two
+    dlrover-run --nnodes=1:4 examples/ddp.py                as many as there are, and they may come and go
+
+The lines marked ``elastic`` are what it has beyond a plain DDP script.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import common
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, session  # elastic
+
+
+def make_model(width: int = 64) -> nn.Module:
+    """A next-byte model that looks at one byte only: (batch, length) -> (batch, length, 256)."""
+    return nn.Sequential(nn.Embedding(common.VOCABULARY, width), nn.GELU(), nn.Linear(width, common.VOCABULARY))
+
+
+def main() -> None:
+    flags = common.parser("Plain DDP on the standard library's source text.").parse_args()
+    s = session(checkpoint_dir=flags.checkpoint_dir)  # elastic
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+
+    torch.manual_seed(flags.seed)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=flags.learning_rate)
+    if s.resume is not None:  # elastic
+        state = torch.load(s.resume.path / "model.pt", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
+
+    data = common.StdlibText()
+    sampler = ElasticSampler(len(data), flags.global_batch_size, seed=flags.seed)  # elastic
+    plan = BatchPlan(flags.global_batch_size, s.world_size, flags.max_micro_batch_size)  # elastic
+    batches: Batches[Tensor] = Batches(data, sampler, plan, s.rank, resume=s.resume)  # elastic
+
+    def save(path: Path) -> None:
+        if s.rank == 0:  # every rank has the same
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path / "model.pt")
+
+    log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
+    clock = common.StepClock(flags.step_time)
+    for batch in s.steps(batches, max_steps=flags.steps, save=save, save_every=flags.save_every, seed=flags.seed):
+        total = 0.0
+        for micro in batch.micro_batches:
+            if isinstance(wrapped, DistributedDataParallel):
+                wrapped.require_backward_grad_sync = micro.is_last
+            logits = wrapped(micro.data[:, :-1])
+            loss = cross_entropy(logits.flatten(0, 1), micro.data[:, 1:].flatten())
+            micro.scale(loss, model.parameters()).backward()  # elastic: instead of loss / accumulation
+            total += float(loss.detach()) * micro.n
+        norm = common.gradient_norm(model.parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = common.global_mean(total, batch.n)
+        clock.wait()
+        s.report(mean)  # elastic
+        log.write(
+            step=batch.step,
+            data_epoch=batch.position.data_epoch,
+            sample_ids=batch.sample_ids,
+            loss=mean,
+            grad_norm=norm,
+        )
+        if s.rank == 0 and batch.step % 10 == 0:
+            print(f"step {batch.step}: loss {mean:.4f} ({s.world_size} ranks)", flush=True)
+    log.close()
+
+
+if __name__ == "__main__":
+    main()
