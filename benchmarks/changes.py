@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import subprocess
@@ -26,7 +27,7 @@ def _play(output: Path) -> list[tuple[float, int]]:
     sizes = [span["world_size"] for span in spans]
     if sizes != [2, 4, 3, 2]:
         raise RuntimeError(f"the scene went through worlds of {sizes}, not 2, 4, 3, 2")
-    return [(after["paused"], before["lost_steps"]) for before, after in zip(spans, spans[1:], strict=False)]
+    return [(after["paused"], before["lost_steps"]) for before, after in itertools.pairwise(spans)]
 
 
 def main() -> int:
