@@ -1,0 +1,58 @@
+"""What a person sees, and where everything else goes."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["Console", "set_up_logging"]
+
+
+class Console:
+    """One line per thing that happened to the run, on standard error, so that the script's output stays its own."""
+
+    def __init__(self, name: str = "dlrover-run") -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._last = ""
+
+    def say(self, text: str, warning: bool = False) -> None:
+        """Prints a line, unless it is the same as the one before."""
+        with self._lock:
+            if text == self._last:
+                return
+            self._last = text
+            mark = "warning: " if warning else ""
+            print(f"{self._name}: {mark}{text}", file=sys.stderr, flush=True)
+        logging.getLogger("dalsegno.agent.console").log(logging.WARNING if warning else logging.INFO, "%s", text)
+
+
+class _Where(logging.Filter):
+    """Puts `[job/node/epoch/step]` before every line."""
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        super().__init__()
+        self._where = where
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.where = self._where()
+        return True
+
+
+def set_up_logging(path: Path, where: Callable[[], str]) -> None:
+    """Sends the log of this package and of torch's elastic parts to a file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.addFilter(_Where(where))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s [%(where)s] %(name)s: %(message)s"))
+    for name, level in (("dalsegno", logging.DEBUG), ("torch.distributed", logging.INFO)):
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(level)
+        logger.propagate = False

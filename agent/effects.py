@@ -1,0 +1,220 @@
+"""Carries out what the agent's decisions ask for, as far as it does not touch the workers.
+
+Shared by the elastic agent of `dlrover-run` and by the rendezvous handler for plain torchrun; both feed the same
+decisions from the same mailbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from dalsegno.protos import control_pb2
+
+from . import events as ev
+from .config import AgentConfig
+from .connection import Connector
+from .conversion_job import ConversionJob
+from .lifeline import Lifeline
+from .mailbox import Mailbox
+from .master_client import Listener, MasterClient
+from .storage import JobDirectory, Storage, Survey
+from .stores import StoreServers, node_address
+
+__all__ = ["Effects"]
+
+logger = logging.getLogger(__name__)
+
+
+class Effects:
+    """The hands of one agent.
+
+    Args:
+        config: of the agent.
+        directory: of the job.
+        connector: to the master.
+        master_address: the address known first; decides where stores are bound.
+        lifeline: of the node.
+        mailbox: where events go.
+        say: prints one line for the person.
+        seen_generation: of a claim, if there was one.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        directory: JobDirectory,
+        connector: Connector,
+        master_address: str,
+        lifeline: Lifeline,
+        mailbox: Mailbox[ev.Event],
+        say: Callable[[str, bool], None],
+        seen_generation: int = 0,
+    ) -> None:
+        self._config = config
+        self._mailbox = mailbox
+        self._say = say
+        self._directory = directory
+        self.run_id = ""
+        # In force: the job's, once the master has answered.
+        self.settings = config.settings
+        self.node = config.node_name
+        self.world_epoch = 0
+        self._head = ""
+        self._step = 0
+        self._refuse_timer: threading.Timer | None = None
+        self.stores = StoreServers(node_address(master_address, config.local_addr))
+        self.storage = Storage(directory)
+        self.conversion = ConversionJob(lifeline, config.log_dir / "conversion.log", self._converting)
+        self.client = MasterClient(
+            connector,
+            config.job_id,
+            Listener(
+                registered=self._registered,
+                refused=lambda code, detail: mailbox.put(ev.Refused(code, detail)),
+                directed=self._directed,
+                failed=lambda method, code, detail: mailbox.put(ev.CallFailed(method, code, detail)),
+                link=lambda up: mailbox.put(ev.LinkChanged(up)),
+            ),
+        )
+        self.client.saw_generation(seen_generation)
+
+    def perform(self, action: ev.Action) -> bool:
+        """Carries out one action. False: it is about workers, or the exit, and the caller's own."""
+        match action:
+            case ev.Register():
+                self._register(action.previous_incarnation)
+            case ev.Call():
+                self.client.call(action.method, action.request)
+            case ev.PrepareJoin():
+                self._prepare_join(action)
+            case ev.ReadManifest():
+                self.storage.read_manifest(self.run_id, action.name, action.digest, self._mailbox.put)
+            case ev.StartConversion():
+                self._start_conversion(action.conversion)
+            case ev.StopConversion():
+                self.conversion.stop(action.lease)
+            case ev.Verify():
+                self.storage.verify(self.run_id, action.verification, self._mailbox.put)
+            case ev.Prune():
+                self.storage.prune(self.run_id, action.refs, self._mailbox.put)
+            case ev.WriteLatest():
+                self.storage.write_latest(self.run_id, action.head)
+            case ev.MarkFinished():
+                self.storage.mark_finished(action.run_id or self.run_id, self._step, self._head)
+            case ev.Say():
+                self._say(action.text, action.warning)
+            case _:
+                return False
+        return True
+
+    def run_dir(self) -> Path:
+        """Of the present run."""
+        return self._directory.run(self.run_id)
+
+    def close(self, last_calls: float) -> None:
+        """Gives unanswered calls `last_calls` seconds, then ends everything. Bounded."""
+        self._cancel_timer()
+        if not self.client.flush(last_calls):
+            logger.warning("%d calls were not answered before the agent ended", self.client.waiting())
+        self.conversion.stop()
+        self.storage.close()
+        self.client.close()
+        self.stores.close()
+
+    # ---- registration -----------------------------------------------------------------------------------------------
+
+    def _register(self, previous: str) -> None:
+        incarnation = secrets.token_hex(8)
+        if not previous:
+            self._refuse_timer = threading.Timer(self._config.connect_timeout, self._not_answered)
+            self._refuse_timer.daemon = True
+            self._refuse_timer.start()
+
+        def ready(survey: Survey) -> None:
+            self.client.register(
+                control_pb2.RegisterRequest(
+                    incarnation=incarnation,
+                    host=socket.gethostname(),
+                    node=self.node if previous else self._config.node_name,
+                    nproc=self._config.nproc,
+                    settings=self._config.settings,
+                    probe=survey.probe,
+                    inventory=survey.inventory,
+                    epoch=self.world_epoch,
+                    finished_runs=survey.finished_runs,
+                    new_run=self._config.new_run and not previous,
+                    previous_incarnation=previous,
+                )
+            )
+
+        def unreadable(reason: str) -> None:
+            if previous:
+                # It was there before: this node may come back as a spare.
+                ready(Survey("", (), ()))
+            else:
+                self._mailbox.put(ev.Refused("STORAGE", reason))
+
+        self.storage.survey(ready, unreadable)
+
+    def _not_answered(self) -> None:
+        seconds = self._config.connect_timeout
+        self._mailbox.put(
+            ev.Refused("UNAVAILABLE", f"no master answered within {seconds:.0f} s: is it running at that address?")
+        )
+
+    def _cancel_timer(self) -> None:
+        if self._refuse_timer is not None:
+            self._refuse_timer.cancel()
+            self._refuse_timer = None
+
+    def _registered(self, incarnation: str, reply: control_pb2.RegisterReply) -> None:
+        self._cancel_timer()
+        self.run_id = reply.run_id or self.run_id
+        self.node = reply.node
+        if reply.HasField("settings"):
+            self.settings = reply.settings
+        self._mailbox.put(ev.Registered(incarnation, reply))
+
+    def _directed(self, directive: control_pb2.Directive) -> None:
+        self.run_id = directive.run_id or self.run_id
+        if directive.HasField("head"):
+            self._head, self._step = directive.head.ref.digest, directive.head.step
+        self._mailbox.put(ev.Directed(directive))
+
+    # ---- joining ----------------------------------------------------------------------------------------------------
+
+    def _prepare_join(self, action: ev.PrepareJoin) -> None:
+        digest = action.resume.digest if action.resume is not None else ""
+        try:
+            host, port = self.stores.open()
+        except OSError as error:
+            self._say(f"no store can be served at {self.stores.address} ({error}); check --local-addr", True)
+            return
+
+        def seen(survey: Survey) -> None:
+            self._mailbox.put(ev.JoinPrepared(action.round, digest, host, port, survey.probe, survey.inventory))
+
+        self.storage.look(self.run_id, action.resume, action.patient, seen)
+
+    # ---- conversion -------------------------------------------------------------------------------------------------
+
+    def _converting(self, update: ev.ConversionUpdate) -> None:
+        working = update.state == control_pb2.CONVERSION_STATE_WORKING
+        self._mailbox.put(update, replaces=("conversion", update.lease) if working else None)
+
+    def _start_conversion(self, conversion: control_pb2.Conversion) -> None:
+        try:
+            self.conversion.start(self.run_dir(), conversion)
+        except (OSError, ValueError) as error:
+            self._mailbox.put(
+                ev.ConversionUpdate(
+                    conversion.lease,
+                    control_pb2.CONVERSION_STATE_ENVIRONMENT,
+                    message=f"the converter cannot be started: {error}",
+                )
+            )

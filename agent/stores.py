@@ -1,0 +1,101 @@
+"""Fresh key-value stores for worlds: one TCPStore server per Join, served by the agent itself.
+
+A store kept across worlds leaves stale keys behind, which torch's own agents stumble over. Here every Join brings a
+store that nobody has used; the world that opens uses the one of its group rank 0, and the others are closed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from dalsegno.protos import control_pb2
+
+__all__ = ["StoreServers", "node_address"]
+
+# Offers of a node that joins again and again without ever getting a place; only the newest can be meant.
+_MOST_OFFERED = 8
+
+
+def node_address(master: str, local_addr: str | None) -> str:
+    """The address under which other nodes reach this one.
+
+    Args:
+        master: HOST:PORT of the master.
+        local_addr: what the user said, if anything.
+
+    Raises:
+        OSError: the master's name or `local_addr` cannot be resolved.
+    """
+    if local_addr:
+        return str(socket.getaddrinfo(local_addr, None, type=socket.SOCK_STREAM)[0][4][0])
+    host, _, port = master.rpartition(":")
+    family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    if ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
+        return str(address[0])
+    # Connecting a datagram socket sends nothing; it only chooses the way out, and with it our own address.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(address)
+        return str(probe.getsockname()[0])
+
+
+class StoreServers:
+    """The stores of one agent: those that were offered and wait for a world, and the one in use. Main thread only.
+
+    Args:
+        address: where to bind; never all interfaces.
+        timeout: seconds that an operation on a store may take.
+    """
+
+    def __init__(self, address: str, timeout: float = 300.0) -> None:
+        self.address = address
+        self._timeout = timedelta(seconds=timeout)
+        self._waiting: dict[int, TCPStore] = {}
+        self._used: TCPStore | None = None
+
+    def open(self) -> tuple[str, int]:
+        """Opens a fresh store and returns where it listens.
+
+        Earlier offers stay for now: a world may just be opening with one of them.
+
+        Raises:
+            OSError: the address cannot be bound.
+        """
+        family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            # Bound by ourselves: left alone, a TCPStore listens on all interfaces.
+            listener.bind((self.address, 0))
+            port = int(listener.getsockname()[1])
+            store = TCPStore(
+                self.address,
+                port,
+                None,
+                True,
+                self._timeout,
+                wait_for_workers=False,
+                master_listen_fd=listener.fileno(),
+            )
+        except BaseException:
+            listener.close()
+            raise
+        # The store owns the descriptor now.
+        listener.detach()
+        self._waiting[port] = store
+        while len(self._waiting) > _MOST_OFFERED:
+            del self._waiting[next(iter(self._waiting))]
+        return self.address, port
+
+    def use(self, world: control_pb2.World, mine: bool) -> TCPStore | None:
+        """The store of a world if this node serves it (`mine`), else None. Closes what is not needed any more."""
+        self._used = self._waiting.pop(world.store_port, None) if mine else None
+        self._waiting.clear()
+        return self._used
+
+    def close(self) -> None:
+        """Closes all."""
+        self._waiting.clear()
+        self._used = None

@@ -1,0 +1,110 @@
+"""The environment of a worker: torchrun's variables and ours (docs/contracts.md). Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from dalsegno.protos import control_pb2
+
+__all__ = ["Place", "place_of", "worker_environment"]
+
+_FORMS = {control_pb2.FORM_SHARDED: "sharded", control_pb2.FORM_UNIVERSAL: "universal"}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one node stands in a world. Ranks are dealt to the nodes in order of their group rank.
+
+    Attributes:
+        first_rank: the global rank of the node's local rank 0.
+        nodes: how many there are.
+    """
+
+    group_rank: int
+    first_rank: int
+    nproc: int
+    nodes: int
+    world_size: int
+    node: str
+
+
+def place_of(world: control_pb2.World, incarnation: str) -> Place:
+    """The place of one incarnation.
+
+    Raises:
+        ValueError: it is not a member.
+    """
+    members = sorted(world.members, key=lambda member: member.group_rank)
+    first = 0
+    for member in members:
+        if member.incarnation == incarnation:
+            total = sum(one.nproc for one in members)
+            return Place(member.group_rank, first, member.nproc, len(members), total, member.node)
+        first += member.nproc
+    raise ValueError(f"incarnation {incarnation} is not a member of epoch {world.epoch}")
+
+
+def resume_environment(world: control_pb2.World, run_dir: Path) -> dict[str, str]:
+    """What to start from; empty for step 0."""
+    if not world.HasField("resume"):
+        return {}
+    resume = world.resume
+    environment = {
+        "DALSEGNO_RESUME_NAME": resume.source.ref.name,
+        "DALSEGNO_RESUME_DIGEST": resume.source.ref.digest,
+        "DALSEGNO_RESUME_FORM": _FORMS[resume.form],
+    }
+    if resume.form == control_pb2.FORM_UNIVERSAL:
+        environment |= {
+            "DALSEGNO_UNIVERSAL_NAME": resume.universal.name,
+            "DALSEGNO_UNIVERSAL_DIGEST": resume.universal.digest,
+            "DALSEGNO_UNIVERSAL_DIR": str(run_dir / resume.universal.name),
+        }
+    return environment
+
+
+def worker_environment(
+    world: control_pb2.World,
+    place: Place,
+    settings: control_pb2.Settings,
+    generation: int,
+    job_id: str,
+    run_dir: Path,
+    role: str,
+    inherited: Mapping[str, str],
+) -> list[dict[str, str]]:
+    """Per local rank, the variables that differ from the agent's own environment.
+
+    `LOCAL_RANK` and `CUDA_VISIBLE_DEVICES` are left to torch's agent, `DALSEGNO_SOCKET` and the keeper's token to ours.
+    """
+    common = {
+        "GROUP_RANK": str(place.group_rank),
+        "GROUP_WORLD_SIZE": str(place.nodes),
+        "LOCAL_WORLD_SIZE": str(place.nproc),
+        "WORLD_SIZE": str(place.world_size),
+        "ROLE_WORLD_SIZE": str(place.world_size),
+        "ROLE_NAME": role,
+        "MASTER_ADDR": world.store_host,
+        "MASTER_PORT": str(world.store_port),
+        # The agent of group rank 0 serves the store, and nobody else has used it.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(world.epoch - 1),
+        "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
+        "TORCHELASTIC_RUN_ID": job_id,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        "DALSEGNO_EPOCH": str(world.epoch),
+        "DALSEGNO_JOB_ID": job_id,
+        "DALSEGNO_RUN_ID": world.run_id,
+        "DALSEGNO_NODE": place.node,
+        "DALSEGNO_GENERATION": str(generation),
+        "DALSEGNO_MIN_NODES": str(settings.min_nodes),
+        "DALSEGNO_MAX_NODES": str(settings.max_nodes),
+        "DALSEGNO_RUN_DIR": str(run_dir),
+        **resume_environment(world, run_dir),
+    }
+    return [
+        {**common, "RANK": str(place.first_rank + local), "ROLE_RANK": str(place.first_rank + local)}
+        for local in range(place.nproc)
+    ]
