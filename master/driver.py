@@ -124,14 +124,12 @@ class Driver:
 
     async def call(self, message: Message) -> Reply:
         """The brain's reply to a request, once what it decided is durable."""
-        if len(self._queue) >= QUEUE_LIMIT:
-            return Reply("RESOURCE_EXHAUSTED", "the master has too many calls waiting: try again", None)
         self.heard_at = self._clock()
-        return await self._put(Called(message))
+        return await self._ask(Called(message))
 
     async def status(self) -> Reply:
         """A `StatusReply` of the job as the last durable state has it."""
-        return await self._put(None)
+        return await self._ask(None)
 
     def tell(self, event: StreamOpened | StreamClosed) -> asyncio.Future[Reply]:
         """Queues what happened to a stream. Never refused: the server limits how many streams there are.
@@ -163,6 +161,11 @@ class Driver:
             self._refuse(self._queue)
             self._queue.clear()
             self._stopping = True
+
+    async def _ask(self, event: Called | None) -> Reply:
+        if len(self._queue) >= QUEUE_LIMIT:
+            return Reply("RESOURCE_EXHAUSTED", "the master has too many calls waiting: try again", None)
+        return await self._put(event)
 
     def _put(self, event: Event | None) -> asyncio.Future[Reply]:
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()

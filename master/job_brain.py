@@ -24,6 +24,7 @@ class JobBrain:
         self._codec = Codec(Job)
 
     def begin(self, saved: bytes | None, generation: int, now: float) -> State:
+        """A new job's state, or the stored one's. Raises StoreError where the store's job is another than told."""
         if saved is None:
             settings = None if self._nnodes is None else Settings(*self._nnodes)
             return brain.fresh(self._job_id, generation, settings, self._embedded)

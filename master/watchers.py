@@ -68,6 +68,7 @@ class Watchers:
         return len(self._open)
 
     def open(self, node: str, incarnation: str) -> Watcher:
+        """A new stream's place; ends the older stream of the same incarnation."""
         watcher = Watcher(node, incarnation)
         older = self._open.pop((node, incarnation), None)
         if older is not None:

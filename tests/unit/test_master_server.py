@@ -49,6 +49,21 @@ class Master:
         return await self.stub.GetStatus(pb.StatusRequest(), timeout=5)
 
 
+class SometimesFull(MemoryStore):
+    """Fails every write while it is not `writable`."""
+
+    writable = True
+    attempts = 0
+    saves = 0
+
+    def save(self, data: bytes, generation: int) -> None:
+        self.attempts += 1
+        if not self.writable:
+            raise StoreUnavailable("cannot write the store: no space")
+        self.saves += 1
+        super().save(data, generation)
+
+
 def caller(node: str = "a", incarnation: str = "1", request: int = 0, protocol: int = PROTOCOL) -> pb.Caller:
     return pb.Caller(job_id="job", node=node, incarnation=incarnation, request=request, protocol=protocol)
 
@@ -139,20 +154,8 @@ def test_every_operation_of_the_protocol_reaches_the_brain() -> None:
 def test_no_effect_leaves_before_it_is_durable() -> None:
     """While the store cannot be written neither a reply nor a directive goes out; then one write serves all."""
 
-    class Slow(MemoryStore):
-        writable = True
-        attempts = 0
-        saves = 0
-
-        def save(self, data: bytes, generation: int) -> None:
-            self.attempts += 1
-            if not self.writable:
-                raise StoreUnavailable("cannot write the store: no space")
-            self.saves += 1
-            super().save(data, generation)
-
     async def scene() -> None:
-        store = Slow()
+        store = SometimesFull()
         async with serving(store) as master:
             await master.register()
             stream = master.watch()
@@ -177,6 +180,27 @@ def test_no_effect_leaves_before_it_is_durable() -> None:
 
 async def _true(value: bool) -> bool:
     return value
+
+
+def test_the_queue_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing can be decided, calls beyond the limit are told to come again instead of piling up."""
+    monkeypatch.setattr(driver_module, "QUEUE_LIMIT", 5)
+
+    async def scene() -> None:
+        store = SometimesFull()
+        async with serving(store) as master:
+            await master.register()
+            store.writable = False
+            calls = [asyncio.ensure_future(master.join(1))]
+            await until(lambda: _true(store.attempts > 1))
+            calls += [asyncio.ensure_future(master.join(number)) for number in range(2, 7)]
+            await until(lambda: _true(len(master.server.driver._queue) == 5))
+            await fails(master.join(9), grpc.StatusCode.RESOURCE_EXHAUSTED, "try again")
+            await fails(master.status(), grpc.StatusCode.RESOURCE_EXHAUSTED, "try again")
+            store.writable = True
+            await asyncio.gather(*calls)
+
+    asyncio.run(scene())
 
 
 def test_a_store_that_stays_unwritable_ends_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
