@@ -1,0 +1,1 @@
+"""The deterministic simulator: one seed, one schedule (docs/architecture.md)."""

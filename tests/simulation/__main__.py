@@ -1,0 +1,46 @@
+"""`python -m tests.simulation --seed 1 --runs 2000`; `--seed N --trace` replays one schedule."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections import Counter
+
+from .run import replay, simulate_all
+
+
+def main() -> int:
+    """Returns 1 if any schedule broke an invariant."""
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--seed", type=int, default=1, help="of the first schedule")
+    parser.add_argument("--runs", type=int, default=2000)
+    parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
+    parser.add_argument("--trace", action="store_true", help="replay the one schedule of --seed, line by line")
+    parser.add_argument("--most-failures", type=int, default=10, help="stop after that many failing seeds")
+    options = parser.parse_args()
+    if options.trace:
+        lines, outcome = replay(options.seed)
+        print("\n".join(lines))
+        print(outcome.failure or "every invariant held")
+        return 1 if outcome.failure else 0
+    began = time.monotonic()
+    failures: Counter[str] = Counter()
+    done = 0
+    for outcome in simulate_all(range(options.seed, options.seed + options.runs), options.processes):
+        done += 1
+        if outcome.failure:
+            failures[outcome.name] += 1
+            print(f"seed {outcome.seed}: {outcome.failure}", flush=True)
+            if sum(failures.values()) >= options.most_failures:
+                break
+    seconds = time.monotonic() - began
+    print(f"{done} schedules in {seconds:.1f} s, {sum(failures.values())} failed {dict(failures) or ''}")
+    if failures:
+        print("replay one with: python -m tests.simulation --trace --seed N")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

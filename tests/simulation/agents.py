@@ -1,0 +1,238 @@
+"""The real decisions in a simulated agent process: workers, conversion, checkpoint files and the master around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from dalsegno.agent import decisions
+from dalsegno.agent import events as ev
+from dalsegno.protos import control_pb2
+
+from .client import Client
+from .clock import Timer
+from .workers import Group
+
+if TYPE_CHECKING:
+    from .world import Simulation
+
+# How long a Join looks for a resume point that is not in sight (file caches), seconds.
+LOOK_FOR = 3.0
+
+
+class SimAgent:
+    """One `dlrover-run` process on one host."""
+
+    def __init__(self, sim: Simulation, number: int, host: str, name: str) -> None:
+        self.sim = sim
+        self.number = number
+        self.label = f"agent-{number}"
+        self.host = host
+        self.asked_name = name
+        self.nproc = sim.plan.nproc
+        self.alive = True
+        self.exit_code: int | None = None
+        self.warm = False
+        self.frozen = False
+        self.client = Client(self)
+        self.state = decisions.fresh(
+            decisions.AgentSettings(
+                nproc=self.nproc,
+                drain_timeout=sim.plan.settings.drain_timeout,
+                master_outage_timeout=sim.plan.outage_timeout,
+            )
+        )
+        self.group: Group | None = None
+        self.seen_epoch = 0
+        self.registrations = 0
+        self._offset = sim.random.uniform(0.0, 5000.0)
+        self._backlog: list[tuple[Callable[..., None], tuple[Any, ...]]] = []
+        self._timer: Timer | None = None
+        self._looking: Timer | None = None
+        self._converting: Timer | None = None
+        sim.clock.after(sim.random.uniform(0.3, 3.0) * sim.plan.warm_factor, self._warmed)
+        self.deliver(ev.Started())
+
+    # ---- the process ------------------------------------------------------------------------------------------------
+
+    def run(self, call: Callable[..., None], *args: Any) -> None:
+        """Runs a callback in this process: never when it is gone, later when it is stopped."""
+        if not self.alive:
+            return
+        if self.frozen:
+            self._backlog.append((call, args))
+        else:
+            call(*args)
+
+    def deliver(self, event: ev.Event) -> None:
+        self.run(self._handle, event)
+
+    def directed(self, directive: control_pb2.Directive) -> None:
+        self.seen_epoch = max(self.seen_epoch, directive.epoch)
+        self._handle(ev.Directed(directive))
+
+    def _handle(self, event: ev.Event) -> None:
+        if self.sim.tracing and not isinstance(event, ev.Directed | ev.Tick):
+            self.sim.trace(self.label, "hears {}", short(event))
+        self.state, actions = decisions.handle(self.state, event, self.sim.clock.now + self._offset)
+        for action in actions:
+            if not self.alive:
+                return
+            self._carry_out(action)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.state.wake is not None:
+            delay = max(0.01, self.state.wake - self._offset - self.sim.clock.now)
+            self._timer = self.sim.clock.after(delay, self.deliver, ev.Tick())
+
+    def freeze(self, with_workers: bool) -> None:
+        self.sim.trace(self.label, "is stopped{}", ", its workers too" if with_workers else "")
+        self.frozen = True
+        if with_workers and self.group is not None:
+            self.group.frozen = True
+
+    def thaw(self) -> None:
+        if not self.alive:
+            return
+        self.sim.trace(self.label, "continues")
+        self.frozen = False
+        if self.group is not None and self.group.frozen:
+            self.group.frozen = False
+            self.group.collective.thaw()
+        backlog, self._backlog = self._backlog, []
+        for call, args in backlog:
+            self.run(call, *args)
+
+    def kill(self, workers_after: float = 0.0) -> None:
+        """SIGKILL; the keeper kills its workers soon after."""
+        if not self.alive:
+            return
+        self.sim.trace(self.label, "is killed")
+        self._gone()
+        if self.group is not None:
+            self.sim.clock.after(workers_after, self.group.die)
+
+    def _gone(self) -> None:
+        self.alive = False
+        self.client.close()
+        for timer in (self._timer, self._looking, self._converting):
+            if timer is not None:
+                timer.cancel()
+
+    def _warmed(self) -> None:
+        self.warm = True
+        self.deliver(ev.StandbyWarm())
+
+    # ---- actions ----------------------------------------------------------------------------------------------------
+
+    def _carry_out(self, action: ev.Action) -> None:
+        if self.sim.tracing:
+            self.sim.trace(self.label, "-> {}", short(action))
+        match action:
+            case ev.Register():
+                self._register(action.previous_incarnation)
+            case ev.Call():
+                self.client.call(action.method, action.request)
+            case ev.PrepareJoin():
+                self._prepare_join(action, self.sim.clock.now + LOOK_FOR)
+            case ev.StartWorkers():
+                self.group = self.sim.start_workers(self, action.world)
+            case ev.StopWorkers():
+                self._stop_workers(action.epoch)
+            case ev.TellWorkers():
+                if self.group is not None:
+                    self.group.tell(action.drain, action.master_seen)
+            case ev.ReadManifest():
+                self.sim.clock.after(self.sim.random.uniform(0.01, 0.3), self.run, self._read, action)
+            case ev.StartConversion():
+                self.sim.conversions.start(self, action.conversion)
+            case ev.StopConversion():
+                self.sim.conversions.stop(self, action.lease)
+            case ev.Verify():
+                self.sim.clock.after(self.sim.random.uniform(0.1, 1.0), self.run, self._verify, action.verification)
+            case ev.Prune():
+                self.sim.clock.after(self.sim.random.uniform(0.05, 1.0), self.run, self._prune, action)
+            case ev.MarkFinished():
+                if action.run_id not in self.sim.disk.finished:
+                    self.sim.disk.finished.append(action.run_id)
+            case ev.Exit():
+                self._exit(action)
+            case ev.Say() | ev.WriteLatest():
+                pass
+
+    def _register(self, previous: str) -> None:
+        self.registrations += 1
+        disk, plan = self.sim.disk, self.sim.plan
+        self.client.register(
+            control_pb2.RegisterRequest(
+                job_id="job",
+                incarnation=f"{self.label}.{self.registrations}",
+                protocol=1,
+                host=self.host,
+                node=self.asked_name,
+                nproc=self.nproc,
+                settings=plan.settings,
+                probe=disk.read_probe(self.host),
+                inventory=disk.inventory(self.host),
+                epoch=max(self.seen_epoch, self.state.started),
+                generation=self.client.generation,
+                finished_runs=disk.finished_runs(self.host),
+                previous_incarnation=previous,
+            )
+        )
+
+    def _prepare_join(self, action: ev.PrepareJoin, until: float) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        disk = self.sim.disk
+        wanted = action.resume.digest if action.resume is not None else ""
+        if wanted and disk.find(self.host, wanted) is None and (action.patient or self.sim.clock.now < until):
+            self._looking = self.sim.clock.after(0.4, self.run, self._prepare_join, action, until)
+            return
+        self.sim.clock.after(
+            self.sim.random.uniform(0.01, 0.1),
+            self.deliver,
+            ev.JoinPrepared(
+                action.round,
+                wanted,
+                self.host,
+                self.sim.fresh_port(),
+                disk.read_probe(self.host),
+                tuple(disk.inventory(self.host)),
+            ),
+        )
+
+    def _stop_workers(self, epoch: int) -> None:
+        if self.group is not None and self.group.collective.epoch == epoch:
+            self.group.die()
+        self.sim.clock.after(self.sim.random.uniform(0.01, 0.5), self.deliver, ev.WorkersStopped(epoch))
+
+    def _read(self, action: ev.ReadManifest) -> None:
+        entry = self.sim.disk.find(self.host, action.digest)
+        message = entry.message if entry is not None else None
+        self._handle(ev.ManifestRead(action.name, message, "" if message is not None else "no such directory"))
+
+    def _verify(self, wanted: control_pb2.Verification) -> None:
+        entry = self.sim.disk.find(self.host, wanted.ref.digest)
+        intact = entry is not None and not entry.damaged
+        self._handle(ev.VerificationDone(wanted.number, intact, "" if intact else "part-0.pt: checksum"))
+
+    def _prune(self, action: ev.Prune) -> None:
+        for ref in action.refs:
+            self.sim.ledger.pruned(self, ref)
+            self.sim.disk.delete(ref.name)
+        self._handle(ev.Pruned(action.refs))
+
+    def _exit(self, action: ev.Exit) -> None:
+        self.exit_code = action.code
+        self.sim.ledger.exited(self, action.code)
+        self._gone()
+        if self.group is not None:
+            self.group.die()
+
+
+def short(value: object) -> str:
+    """One line for a trace."""
+    return " ".join(str(value).split())[:220]

@@ -1,0 +1,92 @@
+"""Conversion jobs: progress file by file, and every way to fail."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dalsegno.agent import events as ev
+from dalsegno.protos import control_pb2
+
+from .clock import Timer
+
+if TYPE_CHECKING:
+    from .agents import SimAgent
+    from .world import Simulation
+
+FILES = 3
+
+
+class Conversions:
+    """At most one job per agent process."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self._jobs: dict[SimAgent, tuple[int, Timer]] = {}
+        self.made = 0
+
+    def start(self, agent: SimAgent, wanted: control_pb2.Conversion) -> None:
+        """Begins; the outcome is decided as it goes."""
+        self.sim.ledger.require(agent not in self._jobs, "one conversion", f"{agent.label} converts twice at once")
+        self._schedule(agent, wanted, 0)
+
+    def stop(self, agent: SimAgent, lease: int) -> None:
+        job = self._jobs.pop(agent, None)
+        if job is not None:
+            job[1].cancel()
+
+    def owners(self) -> list[SimAgent]:
+        return [agent for agent in self._jobs if agent.alive]
+
+    def reads(self, digest: str) -> bool:
+        """A live conversion reads this checkpoint."""
+        return any(
+            agent.alive and timer.call is not None and timer.args[2].source.ref.digest == digest
+            for agent, (_, timer) in self._jobs.items()
+        )
+
+    def _schedule(self, agent: SimAgent, wanted: control_pb2.Conversion, done: int) -> None:
+        delay = self.sim.plan.convert_time / (FILES + 1) * self.sim.random.uniform(0.5, 1.5)
+        self._jobs[agent] = (wanted.lease, self.sim.clock.after(delay, agent.run, self._move, agent, wanted, done))
+
+    def _move(self, agent: SimAgent, wanted: control_pb2.Conversion, done: int) -> None:
+        sim = self.sim
+        job = self._jobs.get(agent)
+        if job is None or job[0] != wanted.lease or not agent.alive:
+            return
+        name = f"{wanted.source.ref.name}.universal.{wanted.lease}"
+        if done == 0 and not sim.disk.begin(name):
+            self._end(agent, wanted, control_pb2.CONVERSION_STATE_ENVIRONMENT, f"{name} exists")
+            return
+        source = sim.disk.find(agent.host, wanted.source.ref.digest)
+        if source is None:
+            self._end(agent, wanted, control_pb2.CONVERSION_STATE_ENVIRONMENT, "the source is not in sight")
+        elif source.damaged:
+            self._end(agent, wanted, control_pb2.CONVERSION_STATE_SOURCE_BAD, "part-0.pt: checksum")
+        elif sim.disk.full or sim.conversions_fail:
+            self._end(agent, wanted, control_pb2.CONVERSION_STATE_ENVIRONMENT, "no space left on device")
+        elif done < FILES:
+            state = control_pb2.CONVERSION_STATE_WORKING
+            agent.deliver(ev.ConversionUpdate(wanted.lease, state, done + 1, FILES))
+            if self._jobs.get(agent, (0,))[0] == wanted.lease:
+                self._schedule(agent, wanted, done + 1)
+        else:
+            made = control_pb2.Checkpoint()
+            made.CopyFrom(wanted.source)
+            made.ref.name, made.ref.digest = name, f"digest of {name}"
+            made.form = control_pb2.FORM_UNIVERSAL
+            made.source.CopyFrom(wanted.source.ref)
+            sim.disk.seal(made, source.history, agent.host)
+            self.made += 1
+            sim.trace(agent.label, "sealed {}", name)
+            self._end(agent, wanted, control_pb2.CONVERSION_STATE_READY, "", made)
+
+    def _end(
+        self,
+        agent: SimAgent,
+        wanted: control_pb2.Conversion,
+        state: control_pb2.ConversionState.ValueType,
+        message: str,
+        made: control_pb2.Checkpoint | None = None,
+    ) -> None:
+        self._jobs.pop(agent, None)
+        agent.deliver(ev.ConversionUpdate(wanted.lease, state, FILES, FILES, message, made))

@@ -1,0 +1,273 @@
+"""Everything that can happen to a job, by name. Each picks its victim among who is there at that moment."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dalsegno.agent import events as ev
+
+from .plan import HOSTS
+
+if TYPE_CHECKING:
+    from .agents import SimAgent
+    from .world import Simulation
+
+
+def join(sim: Simulation) -> None:
+    if len(sim.living()) < sim.plan.settings.max_nodes + 1:
+        sim.start_agent()
+
+
+def leave(sim: Simulation, agent: SimAgent | None = None) -> None:
+    agent = agent or sim.pick(sim.living())
+    if agent is not None and not agent.frozen:
+        sim.trace(agent.label, "gets SIGTERM")
+        agent.deliver(ev.Signalled(signal.SIGTERM))
+
+
+def all_leave(sim: Simulation) -> None:
+    """Everybody goes at once; others come later."""
+    for agent in sim.living():
+        leave(sim, agent)
+    for _ in range(sim.plan.settings.min_nodes):
+        sim.clock.after(sim.random.uniform(0.5, 12.0), sim.start_agent)
+
+
+def kill_node(sim: Simulation) -> None:
+    agent = sim.pick(sim.living())
+    if agent is not None:
+        sim.ledger.unplanned = True
+        agent.kill()
+        maybe_replace(sim, agent)
+
+
+def kill_agent(sim: Simulation) -> None:
+    """Alone: the keeper kills its workers a moment later."""
+    agent = sim.pick(sim.living())
+    if agent is not None:
+        sim.ledger.unplanned = True
+        agent.kill(workers_after=sim.random.uniform(0.01, 1.0))
+        maybe_replace(sim, agent)
+
+
+def maybe_replace(sim: Simulation, agent: SimAgent) -> None:
+    if sim.random.random() < 0.6:
+        name = agent.asked_name
+        sim.clock.after(sim.random.uniform(0.5, 10.0), lambda: sim.start_agent(agent.host, name))
+
+
+def lose_host(sim: Simulation) -> None:
+    """Its cable, then its power: nobody is told."""
+    agent = sim.pick(sim.living())
+    if agent is not None and agent.host not in sim.network.cut:
+        sim.ledger.unplanned = True
+        host = agent.host
+        sim.network.cut_off(host, "silent")
+        for other in sim.living():
+            if other.host == host:
+                other.kill()
+        sim.clock.after(sim.random.uniform(5.0, 15.0), sim.network.heal, host)
+
+
+def crash_worker(sim: Simulation) -> None:
+    agent = sim.pick([a for a in sim.living() if a.group is not None and a.group.alive and not a.frozen])
+    if agent is not None and agent.group is not None:
+        sim.ledger.unplanned = True
+        sim.ledger.worker_crashes += 1
+        sim.trace(agent.label, "a worker crashes")
+        agent.group.crash(sim.random.choice((1, -9, -11)))
+
+
+def kill_newcomer(sim: Simulation) -> None:
+    """A node that joins and dies again, before or after its world opens."""
+    sim.ledger.unplanned = True
+    agent = sim.start_agent()
+    sim.clock.after(sim.random.uniform(0.2, 8.0), agent.kill)
+
+
+def kill_converter(sim: Simulation) -> None:
+    """Whoever converts next, or now."""
+    sim.ledger.unplanned = True
+
+    def strike(tries: int) -> None:
+        owners = sim.conversions.owners()
+        if owners:
+            owners[0].kill()
+            maybe_replace(sim, owners[0])
+        elif tries:
+            sim.clock.after(0.3, strike, tries - 1)
+
+    strike(30)
+
+
+def cut_closed(sim: Simulation) -> None:
+    cut(sim, "closed")
+
+
+def cut_silent(sim: Simulation) -> None:
+    cut(sim, "silent")
+
+
+def cut(sim: Simulation, how: str) -> None:
+    agent = sim.pick(sim.living())
+    if agent is not None and agent.host not in sim.network.cut:
+        sim.ledger.unplanned = True
+        sim.trace(agent.host, "is cut off from the master ({})", how)
+        sim.network.cut_off(agent.host, how)
+        sim.clock.after(sim.random.uniform(0.5, 20.0), sim.network.heal, agent.host)
+
+
+def cut_all(sim: Simulation) -> None:
+    """The master's own network is gone."""
+    sim.ledger.unplanned = True
+    sim.trace("master", "is cut off from everybody")
+    until = sim.random.uniform(0.5, 15.0)
+    how = sim.random.choice(("closed", "silent"))
+    for host in HOSTS:
+        if host not in sim.network.cut:
+            sim.network.cut_off(host, how)
+            sim.clock.after(until, sim.network.heal, host)
+
+
+def freeze_agent(sim: Simulation) -> None:
+    freeze(sim, False)
+
+
+def freeze_node(sim: Simulation) -> None:
+    freeze(sim, True)
+
+
+def freeze(sim: Simulation, with_workers: bool) -> None:
+    agent = sim.pick([a for a in sim.living() if not a.frozen])
+    if agent is not None:
+        sim.ledger.unplanned = True
+        agent.freeze(with_workers)
+        sim.clock.after(sim.random.uniform(0.5, 20.0), agent.thaw)
+
+
+def crash_master(sim: Simulation) -> None:
+    sim.master.downtime = sim.random.uniform(0.2, 10.0)
+    sim.master.crash()
+
+
+def crash_handled(sim: Simulation) -> None:
+    arm(sim, "handled")
+
+
+def crash_saved(sim: Simulation) -> None:
+    arm(sim, "saved")
+
+
+def arm(sim: Simulation, when: str) -> None:
+    """At one of the next events, between two of its steps."""
+    sim.master.downtime = sim.random.uniform(0.2, 10.0)
+    sim.master.crash_at = when
+    sim.master.crash_events = sim.random.randint(1, 12)
+
+
+def pause_master(sim: Simulation) -> None:
+    sim.master.pause()
+    sim.clock.after(sim.random.uniform(0.3, 15.0), sim.master.resume)
+
+
+def leave_while_away(sim: Simulation) -> None:
+    """SIGTERM to a node while the master is down."""
+    crash_master(sim)
+    sim.clock.after(sim.random.uniform(0.05, 1.0), leave, sim)
+
+
+def lose_store(sim: Simulation) -> None:
+    """The master dies with its disk."""
+    sim.master.downtime = sim.random.uniform(0.5, 5.0)
+    sim.master.crash()
+    sim.master.lose_store()
+
+
+def disk_full(sim: Simulation) -> None:
+    sim.trace("disk", "is full")
+    sim.ledger.unplanned = True
+    sim.disk.full = True
+    sim.clock.after(sim.random.uniform(1.0, 15.0), free_space, sim)
+
+
+def free_space(sim: Simulation) -> None:
+    sim.trace("disk", "has room again")
+    sim.disk.full = False
+
+
+def damage_newest(sim: Simulation) -> None:
+    """A byte flips in the newest sealed checkpoint. Never in all of them: the run must be able to go on."""
+    sharded = [entry for entry in sim.disk.sealed.values() if entry.history and ".universal." not in entry.message.ref.name]
+    if sharded:
+        sim.trace("disk", "{} is damaged", sharded[-1].message.ref.name)
+        sim.ledger.unplanned = True
+        sharded[-1].damaged = True
+
+
+def damage_form(sim: Simulation) -> None:
+    forms = [entry for entry in sim.disk.sealed.values() if ".universal." in entry.message.ref.name]
+    if forms:
+        sim.trace("disk", "{} is damaged", forms[-1].message.ref.name)
+        sim.ledger.unplanned = True
+        forms[-1].damaged = True
+
+
+def blind_host(sim: Simulation) -> None:
+    """A node comes without the directory mounted."""
+    free = [host for host in HOSTS if all(a.host != host for a in sim.living())]
+    if free and sim.living():
+        host = free[0]
+        sim.ledger.unplanned = True
+        sim.disk.blind.add(host)
+        sim.start_agent(host)
+        sim.clock.after(sim.random.uniform(3.0, 20.0), sim.disk.blind.discard, host)
+
+
+def lagging_host(sim: Simulation) -> None:
+    sim.disk.lag[sim.random.choice(HOSTS)] = sim.random.uniform(0.5, 8.0)
+
+
+def no_conversion(sim: Simulation) -> None:
+    sim.trace("disk", "conversions fail")
+    sim.ledger.unplanned = True
+    sim.conversions_fail = True
+
+    def again() -> None:
+        sim.conversions_fail = False
+
+    sim.clock.after(sim.random.uniform(2.0, 25.0), again)
+
+
+FAULTS: dict[str, Callable[[Simulation], None]] = {
+    call.__name__: call
+    for call in (
+        join,
+        leave,
+        all_leave,
+        kill_node,
+        kill_agent,
+        lose_host,
+        crash_worker,
+        kill_newcomer,
+        kill_converter,
+        cut_closed,
+        cut_silent,
+        cut_all,
+        freeze_agent,
+        freeze_node,
+        crash_master,
+        crash_handled,
+        crash_saved,
+        pause_master,
+        leave_while_away,
+        lose_store,
+        disk_full,
+        damage_newest,
+        damage_form,
+        blind_host,
+        lagging_host,
+        no_conversion,
+    )
+}

@@ -1,0 +1,277 @@
+"""The global view: what all masters and nodes ever did, and the invariants of DESIGN 4 over it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dalsegno.agent import decisions
+from dalsegno.agent import events as ev
+from dalsegno.master.checkpoints import in_use_digests, resume_point
+from dalsegno.master.state import Checkpoint, Job, Phase, World
+from dalsegno.protos import control_pb2
+
+from .masters import CODEC
+
+if TYPE_CHECKING:
+    from .agents import SimAgent
+    from .world import Simulation
+
+
+class Violation(AssertionError):
+    """An invariant does not hold. `name` says which."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(f"{name}: {text}")
+        self.name = name
+
+
+@dataclass
+class Opened:
+    """One world as it was opened."""
+
+    members: tuple[str, ...]
+    resume: str
+    universal: bool
+    resumed_step: int
+    grown: bool
+
+
+class Ledger:
+    """Every check raises `Violation`."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.worlds: dict[int, Opened] = {}
+        self.committed: dict[str, int] = {}
+        self.epoch = 0
+        self.head: tuple[int, int, str] = (0, -1, "")
+        self.executed: list[tuple[int, int]] = []
+        self.fell_back = False
+        # The store was lost, and no world was opened since.
+        self.amnesia = False
+        self.stores_lost = 0
+        # Something other than joins and notices happened.
+        self.unplanned = False
+        self.worker_crashes = 0
+        self.success: bool | None = None
+        self.message = ""
+        self.finished_step = 0
+        self.arrivals = 0
+        self.arrived_at = 0.0
+        self.left_drained: list[tuple[str, str]] = []
+        self.last_step_at = 0.0
+
+    def require(self, holds: bool, name: str, text: str) -> None:
+        if not holds:
+            raise Violation(name, text)
+
+    # ---- the master -------------------------------------------------------------------------------------------------
+
+    def store_lost(self) -> None:
+        self.amnesia = True
+        self.stores_lost += 1
+
+    def master_moved(self, job: Job) -> None:
+        """After every event that may have changed durable state."""
+        if self.sim.tracing:
+            self.sim.trace_job(job)
+        if job.arrivals != self.arrivals:
+            self.arrivals, self.arrived_at = job.arrivals, self.sim.clock.now
+        if self.amnesia and (job.listening or job.world is None):
+            return
+        self._commits(job)
+        self._head(job)
+        self._epochs(job)
+        if job.phase.is_terminal:
+            self._ended(job)
+
+    def _commits(self, job: Job) -> None:
+        for record in job.checkpoints:
+            if record.digest in self.committed:
+                continue
+            entry = self.sim.disk.ever.get(record.digest)
+            self.require(entry is not None, "commits are sealed", f"{record.name} was never sealed")
+            if not self.amnesia:
+                self.require(
+                    record.epoch >= self.epoch, "closed epochs", f"{record.name} committed after {self.epoch} opened"
+                )
+            self.committed[record.digest] = record.step
+
+    def _head(self, job: Job) -> None:
+        head = resume_point(job)
+        now = (head.epoch, head.step, head.digest) if head is not None else (0, -1, "")
+        if now[1] < self.head[1] or now[:2] < self.head[:2]:
+            before = job.checkpoint(self.head[2])
+            self.require(
+                before is not None and before.damaged and any("damaged" in n.text for n in job.notices),
+                "committed steps grow",
+                f"the head went from step {self.head[1]} of epoch {self.head[0]} to {now[1]} of {now[0]}",
+            )
+            entry = self.sim.disk.ever.get(self.head[2])
+            self.require(
+                entry is None or entry.damaged or self.head[2] in self.sim.misread,
+                "no verifying checkpoint is skipped",
+                f"{self.head[2]} was retired as damaged and is not",
+            )
+            self.fell_back = True
+        self.head = now
+
+    def _epochs(self, job: Job) -> None:
+        self.require(job.epoch >= self.epoch, "epochs grow", f"from {self.epoch} to {job.epoch}")
+        self.epoch = job.epoch
+        world = job.world
+        if world is None:
+            return
+        opened = Opened(
+            tuple(member.incarnation for member in world.members),
+            world.resume,
+            world.universal,
+            world.resumed_step,
+            world.grown,
+        )
+        known = self.worlds.get(world.epoch)
+        if known is None:
+            self._opening(job, world, opened)
+            self.amnesia = False
+            self.worlds[world.epoch] = opened
+        else:
+            self.require(opened == known, "one world per epoch", f"epoch {world.epoch}: {known} and {opened}")
+
+    def _opening(self, job: Job, world: World, opened: Opened) -> None:
+        settings = job.settings
+        count = len(world.members)
+        self.require(world.epoch > max(self.worlds, default=0), "epochs grow", f"{world.epoch} was passed already")
+        self.require(
+            settings.min_nodes <= count <= settings.max_nodes and count % settings.node_unit == 0,
+            "size of the world",
+            f"{count} nodes",
+        )
+        self.require(world.resume == self.head[2], "newest commit", f"epoch {world.epoch} starts from {world.resume!r}")
+        if world.resume:
+            self._resumable(world)
+        if world.epoch == 1 and count < settings.max_nodes:
+            quiet = self.sim.clock.now - self.arrived_at
+            self.require(quiet >= settings.quiet_time - 0.001, "quiet time", f"opened {quiet:.2f} s after an arrival")
+        if opened.grown:
+            before = [w for w in self.worlds.values() if w.grown]
+            self.require(
+                not before or self.fell_back or opened.resumed_step > before[-1].resumed_step,
+                "a step between growths",
+                f"epoch {world.epoch} grows at step {opened.resumed_step} again",
+            )
+
+    def _resumable(self, world: World) -> None:
+        entry = self.sim.disk.ever.get(world.resume)
+        self.require(
+            entry is not None and entry.message.ref.name in self.sim.disk.sealed,
+            "resume point exists",
+            f"epoch {world.epoch} starts from {world.resume}, which was deleted",
+        )
+        for member in world.members:
+            agent = self.sim.by_incarnation(member.incarnation)
+            self.require(
+                agent is None or agent.host not in self.sim.disk.blind,
+                "members see the directory",
+                f"{member.incarnation} does not",
+            )
+
+    def _ended(self, job: Job) -> None:
+        success = job.phase is Phase.SUCCEEDED
+        if self.success is None:
+            self.sim.trace("master", "ended: {}", job.message)
+            self.finished_step = self.head[1]
+        self.require(self.success in (None, success), "one end", f"{job.phase.value}, and not before")
+        self.success = success
+        self.message = job.message
+
+    def directive_sent(self, directive: control_pb2.Directive) -> None:
+        """Whoever gets a world gets the same one."""
+        world = directive.drain.run if directive.WhichOneof("order") == "drain" else directive.run
+        if world.epoch:
+            known = self.worlds.get(world.epoch)
+            members = tuple(member.incarnation for member in world.members)
+            self.require(
+                known is not None
+                and (members, world.resume.source.ref.digest) == (known.members, known.resume),
+                "same resume point",
+                f"epoch {world.epoch}: told {members} from {world.resume.source.ref.name!r}, opened was {known}",
+            )
+
+    # ---- the nodes --------------------------------------------------------------------------------------------------
+
+    def stepped(self, epoch: int, step: int) -> None:
+        self.executed.append((epoch, step))
+        self.last_step_at = self.sim.clock.now
+
+    def pruned(self, agent: SimAgent, ref: control_pb2.CheckpointRef) -> None:
+        """A directory is about to be deleted."""
+        self.sim.trace(agent.label, "deletes {}", ref.name)
+        job = self.sim.master.job
+        if job is None and self.sim.master.stored is not None:
+            job = CODEC.decode(self.sim.master.stored)
+        if job is not None and not self.amnesia:
+            record = job.checkpoint(ref.digest)
+            if record is not None:
+                self.require(record.retired, "deleted only when retired", ref.name)
+            newest = resume_point(job)
+            self.require(newest is None or newest.digest != ref.digest, "the resume point stays", ref.name)
+            self.require(
+                not job.phase.has_workers or ref.digest not in in_use_digests(job), "what is in use stays", ref.name
+            )
+            self._fallback_stays(job, record)
+        self.require(not self.sim.conversions.reads(ref.digest), "what is converted stays", ref.name)
+        for run in self.sim.collectives.values():
+            loading = not run.loaded and not run.is_broken and any(group.alive for group in run.groups.values())
+            self.require(
+                not loading or run.world.resume.source.ref.digest != ref.digest, "what is loaded stays", ref.name
+            )
+
+    def _fallback_stays(self, job: Job, record: Checkpoint | None) -> None:
+        """A damaged one's files are kept until a newer one is committed."""
+        newest = resume_point(job)
+        if record is not None and record.damaged:
+            self.require(
+                newest is not None and (newest.epoch, newest.step) > (record.epoch, record.step),
+                "damaged files stay for a while",
+                record.name,
+            )
+
+    def exited(self, agent: SimAgent, code: int) -> None:
+        self.sim.trace(agent.label, "exits {}", code)
+        state = agent.state
+        if code == ev.EXIT_FINISHED:
+            self.require(self.success is True, "exit codes", f"{agent.label} exits 0 before the end")
+        elif code == ev.EXIT_FAILED:
+            self.require(self.success is False, "exit codes", f"{agent.label} exits 1, the job has not failed")
+        elif code in (ev.EXIT_LEFT, ev.EXIT_LEFT_UNSAVED):
+            self.require(state.leaving, "exit codes", f"{agent.label} exits {code} without a notice")
+            if code == ev.EXIT_LEFT and state.outcome is decisions.Outcome.DRAINED and state.drained is not None:
+                self.left_drained.append((agent.label, state.drained.digest))
+            if code == ev.EXIT_LEFT_UNSAVED:
+                self.require(self.unplanned, "planned changes lose nothing", f"{agent.label} exits {code}")
+        else:
+            self.require(code == ev.EXIT_USAGE and bool(agent.asked_name), "exit codes", f"{agent.label} exits {code}")
+
+    # ---- at the end -------------------------------------------------------------------------------------------------
+
+    def finished(self) -> None:
+        """The schedule is over: the kept history and the exits."""
+        if self.success is False:
+            few = self.sim.plan.settings.max_restarts
+            self.require(
+                self.worker_crashes > few or (self.worker_crashes > 0 and not self.committed) or "max-restarts" in self.message and self.unplanned and few < 100,
+                "no failure without a reason",
+                self.message,
+            )
+            return
+        steps = self.sim.plan.steps
+        self.require(self.head[1] == steps, "the end is saved", f"the last commit is of step {self.head[1]}, not {steps}")
+        entry = self.sim.disk.ever[self.head[2]]
+        kept = [step for _, step in entry.history]
+        self.require(kept == list(range(1, steps + 1)), "each sample once", f"kept history {entry.history}")
+        if not self.unplanned:
+            again = [step for step in set(s for _, s in self.executed) if sum(1 for _, s in self.executed if s == step) > 1]
+            self.require(not again, "planned changes lose nothing", f"steps {again} were made again")
+        for label, digest in self.left_drained:
+            self.require(digest in self.committed, "left with everything saved", f"{label}: {digest} was not committed")

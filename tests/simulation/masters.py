@@ -1,0 +1,222 @@
+"""The real brain in a simulated process: store, streams, timer, pauses, crashes at the worst moments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dalsegno.master import brain
+from dalsegno.master.codec import Codec
+from dalsegno.master.events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
+from dalsegno.master.state import Job, State
+from dalsegno.protos import control_pb2
+
+from .clock import Timer
+from .network import Stream
+
+if TYPE_CHECKING:
+    from .world import Simulation
+
+CODEC = Codec(Job)
+HELD_UP_AFTER = 1.0
+TICK_PAUSE = 0.01
+QUIET = (control_pb2.HeartbeatRequest, control_pb2.ProgressRequest)
+
+
+class SimMaster:
+    """One master at a time, over one store that may be lost."""
+
+    def __init__(self, sim: Simulation) -> None:
+        self.sim = sim
+        self.up = False
+        self.state: State | None = None
+        self.stored: bytes | None = None
+        self.generation = 0
+        self.starts = 0
+        self.streams: dict[tuple[str, str], Stream] = {}
+        # "handled": dies between deciding and saving; "saved": between saving and answering.
+        self.crash_at = ""
+        self.crash_events = 0
+        self.downtime = 1.0
+        self._offset = 0.0
+        self._paused_at: float | None = None
+        self._backlog: list[Callable[[], None]] = []
+        self._timer: Timer | None = None
+        self._shape: tuple[object, ...] = ()
+
+    @property
+    def now(self) -> float:
+        return self.sim.clock.now + self._offset
+
+    @property
+    def job(self) -> Job | None:
+        """What is durable (saved before anything leaves)."""
+        return self.state.job if self.state is not None else None
+
+    # ---- the process ------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        if self.up:
+            return
+        self.starts += 1
+        self._offset = self.sim.random.uniform(0.0, 5000.0)
+        self.up = True
+        if self.stored is None:
+            self.generation = 1
+            self.state = brain.fresh("job", self.generation, embedded=self.sim.plan.embedded)
+        else:
+            self.generation += 1
+            self.state = brain.recover(CODEC.decode(self.stored), self.generation, self.now)
+        self.generation = self.state.job.generation
+        self.sim.trace("master", "starts, generation {}", self.generation)
+        self.sim.ledger.master_moved(self.state.job)
+        self._wake()
+
+    def crash(self) -> None:
+        """SIGKILL now; whoever supervises it starts it again after `downtime`."""
+        if self.up and self.state is not None:
+            self._die(CODEC.encode(self.state.job))
+
+    def _die(self, durable: bytes | None) -> None:
+        self.sim.trace("master", "dies (back in {:.1f} s)", self.downtime)
+        self.stored = durable
+        self.up = False
+        self.state = None
+        self.crash_at = ""
+        self._paused_at = None
+        self._backlog.clear()
+        self.streams.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+        self.sim.network.master_died()
+        self.sim.clock.after(self.downtime, self.start)
+
+    def lose_store(self) -> None:
+        """Only while it is down."""
+        self.stored = None
+        self.sim.trace("master", "its store is lost")
+        self.sim.ledger.store_lost()
+
+    def pause(self) -> None:
+        if self.up and self._paused_at is None:
+            self.sim.trace("master", "is stopped")
+            self._paused_at = self.sim.clock.now
+
+    def resume(self) -> None:
+        if not self.up or self._paused_at is None:
+            return
+        held = self.sim.clock.now - self._paused_at
+        self._paused_at = None
+        self.sim.trace("master", "continues after {:.1f} s", held)
+        if held > HELD_UP_AFTER:
+            self._decide(HeldUp(), None)
+        backlog, self._backlog = self._backlog, []
+        for work in backlog:
+            if self.up:
+                work()
+        if self.up:
+            self._wake()
+
+    # ---- events -----------------------------------------------------------------------------------------------------
+
+    def receive(self, event: Event, answer: Callable[[Reply], None] | None = None) -> None:
+        if not self.up:
+            return
+        if self._paused_at is not None:
+            self._backlog.append(lambda: self._decide(event, answer))
+        else:
+            self._decide(event, answer)
+
+    def stream_opened(self, stream: Stream) -> None:
+        key = (stream.node, stream.incarnation)
+        older = self.streams.get(key)
+        if older is not None and older is not stream:
+            self.sim.network.end(older)
+        self.streams[key] = stream
+        self.receive(StreamOpened(*key))
+
+    def stream_closed(self, stream: Stream) -> None:
+        key = (stream.node, stream.incarnation)
+        if self.streams.get(key) is stream:
+            del self.streams[key]
+            self.receive(StreamClosed(*key))
+
+    def _tick(self) -> None:
+        self._timer = None
+        if self.up and self._paused_at is None and self.state is not None:
+            self._decide(Tick(), None)
+
+    def _wake(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        wake = self.state.wake if self.state is not None else None
+        if wake is not None:
+            self._timer = self.sim.clock.after(max(TICK_PAUSE, wake - self.now), self._tick)
+
+    def _decide(self, event: Event, answer: Callable[[Reply], None] | None) -> None:
+        if self.state is None:
+            return
+        if self.crash_at and not (isinstance(event, Called) and isinstance(event.message, QUIET)):
+            self.crash_events -= 1
+            if self.crash_events <= 0:
+                self._decide_and_die(event)
+                return
+        self.state, replies = brain.handle(self.state, event, self.now)
+        if isinstance(event, Called) and len(replies) != 1:
+            raise AssertionError(f"{len(replies)} replies to one call")
+        job = self.state.job
+        quiet = isinstance(event, Tick) or (isinstance(event, Called) and isinstance(event.message, QUIET))
+        shape = self._looks(job)
+        if not quiet or shape != self._shape:
+            self._shape = shape
+            self.generation = job.generation
+            self.sim.ledger.master_moved(job)
+            self._publish()
+        if answer is not None and replies:
+            answer(replies[0])
+        self._wake()
+
+    def _decide_and_die(self, event: Event) -> None:
+        assert self.state is not None
+        before = CODEC.encode(self.state.job)
+        self.state, _ = brain.handle(self.state, event, self.now)
+        if self.crash_at == "saved":
+            self.sim.ledger.master_moved(self.state.job)
+            before = CODEC.encode(self.state.job)
+        self.sim.trace("master", "was just {} {}", self.crash_at, type(event).__name__)
+        self._die(before)
+
+    def _looks(self, job: Job) -> tuple[object, ...]:
+        """What directives depend on, as far as a heartbeat, progress or timer can change it."""
+        return (
+            job.phase,
+            job.epoch,
+            job.noticed,
+            len(job.checkpoints),
+            [(r.retired, r.universal_digest) for r in job.checkpoints],
+            (job.conversion.lease, job.conversion.owner, job.conversion.blocked) if job.conversion else None,
+            (job.verification.number, job.verification.verifier) if job.verification else None,
+            [member.part for member in job.world.members] if job.world is not None else None,
+            [(node.incarnation, node.leaving, node.unreadable) for node in job.nodes.values()],
+            len(self.state.live.held_until) if self.state is not None else 0,
+        )
+
+    def _publish(self) -> None:
+        assert self.state is not None
+        for key, stream in list(self.streams.items()):
+            node = self.state.job.nodes.get(stream.node)
+            if node is not None and node.incarnation == stream.incarnation:
+                directive = brain.view(self.state, stream.node)
+            else:
+                directive = control_pb2.Directive(generation=self.state.job.generation)
+                directive.fenced.reason = "not known"
+            content = directive.SerializeToString()
+            if content == stream.offered:
+                continue
+            stream.offered = content
+            self.sim.ledger.directive_sent(directive)
+            self.sim.network.push(stream, directive)
+            if directive.WhichOneof("order") == "fenced":
+                del self.streams[key]
+                self.sim.network.end(stream)

@@ -1,0 +1,110 @@
+"""What one seed means: the job, its size and speed, and the list of things that will happen to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+from dalsegno.protos import control_pb2
+
+HOSTS = ("host-a", "host-b", "host-c", "host-d")
+
+PLANNED = ("join", "join", "leave", "leave", "all_leave")
+CRASHES = ("kill_node", "kill_node", "kill_agent", "lose_host", "crash_worker", "crash_worker", "kill_newcomer")
+NETWORK = ("cut_closed", "cut_silent", "freeze_agent", "freeze_node", "cut_all")
+MASTER = ("crash_master", "crash_handled", "crash_saved", "pause_master", "leave_while_away")
+DISK = ("disk_full", "damage_newest", "damage_form", "blind_host", "lagging_host", "kill_converter", "no_conversion")
+LOSS = ("lose_store",)
+
+MENUS: dict[str, tuple[str, ...]] = {
+    "planned": PLANNED,
+    "crashes": PLANNED + CRASHES,
+    "network": PLANNED + CRASHES + NETWORK,
+    "master": PLANNED + MASTER,
+    "masters": PLANNED + CRASHES + MASTER,
+    "store": PLANNED + ("kill_node", "crash_worker", "crash_master") + LOSS,
+    "disk": PLANNED + ("kill_node", "crash_worker") + DISK,
+    "all": PLANNED + CRASHES + NETWORK + MASTER + DISK,
+}
+
+
+@dataclass
+class Plan:
+    """Durations in seconds of simulated time."""
+
+    seed: int
+    kind: str
+    settings: control_pb2.Settings
+    steps: int
+    save_every: int
+    step_time: float
+    save_time: float
+    load_time: float
+    convert_time: float
+    nproc: int
+    any_world_size: bool
+    embedded: bool
+    outage_timeout: float
+    warm_factor: float
+    start_nodes: int
+    named: bool
+    loss: float
+    duplication: float
+    slow: float
+    fault_time: float
+    happenings: list[tuple[float, str]]
+    weak_readers: set[str] = field(default_factory=set)
+
+
+def plan_of(seed: int) -> Plan:
+    """The plan of one seed; the same seed gives the same plan."""
+    random = Random(f"plan {seed}")
+    kind = random.choice(list(MENUS))
+    maximum = random.choice((2, 3, 4, 4))
+    minimum = random.choice((1, 1, 1, 2))
+    unit = 2 if maximum == 4 and random.random() < 0.1 else 1
+    wild = kind in ("network", "all")
+    settings = control_pb2.Settings(
+        min_nodes=minimum,
+        max_nodes=maximum,
+        node_unit=unit,
+        node_timeout=random.choice((4.0, 6.0)),
+        drain_timeout=8.0,
+        join_timeout=random.choice((5.0, 8.0)),
+        stall_timeout=40.0,
+        grow_interval=random.choice((0.0, 0.0, -1.0, 5.0)),
+        grow_wait=20.0,
+        wait_for_nodes=-1.0,
+        quiet_time=1.0,
+        max_restarts=3 if random.random() < 0.15 else 1000,
+        universal_checkpoint=True,
+        keep_checkpoints=random.choice((0, 1, 2, 3)),
+    )
+    fault_time = random.uniform(8.0, 35.0)
+    count = random.randint(2, 7)
+    happenings = sorted((random.uniform(0.0, fault_time), random.choice(MENUS[kind])) for _ in range(count))
+    if kind == "store":
+        happenings.append((random.uniform(3.0, fault_time), "lose_store"))
+    return Plan(
+        seed=seed,
+        kind=kind,
+        settings=settings,
+        steps=random.randint(12, 36),
+        save_every=random.choice((3, 5, 8)),
+        step_time=random.choice((0.3, 0.6, 1.0)),
+        save_time=random.choice((0.05, 0.3, 1.0)),
+        load_time=random.choice((0.05, 0.4)),
+        convert_time=random.choice((0.2, 1.0, 3.0)),
+        nproc=random.choice((1, 1, 2)),
+        any_world_size=random.random() < 0.25,
+        embedded=random.random() < 0.5,
+        outage_timeout=random.choice((6.0, 30.0)),
+        warm_factor=random.choice((0.5, 1.0, 3.0)),
+        start_nodes=random.randint(minimum, maximum),
+        named=random.random() < 0.3,
+        loss=random.choice((0.0, 0.01, 0.1)) if wild else 0.0,
+        duplication=random.choice((0.0, 0.02, 0.1)) if wild else 0.0,
+        slow=random.choice((0.0, 0.02, 0.2)) if wild else 0.0,
+        fault_time=fault_time,
+        happenings=sorted(happenings),
+    )

@@ -1,0 +1,51 @@
+"""Runs schedules by seed, and replays one with a trace."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+from .plan import plan_of
+from .world import Simulation
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`failure` is empty where everything held."""
+
+    seed: int
+    digest: str
+    failure: str = ""
+    name: str = ""
+
+
+def simulate(seed: int) -> Outcome:
+    """One schedule."""
+    try:
+        return Outcome(seed, Simulation(plan_of(seed)).run())
+    except AssertionError as error:
+        return Outcome(seed, "", str(error), getattr(error, "name", type(error).__name__))
+    except Exception as error:
+        # A crash of the code under test is a finding like any other; the replay shows where.
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return Outcome(seed, "", f"{error!r} at {frame.name}:{frame.lineno}", type(error).__name__)
+
+
+def replay(seed: int) -> tuple[list[str], Outcome]:
+    """One schedule with every line of its trace."""
+    simulation = Simulation(plan_of(seed), tracing=True)
+    try:
+        return simulation.lines, Outcome(seed, simulation.run())
+    except Exception:
+        return simulation.lines, Outcome(seed, "", traceback.format_exc())
+
+
+def simulate_all(seeds: range, processes: int) -> Iterator[Outcome]:
+    """Many schedules, in order of their seeds."""
+    if processes == 1:
+        yield from map(simulate, seeds)
+        return
+    with ProcessPoolExecutor(processes) as pool:
+        yield from pool.map(simulate, seeds, chunksize=20)

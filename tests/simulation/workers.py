@@ -1,0 +1,279 @@
+"""Simulated training: one collective per epoch. A step is made only while all ranks of the world take part."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from dalsegno.agent import events as ev
+from dalsegno.protos import control_pb2, worker_pb2
+
+from .disk import Sealed
+
+if TYPE_CHECKING:
+    from .agents import SimAgent
+    from .world import Simulation
+
+
+class Group:
+    """One node's ranks of one epoch."""
+
+    def __init__(self, agent: SimAgent, collective: Collective, first_rank: int) -> None:
+        self.agent = agent
+        self.collective = collective
+        self.first_rank = first_rank
+        self.alive = True
+        self.up = False
+        self.frozen = False
+        self.drain = False
+        self.master_seen = False
+
+    def tell(self, drain: bool, master_seen: bool) -> None:
+        self.drain = drain
+        self.master_seen = master_seen
+
+    def says(self, delay: float, rank: int, **body: object) -> None:
+        """One rank's message reaches the agent, also if the rank dies meanwhile (it is in the socket)."""
+        message = worker_pb2.ToAgent(**body)  # type: ignore[arg-type]
+        event = ev.WorkerSaid(self.collective.epoch, self.first_rank + rank, message)
+        self.agent.sim.clock.after(delay, self.agent.deliver, event)
+
+    def exits(self, delay: float, code: int, ranks: int | None = None) -> None:
+        """Its ranks end by themselves."""
+        self.alive = False
+        for rank in range(self.agent.nproc if ranks is None else ranks):
+            event = ev.WorkerExited(self.collective.epoch, rank, code, "")
+            self.agent.sim.clock.after(delay + 0.001 * rank, self.agent.deliver, event)
+
+    def die(self) -> None:
+        """Killed from outside: nobody reads an exit code, the peers notice."""
+        if self.alive:
+            self.alive = False
+            self.collective.broken()
+
+    def crash(self, code: int) -> None:
+        """One rank ends with an error."""
+        if self.alive:
+            self.exits(0.01, code, ranks=1)
+            self.collective.broken()
+
+
+class Collective:
+    """The ranks of one world: load, step, save, drain, finish."""
+
+    def __init__(self, sim: Simulation, world: control_pb2.World) -> None:
+        self.sim = sim
+        self.world = world
+        self.epoch = world.epoch
+        self.groups: dict[str, Group] = {}
+        self.step = world.resume.source.step if world.HasField("resume") else 0
+        self.history: tuple[tuple[int, int], ...] = ()
+        self.loaded = False
+        self.saved_step = self.step
+        self.attempt = 0
+        self.is_broken = False
+        # What waits because a member is stopped (SIGSTOP).
+        self._stuck: list[tuple[object, tuple[object, ...]]] = []
+
+    # ---- forming ----------------------------------------------------------------------------------------------------
+
+    def join(self, agent: SimAgent) -> Group:
+        first = 0
+        for member in self.world.members:
+            if member.incarnation == agent.client.incarnation:
+                break
+            first += member.nproc
+        group = Group(agent, self, first)
+        self.groups[agent.client.incarnation] = group
+        delay = self.sim.random.uniform(0.05, 0.4) if agent.warm else self.sim.random.uniform(0.5, 3.0)
+        self.sim.clock.after(delay, self._up, group)
+        return group
+
+    def _up(self, group: Group) -> None:
+        if not group.alive:
+            return
+        group.up = True
+        for rank in range(group.agent.nproc):
+            group.says(0.002, rank, hello=worker_pb2.Hello(protocol=1, epoch=self.epoch, rank=group.first_rank + rank))
+        if len(self.groups) == len(self.world.members) and all(g.up and g.alive for g in self.groups.values()):
+            self._later(self.sim.plan.load_time, self._load)
+
+    def _later(self, delay: float, call: object, *args: object) -> None:
+        self.sim.clock.after(delay, self._together, call, args)
+
+    def _together(self, call: object, args: tuple[object, ...]) -> None:
+        """Carries on if everybody takes part; with a stopped member it waits, with a dead one it never happens."""
+        if self.is_broken or not all(group.alive for group in self.groups.values()):
+            return
+        if any(group.frozen for group in self.groups.values()):
+            self._stuck.append((call, args))
+            return
+        call(*args)  # type: ignore[operator]
+
+    def thaw(self) -> None:
+        stuck, self._stuck = self._stuck, []
+        for call, args in stuck:
+            self._later(0.01, call, *args)
+
+    def broken(self) -> None:
+        """A member is gone: some peers get an error at some time, others hang in the collective."""
+        if self.is_broken:
+            return
+        self.is_broken = True
+        for group in self.groups.values():
+            if group.alive and self.sim.random.random() < 0.6:
+                self.sim.clock.after(self.sim.random.uniform(0.02, 4.0), self._error, group)
+
+    def _error(self, group: Group) -> None:
+        if group.alive:
+            group.crash(1)
+
+    # ---- loading ----------------------------------------------------------------------------------------------------
+
+    def _load(self) -> None:
+        world = self.world
+        source: Sealed | None = None
+        if world.HasField("resume"):
+            universal = world.resume.form == control_pb2.FORM_UNIVERSAL
+            ref = world.resume.universal if universal else world.resume.source.ref
+            bad = [group for group in self.groups.values() if self._cannot_load(group, ref)]
+            if bad:
+                self._bad_checkpoint(bad, ref, world.resume.form)
+                return
+            source = self.sim.disk.ever[ref.digest]
+            size = sum(member.nproc for member in world.members)
+            shape = source.message.shape
+            self.sim.ledger.require(
+                universal or shape.any_world_size or shape.world_size == size,
+                "loads",
+                f"epoch {self.epoch} of {size} ranks loads {ref.name} as it is",
+            )
+        self.history = source.history if source is not None else ()
+        self.loaded = True
+        self.sim.trace("workers", "epoch {} loaded step {}", self.epoch, self.step)
+        self._next()
+
+    def _cannot_load(self, group: Group, ref: control_pb2.CheckpointRef) -> bool:
+        entry = self.sim.disk.find(group.agent.host, ref.digest)
+        return entry is None or entry.damaged or (group.agent.host in self.sim.plan.weak_readers)
+
+    def _bad_checkpoint(self, bad: list[Group], ref: control_pb2.CheckpointRef, form: int) -> None:
+        self.sim.trace("workers", "epoch {}: {} cannot load {}", self.epoch, [g.agent.label for g in bad], ref.name)
+        said = worker_pb2.BadCheckpoint(
+            name=ref.name, digest=ref.digest, form=form, file="part-0.pt", message="checksum"
+        )
+        for group in bad:
+            group.says(0.002, 0, bad_checkpoint=said)
+            group.exits(0.02, ev.WORKER_BAD_CHECKPOINT, ranks=1)
+        self.broken()
+
+    # ---- stepping ---------------------------------------------------------------------------------------------------
+
+    def _next(self) -> None:
+        if self.step >= self.sim.plan.steps:
+            self._end()
+            return
+        groups = self.groups.values()
+        drain = any(group.drain for group in groups)
+        seen = any(group.master_seen for group in groups)
+        duration = self.sim.plan.step_time * self.sim.random.uniform(0.8, 1.3)
+        self._later(duration, self._stepped, drain, seen, duration)
+
+    def _stepped(self, drain: bool, seen: bool, seconds: float) -> None:
+        self.step += 1
+        self.history = (*self.history, (self.epoch, self.step))
+        self.sim.ledger.stepped(self.epoch, self.step)
+        progress = worker_pb2.Progress(
+            step=self.step, loss=1.0 / self.step, seconds=seconds, longest=1.0, anyone_sees_master=seen
+        )
+        for group in self.groups.values():
+            group.says(0.001 + 0.005 * self.sim.random.random(), 0, progress=progress)
+        if drain and self.step < self.sim.plan.steps:
+            for group in self.groups.values():
+                for rank in range(group.agent.nproc):
+                    group.says(0.007, rank, draining=worker_pb2.Draining(step=self.step))
+        if drain or self.step >= self.sim.plan.steps or self.step % self.sim.plan.save_every == 0:
+            self._save(drain and self.step < self.sim.plan.steps)
+        else:
+            self._next()
+
+    # ---- saving -----------------------------------------------------------------------------------------------------
+
+    def _save(self, drain: bool) -> None:
+        if self.saved_step == self.step:
+            self._saved(drain, None)
+            return
+        self.attempt += 1
+        name = f"step-{self.step}.e{self.epoch}.{self.attempt}"
+        self.sim.ledger.require(self.sim.disk.begin(name), "names", f"{name} exists already")
+        for group in self.groups.values():
+            group.says(0.01, 0, saving=worker_pb2.Saving(name=name, bytes=1000 * self.attempt))
+        self._later(self.sim.plan.save_time * self.sim.random.uniform(0.5, 1.5), self._parts_written, name, drain)
+
+    def _parts_written(self, name: str, drain: bool) -> None:
+        if self.sim.disk.full:
+            self.sim.trace("workers", "epoch {}: saving {} failed, disk full", self.epoch, name)
+            failed = worker_pb2.SaveFailed(name=name, reason="no space left on device", drain=drain)
+            for group in self.groups.values():
+                group.says(0.002, 0, save_failed=failed)
+            if self.step < self.sim.plan.steps:
+                self._next()
+            else:
+                self._later(0.5, self._save, False)
+            return
+        message = self._manifest(name)
+        lead = next(group for group in self.groups.values() if group.first_rank == 0)
+        self.sim.disk.seal(message, self.history, lead.agent.host)
+        self.sim.trace("workers", "epoch {} sealed {}", self.epoch, name)
+        self.saved_step = self.step
+        lead.says(0.003, 0, sealed=worker_pb2.Sealed(name=name, digest=message.ref.digest, step=self.step))
+        self._later(0.004, self._saved, drain, message.ref)
+
+    def _manifest(self, name: str) -> control_pb2.Checkpoint:
+        message = control_pb2.Checkpoint(
+            ref=control_pb2.CheckpointRef(name=name, digest=f"digest of {name}"),
+            run_id=self.world.run_id,
+            step=self.step,
+            epoch=self.epoch,
+            form=control_pb2.FORM_SHARDED,
+            shape=control_pb2.Shape(
+                world_size=sum(member.nproc for member in self.world.members),
+                strategy="deepspeed-zero-1",
+                any_world_size=self.sim.plan.any_world_size,
+            ),
+            position=control_pb2.Position(data_epoch=0, samples=16 * self.step),
+            bytes=1000,
+            min_nodes=self.sim.plan.settings.min_nodes,
+            max_nodes=self.sim.plan.settings.max_nodes,
+        )
+        if self.world.HasField("resume"):
+            message.resumed_from.CopyFrom(self.world.resume.source.ref)
+        return message
+
+    def _saved(self, drain: bool, ref: control_pb2.CheckpointRef | None) -> None:
+        if self.step >= self.sim.plan.steps:
+            self._end()
+            return
+        if not drain:
+            self._next()
+            return
+        if ref is None:
+            ref = next(
+                (s.message.ref for s in self.sim.disk.ever.values() if s.history == self.history), self._resumed_ref()
+            )
+        self.sim.trace("workers", "epoch {} drained at step {}", self.epoch, self.step)
+        drained = worker_pb2.Drained(name=ref.name, digest=ref.digest, step=self.step)
+        for group in self.groups.values():
+            for rank in range(group.agent.nproc):
+                group.says(0.002, rank, drained=drained)
+            group.exits(self.sim.random.uniform(0.01, 0.3), ev.WORKER_DRAINED)
+
+    def _resumed_ref(self) -> control_pb2.CheckpointRef:
+        return self.world.resume.source.ref if self.world.HasField("resume") else control_pb2.CheckpointRef()
+
+    def _end(self) -> None:
+        """The script's training reached its end; the last step is saved."""
+        self.sim.trace("workers", "epoch {} finished at step {}", self.epoch, self.step)
+        for group in self.groups.values():
+            for rank in range(group.agent.nproc):
+                group.says(0.002, rank, finished=worker_pb2.Finished(step=self.step))
+            group.exits(self.sim.random.uniform(0.01, 0.5), 0)

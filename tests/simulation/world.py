@@ -1,0 +1,169 @@
+"""One schedule: the job of a plan, everything that happens to it, and the checks."""
+
+from __future__ import annotations
+
+import hashlib
+from random import Random
+from typing import Any
+
+from dalsegno.master.state import Job
+from dalsegno.protos import control_pb2
+
+from .agents import SimAgent
+from .clock import Clock
+from .conversions import Conversions
+from .disk import Disk
+from .faults import FAULTS
+from .ledger import Ledger, Violation
+from .masters import SimMaster
+from .network import Network
+from .plan import HOSTS, Plan
+from .workers import Collective, Group
+
+# Beyond that many events something is busy without getting anywhere.
+MOST_EVENTS = 60_000
+# After the last fault: what a job may take beyond its work (retries of conversions pause up to 60 s), seconds.
+PATIENCE = 240.0
+
+
+class Simulation:
+    """Runs one plan to its end; `run` raises `Violation` (or whatever the code under test raises)."""
+
+    def __init__(self, plan: Plan, tracing: bool = False) -> None:
+        self.plan = plan
+        self.tracing = tracing
+        self.lines: list[str] = []
+        self.random = Random(f"events {plan.seed}")
+        self.clock = Clock()
+        self.network = Network(self.clock, Random(f"network {plan.seed}"))
+        self.network.loss, self.network.duplication, self.network.slow = plan.loss, plan.duplication, plan.slow
+        self.disk = Disk(self.clock)
+        self.conversions = Conversions(self)
+        self.conversions_fail = False
+        # Digests that some node could not read although they verify.
+        self.misread: set[str] = set()
+        self.ledger = Ledger(self)
+        self.collectives: dict[int, Collective] = {}
+        self.agents: list[SimAgent] = []
+        self._ports = 20_000
+        self._said = ""
+        self.faults_over = False
+        self.master = SimMaster(self)
+        self.network.master = self.master
+        if plan.loss or plan.slow:
+            self.ledger.unplanned = True
+
+    # ---- for the parts ----------------------------------------------------------------------------------------------
+
+    def trace(self, who: str, text: str, *values: Any) -> None:
+        if self.tracing:
+            self.lines.append(f"{self.clock.now:8.3f} {who:>9} {text.format(*values)}")
+
+    def trace_job(self, job: Job) -> None:
+        parts = {m.node: m.part.value for m in job.world.members} if job.world is not None else {}
+        lease = f" lease {job.conversion.lease} of {job.conversion.owner}" if job.conversion is not None else ""
+        line = f"{job.phase.value} epoch {job.epoch} {parts} nodes {list(job.nodes)}{lease}"
+        if line != self._said:
+            self._said = line
+            self.trace("master", "{}", line)
+
+    def fresh_port(self) -> int:
+        self._ports += 1
+        return self._ports
+
+    def living(self) -> list[SimAgent]:
+        """Agents that are there and not about to leave."""
+        return [agent for agent in self.agents if agent.alive and not agent.state.leaving]
+
+    def pick(self, agents: list[SimAgent]) -> SimAgent | None:
+        return self.random.choice(agents) if agents else None
+
+    def by_incarnation(self, incarnation: str) -> SimAgent | None:
+        return next((a for a in self.agents if a.alive and a.client.incarnation == incarnation), None)
+
+    def start_agent(self, host: str = "", name: str = "") -> SimAgent:
+        number = len(self.agents)
+        host = host or self.random.choice(HOSTS)
+        if not name and self.plan.named and self.random.random() < 0.5:
+            name = f"node-{number}"
+        agent = SimAgent(self, number, host, name)
+        self.agents.append(agent)
+        self.trace(agent.label, "starts on {} {}", host, name)
+        return agent
+
+    def start_workers(self, agent: SimAgent, world: control_pb2.World) -> Group:
+        """`StartWorkers` of one agent: its ranks of the world's collective."""
+        before = agent.group
+        self.ledger.require(
+            before is None or not before.alive, "one epoch at a time", f"{agent.label} still runs another epoch"
+        )
+        run = self.collectives.get(world.epoch)
+        if run is None:
+            run = self.collectives[world.epoch] = Collective(self, world)
+        self.ledger.require(
+            run.world.SerializeToString() == world.SerializeToString(), "one world per epoch", f"epoch {world.epoch}"
+        )
+        return run.join(agent)
+
+    # ---- the schedule -----------------------------------------------------------------------------------------------
+
+    def run(self) -> str:
+        """To the end of the job. Returns a digest of everything that happened."""
+        plan = self.plan
+        self.trace("plan", "{}", plan)
+        self.clock.after(0.0, self.master.start)
+        for _ in range(plan.start_nodes):
+            self.clock.after(self.random.uniform(0.0, 2.0), self.start_agent)
+        for at, name in plan.happenings:
+            self.clock.after(at, self._happen, name)
+        self.clock.after(plan.fault_time, self._heal)
+        give_up = plan.fault_time + PATIENCE + plan.steps * (1.3 * plan.step_time + 1.5 * plan.save_time)
+        while not self._over():
+            if not self.clock.step() or self.clock.now > give_up or self.clock.events > MOST_EVENTS:
+                raise Violation("liveness", self._where())
+        self.ledger.finished()
+        summary = (self.ledger.executed, self.clock.events, self.clock.now, self.ledger.message)
+        return hashlib.sha256(repr(summary).encode()).hexdigest()
+
+    def _over(self) -> bool:
+        return self.ledger.success is not None and self.faults_over and not any(a.alive for a in self.agents)
+
+    def _happen(self, name: str) -> None:
+        if not self.faults_over and self.ledger.success is None:
+            self.trace("fault", "{}", name)
+            FAULTS[name](self)
+
+    def _heal(self) -> None:
+        """Faults are over: everything that can be repaired is."""
+        self.trace("fault", "all over")
+        self.faults_over = True
+        self.network.loss = self.network.duplication = self.network.slow = 0.0
+        for host in list(self.network.cut):
+            self.network.heal(host)
+        for agent in self.agents:
+            if agent.alive and agent.frozen:
+                agent.thaw()
+        self.disk.full = self.conversions_fail = False
+        self.disk.blind.clear()
+        self.disk.lag.clear()
+        self.master.crash_at = ""
+        self.master.resume()
+        self._nurse()
+
+    def _nurse(self) -> None:
+        """At least `min` nodes stay."""
+        settings = self.plan.settings
+        wanted = max(settings.min_nodes, settings.node_unit)
+        if self.ledger.success is None:
+            for _ in range(wanted - len(self.living())):
+                self.start_agent()
+        self.clock.after(5.0, self._nurse)
+
+    def _where(self) -> str:
+        job = self.master.job
+        phase = f"{job.phase.value}, epoch {job.epoch}" if job is not None else "no master"
+        left = [f"{a.label}:{a.state.workers.value}/{a.state.outcome.value}" for a in self.agents if a.alive]
+        return (
+            f"after {self.clock.now:.0f} s and {self.clock.events} events: {phase}, last step {self.ledger.last_step_at:.0f} s,"
+            f" head {self.ledger.head[1]}/{self.plan.steps}, agents {left}"
+        )
