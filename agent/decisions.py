@@ -540,8 +540,6 @@ class _Turn:
         codes = [code for _, code in state.exits]
         drained = ev.WORKER_DRAINED in codes or any(self.has_drained(rank) for rank, _ in state.exits)
         state.outcome = Outcome.DRAINED if drained else Outcome.FINISHED
-        if not drained:
-            self.call("ReportFinished", control_pb2.FinishedRequest(caller=self.caller(), step=state.step))
 
     def workers_stopped(self, epoch: int) -> None:
         state = self.state
@@ -675,7 +673,7 @@ class _Turn:
 
     def settle(self) -> None:
         self.state.wake = None
-        self.report_drained()
+        self.report_ended()
         self.prepare_join()
         self.check_outage()
         self.check_leave()
@@ -686,18 +684,21 @@ class _Turn:
         if self.state.wake is None or when < self.state.wake:
             self.state.wake = when
 
-    def report_drained(self) -> None:
+    def report_ended(self) -> None:
+        """Says once that all ranks of this node drained or finished, after the commit of what they saved last."""
         state = self.state
-        if state.outcome is not Outcome.DRAINED or state.workers is not Workers.NONE or state.reading:
+        if state.workers is not Workers.NONE or state.reading or not state.exits:
             return
-        if state.exits:
-            state.exits = ()
+        if state.outcome is Outcome.FINISHED:
+            self.call("ReportFinished", control_pb2.FinishedRequest(caller=self.caller(), step=state.step))
+        elif state.outcome is Outcome.DRAINED:
             self.call(
                 "ReportDrained",
                 control_pb2.DrainedRequest(caller=self.caller(), checkpoint=state.drained, step=state.step),
             )
-            if state.leaving and state.release_deadline is None:
-                state.release_deadline = self.now + state.settings.release_timeout
+        state.exits = ()
+        if state.outcome is Outcome.DRAINED and state.leaving and state.release_deadline is None:
+            state.release_deadline = self.now + state.settings.release_timeout
 
     def check_outage(self) -> None:
         """A node that alone is cut off from the master drains; where nobody hears it, training goes on."""
