@@ -19,9 +19,17 @@ OPTIMIZER_STATE = "optimizer_state.pt"
 def expected_files(source: Source) -> tuple[str, ...]:
     """Paths, relative to the target, of the files that the universal form of ``source`` must have."""
     paths = [f"{ZERO}/{name}/{state}.pt" for name in source.parameters for state in source.states]
-    if source.stage < 3 and any(step is not None for step in source.steps):
-        paths += [f"{ZERO}/{name}/step.pt" for name, p in source.parameters.items() if p.pieces]
+    if source.stage < 3:
+        paths += [f"{ZERO}/{name}/{FP32}.pt" for name in unpartitioned(source)]
+        if any(step is not None for step in source.steps):
+            paths += [f"{ZERO}/{name}/step.pt" for name, p in source.parameters.items() if p.pieces]
     return (*sorted(paths), f"{ZERO}/{OPTIMIZER_STATE}", *source.model_files)
+
+
+def unpartitioned(source: Source) -> dict[str, Tensor]:
+    """What stages 1 and 2 save and the optimizer does not know: frozen parameters, buffers, tied weights' other names."""
+    module: dict[str, Tensor] = source.model.get("module") or {}
+    return {name: value for name, value in module.items() if name not in source.parameters}
 
 
 def check_complete(target: Path, source: Source) -> None:
@@ -63,6 +71,3 @@ def tensor_of(content: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise EnvironmentFailed(f"an atomic file holds {type(value).__name__}, not a tensor")
     return value
-
-
-__all__ = ("FP32", "OPTIMIZER_STATE", "ZERO", "check_complete", "check_tensor", "check_weights", "expected_files")

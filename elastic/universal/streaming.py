@@ -23,7 +23,7 @@ from torch import Tensor
 
 from dalsegno.elastic.checkpoint import FileEntry
 
-from .check import OPTIMIZER_STATE, ZERO, check_weights
+from .check import OPTIMIZER_STATE, ZERO, check_weights, unpartitioned
 from .journal import Journal, place
 from .source import FP32, Parameter, Source
 
@@ -112,7 +112,9 @@ def write(source: Source, directory: Path, files: Mapping[str, FileEntry], outpu
             future.cancel()
         for future in finished:
             future.result()
-        _write_module(source, output)
+        if source.stage < 3:
+            for name, value in unpartitioned(source).items():
+                output.save(f"{ZERO}/{name}/{FP32}.pt", {"param": value.float()})
         output.save(f"{ZERO}/{OPTIMIZER_STATE}", _common_state(source))
     for name in source.model_files:
         output.link(name, directory / name, files[name])
@@ -142,15 +144,6 @@ def _write_parameter(source: Source, parameter: Parameter, output: Output) -> No
     step = source.steps[parameter.pieces[0].group] if parameter.pieces else None
     if source.stage < 3 and step is not None:
         output.save(f"{ZERO}/{parameter.name}/step.pt", step)
-
-
-def _write_module(source: Source, output: Output) -> None:
-    """Stages 1 and 2: what the optimizer does not know (frozen parameters, buffers, second names of tied weights)."""
-    if source.stage == 3:
-        return
-    for name, value in (source.model.get("module") or {}).items():
-        if name not in source.parameters:
-            output.save(f"{ZERO}/{name}/{FP32}.pt", {"param": value.float()})
 
 
 def _common_state(source: Source) -> dict[str, Any]:

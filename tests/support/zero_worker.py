@@ -41,6 +41,9 @@ class Plan:
 
 
 class Model(nn.Module):
+    seen: Tensor
+    average: Tensor
+
     def __init__(self, frozen_value: float) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, FEATURES)

@@ -1,0 +1,47 @@
+"""``dalsegno.elastic.deepspeed.config``: what it sets, what it refuses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("deepspeed")
+
+from dalsegno.elastic.deepspeed import config
+from dalsegno.elastic.plan import BatchPlan
+
+
+@dataclass
+class Point:
+    form: str
+    path: Path = Path("a")
+    universal: Path | None = None
+
+
+PLAN = BatchPlan(16, 3, 4)  # two micro-steps of at most 3
+
+
+@pytest.mark.parametrize(
+    ("resume", "universal"), [(None, False), (Point("sharded"), False), (Point("universal"), True)]
+)
+def test_loads_universal_exactly_when_the_resume_point_is(resume: Point | None, universal: bool) -> None:
+    base = {"checkpoint": {"load_universal": not universal, "tag_validation": "Ignore"}}
+    assert config(base, PLAN, resume)["checkpoint"] == {"load_universal": universal, "tag_validation": "Ignore"}
+
+
+def test_batch_sizes_are_the_plans() -> None:
+    base: dict[str, Any] = {"train_batch_size": 16, "gradient_clipping": 1.0, "checkpoint": {}}
+    made = config(base, PLAN, None)
+    assert (made["train_micro_batch_size_per_gpu"], made["gradient_accumulation_steps"]) == (3, 2)
+    assert "train_batch_size" not in made
+    assert made["gradient_clipping"] == 1.0
+    assert base == {"train_batch_size": 16, "gradient_clipping": 1.0, "checkpoint": {}}, "the script's own is changed"
+
+
+@pytest.mark.parametrize("key", ["round_robin_gradients", "elastic_checkpoint"])
+def test_refuses_what_no_change_of_the_world_survives(key: str) -> None:
+    with pytest.raises(ValueError, match=key):
+        config({"zero_optimization": {"stage": 2, key: True}}, PLAN, None)
