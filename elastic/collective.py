@@ -142,7 +142,11 @@ class GlooCollective:
         self.max([0])
 
     def close(self) -> None:
-        """Leaves the group. Call ``barrier`` before: a peer in the middle of something would see its connection go."""
+        """Leaves the group. Call ``barrier`` before: a peer in the middle of something would see its connection go.
+
+        Its threads are joined here. One that still had to take the interpreter's lock while Python ends would abort the
+        process (exit code -6, "terminate called without an active exception").
+        """
         self._group = None
         self._store = None
 

@@ -16,6 +16,7 @@ from .checkpoint import (
     Manifest,
     Position,
     Ref,
+    inventory,
     read_sealed,
     verify_files,
     verify_listing,
@@ -99,7 +100,9 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
     answer: dict[str, Any] = {}
     if collective.rank == 0:
         try:
-            answer["found"] = [[m.name, m.digest] for m in reversed(store.sealed())]
+            # Sizes are left to the verification, so that a truncated file is named and not just passed over.
+            found = inventory(store.run_dir, check_sizes=False)
+            answer["found"] = [[m.name, m.digest] for m in reversed(found)]
         except OSError as error:
             answer["error"] = str(error)
     answer = collective.broadcast(answer)

@@ -294,6 +294,7 @@ class Session:
         except RuntimeError as error:
             # Everything is saved and said; a peer that died by now is the agent's business.
             log.warning("a rank was gone before the last barrier: %s", error)
+        self._collective.close()
 
     def _send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
         if self._link is not None:

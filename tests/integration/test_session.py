@@ -1,0 +1,328 @@
+"""The session with real processes, gloo and an agent's socket: exchange, saves, drains, failures, world changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, verify
+from tests.support.fake_agent import WORKER, FakeAgent, assert_same_curve, read_history
+
+pytestmark = pytest.mark.timeout(120)
+
+History = dict[int, tuple[float, list[int]]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[History]:
+    """12 steps in a world of one."""
+    with FakeAgent(tmp_path_factory.mktemp("undisturbed"), world=1, epoch=1) as agent:
+        agent.start("--steps", "12")
+        assert agent.wait() == [0]
+        yield agent.history()
+
+
+def newest(directory: Path) -> Manifest:
+    manifest = CheckpointStore(directory / "run-0001").newest()
+    assert manifest is not None
+    return manifest
+
+
+def test_worlds_1_3_2_give_the_undisturbed_curve(tmp_path: Path, undisturbed: History) -> None:
+    """Two drains and changes of the world (3 does not divide 16): same losses, each sample once, no step twice."""
+    found: History = {}
+    resume = None
+    for epoch, (world, last) in enumerate([(1, 3), (3, 7), (2, 12)], start=1):
+        with FakeAgent(tmp_path, world=world, epoch=epoch, resume=resume) as agent:
+            agent.start("--steps", "12", "--step-time", "0.3")
+            if last < 12:
+                agent.wait_for_step(last - 1)
+                agent.drain()
+                assert agent.wait() == [83] * world, agent.outputs
+                drained = agent.wait_for("drained", world)
+                resume = newest(tmp_path)
+                assert {(d.name, d.digest) for d in drained} == {(resume.name, resume.digest)}
+                assert [s.digest for s in agent.of("sealed")] == [resume.digest]
+                assert {d.step for d in agent.wait_for("draining", world)} == {resume.step}
+            else:
+                assert agent.wait() == [0] * world, agent.outputs
+                assert len(agent.wait_for("finished", world)) == world
+            history = agent.history()
+            assert not set(found) & set(history), "a step was made twice"
+            found.update(history)
+    assert_same_curve(found, undisturbed, range(1, 13))
+    final = newest(tmp_path)
+    assert (final.step, final.position.data_epoch, final.position.samples) == (12, 1, 80)
+    assert final.resumed_from is not None
+
+
+def test_same_world_resumes_bit_exactly_with_dropout(tmp_path: Path) -> None:
+    """A drain and a restart with as many ranks change not one bit, dropout included."""
+    with FakeAgent(tmp_path / "a", world=2, epoch=1) as agent:
+        agent.start("--steps", "9", "--dropout", "0.3")
+        assert agent.wait() == [0, 0], agent.outputs
+        wanted = agent.history()
+    with FakeAgent(tmp_path / "b", world=2, epoch=1) as agent:
+        agent.start("--steps", "9", "--dropout", "0.3", "--step-time", "0.2")
+        agent.wait_for_step(3)
+        agent.drain()
+        assert agent.wait() == [83, 83], agent.outputs
+        found = agent.history()
+    with FakeAgent(tmp_path / "b", world=2, epoch=2, resume=newest(tmp_path / "b")) as agent:
+        agent.start("--steps", "9", "--dropout", "0.3")
+        assert agent.wait() == [0, 0], agent.outputs
+        found.update(agent.history())
+    assert found == wanted
+
+
+def test_fixed_micro_batches_keep_dropout_alike_in_other_worlds(tmp_path: Path) -> None:
+    """With fixed micro-batches, dropout at 3 ranks gives the curve of one rank."""
+    histories = []
+    for world in (1, 3):
+        with FakeAgent(tmp_path / str(world), world=world, epoch=1) as agent:
+            agent.start("--steps", "6", "--dropout", "0.3", "--fixed")
+            assert agent.wait() == [0] * world, agent.outputs
+            histories.append(agent.history())
+    assert_same_curve(histories[1], histories[0], range(1, 7))
+
+
+def test_failed_save_on_one_rank_fails_on_all_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Disk full on rank 1 only: nobody hangs, leftovers go, one line, SaveFailed, and later saves succeed."""
+    with FakeAgent(tmp_path, world=2, epoch=4) as agent:
+        agent.start("--steps", "6", "--save-every", "2", "--fail-rank", "1")
+        assert agent.wait() == [0, 0], agent.outputs
+        failed = agent.wait_for("save_failed", 2)
+    assert {(f.name, f.drain) for f in failed} == {("step-2.e4.1", False)}
+    assert all("No space left" in f.reason and "rank 1" in f.reason for f in failed)
+    assert agent.outputs[0].count("saving step-2.e4.1 failed") == 1
+    names = {p.name for p in agent.run_dir.iterdir() if p.is_dir()}
+    assert names == {"step-4.e4.1", "step-6.e4.1"}
+    for manifest in CheckpointStore(agent.run_dir).sealed():
+        verify(agent.run_dir / manifest.name, manifest)
+        assert {"part-0.json", "part-1.json", "rng/rank-0.json", "rng/rank-1.json"} < {f.path for f in manifest.files}
+
+
+def test_mistake_in_the_save_function_ends_the_run_on_all_ranks(tmp_path: Path) -> None:
+    """What trying again cannot cure is not hidden as a failed save, and no rank waits for the one that raised."""
+    with FakeAgent(tmp_path, world=2, epoch=1) as agent:
+        agent.start("--steps", "6", "--save-every", "2", "--fail-rank", "1", "--fail-with", "mistake")
+        assert agent.wait() == [1, 1]
+    assert "a mistake in the script" in agent.outputs[0]
+    assert "SaveError" in agent.outputs[0]
+
+
+def test_drain_whose_save_fails_trains_on_and_tries_again(tmp_path: Path) -> None:
+    """Nobody exits from a drain that could not save; the next try, after a pause, does, under a new name."""
+    with FakeAgent(tmp_path, world=2, epoch=1) as agent:
+        agent.start("--steps", "1000", "--step-time", "0.05", "--fail-rank", "0")
+        agent.wait_for_step(2)
+        agent.drain()
+        failed = agent.wait_for("save_failed", 2)
+        assert all(f.drain for f in failed)
+        assert agent.wait() == [83, 83], agent.outputs
+        steps = sorted({d.step for d in agent.wait_for("draining", 4)})
+    assert len(steps) == 2
+    assert steps[1] > steps[0] + 5
+    assert newest(tmp_path).step == steps[1]
+
+
+def test_withdrawn_drain_is_forgotten(tmp_path: Path) -> None:
+    """A drain taken back before the ranks agreed on it does nothing."""
+    with FakeAgent(tmp_path, world=1, epoch=1) as agent:
+        agent.start("--steps", "6", "--step-time", "0.3")
+        agent.wait_for_step(1)
+        agent.drain()
+        agent.drain(False)
+        assert agent.wait() == [0], agent.outputs
+
+
+def test_drain_does_not_save_a_step_twice(tmp_path: Path) -> None:
+    """Where a regular save falls on the drain's boundary, there is one checkpoint of it."""
+    with FakeAgent(tmp_path, world=2, epoch=1) as agent:
+        agent.start("--steps", "100", "--save-every", "1", "--step-time", "0.1")
+        agent.wait_for_step(3)
+        agent.drain()
+        assert agent.wait() == [83, 83], agent.outputs
+        drained = agent.wait_for("drained", 2)
+    steps = [m.step for m in CheckpointStore(agent.run_dir).sealed()]
+    assert steps == list(range(1, drained[0].step + 1))
+
+
+def test_exit_code_is_83_whatever_the_script_returns(tmp_path: Path) -> None:
+    """A script that catches everything and returns 0 after a drain cannot be taken for a success."""
+    with FakeAgent(tmp_path, world=2, epoch=1) as agent:
+        agent.start("--swallow", "--steps", "1000", "--step-time", "0.1")
+        agent.wait_for_step(2)
+        agent.drain()
+        assert agent.wait() == [83, 83], agent.outputs
+    assert "swallowed Drained(83)" in agent.outputs[0]
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "missing", "extra", "manifest"])
+def test_damaged_resume_point_is_reported_and_never_loaded(tmp_path: Path, harm: str) -> None:
+    """Every kind of damage ends all ranks with 84 and names the file to the agent."""
+    with FakeAgent(tmp_path, world=2, epoch=1) as agent:
+        agent.start("--steps", "2")
+        assert agent.wait() == [0, 0], agent.outputs
+    manifest = newest(tmp_path)
+    directory = agent.run_dir / manifest.name
+    victim = directory / ("MANIFEST.json" if harm == "manifest" else "model.pt")
+    if harm == "flip":
+        data = bytearray(victim.read_bytes())
+        data[len(data) // 2] ^= 1
+        victim.write_bytes(data)
+    elif harm == "truncate":
+        os.truncate(victim, victim.stat().st_size - 1)
+    elif harm in ("missing", "manifest"):
+        victim.unlink()
+    else:
+        victim = directory / "extra.pt"
+        victim.write_bytes(b"x")
+    with FakeAgent(tmp_path, world=2, epoch=2, resume=manifest) as agent:
+        agent.start("--steps", "4")
+        assert agent.wait() == [84, 84], agent.outputs
+        bad = agent.wait_for("bad_checkpoint")
+    assert {(b.name, b.digest, b.form, b.file) for b in bad} == {(manifest.name, manifest.digest, 1, victim.name)}
+    assert not agent.history()
+
+
+def test_first_rank_without_data_ends_the_loop_for_all(tmp_path: Path) -> None:
+    """Iterables of unknown and different lengths: all ranks make the shortest one's steps, none hangs."""
+    with FakeAgent(tmp_path, world=3, epoch=1) as agent:
+        agent.start("--plain-lists", "5")
+        assert agent.wait() == [0, 0, 0], agent.outputs
+    assert [(agent.logs / f"rank-{r}.done").read_text() for r in range(3)] == ["5", "5", "5"]
+
+
+def test_fast_steps_are_exchanged_rarely_and_still_drain_together(tmp_path: Path) -> None:
+    """Steps of a millisecond do not pay for an exchange each, and all ranks leave at one boundary."""
+    with FakeAgent(tmp_path, world=2, epoch=1) as agent:
+        agent.start("--steps", "1000000")
+        agent.wait_for_step(100)
+        agent.drain()
+        assert agent.wait() == [83, 83], agent.outputs
+        drained = agent.wait_for("drained", 2)
+        assert len({d.step for d in drained}) == 1
+        # Only exchanged steps are reported at once, others at most every 50 ms.
+        assert len(agent.of("progress")) < drained[0].step
+
+
+def test_dead_agent_does_not_hang_a_worker(tmp_path: Path) -> None:
+    """Without its agent a worker trains on until the node's keeper ends it."""
+    with FakeAgent(tmp_path, world=1, epoch=1) as agent:
+        agent.start("--steps", "12", "--step-time", "0.1")
+        agent.wait_for_step(2)
+        for connection in agent._connections:
+            connection.shutdown(2)
+        assert agent.wait() == [0], agent.outputs
+    assert len(agent.history()) == 12
+
+
+def alone(tmp_path: Path, *flags: str, **environ: str) -> subprocess.Popen[str]:
+    (tmp_path / "logs").mkdir(exist_ok=True)
+    return subprocess.Popen(
+        [
+            sys.executable,
+            str(WORKER),
+            "--log",
+            str(tmp_path / "logs"),
+            "--checkpoint-dir",
+            str(tmp_path / "ck"),
+            *flags,
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_plain_python_saves_on_sigterm_and_resumes(tmp_path: Path, undisturbed: History) -> None:
+    """No agent at all: SIGTERM drains with 83, the next start goes on, a damaged newest checkpoint is passed over."""
+    process = alone(tmp_path, "--steps", "12", "--save-every", "2", "--step-time", "0.2")
+    log = tmp_path / "logs"
+    try:
+        while len(read_history(log, 0)) < 5:
+            assert process.poll() is None
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(0.05)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 83, output
+    store = CheckpointStore(tmp_path / "ck")
+    drained = store.newest()
+    assert drained is not None
+    assert drained.step == max(read_history(log, 0))
+    second_newest = store.sealed()[-2]
+    (store.path(drained.name) / "model.pt").unlink()
+    with open(store.path(second_newest.name) / "model.pt", "r+b") as file:
+        file.write(b"no")
+    second = alone(tmp_path, "--steps", "12")
+    output, _ = second.communicate(timeout=60)
+    assert second.returncode == 0, output
+    for name in (drained.name, second_newest.name):
+        assert f"checkpoint {name} is damaged, trying the one before" in output
+    assert store.finished
+    for step, (loss, ids) in read_history(log, 0).items():
+        assert loss == pytest.approx(undisturbed[step][0], rel=1e-5)
+        assert set(ids) == set(undisturbed[step][1])
+
+
+def test_torchrun_without_agent_drains_all_ranks(tmp_path: Path) -> None:
+    """SIGTERM to one rank of a plain two-rank world saves on both and ends both with 83."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        alone(
+            tmp_path,
+            *("--steps", "1000", "--step-time", "0.1"),
+            RANK=str(rank),
+            LOCAL_RANK=str(rank),
+            WORLD_SIZE="2",
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(store.port),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            GLOO_SOCKET_IFNAME="lo",
+        )
+        for rank in range(2)
+    ]
+    try:
+        while len(read_history(tmp_path / "logs", 0)) < 3:
+            assert ranks[1].poll() is None
+            with pytest.raises(subprocess.TimeoutExpired):
+                ranks[1].wait(0.05)
+        ranks[1].send_signal(signal.SIGTERM)
+        outputs = [rank.communicate(timeout=30)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [83, 83], outputs
+    found = CheckpointStore(tmp_path / "ck").newest()
+    assert found is not None
+    assert found.shape.world_size == 2
+
+
+def test_second_training_in_the_same_directory_is_refused(tmp_path: Path) -> None:
+    """Two processes that would write the same checkpoints: the second ends with a line that says what to do."""
+    first = alone(tmp_path, "--steps", "1000", "--step-time", "0.1")
+    try:
+        while not read_history(tmp_path / "logs", 0):
+            assert first.poll() is None
+            with pytest.raises(subprocess.TimeoutExpired):
+                first.wait(0.05)
+        second = alone(tmp_path, "--steps", "2")
+        output, _ = second.communicate(timeout=30)
+    finally:
+        first.kill()
+        first.communicate(timeout=10)
+    assert second.returncode == 1
+    assert "in use by another training" in output

@@ -1,0 +1,116 @@
+"""A worker for tests of the session: a model with dropout on request, and faults on order. Run by ``test_session``."""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, session
+
+
+class Samples(torch.utils.data.Dataset[Tensor]):
+    def __len__(self) -> int:
+        return 100
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.randn(9, generator=torch.Generator().manual_seed(index))
+
+
+def parse() -> argparse.Namespace:
+    flags = argparse.ArgumentParser()
+    flags.add_argument("--steps", type=int, default=12)
+    flags.add_argument("--save-every", type=int, default=0)
+    flags.add_argument("--dropout", type=float, default=0.0)
+    flags.add_argument("--fixed", action="store_true")
+    flags.add_argument("--log", type=Path, required=True)
+    flags.add_argument("--step-time", type=float, default=0.0)
+    flags.add_argument("--slow-from", type=int, default=1, help="the first step that takes --step-time")
+    flags.add_argument("--fail-rank", type=int, default=-1)
+    flags.add_argument("--fail-saves", type=int, default=1, help="how many saves fail on that rank")
+    flags.add_argument("--fail-with", default="disk")
+    flags.add_argument("--swallow", action="store_true", help="catch the drain's exception and return 0")
+    flags.add_argument("--checkpoint-dir")
+    flags.add_argument("--plain-lists", type=int, default=0, help="this many batches in an iterable of unknown length")
+    return flags.parse_args()
+
+
+def main() -> None:
+    flags = parse()
+    s = session(checkpoint_dir=flags.checkpoint_dir)
+    if s.world_size > 1:
+        dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(flags.dropout), nn.Linear(16, 1))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    if s.resume is not None:
+        state = torch.load(s.resume.path / "model.pt", weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+    wrapped = DistributedDataParallel(model) if s.world_size > 1 else model
+    failed = 0
+
+    def save(path: Path) -> None:
+        nonlocal failed
+        if s.rank == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path / "model.pt")
+        (path / f"part-{s.rank}.json").write_text(json.dumps({"rank": s.rank, "step": s.step}))
+        if s.rank == flags.fail_rank and failed < flags.fail_saves:
+            failed += 1
+            if flags.fail_with == "disk":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            raise KeyError("a mistake in the script")
+
+    sampler = ElasticSampler(100, 16, seed=3)
+    plan = BatchPlan(16, s.world_size, 3, flags.fixed)
+    batches: Batches[Tensor] = Batches(
+        Samples(), sampler, plan, s.rank, resume=s.resume, seed=3 if flags.fixed else None
+    )
+    if flags.plain_lists:
+        unknown(s, flags)
+        return
+    log = open(flags.log / f"rank-{s.rank}-epoch-{s.epoch}-{os.getpid()}.jsonl", "w")  # noqa: SIM115
+    for batch in s.steps(batches, max_steps=flags.steps, save=save, save_every=flags.save_every, seed=3):
+        total = 0.0
+        for micro in batch.micro_batches:
+            if isinstance(wrapped, DistributedDataParallel):
+                wrapped.require_backward_grad_sync = micro.is_last
+            loss = (wrapped(micro.data[:, :8]) - micro.data[:, 8:]).square().mean()
+            micro.scale(loss, model.parameters()).backward()
+            total += float(loss.detach()) * micro.n
+        optimizer.step()
+        optimizer.zero_grad()
+        if flags.step_time and batch.step >= flags.slow_from:
+            time.sleep(flags.step_time)
+        mean = s.sum(total) / batch.n
+        s.report(mean)
+        print(json.dumps({"step": batch.step, "loss": mean, "ids": list(batch.sample_ids)}), file=log, flush=True)
+
+
+def unknown(s: object, flags: argparse.Namespace) -> None:
+    """Ranks whose data end at different times."""
+    mine = flags.plain_lists + s.rank * 3  # type: ignore[attr-defined]
+    done = 0
+    for _ in s.steps(iter(range(mine))):  # type: ignore[attr-defined]
+        s.sum(1.0)  # type: ignore[attr-defined]
+        done += 1
+    (flags.log / f"rank-{s.rank}.done").write_text(str(done))  # type: ignore[attr-defined]
+
+
+if __name__ == "__main__":
+    if "--swallow" in sys.argv:
+        try:
+            main()
+        except BaseException as error:  # the script is to be as wrong as scripts can be
+            print(f"swallowed {error!r}", file=sys.stderr)
+        sys.exit(0)
+    main()
