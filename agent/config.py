@@ -4,10 +4,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dalsegno.protos import control_pb2
 
-__all__ = ["AgentConfig"]
+__all__ = ["DEFAULT_SETTINGS", "AgentConfig"]
+
+# As `control_pb2.Settings`: durations in seconds, negative for "auto" or "for ever".
+DEFAULT_SETTINGS: dict[str, Any] = {
+    "node_unit": 1,
+    "node_timeout": 15.0,
+    "drain_timeout": 30.0,
+    "join_timeout": 60.0,
+    "stall_timeout": 600.0,
+    "grow_interval": -1.0,
+    "grow_wait": 300.0,
+    "wait_for_nodes": -1.0,
+    "quiet_time": 1.0,
+    "max_restarts": 3,
+    "universal_checkpoint": False,
+    "keep_checkpoints": 3,
+}
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,11 @@ class ElasticAgent(LocalElasticAgent):
         assert self._ending is not None, "run() comes first"
         return self._ending
 
+    def where(self) -> str:
+        """`job/node/epoch/step` of the moment, for the log."""
+        state = self._state
+        return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.step}"
+
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def _invoke_run(self, role: str = "default") -> RunResult:

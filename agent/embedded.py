@@ -78,7 +78,8 @@ class EmbeddedMaster:
         self._missing = threading.Event()
         self._closing = threading.Event()
         self._address = ""
-        self.generation = 0
+        # Of a claim whose master was gone when this agent came: what it served may know more than its store.
+        self.abandoned_generation = 0
         self.token_file = directory / "token"
         self._threads = [
             threading.Thread(target=self._supervise, name="master-supervisor", daemon=True),
@@ -190,7 +191,6 @@ class EmbeddedMaster:
 
     def _found(self, claim: Claim) -> None:
         self._address = claim.address
-        self.generation = max(self.generation, claim.generation)
 
     def _answers_in_time(self, claim: Claim) -> bool:
         """Whether the claimed master answers, now or while it is alive and its patience lasts."""
@@ -251,6 +251,8 @@ class EmbeddedMaster:
 
     def _spawn(self, before: Claim | None) -> None:
         """Starts a master as a process of its own and writes the claim; the caller holds the claim's lock."""
+        if before is not None:
+            self.abandoned_generation = max(self.abandoned_generation, before.generation)
         self._token()
         log = self._directory / "master.log"
         command = [

@@ -38,7 +38,7 @@ _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
 # A script is text of a person's; more than this is not read to guess what it imports.
 _MAX_TEXT = 1 << 20
 # Low enough to yield to training, high enough to be done before the next change on a busy machine.
-_NICENESS = 10
+_NICENESS = 15
 # Seconds; a standby worker that was stopped does not read.
 _SEND_TIMEOUT = 10
 

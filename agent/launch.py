@@ -1,0 +1,247 @@
+"""Puts one agent together from a checked command line and runs it. Needs torch."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.metrics import initialize_metrics
+from torch.distributed.elastic.metrics.api import MetricsConfig
+
+from dalsegno.protos import control_pb2
+
+from .arguments import UsageError
+from .config import AgentConfig
+from .connection import Connector, Credentials
+from .console import Console, set_up_logging
+from .effects import Effects
+from .elastic_agent import ElasticAgent, Ending
+from .embedded import EmbeddedMaster, MasterError
+from .events import EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE, Event
+from .lifeline import Lifeline
+from .mailbox import Mailbox
+from .rendezvous import NamedRendezvous
+from .storage import JobDirectory, StorageError
+from .workers import Script
+
+__all__ = ["launch"]
+
+# DLRover's client library, used in a script, would take our master for its own.
+_NOT_FOR_WORKERS = ("DLROVER_MASTER_ADDR", "DALSEGNO_TOKEN")
+
+
+def launch(options: argparse.Namespace, notices: Sequence[str]) -> int:
+    """Runs one agent to its end.
+
+    Raises:
+        UsageError: bad input that only now came to light.
+    """
+    console = Console()
+    token = os.environ.get("DALSEGNO_TOKEN")
+    for name in _NOT_FOR_WORKERS:
+        os.environ.pop(name, None)
+    directory = JobDirectory(Path(options.checkpoint_dir).absolute(), options.job_id)
+    try:
+        directory.prepare()
+        log_dir = _log_dir(options, directory)
+    except (StorageError, OSError) as error:
+        raise UsageError(str(error)) from error
+    where = _Where(options.job_id)
+    set_up_logging(log_dir / "agent.log", where)
+    for line in notices:
+        console.say(line)
+    torch_config, script = _torch_config(options, log_dir)
+    config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir)
+    source = _connect(options, token, directory, console)
+    try:
+        ending = _run(config, directory, torch_config, script, source, console, where)
+    finally:
+        source.close()
+    if ending.message:
+        console.say(ending.message, warning=ending.code not in (EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE))
+    return ending.code
+
+
+class _Where:
+    """`job/node/epoch/step` of the moment, for every line of the log."""
+
+    def __init__(self, job_id: str) -> None:
+        self.now: Callable[[], str] = lambda: f"{job_id}/-/0/0"
+
+    def __call__(self) -> str:
+        return self.now()
+
+
+class _Source:
+    """Where the master is: given by the user, or embedded."""
+
+    def __init__(self, addresses: Sequence[str], credentials: Credentials, embedded: EmbeddedMaster | None) -> None:
+        self._addresses = tuple(addresses)
+        self._credentials = credentials
+        self.embedded = embedded
+        self.generation = embedded.abandoned_generation if embedded is not None else 0
+
+    def addresses(self) -> Sequence[str]:
+        return self.embedded.addresses() if self.embedded is not None else self._addresses
+
+    def connector(self) -> Connector:
+        embedded = self.embedded
+        if embedded is not None:
+            return Connector(embedded.addresses, embedded.credentials, embedded.missing)
+        return Connector(lambda: self._addresses, lambda: self._credentials)
+
+    def close(self) -> None:
+        if self.embedded is not None:
+            self.embedded.close()
+
+
+def _log_dir(options: argparse.Namespace, directory: JobDirectory) -> Path:
+    base = Path(options.log_dir) if options.log_dir else directory.private / "logs"
+    path = base.absolute() / f"{socket.gethostname()}-{os.getpid()}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Script]:
+    """Torch's own reading of its part of the command line: processes, log files, filters."""
+    # What a newer torch's flags are called, with their defaults.
+    known = vars(torchrun.get_args_parser().parse_args([options.training_script]))
+    merged = argparse.Namespace(**{**known, **vars(options)})
+    merged.log_dir = str(log_dir)
+    merged.rdzv_backend = "dalsegno"
+    merged.rdzv_id = options.job_id
+    # A standby worker is the same interpreter running the same path.
+    merged.run_path = False
+    try:
+        torch_config, entrypoint, arguments = torchrun.config_from_args(merged)
+    except (ValueError, AssertionError, ImportError) as error:
+        raise UsageError(str(error)) from error
+    return torch_config, Script(str(entrypoint), tuple(arguments))
+
+
+def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path) -> AgentConfig:
+    settings = control_pb2.Settings(
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
+        node_unit=options.node_unit,
+        node_timeout=options.node_timeout,
+        drain_timeout=options.drain_timeout,
+        join_timeout=options.join_timeout,
+        stall_timeout=options.stall_timeout,
+        grow_interval=options.grow_interval,
+        grow_wait=options.grow_wait,
+        wait_for_nodes=options.wait_for_nodes,
+        quiet_time=options.quiet_time,
+        max_restarts=options.max_restarts,
+        universal_checkpoint=options.universal_checkpoint,
+        keep_checkpoints=options.keep_checkpoints,
+    )
+    return AgentConfig(
+        job_id=options.job_id,
+        nproc=nproc,
+        settings=settings,
+        checkpoint_dir=directory.root,
+        log_dir=log_dir,
+        node_name=options.node_name,
+        local_addr=options.local_addr,
+        # An embedded job whose run has finished starts the next one; with a master a finished job stays finished.
+        new_run=options.new_run or options.master is None,
+        master_outage_timeout=options.master_outage_timeout,
+        connect_timeout=options.connect_timeout,
+        script_flag=options.universal_checkpoint and not _knows_us(options),
+    )
+
+
+def _knows_us(options: argparse.Namespace) -> bool:
+    """Whether the script's text imports our session, which reads the environment and needs no flag."""
+    path = Path(options.training_script)
+    if options.module or options.no_python or not path.is_file():
+        return False
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return "dalsegno.elastic" in file.read(1 << 20)
+
+
+def _connect(options: argparse.Namespace, token: str | None, directory: JobDirectory, console: Console) -> _Source:
+    """Finds the master's address, starting an embedded master if there is to be one."""
+    if options.master:
+        if options.token_file:
+            try:
+                token = Path(options.token_file).read_text(encoding="ascii").strip()
+            except (OSError, ValueError) as error:
+                raise UsageError(f"the token file {options.token_file} cannot be read: {error}") from error
+        files = [None if path is None else Path(path) for path in (options.tls_ca, options.tls_cert, options.tls_key)]
+        for path in files:
+            if path is not None and not path.is_file():
+                raise UsageError(f"the TLS file {path} does not exist")
+        return _Source(options.master.split(","), Credentials(token, *files), None)
+    if getattr(options, "job_id_is_default", False):
+        console.say(f"job {options.job_id} (the same command in another terminal joins it)")
+    nnodes = (options.min_nodes, options.max_nodes)
+    embedded = EmbeddedMaster(directory.private, options.job_id, nnodes, options.node_timeout, console.say)
+    try:
+        embedded.start()
+    except (MasterError, OSError) as error:
+        embedded.close()
+        raise UsageError(str(error)) from error
+    return _Source((), Credentials(), embedded)
+
+
+def _run(
+    config: AgentConfig,
+    directory: JobDirectory,
+    torch_config: Any,
+    script: Script,
+    source: _Source,
+    console: Console,
+    where: _Where,
+) -> Ending:
+    mailbox: Mailbox[Event] = Mailbox()
+    lifeline = Lifeline()
+    address = source.addresses()[0]
+    try:
+        effects = Effects(
+            config, directory, source.connector(), address, lifeline, mailbox, console.say, source.generation
+        )
+    except OSError as error:
+        lifeline.close()
+        raise UsageError(f"{address} cannot be reached: {error.strerror or error}; check --master") from error
+    spec = WorkerSpec(
+        role=torch_config.role,
+        local_world_size=config.nproc,
+        rdzv_handler=NamedRendezvous(config.job_id),
+        entrypoint=script.entrypoint,
+        args=script.arguments,
+        max_restarts=int(config.settings.max_restarts),
+        **_later_fields(torch_config),
+    )
+    initialize_metrics(MetricsConfig(torch_config.metrics_cfg))
+    agent = ElasticAgent(
+        spec,
+        torch_config.logs_specs,
+        config,
+        script,
+        mailbox,
+        effects,
+        lifeline,
+        torch_config.log_line_prefix_template,
+    )
+    where.now = agent.where
+    agent.run()
+    ending = agent.ending
+    if ending.code == EXIT_USAGE and config.settings.max_nodes and "no master answered" in ending.message:
+        return Ending(ending.code, f"{ending.message} ({', '.join(source.addresses()) or 'embedded'})")
+    return ending
+
+
+def _later_fields(torch_config: Any) -> dict[str, Any]:
+    """Fields of WorkerSpec that came with later versions of torch, where both sides have them."""
+    names = ("event_log_handler", "numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters")
+    wanted = (*names, "virtual_local_rank")
+    fields = WorkerSpec.__dataclass_fields__
+    return {name: getattr(torch_config, name) for name in wanted if name in fields and hasattr(torch_config, name)}

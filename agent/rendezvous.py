@@ -1,0 +1,256 @@
+"""Our rendezvous for torch: `dlrover-run` uses it for its name only, plain torchrun for everything but draining."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousHandlerCreator,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from dalsegno.protos import control_pb2
+
+from . import decisions
+from . import events as ev
+from .config import DEFAULT_SETTINGS, AgentConfig
+from .connection import Connector, Credentials
+from .console import Console
+from .effects import Effects
+from .lifeline import Lifeline
+from .mailbox import Mailbox
+from .storage import JobDirectory
+from .worker_env import place_of
+
+__all__ = ["NamedRendezvous", "Rendezvous", "create", "factory"]
+
+# Seconds for the other nodes to finish, and for the last calls, when torch's agent ends.
+_LAST_WORD = 30.0
+_LAST_CALLS = 3.0
+
+
+class NamedRendezvous(RendezvousHandler):
+    """For `dlrover-run`, whose own loop hears about worlds by itself: names backend and job, and does nothing."""
+
+    def __init__(self, job_id: str) -> None:
+        self._job_id = job_id
+
+    def get_backend(self) -> str:
+        return "dalsegno"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        raise RuntimeError("dlrover-run's worlds come with its master's directives")
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Closing the job is the master's business."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._job_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Rendezvous(RendezvousHandler):
+    """For plain torchrun: a node of a job with a master, without draining (its workers have no socket to us).
+
+    The same decisions as in `dlrover-run`, on a thread of their own; torch's agent stands where the workers are:
+    `next_rendezvous` is "the workers have stopped", and returns when the decisions want them started.
+
+    Args:
+        config: of this node.
+        addresses: of the master.
+        token: to show it.
+        timeout: seconds that one `next_rendezvous` may take.
+    """
+
+    def __init__(self, config: AgentConfig, addresses: list[str], token: str | None, timeout: float) -> None:
+        self._config = config
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._world: tuple[control_pb2.World, TCPStore | None] | None = None
+        self._running: control_pb2.World | None = None
+        self._stop_wanted = False
+        self._ending: ev.Exit | None = None
+        self._closed = False
+        self._mailbox: Mailbox[ev.Event] = Mailbox()
+        self._lifeline = Lifeline()
+        directory = JobDirectory(config.checkpoint_dir, config.job_id)
+        directory.prepare()
+        config.log_dir.mkdir(parents=True, exist_ok=True)
+        connector = Connector(lambda: addresses, lambda: Credentials(token))
+        console = Console("torchrun")
+        self._effects = Effects(config, directory, connector, addresses[0], self._lifeline, self._mailbox, console.say)
+        settings = decisions.AgentSettings(
+            nproc=config.nproc,
+            drain_timeout=config.settings.drain_timeout,
+            # Its workers cannot drain, so an outage of the master must not ask them to.
+            master_outage_timeout=float("inf"),
+        )
+        self._state = decisions.fresh(settings)
+        self._thread = threading.Thread(target=self._loop, name="dalsegno-rendezvous", daemon=True)
+        self._thread.start()
+
+    def get_backend(self) -> str:
+        return "dalsegno"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Gives up the world that this node was in, if any, and waits for the next."""
+        with self._changed:
+            running, self._running = self._running, None
+            stop_wanted, self._stop_wanted = self._stop_wanted, False
+        if running is not None:
+            if not stop_wanted:
+                # Torch's agent restarts by itself only after a worker's failure.
+                self._mailbox.put(ev.WorkerExited(running.epoch, 0, 1, "a worker failed (see torchrun's output)"))
+            self._mailbox.put(ev.WorkersStopped(running.epoch))
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._world or self._ending, self._timeout):
+                raise RendezvousTimeoutError(f"no place in a world within {self._timeout:.0f} s")
+            if self._world is None:
+                assert self._ending is not None
+                if self._ending.code == ev.EXIT_FINISHED:
+                    raise RendezvousGracefulExitError(self._ending.message or "the job has finished")
+                raise RendezvousClosedError(self._ending.message)
+            (world, store), self._world = self._world, None
+            self._running = world
+            incarnation = self._state.incarnation
+        place = place_of(world, incarnation)
+        if store is None:
+            timeout = timedelta(seconds=self._timeout)
+            store = TCPStore(world.store_host, world.store_port, None, False, timeout)
+        info = RendezvousStoreInfo(world.store_host, world.store_port)
+        return RendezvousInfo(store, place.group_rank, place.nodes, info)
+
+    def is_closed(self) -> bool:
+        with self._changed:
+            return self._ending is not None
+
+    def set_closed(self) -> None:
+        """Closing the job is the master's business."""
+
+    def num_nodes_waiting(self) -> int:
+        with self._changed:
+            # Torch's agent restarts its workers when somebody waits; that is how it is asked to stop them.
+            return int(self._stop_wanted)
+
+    def get_run_id(self) -> str:
+        return self._config.job_id
+
+    def shutdown(self) -> bool:
+        """Says how the workers of this node ended, and goes. Torch calls it at the end, in a `finally`."""
+        with self._changed:
+            if self._closed:
+                return True
+            self._closed = True
+            running = self._running
+        if running is not None:
+            # Torch does not tell; an exception on its way out does.
+            code = 0 if sys.exc_info()[0] is None else 1
+            for rank in range(self._config.nproc):
+                self._mailbox.put(ev.WorkerExited(running.epoch, rank, code, ""))
+            with self._changed:
+                self._changed.wait_for(lambda: self._ending, _LAST_WORD if code == 0 else 0)
+        self._mailbox.put(ev.Tick())
+        self._thread.join(_LAST_WORD)
+        self._effects.close(_LAST_CALLS)
+        self._lifeline.close()
+        return True
+
+    # ---- the thread that decides ------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        self._handle(ev.StandbyWarm())
+        self._handle(ev.Started())
+        while True:
+            wake = self._state.wake
+            event = self._mailbox.get(None if wake is None else max(0.0, wake - time.monotonic()))
+            self._handle(ev.Tick() if event is None else event)
+            with self._changed:
+                if self._closed and (self._ending is not None or not len(self._mailbox)):
+                    return
+
+    def _handle(self, event: ev.Event) -> None:
+        with self._changed:
+            self._state, actions = decisions.handle(self._state, event, time.monotonic())
+        for action in actions:
+            if self._effects.perform(action):
+                continue
+            with self._changed:
+                match action:
+                    case ev.StartWorkers():
+                        self._effects.world_epoch = action.world.epoch
+                        mine = place_of(action.world, self._state.incarnation).group_rank == 0
+                        self._world = (action.world, self._effects.stores.use(action.world, mine))
+                    case ev.StopWorkers():
+                        self._withdraw(action.epoch)
+                    case ev.Exit():
+                        self._ending = action
+                self._changed.notify_all()
+
+    def _withdraw(self, epoch: int) -> None:
+        """The workers of an epoch are to stop: torch's agent is told, unless it never got that far."""
+        if self._world is not None and self._world[0].epoch == epoch:
+            self._world = None
+            self._mailbox.put(ev.WorkersStopped(epoch))
+        else:
+            self._stop_wanted = self._running is not None and self._running.epoch == epoch
+
+
+def create(params: RendezvousParameters) -> RendezvousHandler:
+    """Makes the handler for `torchrun --rdzv-backend=dalsegno --rdzv-endpoint=HOST:PORT --rdzv-id=JOB`.
+
+    `--rdzv-conf` takes `nproc` (as `--nproc-per-node`), `checkpoint_dir`, `node_name`, `token_file` and `timeout`.
+
+    Raises:
+        ValueError: the endpoint is missing.
+    """
+    if not params.endpoint:
+        raise ValueError("--rdzv-endpoint=HOST:PORT of the master is needed with --rdzv-backend=dalsegno")
+    root = Path(params.get("checkpoint_dir", "checkpoints")).absolute()
+    token_file = params.get("token_file")
+    token = Path(token_file).read_text(encoding="ascii").strip() if token_file else os.environ.get("DALSEGNO_TOKEN")
+    settings = control_pb2.Settings(min_nodes=params.min_nodes, max_nodes=params.max_nodes, **DEFAULT_SETTINGS)
+    config = AgentConfig(
+        job_id=params.run_id,
+        nproc=params.get_as_int("nproc", 1) or 1,
+        settings=settings,
+        checkpoint_dir=root,
+        log_dir=root / ".dalsegno" / params.run_id / "logs" / f"{socket.gethostname()}-{os.getpid()}",
+        node_name=params.get("node_name", "") or "",
+        local_addr=params.local_addr,
+    )
+    timeout = float(params.get_as_int("timeout", 900) or 900)
+    return Rendezvous(config, params.endpoint.split(","), token, timeout)
+
+
+def factory() -> RendezvousHandlerCreator:
+    """The entry point `torchrun.handlers`: torch calls it once and registers what it returns."""
+    return create
