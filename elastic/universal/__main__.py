@@ -2,6 +2,11 @@
 
 Standard output carries one JSON object per line and nothing else: ``{"files_done", "files_total"}`` as it goes on, and
 last ``{"state", "message"}`` with state READY, SOURCE_BAD or ENVIRONMENT. Exit codes: 0, 65, 74 (2: bad usage).
+
+With ``--standby`` in place of the directories the process imports what it needs, says ``{"state": "WARM"}`` and waits
+for one line on standard input, a JSON object with ``source``, ``target`` and, if wanted, ``earlier`` (a list) and
+``digest``; end of file instead of a line: it was not needed, exit code 0.
+
 The process ends when its parent does.
 """
 
@@ -24,19 +29,19 @@ from .errors import EXIT_READY, ConversionError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one conversion and returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m dalsegno.elastic.universal", description=__doc__)
-    parser.add_argument("--source", type=Path, required=True, help="the sealed sharded checkpoint")
-    parser.add_argument("--target", type=Path, required=True, help="this lease's directory, not there yet")
+    parser.add_argument("--source", type=Path, help="the sealed sharded checkpoint")
+    parser.add_argument("--target", type=Path, help="this lease's directory, not there yet")
     parser.add_argument("--earlier", type=Path, action="append", default=[], help="directory of an earlier lease")
     parser.add_argument("--digest", help="the source's recorded digest")
     parser.add_argument("--upstream", action="store_true", help="use DeepSpeed's own converter")
+    parser.add_argument("--standby", action="store_true", help="get warm, then read the order from standard input")
     options = parser.parse_args(arguments)
-    out = _private_stdout()
+    if options.standby == (options.source is not None) or (options.source is None) != (options.target is None):
+        parser.error("give --source and --target, or --standby")
+    say = _Lines()
     _end_with_parent()
-
-    def say(**line: object) -> None:
-        out.write(json.dumps(line) + "\n")
-        out.flush()
-
+    if options.standby and not _receive_order(options, say):
+        return EXIT_READY
     try:
         # Absolute: the conversion may change the working directory.
         convert(
@@ -54,11 +59,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return EXIT_READY
 
 
-def _private_stdout() -> TextIO:
-    """The standard output for us alone: what libraries print goes to standard error."""
-    out = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return out
+class _Lines:
+    """The standard output, as JSON lines of ours alone: what libraries print goes to standard error."""
+
+    def __init__(self) -> None:
+        self._out: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+
+    def __call__(self, **line: object) -> None:
+        self._out.write(json.dumps(line) + "\n")
+        self._out.flush()
+
+
+def _receive_order(options: argparse.Namespace, say: _Lines) -> bool:
+    """Fills ``options`` from standard input, once warm; False: there will be no order."""
+    from . import check, source, streaming  # noqa: F401 (what takes seconds to import)
+
+    say(state="WARM")
+    line = sys.stdin.readline()
+    if not line:
+        return False
+    order = json.loads(line)
+    options.source, options.target = Path(order["source"]), Path(order["target"])
+    options.earlier = [Path(path) for path in order.get("earlier", ())]
+    options.digest = order.get("digest")
+    return True
 
 
 def _end_with_parent() -> None:

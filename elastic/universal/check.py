@@ -27,7 +27,7 @@ def expected_files(source: Source) -> tuple[str, ...]:
 
 
 def unpartitioned(source: Source) -> dict[str, Tensor]:
-    """What stages 1 and 2 save and the optimizer does not know: frozen parameters, buffers, tied weights' other names."""
+    """What stages 1 and 2 save and the optimizer does not know: frozen parameters, buffers, names of tied weights."""
     module: dict[str, Tensor] = source.model.get("module") or {}
     return {name: value for name, value in module.items() if name not in source.parameters}
 

@@ -282,6 +282,39 @@ def test_killed_and_followed(source: Path) -> None:
     verify(target_of(source, 2), Manifest.read(target_of(source, 2)))
 
 
+def standby() -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [*COMMAND, "--standby"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=worker_environment()
+    )
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline()) == {"state": "WARM"}
+    return process
+
+
+def test_standby_converts_when_told(source: Path) -> None:
+    """It has imported everything before; the order comes as one line."""
+    process = standby()
+    order = {"source": str(source), "target": str(target_of(source)), "digest": Manifest.read(source).digest}
+    output, _ = process.communicate(json.dumps(order) + "\n", timeout=60)
+    assert process.returncode == EXIT_READY
+    assert json.loads(output.splitlines()[-1])["state"] == "READY"
+    verify(target_of(source), Manifest.read(target_of(source)))
+
+
+def test_standby_that_is_not_needed() -> None:
+    """End of file is its dismissal."""
+    process = standby()
+    output, _ = process.communicate(timeout=60)
+    assert (process.returncode, output) == (EXIT_READY, "")
+
+
+def test_digest_is_not_the_recorded_one(source: Path) -> None:
+    """A sealed directory under the right name may still not be what the master committed."""
+    code, lines = run(source, target_of(source), "--digest", "0" * 64)
+    assert code == EXIT_SOURCE_BAD
+    assert "recorded was 000000000000" in lines[-1]["message"]
+
+
 def test_not_a_name_for_it(source: Path) -> None:
     with pytest.raises(EnvironmentFailed, match="not a name"):
         convert(source, source.parent / "step-9.e1.0.universal.1")
