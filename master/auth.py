@@ -118,8 +118,7 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or self._allows(handler_call_details):
             return handler
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_refuse_stream)
+        # Also for a stream: a refusal has no messages.
         return grpc.unary_unary_rpc_method_handler(_refuse)
 
     def _allows(self, details: grpc.HandlerCallDetails) -> bool:
@@ -136,9 +135,3 @@ _REFUSAL = "missing or wrong token: give the agent the job's token (--token-file
 
 async def _refuse(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, _REFUSAL)
-
-
-async def _refuse_stream(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, _REFUSAL)
-    # Never reached: it makes this function a generator, as a stream's handler must be.
-    yield

@@ -13,13 +13,16 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from .auth import AuthError, TlsFiles, read_token
+from .auth import AuthError, TlsFiles, check_exposure, is_loopback, read_token
 from .job_brain import JobBrain
 from .lifetime import Lifetime
 from .server import BindError, ControlServer, ServerOptions
 from .store import StoreError, Superseded, open_store
+
+if TYPE_CHECKING:
+    from .http import Edge
 
 __all__ = ("main",)
 
@@ -61,20 +64,23 @@ async def _serve(options: argparse.Namespace) -> int:
     server_options = ServerOptions(
         host=options.host, port=options.port, token=token, tls=_tls(options), insecure=options.insecure
     )
+    check_exposure(options.host, token, options.insecure)
     store = open_store(options.store, options.job_id)
     brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded)
-    server = None
+    server = ControlServer(options.job_id, brain, store, server_options)
+    edge = None
     try:
-        server = ControlServer(options.job_id, brain, store, server_options)
+        # Both ports before the start: one that cannot be had must not supersede a master that serves well.
+        edge = _edge(server, options, token)
         await server.start()
-    except BaseException:
-        store.close()
-        raise
-    _stop_on_signals(server)
-    _announce(server)
-    try:
+        if edge is not None:
+            edge.start()
+        _stop_on_signals(server)
+        _announce(server, edge)
         return await _run(server, options)
     finally:
+        if edge is not None:
+            await edge.close()
         await server.close()
 
 
@@ -103,8 +109,26 @@ async def _run(server: ControlServer, options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _announce(server: ControlServer) -> None:
-    line = json.dumps({"address": server.address, "generation": server.driver.generation})
+def _edge(server: ControlServer, options: argparse.Namespace, token: str | None) -> Edge | None:
+    if options.http_port is None:
+        return None
+    try:
+        from .http import Edge
+    except ImportError as error:
+        raise UsageError(f"--http-port needs the extra `http`: pip install 'dalsegno[http]' ({error})") from error
+    try:
+        return Edge(
+            lambda: server.driver.status(), options.host, options.http_port, token, loopback=is_loopback(options.host)
+        )
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen on {options.host} port {options.http_port} (--http-port): {error.strerror or error}"
+        ) from error
+
+
+def _announce(server: ControlServer, edge: Edge | None) -> None:
+    said = {"address": server.address, "generation": server.driver.generation}
+    line = json.dumps(said if edge is None else said | {"http": edge.address})
     # Whoever started an embedded master may be gone already.
     with contextlib.suppress(BrokenPipeError):
         print(line, flush=True)
@@ -184,6 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--store", required=True, help="where the job's state is kept: sqlite:///FILE (four slashes if absolute)")
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=_port, default=0, help="port to listen on; 0 (default): any free one, printed when serving")
+    add("--http-port", type=_port, metavar="PORT", help="show the job there: page, /metrics, /healthz, /api/job")
     add("--nnodes", type=_nnodes, metavar="MIN:MAX", help="nodes of the job (default: what the first agent says)")
     add("--node_num", dest="nnodes", type=_nnodes, metavar="N", help="as --nnodes N (DLRover's name)")
     add("--platform", help="accepted for DLRover's command lines; no effect")

@@ -47,7 +47,7 @@ class Lifetime:
         if connected:
             self._connected_at = now
         alone = now - max(self._connected_at, self._server.driver.heard_at)
-        if not connected and alone > self._idle_timeout:
+        if alone > self._idle_timeout:
             log.info("no agent for %.0f s: ending", alone)
             return True
         if not isinstance(reply.message, control_pb2.StatusReply) or reply.message.phase not in _ENDED:

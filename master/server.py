@@ -71,6 +71,8 @@ class ControlServer:
         self.watchers = Watchers()
         self._server: grpc.aio.Server | None = None
         self._driver: Driver | None = None
+        # Sequence number of the last notice in the log.
+        self._logged = 0
         self.address = ""
 
     @property
@@ -151,9 +153,17 @@ class ControlServer:
                     generation=self.driver.generation,
                     fenced=control_pb2.Fenced(reason="this incarnation is not known to the master: register anew"),
                 )
+            self._log_news(directive)
             watcher.offer(directive)
             if directive.WhichOneof("order") == "fenced":
                 watcher.end(End.FENCED)
+
+    def _log_news(self, directive: control_pb2.Directive) -> None:
+        """What the agents' consoles show is in the master's log, too; after a restart the last of it once more."""
+        for notice in directive.notices:
+            if notice.sequence > self._logged:
+                self._logged = notice.sequence
+                log.log(logging.WARNING if notice.warning else logging.INFO, "%s", notice.text)
 
 
 def _probe(host: str, port: int) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+import urllib.request
 from pathlib import Path
 
 import grpc
@@ -131,7 +133,10 @@ def test_the_death_of_an_agent_process_is_heard(tmp_path: Path) -> None:
 
 
 def test_a_stopped_master_declares_nobody_dead(tmp_path: Path) -> None:
-    """SIGSTOP for longer than the node-timeout, then SIGCONT: every node gets a fresh node-timeout."""
+    """SIGSTOP for longer than the node-timeout, then SIGCONT: every node gets a fresh node-timeout.
+
+    Also the one that the master hears later than the other.
+    """
     with master_process(tmp_path / "s.sqlite") as master:
         agents = [Agent(master.address, "a"), Agent(master.address, "b")]
         epoch = open_world(agents, settings(node_timeout=2.0))
@@ -139,8 +144,11 @@ def test_a_stopped_master_declares_nobody_dead(tmp_path: Path) -> None:
         for stream in streams:
             next(stream)
         master.process.send_signal(signal.SIGSTOP)
+        waiting = agents[0].stub.Heartbeat.future(pb.HeartbeatRequest(caller=agents[0].caller()), timeout=10)
         time.sleep(4)
         master.process.send_signal(signal.SIGCONT)
+        waiting.result(10)
+        time.sleep(0.5)
         for _ in range(10):
             for agent in agents:
                 agent.heartbeat()
@@ -172,6 +180,37 @@ def test_an_embedded_master_ends_when_nobody_comes(tmp_path: Path) -> None:
     with master_process(tmp_path / "s.sqlite", "--embedded", "--idle-timeout", "1") as master:
         master.process.communicate(timeout=10)
         assert master.process.returncode == 0
+
+
+def test_the_http_edge_of_a_served_job(tmp_path: Path) -> None:
+    """`--http-port`: named in the line that says where the master serves, and ended with it."""
+    pytest.importorskip("fastapi", reason="needs the extra http")
+    with master_process(tmp_path / "s.sqlite", "--http-port", "0") as master:
+        Agent(master.address, "a").register(settings((2, 2)))
+        with urllib.request.urlopen(f"http://{master.http}/api/job", timeout=10) as answer:
+            job = json.load(answer)
+        assert (job["job_id"], [node["node"] for node in job["nodes"]]) == ("job", ["a"])
+        expect_refusal(
+            command(tmp_path / "t.sqlite", "--http-port", master.http.rpartition(":")[2]),
+            "--http-port): Address already",
+        )
+        master.process.terminate()
+        _, said = master.process.communicate(timeout=10)
+        assert (master.process.returncode, said) == (0, "")
+
+
+def test_the_log_file_tells_what_happened(tmp_path: Path) -> None:
+    """Each notice of the agents' consoles, once, with the job's name."""
+    log = tmp_path / "log"
+    with master_process(tmp_path / "s.sqlite", "--log-file", str(log)) as master:
+        agents = [Agent(master.address, "a"), Agent(master.address, "b")]
+        epoch = open_world(agents, settings())
+        agents[0].progress(epoch, 1)
+        notices = [notice.text for notice in next(agents[0].watch()).notices]
+        lines = log.read_text().splitlines()
+    assert notices
+    assert all("[job/master]" in line for line in lines)
+    assert [line.partition("[job/master] ")[2] for line in lines[1:]] == notices
 
 
 def certificates(folder: Path) -> None:

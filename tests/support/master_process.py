@@ -23,11 +23,12 @@ START_TIMEOUT = 20.0
 
 @dataclass
 class MasterProcess:
-    """A serving master; `address` is HOST:PORT."""
+    """A serving master; `address` is HOST:PORT, and so is `http` where it has an HTTP edge."""
 
     process: subprocess.Popen[str]
     address: str
     generation: int
+    http: str = ""
 
     def kill(self) -> None:
         self.process.kill()
@@ -58,7 +59,7 @@ def _serving(process: subprocess.Popen[str]) -> MasterProcess:
     line = process.stdout.readline()
     assert line, f"the master did not start: {process.stderr.read()}"
     served = json.loads(line)
-    return MasterProcess(process, served["address"], served["generation"])
+    return MasterProcess(process, served["address"], served["generation"], served.get("http", ""))
 
 
 class Agent:

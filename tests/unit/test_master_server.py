@@ -13,6 +13,7 @@ import grpc.aio
 import pytest
 
 from dalsegno.master import driver as driver_module
+from dalsegno.master import server as server_module
 from dalsegno.master.auth import AuthError, read_token
 from dalsegno.master.lifetime import Lifetime
 from dalsegno.master.server import BindError, ControlServer, ServerOptions
@@ -80,7 +81,7 @@ async def serving(store: MemoryStore | None = None, options: ServerOptions | Non
     finally:
         await master.channel.close()
         server.stop()
-        with contextlib.suppress(Superseded, StoreUnavailable):
+        with contextlib.suppress(Superseded, StoreUnavailable, asyncio.CancelledError):
             await task
         await server.close()
 
@@ -213,10 +214,14 @@ def test_a_store_that_stays_unwritable_ends_the_master(monkeypatch: pytest.Monke
 
     async def scene() -> None:
         async with serving(Full()) as master:
-            await fails(master.join(1), grpc.StatusCode.UNAVAILABLE, "try again")
+            first = asyncio.ensure_future(fails(master.join(1), grpc.StatusCode.UNAVAILABLE, "try again"))
+            await asyncio.sleep(0.1)
+            # Queued behind the turn that never ends.
+            await fails(master.join(2), grpc.StatusCode.UNAVAILABLE, "try again")
+            await first
             with pytest.raises(StoreUnavailable, match="no space"):
                 await master.task
-            await fails(master.join(2), grpc.StatusCode.UNAVAILABLE, "try again")
+            await fails(master.join(3), grpc.StatusCode.UNAVAILABLE, "try again")
 
     asyncio.run(scene())
 
@@ -426,6 +431,23 @@ def test_a_port_in_use_is_one_line_and_supersedes_nobody() -> None:
             await second.close()
             await master.register()
             await master.join(1)
+
+    asyncio.run(scene())
+
+
+def test_two_masters_never_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when both looked at the same time: gRPC would by default let both listen."""
+    monkeypatch.setattr(server_module, "_probe", lambda host, port: None)
+
+    async def scene() -> None:
+        async with serving() as master:
+            port = int(master.server.address.rpartition(":")[2])
+            second = ControlServer("job", FakeBrain(), master.store.share(), ServerOptions(port=port))
+            try:
+                with pytest.raises(BindError):
+                    await second.start()
+            finally:
+                await second.close()
 
     asyncio.run(scene())
 
