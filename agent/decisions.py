@@ -102,6 +102,8 @@ class AgentState:
     link_up: bool = True
     link_lost_at: float | None = None
     leaving: bool = False
+    # Workers were running when the notice came: without their save the run goes back to its last commit.
+    unsaved: bool = False
     leave_deadline: float | None = None
     release_deadline: float | None = None
     fenced: bool = False
@@ -647,6 +649,7 @@ class _Turn:
             return
         state.leaving = True
         state.leave_deadline = self.now + state.settings.drain_timeout
+        state.unsaved = state.fenced or state.workers is Workers.RUNNING
         self.stop_conversion()
         if state.workers is Workers.RUNNING:
             self.do(ev.Say(f"{name}: saving at the next step boundary, then leaving"))
@@ -659,7 +662,7 @@ class _Turn:
 
     def exit_left(self) -> None:
         state = self.state
-        if state.outcome in (Outcome.DRAINED, Outcome.NONE, Outcome.FINISHED) or not state.started:
+        if not state.unsaved or state.outcome in (Outcome.DRAINED, Outcome.FINISHED):
             self.exit(ev.EXIT_LEFT, "left on notice; everything is saved")
         else:
             self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice without a save; the run goes on from its last commit")

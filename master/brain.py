@@ -35,6 +35,7 @@ def recover(job: Job, generation: int, now: float) -> State:
         job.nodes = {}
     live = Live(phase_since=now, last_arrival=now, moved_at=now)
     live.heard = dict.fromkeys(job.nodes, now)
+    live.presumed = set(job.nodes)
     live.joined_at = dict.fromkeys((name for name, node in job.nodes.items() if node.joined is not None), now)
     live.conversion_moved = live.verify_since = live.retry_at = now
     if job.drain is not None:

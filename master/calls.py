@@ -10,6 +10,7 @@ from dalsegno.protos import control_pb2
 
 from . import checkpoints, conversion, membership, phases
 from .events import Reply
+from .recollection import remember
 from .registration import register
 from .state import Failure, Joined, Member, Node, Part, Phase
 from .turn import Turn
@@ -73,6 +74,9 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
     job, live = turn.job, turn.live
     if job.phase.is_terminal:
         return OK
+    if job.world is None and any(entry.epoch > job.epoch for entry in message.inventory):
+        # Sealed after this agent had registered, of an epoch that this store knows nothing of.
+        remember(turn, 0, message.inventory)
     if job.phase in (Phase.WAITING, Phase.FORMING):
         checkpoints.adopt_sealed(turn, message.inventory)
     first = node.name not in live.joined_at

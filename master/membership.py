@@ -19,6 +19,7 @@ def drop(turn: Turn, node: Node) -> None:
     for book in (turn.live.heard, turn.live.closed, turn.live.joined_at, turn.live.asked_at):
         book.pop(node.name, None)
     turn.live.unexpected.discard(node.name)
+    turn.live.presumed.discard(node.name)
 
 
 def lose(turn: Turn, node: Node, how: str) -> None:
@@ -75,6 +76,7 @@ def hear(turn: Turn, node: Node) -> None:
         live.deaf = False
         forgive(turn)
     live.heard[node.name] = turn.now
+    live.presumed.discard(node.name)
 
 
 def forgive(turn: Turn) -> None:
@@ -143,10 +145,11 @@ def is_candidate(turn: Turn, node: Node) -> bool:
 
 
 def has_answered(turn: Turn, node: Node) -> bool:
-    """Has joined the present round, for the present resume point."""
+    """Has joined the present round, for the present resume point, and is not merely presumed alive."""
     resume = resume_point(turn.job)
     return (
         node.joined is not None
+        and node.name not in turn.live.presumed
         and node.joined.round == turn.job.round
         and node.joined.resume == (resume.digest if resume is not None else "")
     )
@@ -204,6 +207,7 @@ def newcomers(turn: Turn) -> list[Node]:
         for node in turn.job.nodes.values()
         if node.incarnation not in members
         and node.joined is not None
+        and node.name not in turn.live.presumed
         and is_candidate(turn, node)
         and not turn.is_held(node)
     ]

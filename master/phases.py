@@ -76,7 +76,7 @@ def listening(turn: Turn) -> bool:
     if not turn.due(live.listen_until):
         return False
     turn.job.listening = False
-    turn.job.epoch = max(turn.job.epoch, live.listening_epoch)
+    turn.job.epoch = max(turn.job.epoch, turn.job.listening_epoch)
     turn.notice(
         f"the master's record was lost; the run was read back from its checkpoints ({len(turn.job.checkpoints)})"
     )

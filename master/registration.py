@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dalsegno.protos import control_pb2
 
-from . import checkpoints, membership
+from . import membership
 from .events import Reply
+from .recollection import remember, run_number
 from .state import Job, Node, Phase, Settings
 from .turn import Turn
 
@@ -149,41 +150,8 @@ def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
     if not job.probe:
         job.probe = message.probe
     if job.epoch == 0 and (job.listening or message.epoch or message.generation or message.inventory):
-        listen(turn, message)
+        remember(turn, message.epoch, message.inventory, message.finished_runs)
     elif job.epoch == 0 and message.finished_runs:
         job.run = max(job.run, 1 + max(run_number(run) for run in message.finished_runs))
     if message.generation >= job.generation and message.generation:
         job.generation = message.generation + 1
-
-
-def run_number(run_id: str) -> int:
-    digits = run_id.removeprefix("run-")
-    return int(digits) if digits.isdigit() else 0
-
-
-def listen(turn: Turn, message: control_pb2.RegisterRequest) -> None:
-    """The store is empty but this agent remembers a run: collect, for one node-timeout, what everybody remembers."""
-    job = turn.job
-    job.listening = True
-    unfinished = [entry for entry in message.inventory if entry.run_id not in message.finished_runs]
-    runs = [run_number(entry.run_id) for entry in unfinished]
-    ended = [run_number(run) + 1 for run in message.finished_runs]
-    job.run = max([job.run, *runs, *ended])
-    mine = [entry for entry in unfinished if entry.run_id == job.run_id]
-    forget = {record.digest for record in job.checkpoints}
-    job.checkpoints += [
-        checkpoints.from_proto(entry) for entry in checkpoints.lineage(mine) if entry.ref.digest not in forget
-    ]
-    for entry in mine:
-        if entry.form == control_pb2.FORM_UNIVERSAL:
-            checkpoints.record_form(job, entry)
-            job.leases = max(job.leases, lease_of(entry.ref.name))
-        job.generation = max(job.generation, entry.generation + 1)
-    highest = max([message.epoch, *(entry.epoch for entry in message.inventory)])
-    turn.live.listening_epoch = max(turn.live.listening_epoch, highest)
-    job.ever_stepped = job.ever_stepped or bool(job.checkpoints)
-
-
-def lease_of(name: str) -> int:
-    last = name.rpartition(".")[2]
-    return int(last) if last.isdigit() else 0

@@ -240,6 +240,8 @@ class Job:
     # A start, or out of WAITING: agents nobody has heard of may be on their way.
     quiet: bool = True
     listening: bool = False
+    # The highest epoch that agents remember of a lost store.
+    listening_epoch: int = 0
     ever_stepped: bool = False
     failures: int = 0
     last_failure_step: int = 0
@@ -277,6 +279,8 @@ class Live:
     """What only this process knows; times are monotonic seconds of this process."""
 
     heard: dict[str, float] = field(default_factory=dict)
+    # Nodes of the stored state that have not spoken to this process yet.
+    presumed: set[str] = field(default_factory=set)
     closed: dict[str, float] = field(default_factory=dict)
     joined_at: dict[str, float] = field(default_factory=dict)
     asked_at: dict[str, float] = field(default_factory=dict)
@@ -306,7 +310,6 @@ class Live:
     retry_pause: float = 0.0
     verify_since: float = 0.0
     listen_until: float | None = None
-    listening_epoch: int = 0
     paused_since: float | None = None
     deaf: bool = False
 

@@ -61,13 +61,18 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
     resume = resume_point(job)
     if not node.sees_directory:
         directive.wait.round = job.round
+        if resume is not None:
+            # It joins again when the directory is mounted after all.
+            directive.wait.look_for.name, directive.wait.look_for.digest = resume.name, resume.digest
         directive.wait.reason = f"{node.name} does not see the job's checkpoint directory: it stays a spare"
         return
     if resume is not None and node.unreadable == resume.digest:
         directive.wait.reason = f"{node.name} cannot read {resume.name}, others can: it stays a spare"
         return
     if job.phase.has_workers:
-        directive.wait.round = job.round
+        # Not the next round yet: a Join sent while the world still trains announces the newcomer, but what its
+        # inventory lacks may be sealed a moment later. The next Gather asks for it again.
+        directive.wait.round = job.epoch
         directive.wait.reason = spare_reason(state, node)
         return
     if resume is not None and has_looked_in_vain(job, node, resume.digest):

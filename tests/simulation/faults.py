@@ -32,7 +32,7 @@ def all_leave(sim: Simulation) -> None:
     for agent in sim.living():
         leave(sim, agent)
     for _ in range(sim.plan.settings.min_nodes):
-        sim.clock.after(sim.random.uniform(0.5, 12.0), sim.start_agent)
+        sim.clock.after(sim.random.uniform(0.5, 12.0), sim.start_later)
 
 
 def kill_node(sim: Simulation) -> None:
@@ -55,7 +55,7 @@ def kill_agent(sim: Simulation) -> None:
 def maybe_replace(sim: Simulation, agent: SimAgent) -> None:
     if sim.random.random() < 0.6:
         name = agent.asked_name
-        sim.clock.after(sim.random.uniform(0.5, 10.0), lambda: sim.start_agent(agent.host, name))
+        sim.clock.after(sim.random.uniform(0.5, 10.0), sim.start_later, agent.host, name)
 
 
 def lose_host(sim: Simulation) -> None:
@@ -179,7 +179,8 @@ def leave_while_away(sim: Simulation) -> None:
 
 
 def lose_store(sim: Simulation) -> None:
-    """The master dies with its disk."""
+    """The master dies with its disk: agents are asked to register anew, and stop their workers."""
+    sim.ledger.unplanned = True
     sim.master.downtime = sim.random.uniform(0.5, 5.0)
     sim.master.crash()
     sim.master.lose_store()
@@ -199,7 +200,7 @@ def free_space(sim: Simulation) -> None:
 
 def damage_newest(sim: Simulation) -> None:
     """A byte flips in the newest sealed checkpoint. Never in all of them: the run must be able to go on."""
-    sharded = [entry for entry in sim.disk.sealed.values() if entry.history and ".universal." not in entry.message.ref.name]
+    sharded = [entry for entry in sim.disk.sealed.values() if ".universal." not in entry.message.ref.name]
     if sharded:
         sim.trace("disk", "{} is damaged", sharded[-1].message.ref.name)
         sim.ledger.unplanned = True

@@ -22,8 +22,8 @@ MENUS: dict[str, tuple[str, ...]] = {
     "network": PLANNED + CRASHES + NETWORK,
     "master": PLANNED + MASTER,
     "masters": PLANNED + CRASHES + MASTER,
-    "store": PLANNED + ("kill_node", "crash_worker", "crash_master") + LOSS,
-    "disk": PLANNED + ("kill_node", "crash_worker") + DISK,
+    "store": (*PLANNED, "kill_node", "crash_worker", "crash_master", *LOSS),
+    "disk": (*PLANNED, "kill_node", "crash_worker", *DISK),
     "all": PLANNED + CRASHES + NETWORK + MASTER + DISK,
 }
 

@@ -91,6 +91,11 @@ class Simulation:
         self.trace(agent.label, "starts on {} {}", host, name)
         return agent
 
+    def start_later(self, host: str = "", name: str = "") -> None:
+        """As `start_agent`, but an ended embedded job is left in peace: it would start a new run."""
+        if self.ledger.success is None or not self.plan.embedded:
+            self.start_agent(host, name)
+
     def start_workers(self, agent: SimAgent, world: control_pb2.World) -> Group:
         """`StartWorkers` of one agent: its ranks of the world's collective."""
         before = agent.group
@@ -126,6 +131,9 @@ class Simulation:
         return hashlib.sha256(repr(summary).encode()).hexdigest()
 
     def _over(self) -> bool:
+        job = self.master.job
+        if self.ledger.success is not None and job is not None and job.run > 1:
+            return True
         return self.ledger.success is not None and self.faults_over and not any(a.alive for a in self.agents)
 
     def _happen(self, name: str) -> None:
@@ -155,7 +163,10 @@ class Simulation:
         settings = self.plan.settings
         wanted = max(settings.min_nodes, settings.node_unit)
         if self.ledger.success is None:
-            for _ in range(wanted - len(self.living())):
+            nodes = list(self.master.job.nodes.values()) if self.master.job is not None else []
+            strangers = {node.incarnation for node in nodes if not node.sees_directory}
+            usable = [agent for agent in self.living() if agent.client.incarnation not in strangers]
+            for _ in range(wanted - len(usable)):
                 self.start_agent()
         self.clock.after(5.0, self._nurse)
 
@@ -164,6 +175,6 @@ class Simulation:
         phase = f"{job.phase.value}, epoch {job.epoch}" if job is not None else "no master"
         left = [f"{a.label}:{a.state.workers.value}/{a.state.outcome.value}" for a in self.agents if a.alive]
         return (
-            f"after {self.clock.now:.0f} s and {self.clock.events} events: {phase}, last step {self.ledger.last_step_at:.0f} s,"
-            f" head {self.ledger.head[1]}/{self.plan.steps}, agents {left}"
+            f"after {self.clock.now:.0f} s and {self.clock.events} events: {phase}, last step at"
+            f" {self.ledger.last_step_at:.0f} s, head {self.ledger.head[1]}/{self.plan.steps}, agents {left}"
         )

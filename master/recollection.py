@@ -1,0 +1,63 @@
+"""What a lost store has forgotten, read back from what agents remember and from the checkpoints that they see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dalsegno.protos import control_pb2
+
+from . import checkpoints
+from .turn import Turn
+
+
+def run_number(run_id: str) -> int:
+    """The number in `run-0001`; 0 for another name."""
+    digits = run_id.removeprefix("run-")
+    return int(digits) if digits.isdigit() else 0
+
+
+def remember(
+    turn: Turn, epoch: int, inventory: Iterable[control_pb2.Checkpoint], finished_runs: Iterable[str] = ()
+) -> None:
+    """No world was opened from this store, but this agent knows of a run: go on above its epoch, from its checkpoints.
+
+    The first such news starts a listening time of one node-timeout, in which everybody's memory is collected.
+    """
+    job = turn.job
+    over = set(finished_runs)
+    known = list(inventory)
+    unfinished = [entry for entry in known if entry.run_id not in over and run_number(entry.run_id) >= job.run]
+    job.run = max(
+        [job.run, *(run_number(entry.run_id) for entry in unfinished), *(run_number(run) + 1 for run in over)]
+    )
+    mine = [entry for entry in unfinished if entry.run_id == job.run_id]
+    merge(turn, mine)
+    for entry in mine:
+        job.generation = max(job.generation, entry.generation + 1)
+    job.ever_stepped = job.ever_stepped or bool(job.checkpoints)
+    job.listening_epoch = max([job.listening_epoch, epoch, *(entry.epoch for entry in known)])
+    if job.epoch == 0:
+        job.listening = True
+    else:
+        job.epoch = max(job.epoch, job.listening_epoch)
+
+
+def merge(turn: Turn, found: list[control_pb2.Checkpoint]) -> None:
+    """The newest lineage of all that was found so far, whoever saw which part of it."""
+    job = turn.job
+    records = {record.digest: record for record in job.checkpoints}
+    known = [checkpoints.to_proto(job, record) for record in job.checkpoints]
+    new = [entry for entry in found if entry.ref.digest not in records]
+    job.checkpoints = [
+        records.get(entry.ref.digest) or checkpoints.from_proto(entry) for entry in checkpoints.lineage(known + new)
+    ]
+    for entry in found:
+        if entry.form == control_pb2.FORM_UNIVERSAL:
+            checkpoints.record_form(job, entry)
+            job.leases = max(job.leases, lease_of(entry.ref.name))
+
+
+def lease_of(name: str) -> int:
+    """The lease under which a universal form was made, from its directory's name; 0 for another name."""
+    last = name.rpartition(".")[2]
+    return int(last) if last.isdigit() else 0
