@@ -30,6 +30,7 @@ from examples.report import Change, Scene, render
 
 LIMIT = 1e-5
 EXIT_LEFT = 75
+AGENT_SAYS = "dlrover-run: "
 # Between two looks at processes and logs; people don't see more.
 LOOK_EVERY = 0.2
 TRAIN = Path(__file__).with_name("train.py")
@@ -208,12 +209,12 @@ def _reached(lines: Sequence[StepLine], act: Act) -> bool:
 
 
 def _relay_consoles(stage: Stage) -> None:
-    """Every agent tells what happened to the run: each line once."""
+    """Every agent tells what happened to the run: each line once. What workers print stays in the logs."""
     for node in stage.nodes:
         for line in node.new_lines():
-            if line not in stage.told:
+            if line.startswith(AGENT_SAYS) and line not in stage.told:
                 stage.told.add(line)
-                stage.screen.say(line, who=node.name)
+                stage.screen.say(line.removeprefix(AGENT_SAYS), who=node.name)
 
 
 def _check_exits(stage: Stage) -> None:
@@ -315,9 +316,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The demo's flags."""
     flags = argparse.ArgumentParser(prog="demo", description="A run with joins, a kill and a leave, and its judge.")
     flags.add_argument("--output", type=Path, default=Path("demo-output"), help="logs and the page go below this")
-    flags.add_argument("--steps", type=int, default=300, help="optimizer steps of each run")
+    flags.add_argument("--steps", type=int, default=180, help="optimizer steps of each run")
     flags.add_argument(
-        "--act-steps", type=int, default=12, help="steps that a world makes before the next thing happens"
+        "--act-steps", type=int, default=15, help="steps that a world makes before the next thing happens"
     )
     flags.add_argument("--step-time", type=float, default=0.25, help="seconds that a step of the disturbed run lasts")
     flags.add_argument("--save-every", type=int, default=20)

@@ -99,17 +99,22 @@ def render(scene: Scene) -> str:
 
 def curves(scene: Scene) -> str:
     """Both loss curves in one picture: the undisturbed one wide and pale, ours thin on top of it."""
-    height = 340
+    height, top = 380, 70
     entries = [*scene.kept.values(), *scene.undisturbed.values()]
     losses = [entry.loss for entry in entries if math.isfinite(entry.loss)]
     x = Axis(1, max((entry.step for entry in entries), default=2), LEFT, WIDTH - RIGHT)
-    y = Axis(min(losses, default=0), max(losses, default=1), height - 40, 30)
+    y = Axis(min(losses, default=0), max(losses, default=1), height - 40, top)
     parts = [_grid(x, y, height, "step", "loss")]
+    rows = [0.0] * 4
     for span in scene.spans:
         place = x(span.first_step)
-        label = f"{span.world_size} rank{'s' if span.world_size != 1 else ''}"
-        parts.append(f'<line class="mark" x1="{place:.1f}" x2="{place:.1f}" y1="22" y2="{height - 40}"/>')
-        parts.append(f'<text class="note" x="{place + 3:.1f}" y="20">e{span.epoch}: {label}</text>')
+        # Epochs that began at neighbouring steps have their labels below each other.
+        row = next((number for number, end in enumerate(rows) if place >= end), len(rows) - 1)
+        rows[row] = place + 75
+        base = 16 + 14 * row
+        label = f"e{span.epoch}: {span.world_size} rank{'s' if span.world_size != 1 else ''}"
+        parts.append(f'<line class="mark" x1="{place:.1f}" x2="{place:.1f}" y1="{base - 8}" y2="{height - 40}"/>')
+        parts.append(f'<text class="note" x="{place + 3:.1f}" y="{base}">{label}</text>')
     for name, label, history in (
         ("undisturbed", "undisturbed run", scene.undisturbed),
         ("ours", "run with joins, a kill and a leave", scene.kept),
@@ -215,14 +220,14 @@ def _grid(x: Axis, y: Axis, height: int, x_name: str, y_name: str) -> str:
         parts.append(f'<text class="tick" x="{LEFT - 6}" y="{y(tick) + 4:.1f}" text-anchor="end">{text}</text>')
     parts.append(f'<text class="tick" x="{WIDTH - RIGHT}" y="{height - 6}" text-anchor="end">{x_name}</text>')
     if not y_name.startswith("1e"):
-        parts.append(f'<text class="tick" x="8" y="16">{y_name}</text>')
+        parts.append(f'<text class="tick" x="8" y="{y.end - 10:.0f}">{y_name}</text>')
     return "".join(parts)
 
 
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
     parts = []
     for row, (name, label) in enumerate(entries):
-        y = 46 + 20 * row
+        y = 84 + 20 * row
         parts.append(f'<line class="{name}" x1="{WIDTH - 240}" x2="{WIDTH - 205}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="note" x="{WIDTH - 198}" y="{y + 4}">{label}</text>')
     return "".join(parts)

@@ -64,13 +64,15 @@ def test_console_lines_are_told_once(tmp_path: Path, capsys: pytest.CaptureFixtu
     played = stage(tmp_path)
     for name in ("node-1", "node-2"):
         console = tmp_path / f"{name}.log"
-        console.write_text("epoch 1: 2 nodes\nhal")
+        console.write_text("step 1: loss 5\ndlrover-run: epoch 1: 2 nodes\nhal")
         process = subprocess.Popen([sys.executable, "-c", ""])
         process.wait(timeout=30)
         played.nodes.append(demo.Node(name, process, console))
     demo._relay_consoles(played)
     demo._relay_consoles(played)
-    assert capsys.readouterr().out.count("epoch 1: 2 nodes") == 1
+    told = capsys.readouterr().out
+    assert told.count("epoch 1: 2 nodes") == 1
+    assert "step 1" not in told
 
 
 @pytest.mark.parametrize(("epoch", "code"), [(0, 0), (1, 1)])
