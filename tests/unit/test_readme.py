@@ -1,0 +1,51 @@
+"""The README tells the truth about what can be checked: flags with their defaults, exit codes, files it links to."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+import pytest
+
+from dalsegno.agent import events
+from dalsegno.agent.arguments import build_parser
+from tests.support.sources import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def our_flags() -> list[argparse.Action]:
+    parser = build_parser({})
+    (group,) = (group for group in parser._action_groups if group.title == "elastic training")
+    return group._group_actions
+
+
+@pytest.mark.parametrize("action", our_flags(), ids=lambda action: action.option_strings[0])
+def test_every_flag_of_ours_is_listed(action: argparse.Action) -> None:
+    """Each flag has a row, and the row has the default where that is a number above 0."""
+    flag = action.option_strings[0]
+    rows = [line for line in README.splitlines() if line.startswith("|") and re.search(rf"`{flag}[ `]", line)]
+    assert len(rows) == 1
+    if isinstance(action.default, int | float) and not isinstance(action.default, bool) and action.default > 0:
+        assert rows[0].split("|")[2].strip() == f"{action.default:g}"
+
+
+def test_no_flag_is_invented() -> None:
+    """Each flag in the table exists."""
+    table = README[README.index("| flag |") : README.index("| exit code |")]
+    known = set(build_parser({})._option_string_actions)
+    assert set(re.findall(r"--[a-z][a-z-]+", table)) <= known
+
+
+def test_exit_codes_are_the_agent_s() -> None:
+    """The table of exit codes has those that dlrover-run ends with."""
+    for name in ("EXIT_USAGE", "EXIT_LEFT", "EXIT_LEFT_UNSAVED"):
+        assert f"| {getattr(events, name)} | dlrover-run |" in README
+
+
+def test_links_lead_somewhere() -> None:
+    """Files that the README and docs link to exist."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    for page in pages:
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
