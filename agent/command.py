@@ -1,0 +1,258 @@
+"""`dalsegno`: looks at a job, at checkpoints, and at the installation. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+
+from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, finished_runs, inspect, is_checkpoint_name, verify
+from dalsegno.protos import control_pb2, control_pb2_grpc
+
+from .claim import ClaimFile
+from .connection import PROTOCOL, Credentials, code_of, detail_of
+from .events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
+
+__all__ = ["main"]
+
+_TIMEOUT = 5.0
+_SCRIPTS = ("dlrover-run", "dalsegno-run", "dalsegno", "dlrover-master")
+_PARTS = {
+    "": ("grpcio", "protobuf", "pydantic", "xxhash", "rich"),
+    "train": ("torch", "deepspeed", "numpy"),
+    "etcd": ("aetcd",),
+    "swift": ("ms-swift",),
+}
+
+
+class _UsageError(Exception):
+    """One line for a person."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(f"{message} (see {self.prog} --help)")
+
+
+# ---- status ----------------------------------------------------------------------------------------------------------
+
+
+def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
+    """Address and credentials: those given, or those of the embedded master's claim."""
+    if options.master:
+        token = Path(options.token_file).read_text(encoding="ascii").strip() if options.token_file else None
+        ca = Path(options.tls_ca) if options.tls_ca else None
+        return options.master.split(",")[0], Credentials(token or os.environ.get("DALSEGNO_TOKEN"), ca)
+    private = Path(options.checkpoint_dir) / ".dalsegno"
+    jobs = sorted(path.parent.name for path in private.glob("*/claim.json"))
+    job = options.job_id or (jobs[0] if len(jobs) == 1 else None)
+    if job is None:
+        known = f"known here: {', '.join(jobs)}" if jobs else f"no embedded master has left a claim in {private}"
+        raise _UsageError(f"name a job with --job-id, or a master with --master HOST:PORT ({known})")
+    options.job_id = job
+    claim = ClaimFile(private / job).read()
+    if claim is None:
+        raise _UsageError(f"job {job} has no embedded master's claim in {private}; use --master HOST:PORT")
+    return claim.address, Credentials((private / job / "token").read_text(encoding="ascii").strip())
+
+
+def _status(options: argparse.Namespace) -> int:
+    try:
+        address, credentials = _master_of(options)
+    except OSError as error:
+        raise _UsageError(str(error)) from error
+    with credentials.channel(address) as channel:
+        try:
+            reply = control_pb2_grpc.ControlStub(channel).GetStatus(
+                control_pb2.StatusRequest(job_id=options.job_id or "", protocol=PROTOCOL),
+                timeout=_TIMEOUT,
+                metadata=credentials.metadata,
+            )
+        except grpc.RpcError as error:
+            text = f"the master at {address} does not answer: {code_of(error).name}: {detail_of(error)}"
+            print(f"dalsegno: {text}", file=sys.stderr)
+            return EXIT_FAILED
+    for line in status_lines(reply):
+        print(line)
+    return EXIT_FINISHED
+
+
+def status_lines(reply: control_pb2.StatusReply) -> list[str]:
+    """A job as a person wants to see it."""
+    phase = control_pb2.Phase.Name(reply.phase).removeprefix("PHASE_").lower()
+    lines = [
+        f"job {reply.job_id}, {reply.run_id or 'no run yet'}: {phase}, epoch {reply.epoch}, step {reply.step}, "
+        f"loss {reply.loss:.4f}" + (f" ({reply.reason})" if reply.reason else "")
+    ]
+    for node in reply.nodes:
+        rank = f" {node.group_rank}" if node.role == "member" else ""
+        why = f": {node.reason}" if node.reason else ""
+        lines.append(f"  {node.role}{rank}  {node.node} on {node.host}, {node.nproc} workers{why}")
+    if reply.head.ref.name:
+        lines.append(f"  newest commit: {reply.head.ref.name}, {reply.head.bytes / 1e6:.1f} MB")
+    for record in reply.history:
+        lines.append(
+            f"  epoch {record.epoch}: {record.cause}, {record.nodes} nodes, steps {record.first_step} to "
+            f"{record.last_step}, paused {record.paused:.1f} s, lost {record.lost_steps} steps"
+        )
+    return lines
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _run_directories(directory: Path) -> list[Path]:
+    """The run directories that a person may mean: the directory itself, or those one or two levels below."""
+    if not directory.is_dir():
+        raise _UsageError(f"{directory} is no directory")
+    found = []
+    for candidate in (directory, *sorted(directory.glob("*")), *sorted(directory.glob("*/*"))):
+        hidden = any(part.startswith(".") for part in candidate.relative_to(directory).parts)
+        if candidate.is_dir() and not hidden and any(is_checkpoint_name(name) for name in os.listdir(candidate)):
+            found.append(candidate)
+    return found
+
+
+def _list(options: argparse.Namespace) -> int:
+    runs = _run_directories(options.directory)
+    if not runs:
+        print(f"no checkpoints in {options.directory}")
+    for run in runs:
+        mark = " (finished)" if run.name in finished_runs(run.parent) else ""
+        print(f"{run}{mark}")
+        seen = inspect(run)
+        for manifest in seen.sealed:
+            shape = f"{manifest.shape.strategy}, {manifest.shape.world_size} ranks"
+            print(f"  {manifest.name}  {manifest.form}, {shape}, {manifest.total_bytes / 1e6:.1f} MB")
+        for unsealed in seen.unsealed:
+            print(f"  {unsealed.name}  not usable: {unsealed.reason}")
+    return EXIT_FINISHED
+
+
+def _verify(options: argparse.Namespace) -> int:
+    directory: Path = options.directory
+    single = is_checkpoint_name(directory.name)
+    paths = (
+        [directory]
+        if single
+        else [
+            run / name
+            for run in _run_directories(directory)
+            for name in sorted(filter(is_checkpoint_name, os.listdir(run)))
+        ]
+    )
+    damaged = 0
+    for path in paths:
+        try:
+            verify(path, Manifest.read(path))
+        except (CheckpointDamaged, OSError) as error:
+            damaged += 1
+            print(f"{path}: {error}")
+        else:
+            print(f"{path}: intact")
+    return EXIT_FAILED if damaged else EXIT_FINISHED
+
+
+def _show(options: argparse.Namespace) -> int:
+    try:
+        manifest = Manifest.read(options.directory)
+    except (CheckpointDamaged, OSError) as error:
+        raise _UsageError(f"{options.directory} is no sealed checkpoint: {error}") from error
+    print(json.dumps(json.loads(manifest.to_bytes()), indent=2))
+    print(f"digest {manifest.digest}")
+    return EXIT_FINISHED
+
+
+# ---- doctor ----------------------------------------------------------------------------------------------------------
+
+
+def _owners() -> dict[str, list[str]]:
+    """Which installed distributions declare each of our scripts."""
+    owners: dict[str, list[str]] = {name: [] for name in _SCRIPTS}
+    for point in importlib.metadata.entry_points(group="console_scripts"):
+        distribution = getattr(point, "dist", None)
+        if point.name in owners and distribution is not None:
+            owners[point.name].append(str(distribution.name))
+    return owners
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    trouble = 0
+    for script, names in _owners().items():
+        where = shutil.which(script) or "not on the PATH"
+        print(f"{script}: {where}, of {', '.join(dict.fromkeys(names)) or 'nobody'}")
+        if len(set(names)) > 1:
+            trouble += 1
+            print("  several packages own it, and the last one installed wins; ours is also there as dalsegno-run")
+    for extra, names_of in _PARTS.items():
+        for name in names_of:
+            try:
+                print(f"{name}: {importlib.metadata.version(name)}")
+            except importlib.metadata.PackageNotFoundError:
+                trouble += not extra
+                print(f"{name}: missing" + (f" (extra: pip install 'dalsegno[{extra}]')" if extra else ""))
+    for name in ("DLROVER_MASTER_ADDR", "DALSEGNO_SOCKET"):
+        if name in os.environ:
+            print(f"{name} is set: {os.environ[name]}")
+    return EXIT_FAILED if trouble else EXIT_FINISHED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="dalsegno", description="Looks at an elastic training job, its checkpoints, and the installation."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    status = commands.add_parser("status", help="the job as it stands")
+    status.add_argument("--master", default=os.environ.get("DLROVER_MASTER_ADDR"), metavar="HOST:PORT")
+    status.add_argument("--job-id")
+    status.add_argument("--checkpoint-dir", default="checkpoints", metavar="DIR", help="where an embedded master lives")
+    status.add_argument("--token-file", metavar="FILE")
+    status.add_argument("--tls-ca", metavar="FILE")
+    status.set_defaults(act=_status)
+    checkpoints = commands.add_parser("checkpoints", help="what is in a checkpoint directory")
+    actions = checkpoints.add_subparsers(dest="action", required=True, parser_class=_Parser)
+    acts: tuple[tuple[str, Callable[[argparse.Namespace], int], str], ...] = (
+        ("ls", _list, "lists runs and checkpoints"),
+        ("verify", _verify, "compares every file with its checksum"),
+        ("show", _show, "prints one checkpoint's manifest"),
+    )
+    for name, act, text in acts:
+        action: Any = actions.add_parser(name, help=text)
+        action.add_argument("directory", type=Path, metavar="DIR")
+        action.set_defaults(act=act)
+    commands.add_parser("doctor", help="who owns which script, versions, extras").set_defaults(act=_doctor)
+    return parser
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Runs one command and returns its exit code: 0 well, 1 something is wrong with what was looked at, 2 usage."""
+    try:
+        options = _parser().parse_args(arguments)
+        return int(options.act(options))
+    except _UsageError as error:
+        print(f"dalsegno: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        code = run(None)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; what is left must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = EXIT_FAILED
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,309 @@
+"""The agent's work in the checkpoint directory, and the conversion job with a scripted converter."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.agent.conversion_job import ConversionJob
+from dalsegno.agent.events import ConversionUpdate
+from dalsegno.agent.lifeline import Lifeline
+from dalsegno.agent.processes import start_time
+from dalsegno.agent.storage import JobDirectory, Storage, StorageError, Survey
+from dalsegno.elastic.checkpoint import CheckpointName, Manifest, Position, Shape, describe, seal
+from dalsegno.protos import control_pb2 as pb
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def make_checkpoint(run_dir: Path, name: str, content: bytes = b"weights") -> Manifest:
+    """A sealed checkpoint with one file."""
+    path = run_dir / name
+    path.mkdir(parents=True)
+    (path / "model.pt").write_bytes(content)
+    parsed = CheckpointName.parse(name)
+    manifest = Manifest(
+        name=name,
+        job_id="job",
+        run_id=run_dir.name,
+        step=parsed.step,
+        epoch=parsed.epoch,
+        generation=1,
+        form=parsed.form,
+        shape=Shape(1, "ddp", True),
+        position=Position(0, 16),
+        order=None,
+        source=None if parsed.lease is None else replace_ref(run_dir, str(parsed.source)),
+        resumed_from=None,
+        min_nodes=1,
+        max_nodes=2,
+        metric=None,
+        files=describe(path),
+    )
+    seal(path, manifest)
+    return manifest
+
+
+def replace_ref(run_dir: Path, name: str) -> Any:
+    return Manifest.read(run_dir / name).ref
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> JobDirectory:
+    one = JobDirectory(tmp_path / "ck", "job")
+    one.prepare()
+    return one
+
+
+@pytest.fixture
+def storage(directory: JobDirectory) -> Iterator[Storage]:
+    one = Storage(directory)
+    yield one
+    one.close()
+
+
+def test_all_nodes_read_the_same_probe(directory: JobDirectory) -> None:
+    """Many at once, nobody reads half of it, and nothing is left beside it."""
+    found: list[str] = []
+    barrier = threading.Barrier(16)
+
+    def look() -> None:
+        barrier.wait(5)
+        found.append(JobDirectory(directory.root, "job").probe())
+
+    threads = [threading.Thread(target=look) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 16
+    assert len(set(found)) == 1
+    assert len(found[0]) == 32
+    assert [path.name for path in directory.private.iterdir()] == ["probe"]
+    assert JobDirectory(directory.root, "other").probe() != found[0]
+
+
+def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
+    """The line names the directory and the flag."""
+    (tmp_path / "file").touch()
+    with pytest.raises(StorageError, match="--checkpoint-dir"):
+        JobDirectory(tmp_path / "file", "job").prepare()
+    with pytest.raises(ValueError, match="run id"):
+        JobDirectory(tmp_path, "job").run("../other")
+
+
+def test_a_survey_sees_sealed_checkpoints_of_unfinished_runs(directory: JobDirectory) -> None:
+    """Finished runs are named, their checkpoints are not offered; what is not sealed does not exist."""
+    make_checkpoint(directory.run("run-0001"), "step-9.e1.1")
+    (directory.run("run-0001") / "FINISHED.json").write_text("{}")
+    wanted = make_checkpoint(directory.run("run-0002"), "step-4.e3.1")
+    (directory.run("run-0002") / "step-5.e3.1").mkdir()
+    survey = directory.survey()
+    assert [(one.run_id, one.ref.digest) for one in survey.inventory] == [("run-0002", wanted.digest)]
+    assert survey.finished_runs == ("run-0001",)
+    assert survey.probe == directory.probe()
+
+
+def test_a_resume_point_that_comes_late_is_waited_for(directory: JobDirectory, storage: Storage) -> None:
+    """A bounded look ends without it; a patient one goes on until it is there; a newer look ends an older."""
+    run = directory.run("run-0001")
+    digest = make_checkpoint(directory.root / "aside", "step-3.e1.1").digest
+    ref = pb.CheckpointRef(name="step-3.e1.1", digest=digest)
+    seen: queue.SimpleQueue[tuple[str, Survey]] = queue.SimpleQueue()
+    storage.look("run-0001", ref, False, lambda survey: seen.put(("bounded", survey)), seconds=0.3)
+    kind, survey = seen.get(timeout=5)
+    assert (kind, survey.inventory) == ("bounded", ())
+    storage.look("run-0001", ref, True, lambda survey: seen.put(("old", survey)))
+    storage.look("run-0001", ref, True, lambda survey: seen.put(("new", survey)))
+    time.sleep(0.3)
+    assert seen.empty()
+    run.mkdir()
+    os.rename(directory.root / "aside" / "step-3.e1.1", run / "step-3.e1.1")
+    kind, survey = seen.get(timeout=5)
+    assert (kind, survey.inventory[0].ref.digest) == ("new", digest)
+    time.sleep(0.3)
+    assert seen.empty()
+    storage.look("run-0001", None, False, lambda survey: seen.put(("none", survey)))
+    assert seen.get(timeout=5)[0] == "none"
+
+
+def test_manifest_and_verification(directory: JobDirectory, storage: Storage) -> None:
+    """A sealed checkpoint is described and verifies; a flipped byte and a wrong digest are told."""
+    run = directory.run("run-0001")
+    manifest = make_checkpoint(run, "step-3.e1.1")
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    storage.read_manifest("run-0001", manifest.name, manifest.digest, told.put)
+    assert told.get(timeout=5).checkpoint == manifest.to_proto()
+    storage.read_manifest("run-0001", manifest.name, "0" * 64, told.put)
+    assert told.get(timeout=5).checkpoint is None
+    order = pb.Verification(number=4, ref=manifest.to_proto().ref)
+    storage.verify("run-0001", order, told.put)
+    done = told.get(timeout=5)
+    assert (done.number, done.intact) == (4, True)
+    (run / manifest.name / "model.pt").write_bytes(b"wEights")
+    storage.verify("run-0001", order, told.put)
+    done = told.get(timeout=5)
+    assert (done.intact, "model.pt" in done.message) == (False, True)
+
+
+def test_pruning_takes_the_later_forms_and_nothing_else(directory: JobDirectory, storage: Storage) -> None:
+    """A retired checkpoint goes with its forms, a retired form alone; others and strangers stay."""
+    run = directory.run("run-0001")
+    for name in ("step-1.e1.1", "step-1.e1.10", "step-2.e1.1"):
+        make_checkpoint(run, name)
+    make_checkpoint(run, "step-1.e1.1.universal.4")
+    make_checkpoint(run, "step-2.e1.1.universal.5")
+    make_checkpoint(run, "step-2.e1.1.universal.6")
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    refs = [
+        pb.CheckpointRef(name=name) for name in ("step-1.e1.1", "step-2.e1.1.universal.5", "../evil", "step-7.e1.1")
+    ]
+    storage.prune("run-0001", refs, told.put)
+    assert [ref.name for ref in told.get(timeout=5).refs] == ["step-1.e1.1", "step-2.e1.1.universal.5", "step-7.e1.1"]
+    assert sorted(os.listdir(run)) == ["step-1.e1.10", "step-2.e1.1", "step-2.e1.1.universal.6"]
+
+
+def test_notes_for_people(directory: JobDirectory, storage: Storage) -> None:
+    """latest.json and FINISHED.json name the newest commit."""
+    run = directory.run("run-0001")
+    manifest = make_checkpoint(run, "step-3.e1.1")
+    storage.write_latest("run-0001", manifest.to_proto())
+    storage.mark_finished("run-0001", 3, manifest.digest)
+    finished = json.loads((run / "FINISHED.json").read_text())
+    assert (finished["step"], finished["name"]) == (3, "step-3.e1.1")
+    deadline = time.monotonic() + 5
+    while not (run / "latest.json").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert json.loads((run / "latest.json").read_text())["digest"] == manifest.digest
+    assert directory.survey().finished_runs == ("run-0001",)
+
+
+# ---- the conversion job ----------------------------------------------------------------------------------------------
+
+CONVERTER = """
+import json, os, subprocess, sys, time
+arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+source, target, how = arguments["--source"], arguments["--target"], os.environ["HOW"]
+print("noise on stdout", flush=True)
+for done in range(1, 4):
+    print(json.dumps({"files_done": done, "files_total": 3}), flush=True)
+    time.sleep(0.25)
+if how == "hang":
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    open(os.environ["PIDS"], "w").write(f"{os.getpid()} {child.pid}")
+    time.sleep(300)
+if how == "ready":
+    os.rename(os.environ["MADE"], target)
+    print(json.dumps({"state": "READY", "message": ""}), flush=True)
+if how == "bad":
+    print(json.dumps({"state": "SOURCE_BAD", "message": "model.pt: checksum"}), flush=True)
+    sys.exit(65)
+if how == "disk":
+    print(json.dumps({"state": "ENVIRONMENT", "message": "no space left"}), flush=True)
+    sys.exit(74)
+if how == "killed":
+    os.kill(os.getpid(), 9)
+"""
+
+
+class Conversions:
+    def __init__(self, tmp_path: Path) -> None:
+        self.updates: queue.SimpleQueue[ConversionUpdate] = queue.SimpleQueue()
+        self.lifeline = Lifeline()
+        self.run_dir = tmp_path / "run-0001"
+        self.source = make_checkpoint(self.run_dir, "step-5.e2.1")
+        self.job = ConversionJob(
+            self.lifeline, tmp_path / "conversion.log", self.updates.put, (sys.executable, "-c", CONVERTER)
+        )
+
+    def start(self, lease: int) -> None:
+        self.job.start(self.run_dir, pb.Conversion(lease=lease, source=self.source.to_proto()))
+
+    def end(self) -> ConversionUpdate:
+        while True:
+            update = self.updates.get(timeout=20)
+            if update.state != pb.CONVERSION_STATE_WORKING:
+                return update
+
+
+@pytest.fixture
+def conversions(tmp_path: Path) -> Iterator[Conversions]:
+    one = Conversions(tmp_path)
+    yield one
+    one.job.stop()
+    one.lifeline.close()
+
+
+def test_a_conversion_that_succeeds(conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Progress comes, then READY with the sealed form's description."""
+    aside = tmp_path / "aside"
+    made = make_checkpoint(aside, "step-5.e2.1")
+    made = replace(made, name="step-5.e2.1.universal.7", form="universal", source=conversions.source.ref)
+    (aside / "step-5.e2.1" / "MANIFEST.json").write_bytes(made.to_bytes())
+    monkeypatch.setenv("HOW", "ready")
+    monkeypatch.setenv("MADE", str(aside / "step-5.e2.1"))
+    conversions.start(7)
+    first = conversions.updates.get(timeout=20)
+    assert (first.lease, first.state, first.files_total) == (7, pb.CONVERSION_STATE_WORKING, 3)
+    update = conversions.end()
+    assert update.state == pb.CONVERSION_STATE_READY
+    assert update.checkpoint is not None
+    assert (update.checkpoint.ref.name, update.checkpoint.form) == ("step-5.e2.1.universal.7", pb.FORM_UNIVERSAL)
+
+
+@pytest.mark.parametrize(
+    ("how", "state", "word"),
+    [
+        ("bad", pb.CONVERSION_STATE_SOURCE_BAD, "checksum"),
+        ("disk", pb.CONVERSION_STATE_ENVIRONMENT, "no space left"),
+        ("killed", pb.CONVERSION_STATE_ENVIRONMENT, "signal 9"),
+        ("liar", pb.CONVERSION_STATE_ENVIRONMENT, "cannot be read"),
+    ],
+)
+def test_a_conversion_that_fails(
+    conversions: Conversions, monkeypatch: pytest.MonkeyPatch, how: str, state: int, word: str
+) -> None:
+    """Only a proven damage of the source is one; exit 0 without a sealed form is not READY."""
+    monkeypatch.setenv("HOW", how)
+    conversions.start(3)
+    update = conversions.end()
+    assert (update.state, update.lease) == (state, 3)
+    assert word in update.message
+
+
+def test_a_stopped_conversion_is_gone_and_silent(
+    conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The converter and what it started are dead; nothing is told of it afterwards; another lease can begin."""
+    pids = tmp_path / "pids"
+    monkeypatch.setenv("HOW", "hang")
+    monkeypatch.setenv("PIDS", str(pids))
+    conversions.start(3)
+    deadline = time.monotonic() + 20
+    while not (pids.exists() and len(pids.read_text().split()) == 2):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    conversions.job.stop(99)
+    parent, child = map(int, pids.read_text().split())
+    assert start_time(parent) is not None
+    conversions.job.stop(3)
+    assert start_time(parent) is None
+    deadline = time.monotonic() + 2
+    from dalsegno.agent.processes import process_state
+
+    while process_state(child) not in (None, "Z"):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    monkeypatch.setenv("HOW", "bad")
+    conversions.start(4)
+    assert conversions.end().lease == 4
