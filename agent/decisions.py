@@ -99,6 +99,8 @@ class AgentState:
     pruning: tuple[str, ...] = ()
     head: str = ""
     notice: int = 0
+    # A directive has come in before.
+    directed: bool = False
     link_up: bool = True
     link_lost_at: float | None = None
     leaving: bool = False
@@ -271,9 +273,11 @@ class _Turn:
         state.phase = directive.phase
         state.run_id = directive.run_id or state.run_id
         for notice in directive.notices:
-            if notice.sequence > state.notice:
-                state.notice = notice.sequence
+            # What happened before this node came is not its news.
+            if notice.sequence > state.notice and state.directed:
                 self.do(ev.Say(notice.text, notice.warning))
+            state.notice = max(state.notice, notice.sequence)
+        state.directed = True
         if directive.WhichOneof("order") == "fenced":
             self.become_fenced(directive.fenced.reason)
             return
