@@ -8,7 +8,7 @@ could not do it with a source that verifies). A target that is not sealed holds 
 next lease may take over.
 """
 
-from .convert import convert
+from .conversion import convert
 from .errors import EXIT_ENVIRONMENT, EXIT_READY, EXIT_SOURCE_BAD, ConversionError, EnvironmentFailed, SourceBad
 
 __all__ = (

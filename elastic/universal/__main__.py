@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from .convert import convert
+from .conversion import convert
 from .errors import EXIT_READY, ConversionError
 
 
