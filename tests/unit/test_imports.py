@@ -26,7 +26,7 @@ IMPORT_NAMES = {"grpcio": "grpc", "protobuf": "google", "ms-swift": "swift", "pr
 EXTRAS: dict[str, tuple[str, ...]] = {
     "protos": (),
     "elastic": ("train",),
-    "master": ("etcd",),
+    "master": ("etcd", "http"),
     "agent": ("train",),
     "swift_plugin": ("train", "swift"),
 }
