@@ -45,14 +45,17 @@ class MicroBatch(Generic[T]):
         return self.n == 0
 
     def scale(self, loss: Tensor, parameters: Iterator[Tensor] | Sequence[Tensor] = ()) -> Tensor:
-        """``loss * loss_scale``, and nothing at all for a filler, even where its loss is NaN or infinite.
+        """``loss * loss_scale``, and nothing at all where the factor is 0, even if the loss is NaN or infinite.
+
+        That is a filler, or with token means a slice without a real token, whose mean is 0 / 0.
 
         Args:
             loss: The mean loss of ``data``, a scalar.
-            parameters: The model's. With them a filler's gradients are zeroed one by one, so that even an infinite
-                derivative inside the model leaves no NaN (``0 * inf``); without them only the loss itself is guarded.
+            parameters: The model's. With them the gradients of such a slice are zeroed one by one, so that even an
+                infinite derivative inside the model leaves no NaN (``0 * inf``); without them only the loss itself is
+                guarded.
         """
-        if not self.filler:
+        if self.loss_scale != 0.0:
             return loss * self.loss_scale
         for parameter in parameters:
             if parameter.requires_grad:

@@ -81,9 +81,8 @@ def handed_out(
         manifest = source if order.universal is None else read_sealed(directory, loaded.digest)
     except (CheckpointDamaged, OSError) as caught:
         error = caught
-    damaged = _share(collective, directory, manifest, error, loaded, form, verify)
+    damaged = _share(collective, directory, manifest, error, order, verify)
     if damaged is not None:
-        # With a bad source, the universal form made of it may be sound; but the run's own record of it is not.
         return damaged
     assert source is not None
     universal = None if order.universal is None else directory
@@ -148,8 +147,7 @@ def _share(
     directory: Path,
     manifest: Manifest | None,
     error: Exception | None,
-    ref: Ref,
-    form: str,
+    order: ResumeOrder,
     verify: bool,
 ) -> Damaged | None:
     """Verifies each rank's part and compares notes: one exchange, also where a rank could not even begin."""
@@ -165,6 +163,9 @@ def _share(
     notes = collective.gather(_note(error))
     for rank, note in enumerate(notes):
         if "damage" in note:
+            # The culprit may be the source, of which only the manifest was read, or the form that would be loaded.
+            of_form = order.universal if order.universal and order.universal.name == note["name"] else None
+            ref, form = (order.source, SHARDED) if of_form is None else (of_form, UNIVERSAL)
             return Damaged(ref, form, note["file"], f"{note['damage']} (rank {rank})", rank == collective.rank)
     for rank, note in enumerate(notes):
         if "os" in note:
@@ -176,5 +177,5 @@ def _note(error: Exception | None) -> dict[str, str]:
     if error is None:
         return {}
     if isinstance(error, CheckpointDamaged):
-        return {"damage": str(error), "file": error.file}
+        return {"damage": str(error), "file": error.file, "name": error.directory.name}
     return {"os": str(error)}

@@ -240,8 +240,14 @@ class Session:
         if self._over:
             return
         self._send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
+        if self.alone and self.run_dir is not None and threading.current_thread() is threading.main_thread():
+            # There is nothing left to save; what the script does from here on may be stopped as any program.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self.alone and self.rank == 0 and self._store is not None:
-            self._store.mark_finished(self.step, self._store.newest())
+            try:
+                self._store.mark_finished(self.step, self._store.newest())
+            except OSError as error:
+                log.warning("the training is finished, but the note of it could not be written: %s", error)
         self._part()
 
     def close(self) -> None:

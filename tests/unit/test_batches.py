@@ -99,6 +99,18 @@ def test_token_means_weigh_by_real_tokens_of_all_ranks() -> None:
     assert all(scale == (0.0 if filler else pytest.approx(tokens * 4 / total)) for scale, filler, tokens in scales)
 
 
+def test_slice_without_a_real_token_leaves_no_nan() -> None:
+    """The mean over no tokens is NaN; it must not reach the gradient of the step."""
+    batch = next(iter(make(4, 1, 1, 0, count_tokens=lambda data: int(data[0, 0]) % 2, reduce=lambda value: value)))
+    weight = torch.tensor(1.0, dtype=torch.float64, requires_grad=True)
+    for part in batch.micro_batches:
+        loss = weight * (3.0 if int(part.data[0, 0]) % 2 else math.nan)
+        part.scale(loss, [weight]).backward()  # type: ignore[no-untyped-call]
+    assert 0 < batch.tokens < 4
+    assert weight.grad is not None
+    assert weight.grad.item() == pytest.approx(3.0)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_position_is_what_was_trained_not_what_was_fetched(workers: int) -> None:
     """With prefetching workers too, a batch names its own position; going on from it repeats and misses nothing."""

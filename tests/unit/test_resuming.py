@@ -1,0 +1,96 @@
+"""Which resume point a worker takes, and what it blames when it cannot."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from dalsegno.elastic.checkpoint import SHARDED, UNIVERSAL, CheckpointName, CheckpointStore, Manifest, Ref, Shape
+from dalsegno.elastic.collective import Solo
+from dalsegno.elastic.identity import ResumeOrder
+from dalsegno.elastic.resuming import Damaged, ResumePoint, handed_out, newest
+from tests.unit.test_checkpoint import manifest_for, seal
+
+
+def write(run_dir: Path, name: CheckpointName, *, shape: Shape, source: Ref | None = None) -> Manifest:
+    directory = run_dir / str(name)
+    directory.mkdir(parents=True)
+    (directory / "model.pt").write_bytes(str(name).encode())
+    manifest = manifest_for(directory, source=source, shape=shape)
+    seal(directory, manifest)
+    return manifest
+
+
+ANY, TWO = Shape(2, "ddp", True), Shape(2, "deepspeed-zero-1", False)
+
+
+def test_universal_form_is_loaded_and_each_culprit_is_named(tmp_path: Path) -> None:
+    """A damaged later form is blamed alone; a source whose manifest is gone is blamed as the source."""
+    name = CheckpointName(4, 2, 1)
+    source = write(tmp_path, name, shape=TWO)
+    later = write(tmp_path, name.later("universal", 3), shape=TWO, source=source.ref)
+    order = ResumeOrder(source.ref, UNIVERSAL, later.ref)
+    point = handed_out(order, tmp_path, Solo())
+    assert isinstance(point, ResumePoint)
+    assert (point.form, point.path, point.universal) == (UNIVERSAL, tmp_path / source.name, tmp_path / later.name)
+    os.truncate(tmp_path / later.name / "model.pt", 2)
+    bad = handed_out(order, tmp_path, Solo())
+    assert isinstance(bad, Damaged)
+    assert (bad.ref, bad.form, bad.file) == (later.ref, UNIVERSAL, "model.pt")
+    assert isinstance(handed_out(order, tmp_path, Solo(), verify=False), ResumePoint)
+    (tmp_path / source.name / "MANIFEST.json").unlink()
+    bad = handed_out(order, tmp_path, Solo())
+    assert isinstance(bad, Damaged)
+    assert (bad.ref, bad.form, bad.file) == (source.ref, SHARDED, "MANIFEST.json")
+
+
+def test_other_digest_is_another_checkpoint(tmp_path: Path) -> None:
+    """A directory with the right name but not the recorded manifest is not loaded."""
+    source = write(tmp_path, CheckpointName(4, 2, 1), shape=ANY)
+    bad = handed_out(ResumeOrder(Ref(source.name, "0" * 64), SHARDED, None), tmp_path, Solo())
+    assert isinstance(bad, Damaged)
+    assert "DIGEST" in bad.message
+
+
+def test_file_system_trouble_is_not_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is not condemned because it cannot be read just now."""
+    source = write(tmp_path, CheckpointName(4, 2, 1), shape=ANY)
+
+    def fails(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("dalsegno.elastic.resuming.verify_files", fails)
+    with pytest.raises(OSError, match="Permission denied"):
+        handed_out(ResumeOrder(source.ref, SHARDED, None), tmp_path, Solo())
+
+
+def test_alone_takes_the_newest_sound_one_that_fits(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Damaged ones are named and passed over; all damaged is an error; another world needs the universal form."""
+    store = CheckpointStore(tmp_path)
+    assert newest(store, Solo(), 1) is None
+    old = write(tmp_path, CheckpointName(2, 0, 1), shape=ANY)
+    new = write(tmp_path, CheckpointName(4, 0, 1), shape=ANY)
+    (tmp_path / "step-9.e0.1").mkdir()
+    point = newest(store, Solo(), 1)
+    assert point is not None
+    assert point.ref == new.ref
+    os.truncate(tmp_path / new.name / "model.pt", 1)
+    with caplog.at_level(logging.WARNING):
+        point = newest(store, Solo(), 1)
+    assert point is not None
+    assert point.ref == old.ref
+    assert "step-4.e0.1 is damaged" in caplog.text
+    (tmp_path / old.name / "model.pt").unlink()
+    with pytest.raises(RuntimeError, match="all 2 checkpoints"):
+        newest(store, Solo(), 1)
+    sharded = write(tmp_path, CheckpointName(6, 0, 1), shape=TWO)
+    with pytest.raises(RuntimeError, match="was written by 2 ranks"):
+        newest(store, Solo(), 3)
+    assert newest(store, Solo(), 2) is not None
+    later = write(tmp_path, CheckpointName(6, 0, 1).later("universal", 1), shape=TWO, source=sharded.ref)
+    point = newest(store, Solo(), 3)
+    assert point is not None
+    assert point.universal == tmp_path / later.name
