@@ -1,39 +1,46 @@
-"""A standby worker: a process that has imported the heavy modules and waits to be told what to run.
+"""The nursery: a process that has imported the heavy modules once, and forks a worker whenever one is wanted.
 
-Executed as `python -u -m dalsegno.agent.standby --channel FD …` by `standby_pool`. Over the channel (a socket,
-JSON messages behind four bytes of length) it says once what it has imported, and is then given one `Assignment`:
-it becomes that script, as `python -u script.py …` or `python -u -m module …` would have run it, with the assignment's
-environment, arguments, working directory and output. End of the channel without one: it ends.
+Executed as `python -u -m dalsegno.agent.standby --channel FD …` by `standby_pool`. Over the channel (a socket, JSON
+messages behind four bytes of length) it says what it has imported, takes `{"start": ID, …assignment}`, and tells
+`{"started": ID, "pid": PID}` and later `{"exited": ID, "code": STATUS}` (negative for a signal). The forked process
+becomes the script as `python -u script.py …` or `python -u -m module …` would have run it, with the assignment's
+environment, arguments, working directory and output. End of the channel: it ends, and its workers with it.
 
-It must not touch CUDA: a context would hold memory of a device that the running workers use.
+Forking is sound because nothing but imports has happened here: one thread, no CUDA, no connection. Where an import did
+start CUDA's driver, which does not survive a fork, the nursery says `"forkable": false` and is not used.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import dataclasses
+import gc
 import importlib
 import json
 import os
 import runpy
+import selectors
 import signal
 import socket
 import struct
 import sys
 import threading
 import types
+import warnings
 from importlib.machinery import SourceFileLoader
 
 __all__ = ["Assignment", "receive", "send"]
 
 _HEADER = struct.Struct(">I")
 _PR_SET_PDEATHSIG = 1
+_CUDA_NOT_INITIALIZED = 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Assignment:
-    """What a standby worker becomes.
+    """What a worker runs.
 
     Attributes:
         arguments: the script's path, or the module's name, and its own arguments.
@@ -78,7 +85,7 @@ def _die_with_parent(parent: int) -> None:
     """In addition to the keeper: SIGKILL when the thread that spawned us ends (prctl(2))."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
-        raise SystemExit("the agent is gone")
+        raise SystemExit("the parent is gone")
 
 
 def _import_all(modules: list[str], niceness: int, failed: dict[str, str]) -> None:
@@ -102,9 +109,20 @@ def warm_up(modules: list[str], niceness: int) -> dict[str, object]:
     thread = threading.Thread(target=_import_all, args=(modules, niceness, failed), name="warm-up")
     thread.start()
     thread.join()
-    torch = sys.modules.get("torch")
-    cuda = bool(torch is not None and torch.cuda.is_initialized())
-    return {"failed": failed, "cuda_initialized": cuda}
+    return {"failed": failed, "forkable": not cuda_started()}
+
+
+def cuda_started() -> bool:
+    """Whether something in this process has initialized CUDA's driver, which then works in no forked process.
+
+    Asked of the driver itself: before cuInit, cuDeviceGetCount answers CUDA_ERROR_NOT_INITIALIZED (3). Where the
+    library was never loaded, nothing can have started it.
+    """
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        if not any("libcuda.so" in line for line in maps):
+            return False
+    count = ctypes.c_int()
+    return int(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count))) != _CUDA_NOT_INITIALIZED
 
 
 def _redirect(path: str | None, saved: int, target: int) -> None:
@@ -141,13 +159,16 @@ def _run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
-def become(assignment: Assignment, console: tuple[int, int]) -> None:
-    """Turns this process into the script. Does not return normally when the script exits by itself."""
+def become(assignment: Assignment, console: tuple[int, int], fresh: bool) -> None:
+    """Turns this process into the script, with a `fresh` interpreter or in this one."""
     os.environ.clear()
     os.environ.update(assignment.environment)
     os.chdir(assignment.cwd)
     _redirect(assignment.stdout, console[0], 1)
     _redirect(assignment.stderr, console[1], 2)
+    if fresh:
+        flags = ["-u", "-m"] if assignment.module else ["-u"]
+        os.execv(sys.executable, [sys.executable, *flags, *assignment.arguments])
     sys.argv = list(assignment.arguments)
     try:
         if assignment.module:
@@ -161,30 +182,151 @@ def become(assignment: Assignment, console: tuple[int, int]) -> None:
         _report_and_end(error)
 
 
+class _Nursery:
+    """The serving side; `serve` returns in the nursery at its end, and in every worker with its assignment.
+
+    Args:
+        single: do not fork: become the first assignment oneself (for a nursery that turned out not to be forkable).
+    """
+
+    def __init__(self, channel: socket.socket, modules: list[str], niceness: int, single: bool) -> None:
+        self._channel = channel
+        self._single = single
+        self._workers: dict[int, object] = {}
+        self._requests: list[dict[str, object]] = []
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        for end in (self._wake_reader, self._wake_writer):
+            end.setblocking(False)
+        self._report: dict[str, object] | None = None
+        self._ready = False
+        self._imports = threading.Thread(target=self._import, args=(modules, niceness), name="imports")
+
+    def serve(self) -> Assignment | None:
+        """Takes requests from the beginning, and carries them out once the imports are done."""
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        self._imports.start()
+        with selectors.DefaultSelector() as selector:
+            for end in (self._channel, self._wake_reader):
+                selector.register(end, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._wake_reader:
+                        self._wake_reader.recv(4096)
+                        continue
+                    message = receive(self._channel)
+                    if message is None:
+                        return None
+                    self._requests.append(message)
+                self._reap()
+                if self._report is not None and not self._ready:
+                    self._settle()
+                while self._ready and self._requests:
+                    assignment = self._start(self._requests.pop(0))
+                    if assignment is not None:
+                        return assignment
+
+    def _import(self, modules: list[str], niceness: int) -> None:
+        self._report = warm_up(modules, niceness)
+        self._wake_writer.send(b"\0")
+
+    def _settle(self) -> None:
+        # Alone again: only a process of one thread is forked.
+        self._imports.join()
+        self._ready = True
+        # Shared with every worker for as long as nobody writes to it, which the collector would do.
+        gc.collect()
+        gc.freeze()
+        assert self._report is not None
+        send(self._channel, {"ready": self._report})
+
+    def _start(self, message: dict[str, object]) -> Assignment | None:
+        number = message.pop("start")
+        assignment = Assignment(**message)  # type: ignore[arg-type]
+        if self._single:
+            send(self._channel, {"started": number, "pid": os.getpid()})
+            self._leave()
+            return assignment
+        nursery = os.getpid()
+        reader, writer = os.pipe()
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads that libraries (OpenBLAS) keep and restart in the child themselves.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid:
+            os.close(writer)
+            # Until it has a group of its own; an end of file if it died before.
+            os.read(reader, 1)
+            os.close(reader)
+            self._workers[pid] = number
+            send(self._channel, {"started": number, "pid": pid})
+            return None
+        self._leave()
+        os.setsid()
+        _die_with_parent(nursery)
+        os.write(writer, b"\0")
+        os.close(reader)
+        os.close(writer)
+        return assignment
+
+    def _leave(self) -> None:
+        """What the worker must not keep of the nursery."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for end in (self._channel, self._wake_reader, self._wake_writer):
+            end.close()
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            # The global generator was seeded when numpy was imported; workers must not share that. Python's own
+            # `random` is seeded anew in a forked process by itself.
+            numpy.random.seed()
+
+    def execs(self) -> bool:
+        """Whether a worker must begin with a fresh interpreter because of what the imports started."""
+        assert self._report is not None
+        return not self._report["forkable"] and not self._single
+
+    def _reap(self) -> None:
+        while True:
+            with contextlib.suppress(ChildProcessError):
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+                if ended is not None:
+                    # Not reaped yet: the number of its group is still its own while the rest of the group is killed.
+                    if ended.si_pid in self._workers:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(ended.si_pid, signal.SIGKILL)
+                    _, status = os.waitpid(ended.si_pid, 0)
+                    number = self._workers.pop(ended.si_pid, None)
+                    if number is not None:
+                        send(self._channel, {"exited": number, "code": os.waitstatus_to_exitcode(status)})
+                    continue
+            return
+
+
 def main() -> None:
-    """Warms up, reports, waits for the assignment, becomes it."""
+    """The nursery's life; in a forked worker, the script's."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--console", type=int, nargs=2, required=True)
     parser.add_argument("--parent", type=int, default=0)
     parser.add_argument("--nice", type=int, default=0)
+    parser.add_argument("--single", action="store_true")
     parser.add_argument("modules", nargs="*")
     options = parser.parse_args()
     for fd in (options.channel, *options.console):
         os.set_inheritable(fd, False)
     if options.parent:
         _die_with_parent(options.parent)
-    channel = socket.socket(fileno=options.channel)
-    report = warm_up(options.modules, options.nice)
+    # Lets torch look for devices without starting CUDA's driver, which would make this process useless for forking.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    console = (options.console[0], options.console[1])
+    nursery = _Nursery(socket.socket(fileno=options.channel), options.modules, options.nice, options.single)
     try:
-        send(channel, report)
-        message = receive(channel)
+        assignment = nursery.serve()
     except (BrokenPipeError, ConnectionResetError):
-        message = None
-    if message is None:
-        return
-    channel.close()
-    become(Assignment(**message), (options.console[0], options.console[1]))  # type: ignore[arg-type]
+        return  # The agent is gone.
+    if assignment is not None:
+        become(assignment, console, nursery.execs())
 
 
 if __name__ == "__main__":

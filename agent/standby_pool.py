@@ -1,4 +1,4 @@
-"""The agent's standby workers: started ahead, adopted by a world, replaced afterwards."""
+"""The agent's standby workers: one nursery that forks them, or processes of their own where it cannot (`standby`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import re
+import signal
 import socket
 import struct
 import subprocess
@@ -18,7 +19,7 @@ from .lifeline import Lifeline
 from .processes import kill_group
 from .standby import Assignment, receive, send
 
-__all__ = ["ALWAYS", "Standby", "StandbyPool", "modules_of"]
+__all__ = ["ALWAYS", "Nursery", "StandbyPool", "StandbyProcess", "modules_of"]
 
 # The first DDP wrap imports torch._dynamo: seconds on a busy machine.
 ALWAYS = ("torch", "torch.distributed", "torch._dynamo")
@@ -37,9 +38,9 @@ _HEAVY = (
 _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
 # A script is text of a person's; more than this is not read to guess what it imports.
 _MAX_TEXT = 1 << 20
-# Low enough to yield to training, high enough to be done before the next change on a busy machine.
+# Yields to training, and still is done before the next change on a busy machine.
 _NICENESS = 15
-# Seconds; a standby worker that was stopped does not read.
+# Seconds; a nursery that was stopped does not read.
 _SEND_TIMEOUT = 10
 
 logger = logging.getLogger(__name__)
@@ -56,39 +57,182 @@ def modules_of(script: Path | None) -> tuple[str, ...]:
     return (*ALWAYS, *wanted)
 
 
-class Standby:
-    """One standby worker process, from its start until it is adopted or discarded."""
+class StandbyProcess:
+    """A worker out of a nursery, with the part of `subprocess.Popen`'s interface that torch uses.
 
-    def __init__(self, process: subprocess.Popen[bytes], channel: socket.socket) -> None:
+    It is the nursery's child, so its exit status comes over the channel, after its whole group was killed. It may not
+    exist yet: a nursery that still imports starts it afterwards.
+    """
+
+    def __init__(self) -> None:
+        # 0 until it exists.
+        self.pid = 0
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def poll(self) -> int | None:
+        """The exit status, None while it lives."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it still lives after `timeout` seconds.
+        """
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def signal_group(self, signum: int) -> None:
+        """Signals its whole process group; one that does not exist yet never will."""
+        with self._lock:
+            if self.returncode is not None:
+                return
+            if self.pid:
+                kill_group(self.pid, signum)
+                return
+        self.ended(-signum)
+
+    def started(self, pid: int) -> bool:
+        """It exists now. False: nobody wants it any more."""
+        with self._lock:
+            self.pid = pid
+            return self.returncode is None
+
+    def ended(self, code: int) -> None:
+        """It is gone."""
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = code
+        self._ended.set()
+
+
+class Nursery:
+    """One nursery process; with `single` it becomes its first and only worker itself.
+
+    Args:
+        process: as started by `StandbyPool`.
+        channel: our end.
+        lifeline: every worker is registered with it.
+        on_ready: called with (nursery, report) when the imports are done.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        channel: socket.socket,
+        lifeline: Lifeline,
+        single: bool,
+        on_ready: Callable[[Nursery, dict[str, object]], None],
+    ) -> None:
         self.process = process
-        self.channel = channel
-        self.report: dict[str, object] | None = None
         self.ready = threading.Event()
+        self.single = single
+        self._channel = channel
+        self._lifeline = lifeline
+        self._on_ready = on_ready
+        self._lock = threading.Lock()
+        self._number = 0
+        self._workers: dict[int, StandbyProcess] = {}
+        self._gone = False
+        threading.Thread(target=self._listen, name="nursery", daemon=True).start()
 
     @property
     def usable(self) -> bool:
         """Whether it lives; it may still be importing."""
-        return self.process.poll() is None
+        return not self._gone and self.process.poll() is None
 
-    def assign(self, assignment: Assignment) -> None:
-        """Gives it its script.
+    def start_worker(self, assignment: Assignment) -> StandbyProcess:
+        """Has a worker started; returns at once.
 
         Raises:
-            OSError: it is gone, or did not take it within a few seconds.
+            OSError: the nursery is gone, or did not take the request within a few seconds.
         """
-        send(self.channel, dataclasses.asdict(assignment))
+        worker = StandbyProcess()
+        with self._lock:
+            if self._gone:
+                raise BrokenPipeError("the nursery is gone")
+            self._number += 1
+            self._workers[self._number] = worker
+            request: dict[str, object] = {"start": self._number, **dataclasses.asdict(assignment)}
+            try:
+                send(self._channel, request)
+            except OSError:
+                del self._workers[self._number]
+                raise
+        return worker
+
+    def end(self) -> None:
+        """Kills it, with the workers that it has."""
+        kill_group(self.process.pid)
+        if not self.single:
+            self.process.wait()
+            self._lifeline.drop_group(self.process.pid)
+
+    def _listen(self) -> None:
+        """Reads what it says until it is gone, on a thread of its own."""
+        with self._channel:
+            try:
+                while (message := receive(self._channel)) is not None:
+                    self._heard(message)
+            except OSError as error:
+                logger.info("nursery %d: %s", self.process.pid, error)
+            with self._lock:
+                self._gone = True
+                workers, self._workers = list(self._workers.values()), {}
+        if self.single and self.ready.is_set() and workers:
+            # It has become its worker: the agent's own child.
+            self._follow(workers[0])
+            return
+        if workers:
+            logger.warning("nursery %d is gone; its workers end with it", self.process.pid)
+        for worker in workers:
+            worker.signal_group(signal.SIGKILL)
+            worker.ended(-signal.SIGKILL)
+
+    def _heard(self, message: dict[str, object]) -> None:
+        if "ready" in message:
+            self.ready.set()
+            report = message["ready"]
+            assert isinstance(report, dict)
+            self._on_ready(self, report)
+            return
+        number = int(str(message.get("started", message.get("exited"))))
+        with self._lock:
+            worker = self._workers[number] if "started" in message else self._workers.pop(number)
+        if "started" in message:
+            pid = int(str(message["pid"]))
+            self._lifeline.add_group(pid)
+            if not worker.started(pid):
+                kill_group(pid)
+        else:
+            self._lifeline.drop_group(worker.pid)
+            worker.ended(int(str(message["code"])))
+
+    def _follow(self, worker: StandbyProcess) -> None:
+        pid = self.process.pid
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        # Not reaped yet, so the number of its group is still its own while the rest of the group is killed.
+        kill_group(pid)
+        code = self.process.wait()
+        self._lifeline.drop_group(pid)
+        worker.ended(code)
 
 
 class StandbyPool:
-    """Keeps up to `count` standby workers.
+    """Keeps what `count` workers need to start at once.
 
     Args:
-        lifeline: each is registered with it from its start.
-        count: how many are wanted (nproc per node).
-        modules: what they import.
-        log: where they write until they are adopted.
-        on_warm: called on a thread of the pool's when all `count` have imported everything, once per filling.
+        lifeline: every process is registered with it from its start.
+        count: how many workers are wanted (nproc per node).
+        modules: what is imported ahead.
+        log: where a nursery writes; workers write where their assignment says.
+        on_warm: called on a thread of the pool's when everything is imported, once per filling.
         python: the interpreter.
+        fork: one nursery that forks; False: a process per worker. Falls back to that by itself.
     """
 
     def __init__(
@@ -99,6 +243,7 @@ class StandbyPool:
         log: Path,
         on_warm: Callable[[], None],
         python: str = sys.executable,
+        fork: bool = True,
     ) -> None:
         self._lifeline = lifeline
         self._count = count
@@ -106,52 +251,61 @@ class StandbyPool:
         self._log = log
         self._on_warm = on_warm
         self._python = python
-        self._lock = threading.Lock()
-        self._standbys: list[Standby] = []
-        self._announced = False
+        self._fork = fork
+        self._lock = threading.RLock()
+        self._nurseries: list[Nursery] = []
+        # Start nothing any more, but are the parents of living workers.
+        self._retired: list[Nursery] = []
         self._closed = False
 
     def fill(self, *, low_priority: bool) -> None:
-        """Starts what is missing. `low_priority`: their imports yield to the workers that train now."""
+        """Starts what is missing. `low_priority`: its imports yield to the workers that train now."""
         with self._lock:
             if self._closed:
                 return
-            for dead in [standby for standby in self._standbys if not standby.usable]:
-                logger.warning("a standby worker ended by itself (status %s)", dead.process.returncode)
-                self._forget(dead)
-            missing = self._count - len(self._standbys)
-            for _ in range(missing):
-                self._standbys.append(self._start(low_priority))
-            self._announced = self._announced and not missing
+            for dead in [nursery for nursery in self._nurseries if not nursery.usable]:
+                logger.warning("a nursery ended by itself (status %s); see %s", dead.process.returncode, self._log)
+                self._nurseries.remove(dead)
+                dead.end()
+            wanted = 1 if self._fork else self._count
+            for _ in range(wanted - len(self._nurseries)):
+                self._nurseries.append(self._start(low_priority))
 
     def warm(self) -> int:
-        """How many have imported everything and wait."""
+        """How many workers can start at once now."""
         with self._lock:
-            return sum(standby.ready.is_set() and standby.usable for standby in self._standbys)
+            ready = sum(nursery.ready.is_set() and nursery.usable for nursery in self._nurseries)
+            return ready * self._count if self._fork else ready
 
-    def take(self) -> Standby | None:
-        """Hands out one for adoption, the warmest first; None when there is none. The caller owns it from here."""
-        with self._lock:
-            usable = sorted((s for s in self._standbys if s.usable), key=lambda s: not s.ready.is_set())
-            if not usable:
-                return None
-            self._standbys.remove(usable[0])
-            return usable[0]
+    def start_worker(self, assignment: Assignment) -> StandbyProcess | None:
+        """Starts a worker, from the warmest process there is; None when there is none to start it from."""
+        while True:
+            with self._lock:
+                usable = sorted((one for one in self._nurseries if one.usable), key=lambda one: not one.ready.is_set())
+                if not usable:
+                    return None
+                nursery = usable[0]
+                if nursery.single:
+                    self._nurseries.remove(nursery)
+            try:
+                return nursery.start_worker(assignment)
+            except OSError as error:
+                logger.warning("nursery %d could not start a worker: %s", nursery.process.pid, error)
+                with self._lock:
+                    if nursery in self._nurseries:
+                        self._nurseries.remove(nursery)
+                nursery.end()
 
     def close(self) -> None:
-        """Ends all that were not handed out."""
+        """Ends all nurseries, with the workers that were forked from them."""
         with self._lock:
             self._closed = True
-            for standby in list(self._standbys):
-                self._forget(standby)
+            for nursery in (*self._nurseries, *self._retired):
+                nursery.end()
+            self._nurseries.clear()
+            self._retired.clear()
 
-    def _forget(self, standby: Standby) -> None:
-        self._standbys.remove(standby)
-        kill_group(standby.process.pid)
-        standby.process.wait()
-        self._lifeline.drop_group(standby.process.pid)
-
-    def _start(self, low_priority: bool) -> Standby:
+    def _start(self, low_priority: bool) -> Nursery:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT, 0))
         console = (os.dup(1), os.dup(2))
@@ -163,6 +317,7 @@ class StandbyPool:
             *("--console", *map(str, console)),
             *("--parent", str(parent)),
             *("--nice", str(_NICENESS if low_priority else 0)),
+            *(() if self._fork else ("--single",)),
             *("--", *self._modules),
         ]
         try:
@@ -181,30 +336,22 @@ class StandbyPool:
             for fd in console:
                 os.close(fd)
         self._lifeline.add_group(process.pid)
-        standby = Standby(process, ours)
-        threading.Thread(target=self._listen, args=(standby,), name="standby", daemon=True).start()
-        return standby
+        return Nursery(process, ours, self._lifeline, not self._fork, self._on_ready)
 
-    def _listen(self, standby: Standby) -> None:
-        """Waits for the report of one standby worker, then for the end of the channel; closes it."""
-        with standby.channel:
-            try:
-                self._reported(standby, receive(standby.channel))
-                receive(standby.channel)
-            except OSError as error:
-                logger.info("standby worker %d: %s", standby.process.pid, error)
-
-    def _reported(self, standby: Standby, report: dict[str, object] | None) -> None:
-        if report is None:
-            logger.warning("standby worker %d ended before it was ready; see %s", standby.process.pid, self._log)
-            return
-        standby.report = report
-        standby.ready.set()
+    def _on_ready(self, nursery: Nursery, report: dict[str, object]) -> None:
         if report["failed"]:
-            logger.warning("standby worker %d could not import %s", standby.process.pid, report["failed"])
+            logger.warning("nursery %d could not import %s", nursery.process.pid, report["failed"])
         with self._lock:
-            warm = sum(one.ready.is_set() for one in self._standbys)
-            announce = not self._announced and not self._closed and warm == self._count
-            self._announced = self._announced or announce
+            if self._closed:
+                return
+            if self._fork and not report["forkable"]:
+                # It serves those who asked already (with fresh interpreters); from now on each worker has its own.
+                logger.warning("the imports started CUDA's driver: workers are not forked, but wait one by one")
+                self._fork = False
+                self._nurseries.remove(nursery)
+                self._retired.append(nursery)
+                self.fill(low_priority=True)
+                return
+            announce = self.warm() >= self._count
         if announce:
             self._on_warm()

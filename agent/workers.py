@@ -24,7 +24,7 @@ from torch.numa.binding import NumaOptions
 from .lifeline import Lifeline
 from .processes import kill_group, start_time
 from .standby import Assignment
-from .standby_pool import Standby, StandbyPool
+from .standby_pool import StandbyPool, StandbyProcess
 from .worker_link import WorkerLink
 
 __all__ = ["Script", "WorkersContext", "error_message"]
@@ -74,15 +74,20 @@ class Script:
         return Path(self.own[0]) if self.adoptable and not self.module else None
 
 
-class _AdoptedHandler(SubprocessHandler):
-    """A standby worker that was given a script, in the shape in which torch keeps its workers."""
+class _StandbyHandler(SubprocessHandler):
+    """A worker out of a nursery, in the shape in which torch keeps its workers."""
 
-    def __init__(self, standby: Standby, local_rank: int) -> None:
+    def __init__(self, process: StandbyProcess, local_rank: int) -> None:
         # Not torch's __init__: that starts a process.
         self._stdout = None
         self._stderr = None
         self.local_rank_id = local_rank
-        self.proc = standby.process
+        self.standby = process
+        self.proc = process  # type: ignore[assignment]
+
+    def close(self, death_sig: signal.Signals | None = None) -> None:
+        """Signals the whole group, as torch's does."""
+        self.standby.signal_group(death_sig or signal.SIGTERM)
 
 
 class WorkersContext(SubprocessContext):
@@ -172,8 +177,10 @@ class WorkersContext(SubprocessContext):
             watcher.start()
 
     def _adopt(self, rank: int) -> SubprocessHandler | None:
-        while self._pool is not None and (standby := self._pool.take()) is not None:
-            assignment = Assignment(
+        if self._pool is None:
+            return None
+        process = self._pool.start_worker(
+            Assignment(
                 arguments=[str(own) for own in self.args[rank][2 if self._script.module else 1 :]],
                 module=self._script.module,
                 environment={**os.environ, **self.envs[rank]},
@@ -181,17 +188,11 @@ class WorkersContext(SubprocessContext):
                 stdout=self.stdouts[rank] or None,
                 stderr=self.stderrs[rank] or None,
             )
-            try:
-                standby.assign(assignment)
-            except OSError as error:
-                logger.warning("standby worker %d could not be adopted: %s", standby.process.pid, error)
-                kill_group(standby.process.pid)
-                standby.process.wait()
-                self._lifeline.drop_group(standby.process.pid)
-                continue
-            self.adopted += 1
-            return _AdoptedHandler(standby, rank)
-        return None
+        )
+        if process is None:
+            return None
+        self.adopted += 1
+        return _StandbyHandler(process, rank)
 
     def _start_cold(self, rank: int) -> SubprocessHandler:
         handler = get_subprocess_handler(
@@ -208,6 +209,14 @@ class WorkersContext(SubprocessContext):
 
     def _watch(self, rank: int, handler: SubprocessHandler) -> None:
         """Waits for one worker's end on a thread of its own."""
+        standby = isinstance(handler, _StandbyHandler)
+        code = handler.proc.wait() if standby else self._wait_cold(handler)
+        pid = handler.proc.pid
+        if not self._link.flush(pid, _LAST_WORDS):
+            logger.warning("the last messages of worker %d (process %d) did not come through", rank, pid)
+        self._on_exit(rank, code, error_message(self.error_files[rank]) if code else "")
+
+    def _wait_cold(self, handler: SubprocessHandler) -> int:
         pid = handler.proc.pid
         try:
             # Not reaped yet, so the number of its group is still its own while the rest of the group is killed.
@@ -219,9 +228,7 @@ class WorkersContext(SubprocessContext):
                 kill_group(pid)
         code = handler.proc.wait()
         self._lifeline.drop_group(pid)
-        if not self._link.flush(pid, _LAST_WORDS):
-            logger.warning("the last messages of worker %d (process %d) did not come through", rank, pid)
-        self._on_exit(rank, code, error_message(self.error_files[rank]) if code else "")
+        return code
 
 
 def error_message(path: str) -> str:

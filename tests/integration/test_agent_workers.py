@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import queue
@@ -18,8 +19,9 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
+from dalsegno.agent import standby
 from dalsegno.agent.lifeline import Lifeline
-from dalsegno.agent.processes import start_time
+from dalsegno.agent.processes import process_state, start_time
 from dalsegno.agent.standby_pool import ALWAYS, StandbyPool, modules_of
 from dalsegno.agent.worker_link import WorkerLink
 from dalsegno.agent.workers import Script, WorkersContext
@@ -81,8 +83,11 @@ class Node:
         self.order.append("exit")
         self.exits.put((rank, code, message))
 
-    def pool(self, count: int, modules: tuple[str, ...] = ("json",), low_priority: bool = False) -> StandbyPool:
-        pool = StandbyPool(self.lifeline, count, modules, self.directory / "standby.log", self.warm.set)
+    def pool(
+        self, count: int, modules: tuple[str, ...] = ("json",), low_priority: bool = False, fork: bool = True
+    ) -> StandbyPool:
+        self.warm.clear()
+        pool = StandbyPool(self.lifeline, count, modules, self.directory / "standby.log", self.warm.set, fork=fork)
         self.pools.append(pool)
         pool.fill(low_priority=low_priority)
         return pool
@@ -133,7 +138,7 @@ def script_in(directory: Path, text: str, *arguments: str) -> Script:
     return Script(sys.executable, ("-u", str(scripts / "script.py"), *arguments))
 
 
-@pytest.mark.parametrize("how", ["adopted", "cold", "module"])
+@pytest.mark.parametrize("how", ["forked", "single", "cold", "module"])
 def test_a_worker_is_what_python_would_have_made_of_the_script(
     node: Node, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -142,7 +147,7 @@ def test_a_worker_is_what_python_would_have_made_of_the_script(
     script = script_in(node.directory, REPORT, "--alpha", "1 2")
     pool = None
     if how != "cold":
-        pool = node.pool(2)
+        pool = node.pool(2, fork=how != "single")
         assert node.warm.wait(20)
         assert pool.warm() == 2
     # What the agent dropped since must be gone in the adopted worker as well, and what is new must be there.
@@ -237,25 +242,130 @@ def test_the_text_of_a_script_names_what_is_imported(tmp_path: Path) -> None:
     assert modules_of(tmp_path / "missing.py") == ALWAYS
 
 
-def test_without_a_usable_standby_it_starts_cold(node: Node) -> None:
-    """A dead standby worker is passed over, one that still imports is used."""
+@pytest.mark.parametrize("fork", [True, False])
+def test_without_a_usable_nursery_it_starts_cold(node: Node, fork: bool) -> None:
+    """Dead ones are passed over; one that still imports is used."""
     script = script_in(node.directory, REPORT)
-    pool = node.pool(2)
+    pool = node.pool(2, fork=fork)
     assert node.warm.wait(20)
-    os.kill(pool._standbys[0].process.pid, signal.SIGKILL)
-    pool._standbys[0].process.wait()
+    os.kill(pool._nurseries[0].process.pid, signal.SIGKILL)
+    wait_for(lambda: not pool._nurseries[0].usable)
     context = node.workers(script, 2, pool)
     context.start()
-    assert context.adopted == 1
+    assert context.adopted == (0 if fork else 1)
     assert {node.exits.get(timeout=30)[:2], node.exits.get(timeout=30)[:2]} == {(0, 0), (1, 0)}
     context.stop(0)
-    # A fresh filling that nobody waited for: adopted while it is still importing.
+    # A fresh filling that nobody waited for: used while it is still importing.
     pool.fill(low_priority=False)
     context = node.workers(script, 2, pool)
     context.start()
     assert context.adopted == 2
     assert {node.exits.get(timeout=30)[:2], node.exits.get(timeout=30)[:2]} == {(0, 0), (1, 0)}
     context.stop(0)
+
+
+def test_one_nursery_serves_world_after_world(node: Node) -> None:
+    """Three epochs of two workers from one process; generators of random numbers are not shared."""
+    code = (
+        "import json, os, random, numpy\n"
+        "print(json.dumps([os.getpid(), os.getppid(), random.random(), numpy.random.rand()]))"
+    )
+    script = script_in(node.directory, code)
+    pool = node.pool(2, ("numpy", "random"))
+    assert node.warm.wait(20)
+    said = []
+    for _ in range(3):
+        context = node.workers(script, 2, pool)
+        context.start()
+        assert pool.warm() == 2
+        assert {node.exits.get(timeout=30)[:2], node.exits.get(timeout=30)[:2]} == {(0, 0), (1, 0)}
+        context.stop(0)
+        said += [json.loads(Path(context.stdouts[rank]).read_text()) for rank in range(2)]
+    for column, different in ((0, 6), (1, 1), (2, 6), (3, 6)):
+        assert len({row[column] for row in said}) == different, said
+
+
+def test_workers_end_with_their_nursery(node: Node) -> None:
+    """Killed by the kernel for memory, say: the exits are told, nothing is left, and the next nursery serves."""
+    script = script_in(node.directory, "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(300)\n")
+    pool = node.pool(2)
+    assert node.warm.wait(20)
+    context = node.workers(script, 2, pool)
+    context.start()
+    outs = [Path(context.stdouts[rank]) for rank in range(2)]
+    wait_for(lambda: all(out.exists() and out.read_text().strip() for out in outs))
+    os.kill(pool._nurseries[0].process.pid, signal.SIGKILL)
+    assert {node.exits.get(timeout=10)[:2], node.exits.get(timeout=10)[:2]} == {(0, -9), (1, -9)}
+    wait_for(lambda: not any(alive(int(out.read_text())) for out in outs), 2.0)
+    context.stop(0)
+    node.warm.clear()
+    pool.fill(low_priority=True)
+    assert node.warm.wait(20)
+
+
+def test_workers_that_do_not_exist_yet_are_stopped_too(node: Node) -> None:
+    """The world changes while the nursery still imports: stopping waits for nothing, and nothing runs afterwards."""
+    ran = node.directory / "ran"
+    script = script_in(node.directory, f"open({str(ran)!r}, 'w')")
+    slow = node.directory / "scripts" / "slow_module.py"
+    slow.write_text("import time\ntime.sleep(3)\n")
+    os.environ["PYTHONPATH"] = str(slow.parent)
+    try:
+        pool = node.pool(1, ("slow_module",))
+    finally:
+        del os.environ["PYTHONPATH"]
+    context = node.workers(script, 1, pool)
+    context.start()
+    begin = time.monotonic()
+    context.stop(0)
+    assert node.exits.get(timeout=1)[:2] == (0, -9)
+    assert time.monotonic() - begin < 2.0
+    assert node.warm.wait(20)
+    context = node.workers(script_in(node.directory, "pass"), 1, pool)
+    context.start()
+    assert node.exits.get(timeout=10)[:2] == (0, 0)
+    context.stop(0)
+
+
+def test_imports_that_started_cuda(node: Node) -> None:
+    """Those who asked early get fresh interpreters, later ones a process each, which nobody forked."""
+    scripts = node.directory / "scripts"
+    script = script_in(node.directory, REPORT)
+    (scripts / "starts_cuda.py").write_text("import sys\nsys.modules['__main__'].cuda_started = lambda: True\n")
+    os.environ["PYTHONPATH"] = str(scripts)
+    try:
+        pool = node.pool(2, ("starts_cuda",))
+        reports = []
+        for round_ in range(2):
+            if round_:
+                assert node.warm.wait(20)
+            context = node.workers(script, 2, pool)
+            context.start()
+            assert context.adopted == 2
+            assert {node.exits.get(timeout=30)[:2], node.exits.get(timeout=30)[:2]} == {(0, 0), (1, 0)}
+            context.stop(0)
+            reports += [json.loads(Path(context.stdouts[rank]).read_text()) for rank in range(2)]
+    finally:
+        del os.environ["PYTHONPATH"]
+    assert [report["standby"] for report in reports] == [False, False, True, True]
+    assert all(report["nine"] == 9 for report in reports)
+
+
+@pytest.mark.parametrize(("loaded", "answer", "started"), [(False, 0, False), (True, 3, False), (True, 0, True)])
+def test_the_driver_is_asked_whether_it_was_started(
+    monkeypatch: pytest.MonkeyPatch, loaded: bool, answer: int, started: bool
+) -> None:
+    """Not loaded, loaded but not initialized (CUDA_ERROR_NOT_INITIALIZED), initialized."""
+
+    class Driver:
+        def cuDeviceGetCount(self, count: object) -> int:
+            return answer
+
+    monkeypatch.setattr("builtins.open", lambda *a, **k: io.StringIO("7f /usr/lib/libcuda.so.1\n" if loaded else "\n"))
+    monkeypatch.setattr(standby.ctypes, "CDLL", lambda name: Driver())
+    result = standby.cuda_started()
+    monkeypatch.undo()
+    assert result is started
 
 
 def test_a_program_that_is_not_python(node: Node) -> None:
@@ -298,8 +408,6 @@ def test_stop_kills_the_whole_group_at_once(node: Node, how: str) -> None:
 
 
 def alive(pid: int) -> bool:
-    from dalsegno.agent.processes import process_state
-
     return process_state(pid) not in (None, "Z", "X")
 
 
