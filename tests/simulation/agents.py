@@ -43,6 +43,8 @@ class SimAgent:
             )
         )
         self.group: Group | None = None
+        # Its workers that were running when it was told to leave.
+        self.group_at_notice: Group | None = None
         self.seen_epoch = 0
         self.registrations = 0
         self._offset = sim.random.uniform(0.0, 5000.0)
@@ -136,6 +138,10 @@ class SimAgent:
                 self.client.call(action.method, action.request)
             case ev.PrepareJoin():
                 self._prepare_join(action, self.sim.clock.now + LOOK_FOR)
+            case ev.StartWorkers() if self.sim.starts_fail:
+                self.sim.starts_fail -= 1
+                self.sim.ledger.script_failures += 1
+                self.sim.clock.after(0.05, self.deliver, ev.StartFailed(action.world.epoch, "no such interpreter"))
             case ev.StartWorkers():
                 self.group = self.sim.start_workers(self, action.world)
             case ev.StopWorkers():

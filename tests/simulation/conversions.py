@@ -8,6 +8,7 @@ from dalsegno.agent import events as ev
 from dalsegno.protos import control_pb2
 
 from .clock import Timer
+from .disk import Sealed
 
 if TYPE_CHECKING:
     from .agents import SimAgent
@@ -23,6 +24,7 @@ class Conversions:
         self.sim = sim
         self._jobs: dict[SimAgent, tuple[int, Timer]] = {}
         self.made = 0
+        self.hung = False
 
     def start(self, agent: SimAgent, wanted: control_pb2.Conversion) -> None:
         """Begins; the outcome is decided as it goes."""
@@ -36,6 +38,11 @@ class Conversions:
 
     def owners(self) -> list[SimAgent]:
         return [agent for agent in self._jobs if agent.alive]
+
+    def sources(self) -> list[Sealed]:
+        """What is being converted now."""
+        digests = [timer.args[2].source.ref.digest for agent, (_, timer) in self._jobs.items() if agent.alive]
+        return [self.sim.disk.ever[digest] for digest in digests]
 
     def reads(self, digest: str) -> bool:
         """A live conversion reads this checkpoint."""
@@ -54,6 +61,11 @@ class Conversions:
         if job is None or job[0] != wanted.lease or not agent.alive:
             return
         name = f"{wanted.source.ref.name}.universal.{wanted.lease}"
+        if self.hung:
+            # No progress any more, and no end: the lease has to be taken away.
+            sim.trace(agent.label, "its conversion hangs")
+            self.hung = False
+            return
         if done == 0 and not sim.disk.begin(name):
             self._end(agent, wanted, control_pb2.CONVERSION_STATE_ENVIRONMENT, f"{name} exists")
             return

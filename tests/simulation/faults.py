@@ -24,6 +24,8 @@ def leave(sim: Simulation, agent: SimAgent | None = None) -> None:
     agent = agent or sim.pick(sim.living())
     if agent is not None and not agent.frozen:
         sim.trace(agent.label, "gets SIGTERM")
+        if agent.group is not None and agent.group.alive and not agent.state.leaving:
+            agent.group_at_notice = agent.group
         agent.deliver(ev.Signalled(signal.SIGTERM))
 
 
@@ -75,7 +77,7 @@ def crash_worker(sim: Simulation) -> None:
     agent = sim.pick([a for a in sim.living() if a.group is not None and a.group.alive and not a.frozen])
     if agent is not None and agent.group is not None:
         sim.ledger.unplanned = True
-        sim.ledger.worker_crashes += 1
+        sim.ledger.script_failures += 1
         sim.trace(agent.label, "a worker crashes")
         agent.group.crash(sim.random.choice((1, -9, -11)))
 
@@ -85,6 +87,51 @@ def kill_newcomer(sim: Simulation) -> None:
     sim.ledger.unplanned = True
     agent = sim.start_agent()
     sim.clock.after(sim.random.uniform(0.2, 8.0), agent.kill)
+
+
+def flapping_node(sim: Simulation) -> None:
+    """The same node comes and dies, over and over, sometimes after its world's first step."""
+    sim.ledger.unplanned = True
+    host = sim.random.choice(HOSTS)
+    lives = sim.random.randint(3, 5)
+
+    def live() -> None:
+        nonlocal lives
+        lives -= 1
+        if sim.faults_over or sim.ledger.success is not None:
+            return
+        agent = sim.start_agent(host, "flapper")
+        sim.clock.after(sim.random.uniform(2.0, 9.0), agent.kill)
+        if lives:
+            sim.clock.after(sim.random.uniform(9.5, 13.0), live)
+
+    if all(agent.asked_name != "flapper" for agent in sim.agents):
+        live()
+
+
+def hung_worker(sim: Simulation) -> None:
+    """One rank's own code hangs: nobody dies, nobody advances."""
+    agent = sim.pick([a for a in sim.living() if a.group is not None and a.group.alive and not a.frozen])
+    if agent is not None and agent.group is not None:
+        sim.ledger.unplanned = True
+        sim.ledger.script_failures += 1
+        sim.trace(agent.label, "a worker hangs")
+        agent.group.hang()
+
+
+def impatient_leave(sim: Simulation) -> None:
+    """SIGTERM, and again."""
+    agent = sim.pick(sim.living())
+    if agent is not None and not agent.frozen:
+        sim.ledger.unplanned = True
+        leave(sim, agent)
+        sim.clock.after(sim.random.uniform(0.01, 1.0), agent.deliver, ev.Signalled(signal.SIGINT))
+
+
+def failing_start(sim: Simulation) -> None:
+    """The next workers cannot be started."""
+    sim.ledger.unplanned = True
+    sim.starts_fail += sim.random.randint(1, 3)
 
 
 def kill_converter(sim: Simulation) -> None:
@@ -207,6 +254,36 @@ def damage_newest(sim: Simulation) -> None:
         sharded[-1].damaged = True
 
 
+def damage_source(sim: Simulation) -> None:
+    """While it is being converted."""
+    sim.ledger.unplanned = True
+
+    def strike(tries: int) -> None:
+        sources = sim.conversions.sources()
+        if sources:
+            sim.trace("disk", "{} is damaged", sources[0].message.ref.name)
+            sources[0].damaged = True
+        elif tries:
+            sim.clock.after(0.3, strike, tries - 1)
+
+    strike(40)
+
+
+def hung_converter(sim: Simulation) -> None:
+    sim.ledger.unplanned = True
+    sim.conversions.hung = True
+
+
+def weak_reader(sim: Simulation) -> None:
+    """One host's workers cannot load the newest checkpoint, which is whole."""
+    host = sim.random.choice(HOSTS)
+    sim.ledger.unplanned = True
+    sim.ledger.script_failures += 1
+    for entry in sim.disk.sealed.values():
+        sim.misread.add((host, entry.message.ref.digest))
+    crash_worker(sim)
+
+
 def damage_form(sim: Simulation) -> None:
     forms = [entry for entry in sim.disk.sealed.values() if ".universal." in entry.message.ref.name]
     if forms:
@@ -227,13 +304,14 @@ def blind_host(sim: Simulation) -> None:
 
 
 def lagging_host(sim: Simulation) -> None:
-    sim.disk.lag[sim.random.choice(HOSTS)] = sim.random.uniform(0.5, 8.0)
+    sim.disk.lag[sim.random.choice(HOSTS)] = sim.random.uniform(0.5, 12.0)
 
 
 def no_conversion(sim: Simulation) -> None:
     sim.trace("disk", "conversions fail")
     sim.ledger.unplanned = True
     sim.conversions_fail = True
+    join(sim)
 
     def again() -> None:
         sim.conversions_fail = False
@@ -267,6 +345,13 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         disk_full,
         damage_newest,
         damage_form,
+        damage_source,
+        hung_converter,
+        weak_reader,
+        flapping_node,
+        hung_worker,
+        impatient_leave,
+        failing_start,
         blind_host,
         lagging_host,
         no_conversion,

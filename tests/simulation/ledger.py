@@ -54,7 +54,8 @@ class Ledger:
         self.stores_lost = 0
         # Something other than joins and notices happened.
         self.unplanned = False
-        self.worker_crashes = 0
+        # Workers that failed by themselves.
+        self.script_failures = 0
         self.success: bool | None = None
         self.message = ""
         self.finished_step = 0
@@ -83,6 +84,11 @@ class Ledger:
             self.arrivals, self.arrived_at = job.arrivals, self.sim.clock.now
         if self.amnesia and (job.listening or job.world is None):
             return
+        if self.amnesia and not self._remembered(job):
+            # The store is lost, and nobody who registered knew of the run: for this job it never was.
+            self.epoch = 0
+            self.worlds.clear()
+            self.sim.collectives.clear()
         self._commits(job)
         self._head(job)
         self._epochs(job)
@@ -113,7 +119,7 @@ class Ledger:
             )
             entry = self.sim.disk.ever.get(self.head[2])
             self.require(
-                entry is None or entry.damaged or self.head[2] in self.sim.misread,
+                entry is None or entry.damaged,
                 "no verifying checkpoint is skipped",
                 f"{self.head[2]} was retired as damaged and is not",
             )
@@ -143,10 +149,6 @@ class Ledger:
 
     def _opening(self, job: Job, world: World, opened: Opened) -> None:
         settings = job.settings
-        if self.amnesia and not self._remembered(job):
-            # The store is lost, and nobody who registered knew of the run: for this job it never was.
-            self.worlds.clear()
-            self.sim.collectives.clear()
         count = len(world.members)
         self.require(world.epoch > max(self.worlds, default=0), "epochs grow", f"{world.epoch} was passed already")
         self.require(
@@ -261,6 +263,13 @@ class Ledger:
             self.require(state.leaving, "exit codes", f"{agent.label} exits {code} without a notice")
             if code == ev.EXIT_LEFT and state.outcome is decisions.Outcome.DRAINED and state.drained is not None:
                 self.left_drained.append((agent.label, state.drained.digest))
+            if code == ev.EXIT_LEFT and agent.group_at_notice is not None:
+                run = agent.group_at_notice.collective
+                self.require(
+                    run.saved_step == run.step,
+                    "left with everything saved",
+                    f"{agent.label}: step {run.step} of epoch {run.epoch} was made, {run.saved_step} saved",
+                )
             if code == ev.EXIT_LEFT_UNSAVED:
                 self.require(self.unplanned, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:
@@ -274,7 +283,7 @@ class Ledger:
             over_budget = self.sim.plan.settings.max_restarts < 100 and "max-restarts" in self.message
             at_once = not self.executed
             self.require(
-                self.worker_crashes > 0 and (over_budget or at_once), "no failure without a reason", self.message
+                self.script_failures > 0 and (over_budget or at_once), "no failure without a reason", self.message
             )
             return
         steps = self.sim.plan.steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 
 from dalsegno.protos import control_pb2
@@ -10,10 +10,33 @@ from dalsegno.protos import control_pb2
 HOSTS = ("host-a", "host-b", "host-c", "host-d")
 
 PLANNED = ("join", "join", "leave", "leave", "all_leave")
-CRASHES = ("kill_node", "kill_node", "kill_agent", "lose_host", "crash_worker", "crash_worker", "kill_newcomer")
+CRASHES = (
+    "kill_node",
+    "kill_node",
+    "kill_agent",
+    "lose_host",
+    "crash_worker",
+    "crash_worker",
+    "kill_newcomer",
+    "flapping_node",
+    "hung_worker",
+    "impatient_leave",
+    "failing_start",
+)
 NETWORK = ("cut_closed", "cut_silent", "freeze_agent", "freeze_node", "cut_all")
 MASTER = ("crash_master", "crash_handled", "crash_saved", "pause_master", "leave_while_away")
-DISK = ("disk_full", "damage_newest", "damage_form", "blind_host", "lagging_host", "kill_converter", "no_conversion")
+DAMAGE = ("damage_newest", "damage_form", "damage_source")
+DISK = (
+    "disk_full",
+    *DAMAGE,
+    "blind_host",
+    "lagging_host",
+    "lagging_host",
+    "kill_converter",
+    "no_conversion",
+    "no_conversion",
+    "weak_reader",
+)
 LOSS = ("lose_store",)
 
 MENUS: dict[str, tuple[str, ...]] = {
@@ -24,6 +47,8 @@ MENUS: dict[str, tuple[str, ...]] = {
     "masters": PLANNED + CRASHES + MASTER,
     "store": (*PLANNED, "kill_node", "crash_worker", "crash_master", *LOSS),
     "disk": (*PLANNED, "kill_node", "crash_worker", *DISK),
+    "convert": (*PLANNED, "kill_node", "kill_converter", "no_conversion", "hung_converter", *DAMAGE),
+    "budget": ("join", "crash_worker", "crash_worker", "failing_start", "weak_reader"),
     "all": PLANNED + CRASHES + NETWORK + MASTER + DISK,
 }
 
@@ -53,7 +78,6 @@ class Plan:
     slow: float
     fault_time: float
     happenings: list[tuple[float, str]]
-    weak_readers: set[str] = field(default_factory=set)
 
 
 def plan_of(seed: int) -> Plan:
@@ -76,12 +100,12 @@ def plan_of(seed: int) -> Plan:
         grow_wait=20.0,
         wait_for_nodes=-1.0,
         quiet_time=1.0,
-        max_restarts=3 if random.random() < 0.15 else 1000,
+        max_restarts=random.choice((0, 1, 3)) if kind == "budget" else 1000,
         universal_checkpoint=True,
         keep_checkpoints=random.choice((0, 1, 2, 3)),
     )
     fault_time = random.uniform(8.0, 35.0)
-    count = random.randint(2, 7)
+    count = random.randint(2, 9)
     happenings = sorted((random.uniform(0.0, fault_time), random.choice(MENUS[kind])) for _ in range(count))
     if kind == "store":
         happenings.append((random.uniform(3.0, fault_time), "lose_store"))
@@ -89,7 +113,7 @@ def plan_of(seed: int) -> Plan:
         seed=seed,
         kind=kind,
         settings=settings,
-        steps=random.randint(12, 36),
+        steps=random.randint(12, 45),
         save_every=random.choice((3, 5, 8)),
         step_time=random.choice((0.3, 0.6, 1.0)),
         save_time=random.choice((0.05, 0.3, 1.0)),

@@ -44,6 +44,10 @@ class Group:
             event = ev.WorkerExited(self.collective.epoch, rank, code, "")
             self.agent.sim.clock.after(delay + 0.001 * rank, self.agent.deliver, event)
 
+    def hang(self) -> None:
+        """One rank stops in its own code, for ever: only a kill ends it."""
+        self.frozen = True
+
     def die(self) -> None:
         """Killed from outside: nobody reads an exit code, the peers notice."""
         if self.alive:
@@ -154,7 +158,7 @@ class Collective:
 
     def _cannot_load(self, group: Group, ref: control_pb2.CheckpointRef) -> bool:
         entry = self.sim.disk.find(group.agent.host, ref.digest)
-        return entry is None or entry.damaged or (group.agent.host in self.sim.plan.weak_readers)
+        return entry is None or entry.damaged or (group.agent.host, ref.digest) in self.sim.misread
 
     def _bad_checkpoint(self, bad: list[Group], ref: control_pb2.CheckpointRef, form: int) -> None:
         self.sim.trace("workers", "epoch {}: {} cannot load {}", self.epoch, [g.agent.label for g in bad], ref.name)
@@ -204,7 +208,11 @@ class Collective:
             return
         self.attempt += 1
         name = f"step-{self.step}.e{self.epoch}.{self.attempt}"
-        self.sim.ledger.require(self.sim.disk.begin(name), "names", f"{name} exists already")
+        while not self.sim.disk.begin(name):
+            # Only a job whose store and agents were all lost can come by the same epoch again.
+            self.sim.ledger.require(self.sim.ledger.stores_lost > 0, "names", f"{name} exists already")
+            self.attempt += 1
+            name = f"step-{self.step}.e{self.epoch}.{self.attempt}"
         for group in self.groups.values():
             group.says(0.01, 0, saving=worker_pb2.Saving(name=name, bytes=1000 * self.attempt))
         self._later(self.sim.plan.save_time * self.sim.random.uniform(0.5, 1.5), self._parts_written, name, drain)

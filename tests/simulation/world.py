@@ -40,8 +40,9 @@ class Simulation:
         self.disk = Disk(self.clock)
         self.conversions = Conversions(self)
         self.conversions_fail = False
-        # Digests that some node could not read although they verify.
-        self.misread: set[str] = set()
+        # (host, digest): what one host's workers cannot load although it verifies.
+        self.misread: set[tuple[str, str]] = set()
+        self.starts_fail = 0
         self.ledger = Ledger(self)
         self.collectives: dict[int, Collective] = {}
         self.agents: list[SimAgent] = []
@@ -152,6 +153,9 @@ class Simulation:
             if agent.alive and agent.frozen:
                 agent.thaw()
         self.disk.full = self.conversions_fail = False
+        self.starts_fail = 0
+        self.misread.clear()
+        self.conversions.hung = False
         self.disk.blind.clear()
         self.disk.lag.clear()
         self.master.crash_at = ""
@@ -165,6 +169,8 @@ class Simulation:
         if self.ledger.success is None:
             nodes = list(self.master.job.nodes.values()) if self.master.job is not None else []
             strangers = {node.incarnation for node in nodes if not node.sees_directory}
+            head = self.ledger.head[2]
+            strangers |= {node.incarnation for node in nodes if head and node.unreadable == head}
             usable = [agent for agent in self.living() if agent.client.incarnation not in strangers]
             for _ in range(wanted - len(usable)):
                 self.start_agent()

@@ -1,0 +1,344 @@
+"""Bugs planted on purpose, at least one per invariant: the simulator must see each of them.
+
+A plant replaces functions of the code under test while a schedule runs; the ledger keeps using the right ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from dalsegno.agent import decisions
+from dalsegno.agent import events as ev
+from dalsegno.master import brain, calls, checkpoints, conversion, membership, phases, recollection, views
+from dalsegno.master.state import Checkpoint, Job, Node, State
+from dalsegno.master.turn import Turn
+from dalsegno.protos import control_pb2
+
+from .workers import Collective
+
+Replace = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Plant:
+    """`owner.name` becomes `replace(original)`; one of the invariants `caught` must fail within `seeds` schedules."""
+
+    owner: Any
+    name: str
+    replace: Replace
+    caught: frozenset[str]
+    seeds: int = 300
+
+
+@contextlib.contextmanager
+def planted(plant: Plant) -> Iterator[None]:
+    """While it lasts, the bug is there, wherever the function was imported to."""
+    original = getattr(plant.owner, plant.name)
+    replacement = plant.replace(original)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(plant.owner, plant.name, replacement))
+        for name, module in list(sys.modules.items()):
+            if name.startswith(("dalsegno.master", "dalsegno.agent")) and getattr(module, plant.name, None) is original:
+                stack.enter_context(mock.patch.object(module, plant.name, replacement))
+        yield
+
+
+# ---- the bugs -------------------------------------------------------------------------------------------------------
+
+
+def opens_without_raising_the_epoch(original: Any) -> Any:
+    def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
+        original(turn, nodes, resume)
+        if turn.job.epoch > 1 and turn.job.world is not None:
+            turn.job.epoch -= 1
+            turn.job.world.epoch -= 1
+
+    return open_world
+
+
+def forgets_an_epoch_on_restart(original: Any) -> Any:
+    def recover(job: Job, generation: int, now: float) -> State:
+        if job.epoch and not job.phase.has_workers:
+            job.epoch -= 1
+            job.world = None
+        state: State = original(job, generation, now)
+        return state
+
+    return recover
+
+
+def opens_another_world_in_the_same_epoch(original: Any) -> Any:
+    def recover(job: Job, generation: int, now: float) -> State:
+        if job.world is not None and len(job.world.members) > 1:
+            del job.world.members[-1]
+        state: State = original(job, generation, now)
+        return state
+
+    return recover
+
+
+def commits_for_closed_epochs(original: Any) -> Any:
+    def record_commit(turn: Turn, message: control_pb2.Checkpoint) -> str:
+        job = turn.job
+        if message.epoch < job.epoch and job.checkpoint(message.ref.digest) is None and message.run_id == job.run_id:
+            place = next((i for i, r in enumerate(job.checkpoints) if r.epoch > message.epoch), len(job.checkpoints))
+            job.checkpoints.insert(place, checkpoints.from_proto(message))
+            return ""
+        refused: str = original(turn, message)
+        return refused
+
+    return record_commit
+
+
+def adopts_what_older_epochs_sealed(original: Any) -> Any:
+    def adopt_sealed(turn: Turn, inventory: Any) -> None:
+        for message in inventory:
+            if message.form == control_pb2.FORM_SHARDED and 0 < message.epoch < turn.job.epoch:
+                commits_for_closed_epochs(checkpoints.record_commit)(turn, message)
+        original(turn, inventory)
+
+    return adopt_sealed
+
+
+def prunes_everything(original: Any) -> Any:
+    def prunable(job: Job) -> list[Checkpoint]:
+        return list(job.checkpoints)
+
+    return prunable
+
+
+def retires_what_is_in_use(original: Any) -> Any:
+    def in_use_digests(job: Job) -> set[str]:
+        return set()
+
+    return in_use_digests
+
+
+def prunes_damaged_at_once(original: Any) -> Any:
+    def prunable(job: Job) -> list[Checkpoint]:
+        return [record for record in job.checkpoints if record.retired]
+
+    return prunable
+
+
+def tells_late_members_a_newer_checkpoint(original: Any) -> Any:
+    def world_proto(job: Job, world: Any) -> control_pb2.World:
+        newest = checkpoints.resume_point(job)
+        other = dataclasses.replace(world, resume=newest.digest if newest is not None else "")
+        message: control_pb2.World = original(job, other)
+        return message
+
+    return world_proto
+
+
+def skips_the_resume_point(original: Any) -> Any:
+    def resume_point(job: Job) -> Checkpoint | None:
+        usable = [record for record in job.checkpoints if not record.retired]
+        return usable[0] if usable else None
+
+    return resume_point
+
+
+def starts_from_nothing(original: Any) -> Any:
+    def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
+        original(turn, nodes, None)
+
+    return open_world
+
+
+def grows_before_a_step(original: Any) -> Any:
+    def wants_to_grow(turn: Turn) -> bool:
+        first = turn.live.first_step_at
+        turn.live.first_step_at = turn.now if first is None else first
+        turn.live.has_session = True
+        turn.live.growth_done_at = None
+        wants: bool = original(turn)
+        turn.live.first_step_at = first
+        return wants
+
+    return wants_to_grow
+
+
+def waits_for_nobody(original: Any) -> Any:
+    def is_gathered(turn: Turn, gathering: list[Node], ready: list[Node]) -> bool:
+        turn.job.quiet = False
+        gathered: bool = original(turn, gathering, ready)
+        return gathered
+
+    return is_gathered
+
+
+def opens_below_min(original: Any) -> Any:
+    def select(turn: Turn, nodes: list[Node]) -> list[Node]:
+        return nodes[: turn.job.settings.max_nodes]
+
+    return select
+
+
+def loads_another_shape_as_it_is(original: Any) -> Any:
+    def loads_as_is(record: Checkpoint, world_size: int) -> bool:
+        record.any_world_size = True
+        return True
+
+    return loads_as_is
+
+
+def takes_the_blind(original: Any) -> Any:
+    def is_candidate(turn: Turn, node: Node) -> bool:
+        node.sees_directory = True
+        candidate: bool = original(turn, node)
+        return candidate
+
+    return is_candidate
+
+
+def never_replaces_a_converter(original: Any) -> Any:
+    def check_owner(turn: Turn, held: Any) -> None:
+        return None
+
+    return check_owner
+
+
+def never_declares_dead(original: Any) -> Any:
+    def death_of(turn: Turn, node: Node, timeout: float, all_closed: bool) -> str:
+        return ""
+
+    return death_of
+
+
+def believes_the_first_reader(original: Any) -> Any:
+    def acquit(turn: Turn, verification: Any, record: Checkpoint) -> None:
+        checkpoints.retire(turn, record, damaged=True)
+        turn.notice(f"{record.name} is damaged", True)
+
+    return acquit
+
+
+def retires_without_a_word(original: Any) -> Any:
+    def retire(turn: Turn, record: Checkpoint, damaged: bool) -> None:
+        original(turn, record, False)
+
+    return retire
+
+
+def gives_up_at_the_first_failure(original: Any) -> Any:
+    def hopeless(turn: Turn) -> bool:
+        return True
+
+    return hopeless
+
+
+def forgets_what_agents_remember(original: Any) -> Any:
+    def remember(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return remember
+
+
+def succeeds_too_early(original: Any) -> Any:
+    def finished(turn: Turn, node: Node, message: Any) -> Any:
+        for member in phases.world_of(turn).members:
+            member.part = type(member.part).FINISHED
+        return original(turn, node, message)
+
+    return finished
+
+
+def reports_the_end_before_the_commit(original: Any) -> Any:
+    def report_ended(self: Any) -> None:
+        reading, self.state.reading = self.state.reading, frozenset()
+        original(self)
+        self.state.reading = reading
+
+    return report_ended
+
+
+def ignores_a_notice(original: Any) -> Any:
+    def signalled(self: Any, number: int) -> None:
+        original(self, number)
+        self.kill_workers()
+
+    return signalled
+
+
+def calls_everything_saved(original: Any) -> Any:
+    def exit_left(self: Any) -> None:
+        self.exit(ev.EXIT_LEFT, "everything is saved")
+
+    return exit_left
+
+
+def starts_beside_old_workers(original: Any) -> Any:
+    def ordered_gather(self: Any, gather: control_pb2.Gather) -> None:
+        workers, self.state.workers = self.state.workers, decisions.Workers.NONE
+        original(self, gather)
+        if workers is decisions.Workers.STOPPING:
+            self.state.workers = workers
+
+    return ordered_gather
+
+
+def exits_well_from_a_failed_job(original: Any) -> Any:
+    def ordered_finish(self: Any, finish: control_pb2.Finish) -> None:
+        self.exit(ev.EXIT_FINISHED, finish.message)
+
+    return ordered_finish
+
+
+def skips_a_sample(original: Any) -> Any:
+    def init(self: Collective, sim: Any, world: control_pb2.World) -> None:
+        original(self, sim, world)
+        if world.HasField("resume"):
+            self.step += 1
+
+    return init
+
+
+TURN = decisions._Turn
+
+
+def plant(owner: Any, name: str, replace: Replace, *caught: str, seeds: int = 300) -> tuple[str, Plant]:
+    return replace.__name__, Plant(owner, name, replace, frozenset(caught), seeds)
+
+
+PLANTS: dict[str, Plant] = dict(
+    [
+        plant(phases, "open_world", opens_without_raising_the_epoch, "one world per epoch", "epochs grow"),
+        plant(brain, "recover", forgets_an_epoch_on_restart, "epochs grow", "one world per epoch"),
+        plant(brain, "recover", opens_another_world_in_the_same_epoch, "one world per epoch"),
+        plant(checkpoints, "record_commit", commits_for_closed_epochs, "closed epochs"),
+        plant(checkpoints, "adopt_sealed", adopts_what_older_epochs_sealed, "closed epochs"),
+        plant(checkpoints, "prunable", prunes_everything, "deleted only when retired"),
+        plant(checkpoints, "in_use_digests", retires_what_is_in_use, "what is in use stays", "InvariantBroken"),
+        plant(
+            checkpoints, "prunable", prunes_damaged_at_once, "damaged files stay for a while", "what is in use stays"
+        ),
+        plant(views, "world_proto", tells_late_members_a_newer_checkpoint, "same resume point"),
+        plant(checkpoints, "resume_point", skips_the_resume_point, "newest commit", "committed steps grow"),
+        plant(phases, "open_world", starts_from_nothing, "newest commit"),
+        plant(phases, "wants_to_grow", grows_before_a_step, "a step between growths"),
+        plant(phases, "is_gathered", waits_for_nobody, "quiet time"),
+        plant(membership, "select", opens_below_min, "size of the world"),
+        plant(checkpoints, "loads_as_is", loads_another_shape_as_it_is, "loads"),
+        plant(membership, "is_candidate", takes_the_blind, "members see the directory"),
+        plant(conversion, "check_owner", never_replaces_a_converter, "liveness"),
+        plant(membership, "death_of", never_declares_dead, "liveness"),
+        plant(conversion, "acquit", believes_the_first_reader, "no verifying checkpoint is skipped"),
+        plant(checkpoints, "retire", retires_without_a_word, "committed steps grow"),
+        plant(phases, "hopeless", gives_up_at_the_first_failure, "no failure without a reason"),
+        plant(recollection, "remember", forgets_what_agents_remember, "one world per epoch", "epochs grow"),
+        plant(calls, "finished", succeeds_too_early, "the end is saved", "each sample once"),
+        plant(TURN, "report_ended", reports_the_end_before_the_commit, "the end is saved"),
+        plant(TURN, "signalled", ignores_a_notice, "planned changes lose nothing"),
+        plant(TURN, "exit_left", calls_everything_saved, "left with everything saved"),
+        plant(TURN, "ordered_gather", starts_beside_old_workers, "one epoch at a time"),
+        plant(TURN, "ordered_finish", exits_well_from_a_failed_job, "exit codes"),
+        plant(Collective, "__init__", skips_a_sample, "each sample once"),
+    ]
+)
