@@ -324,6 +324,8 @@ class _Turn:
         if world.epoch <= state.started or state.workers is not Workers.NONE:
             return  # Already running, already ended (and reported), or still stopping: see workers_stopped.
         if state.leaving:
+            # The peers wait for ranks that will never start: the sooner this node is seen to go the better.
+            self.exit_left()
             return
         self.start(world)
 
@@ -666,7 +668,8 @@ class _Turn:
 
     def exit_left(self) -> None:
         state = self.state
-        if not state.unsaved or state.outcome in (Outcome.DRAINED, Outcome.FINISHED):
+        nothing_made = state.world is None or state.step <= state.world.resume.source.step
+        if not state.unsaved or nothing_made or state.outcome in (Outcome.DRAINED, Outcome.FINISHED):
             self.exit(ev.EXIT_LEFT, "left on notice; everything is saved")
         else:
             self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice without a save; the run goes on from its last commit")

@@ -170,6 +170,8 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
         return OK
     member.part = Part.FAILED
     turn.live.trouble = True
+    # Its last progress may still be under way.
+    job.ever_stepped = job.ever_stepped or message.step > phases.world_of(turn).resumed_step
     first = not any(m.part in (Part.FAILED, Part.LOST) for m in phases.world_of(turn).members if m is not member)
     if first and job.phase.has_workers:
         job.causes.append(f"a worker failed on {node.name}")

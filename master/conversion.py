@@ -53,7 +53,11 @@ def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
     able = [
         node
         for node in job.nodes.values()
-        if not node.leaving and node.sees_directory and turn.is_fresh(node) and node.name not in conversion.failed
+        if not node.leaving
+        and node.sees_directory
+        and node.unreadable != source.digest
+        and turn.is_fresh(node)
+        and node.name not in conversion.failed
     ]
     for node in in_rank_order(turn, able):
         if not has_answered(turn, node):

@@ -93,12 +93,11 @@ def free_name(job: Job, host: str) -> str:
 
 def name_taken(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
     """A name belongs to its node until that node's stream is closed or silent past the node-timeout."""
-    job, live = turn.job, turn.live
+    job = turn.job
     holder = job.nodes.get(message.node) if message.node else None
     if holder is None:
         return None
-    silent = turn.now - live.heard.get(holder.name, turn.now) > job.settings.node_timeout
-    if holder.name not in live.closed and not silent:
+    if is_there(turn, holder.name):
         return Reply(
             "ALREADY_EXISTS",
             f"node name {message.node!r} is held by a live node on {holder.host}: choose another --node-name",
@@ -114,7 +113,7 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
         return None
     if not (message.new_run or job.embedded):
         return None  # It is let in, and its first directive says how the job ended.
-    if job.nodes and any(name not in turn.live.closed for name in job.nodes):
+    if any(is_there(turn, name) for name in job.nodes):
         return Reply("UNAVAILABLE", "the agents of the run that has ended are still leaving")
     fresh_run = message.new_run or job.phase is Phase.SUCCEEDED
     for node in list(job.nodes.values()):
@@ -136,6 +135,12 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
     turn.live.paused_since = None
     turn.enter(Phase.WAITING)
     return None
+
+
+def is_there(turn: Turn, name: str) -> bool:
+    """Connected and heard within the node-timeout. (An ended job declares nobody dead.)"""
+    live = turn.live
+    return name not in live.closed and turn.now - live.heard.get(name, turn.now) <= turn.job.settings.node_timeout
 
 
 def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:

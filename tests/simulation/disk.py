@@ -37,6 +37,7 @@ class Disk:
         self.blind: set[str] = set()
         # Seconds until a host sees what another has written.
         self.lag: dict[str, float] = {}
+        self._seen: set[tuple[str, str]] = set()
 
     def begin(self, name: str) -> bool:
         """Creates a directory exclusively; False where the name was taken."""
@@ -58,7 +59,11 @@ class Disk:
     def sees(self, host: str, entry: Sealed) -> bool:
         if host in self.blind:
             return False
-        return entry.writer == host or self._clock.now >= entry.sealed_at + self.lag.get(host, 0.0)
+        key = (host, entry.message.ref.digest)
+        if entry.writer == host or self._clock.now >= entry.sealed_at + self.lag.get(host, 0.0):
+            # What a host has seen once it does not lose sight of.
+            self._seen.add(key)
+        return key in self._seen
 
     def find(self, host: str, digest: str) -> Sealed | None:
         """The directory with this digest, if `host` sees it now."""

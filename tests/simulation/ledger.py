@@ -59,6 +59,8 @@ class Ledger:
         self.success: bool | None = None
         self.message = ""
         self.finished_step = 0
+        self.reopened = False
+        self.ever_stepped = False
         self.arrivals = 0
         self.arrived_at = 0.0
         self.left_drained: list[tuple[str, str]] = []
@@ -78,7 +80,8 @@ class Ledger:
         """After every event that may have changed durable state."""
         if self.sim.tracing:
             self.sim.trace_job(job)
-        if self.success is not None and job.run > 1:
+        self.reopened = self.success is not None and (job.run > 1 or not job.phase.is_terminal)
+        if self.reopened:
             return  # An embedded job's next run; this schedule is about the first.
         if job.arrivals != self.arrivals:
             self.arrivals, self.arrived_at = job.arrivals, self.sim.clock.now
@@ -199,6 +202,7 @@ class Ledger:
             self.finished_step = self.head[1]
         self.require(self.success in (None, success), "one end", f"{job.phase.value}, and not before")
         self.success = success
+        self.ever_stepped = job.ever_stepped
         self.message = job.message
 
     def directive_sent(self, directive: control_pb2.Directive) -> None:
@@ -281,7 +285,7 @@ class Ledger:
         """The schedule is over: the kept history and the exits."""
         if self.success is False:
             over_budget = self.sim.plan.settings.max_restarts < 100 and "max-restarts" in self.message
-            at_once = not self.executed
+            at_once = not self.ever_stepped
             self.require(
                 self.script_failures > 0 and (over_budget or at_once), "no failure without a reason", self.message
             )

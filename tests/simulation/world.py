@@ -132,8 +132,7 @@ class Simulation:
         return hashlib.sha256(repr(summary).encode()).hexdigest()
 
     def _over(self) -> bool:
-        job = self.master.job
-        if self.ledger.success is not None and job is not None and job.run > 1:
+        if self.ledger.reopened:
             return True
         return self.ledger.success is not None and self.faults_over and not any(a.alive for a in self.agents)
 
