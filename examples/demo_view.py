@@ -118,7 +118,9 @@ class LiveScreen:
             rank = f"group rank {ranks[name]}" if name in ranks else ""
             nodes.add_row(Text(name, style="bold"), roles.get(name, ""), Text(rank, style="dim"))
         curve = Text(sparkline(view.losses, 72), style="green")
-        bar = ProgressBar(total=view.steps, completed=view.step, width=72)
+        # By itself the bar does not end its line.
+        bar = Table.grid()
+        bar.add_row(ProgressBar(total=view.steps, completed=view.step, width=72))
         return Panel(Group(head, bar, curve, nodes, *self._lines), title="Dal Segno", border_style="blue")
 
 

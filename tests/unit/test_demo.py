@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import io
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.live import Live
 
 from dalsegno.protos import control_pb2
 from examples import demo
-from examples.demo_view import PlainScreen, View, sparkline
+from examples.demo_view import LiveScreen, PlainScreen, View, sparkline
 from examples.history import compare, epoch_spans, kept_history
-from examples.job_status import from_reply, read_status
+from examples.job_status import JobStatus, from_reply, read_status
 from examples.report import Scene
 from tests.unit.test_history import world
 
@@ -100,6 +103,21 @@ def test_sparkline_fits() -> None:
     assert sparkline([1.0, 2.0], 72) == "▁█"
     assert sparkline([1.0, 1.0], 72) == "▁▁"
     assert sparkline([], 72) == ""
+
+
+def test_the_live_view_shows_the_run() -> None:
+    """Step, nodes with their roles, and what was said, each on its own line."""
+    console = Console(width=100, record=True, file=io.StringIO())
+    status = JobStatus("running", "", {"node-1": "member"}, {"node-1": 0}, {})
+    with Live(console=console) as live:
+        screen = LiveScreen(live)
+        screen.say("two nodes are started")
+        screen.show(View.of(180, world(1, 2, range(1, 90)), status, ["node-1"]))
+    lines = console.export_text().splitlines()
+    assert any("step 89 of 180" in line for line in lines)
+    assert any("node-1" in line and "member" in line and "group rank 0" in line for line in lines)
+    assert any(line.rstrip(" │").endswith("two nodes are started") for line in lines)
+    assert any("█" in line and "━" not in line for line in lines)
 
 
 def test_status_of_a_reply() -> None:
