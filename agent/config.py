@@ -8,7 +8,7 @@ from typing import Any
 
 from dalsegno.protos import control_pb2
 
-__all__ = ["DEFAULT_SETTINGS", "AgentConfig"]
+__all__ = ["DEFAULT_SETTINGS", "AgentConfig", "differences"]
 
 # As `control_pb2.Settings`: durations in seconds, negative for "auto" or "for ever".
 DEFAULT_SETTINGS: dict[str, Any] = {
@@ -52,3 +52,21 @@ class AgentConfig:
     master_outage_timeout: float = 60.0
     connect_timeout: float = 60.0
     script_flag: bool = False
+
+
+def differences(mine: control_pb2.Settings, job: control_pb2.Settings) -> str:
+    """What an agent was told otherwise than its job has it, as one line for the person; empty where they agree."""
+    found = []
+    if (mine.min_nodes, mine.max_nodes) != (job.min_nodes, job.max_nodes):
+        found.append(f"--nnodes={job.min_nodes}:{job.max_nodes}, not {mine.min_nodes}:{mine.max_nodes}")
+    for name in DEFAULT_SETTINGS:
+        ours, theirs = getattr(mine, name), getattr(job, name)
+        if ours != theirs:
+            found.append(f"--{name.replace('_', '-')}={_as_flag(theirs)}, not {_as_flag(ours)}")
+    return f"the job's settings count: {'; '.join(found)}" if found else ""
+
+
+def _as_flag(value: float | bool) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return "no limit or auto" if value < 0 else f"{value:g}"

@@ -16,7 +16,7 @@ from pathlib import Path
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from .config import AgentConfig
+from .config import AgentConfig, differences
 from .connection import Connector
 from .conversion_job import ConversionJob
 from .lifeline import Lifeline
@@ -63,6 +63,7 @@ class Effects:
         # In force: the job's, once the master has answered.
         self.settings = config.settings
         self.node = config.node_name
+        self._disagreed = False
         self.world_epoch = 0
         self._head = ""
         self._step = 0
@@ -178,6 +179,10 @@ class Effects:
         self.node = reply.node
         if reply.HasField("settings"):
             self.settings = reply.settings
+            disagreement = differences(self._config.settings, reply.settings)
+            if disagreement and not self._disagreed:
+                self._disagreed = True
+                self._say(disagreement, True)
         self._mailbox.put(ev.Registered(incarnation, reply))
 
     def _directed(self, directive: control_pb2.Directive) -> None:

@@ -1,0 +1,226 @@
+"""Bad input, each with the real commands: one clear line that says the cause and what to change, and no success."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.support.local_processes import carriers, command_line, send
+from tests.support.master_process import eventually, master_process
+
+pytestmark = pytest.mark.timeout(150)
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+RUNNER = str(Path(sysconfig.get_path("scripts")) / "dlrover-run")
+SMALL = ("--steps=3", "--save-every=0", "--global-batch-size=4")
+# A client of tomorrow: the same agent, which says that it speaks a newer protocol.
+NEWER = """
+import sys
+from dalsegno.agent import connection
+connection.PROTOCOL = 99
+from dalsegno.agent.cli import main
+sys.argv[0] = "dlrover-run"
+main()
+"""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended; `said` are the agent's own lines, `text` is all of standard error."""
+
+    code: int
+    said: list[str]
+    text: str
+
+
+@dataclass(frozen=True)
+class Shell:
+    """Runs commands as a user would, in a directory of their own, and leaves nothing behind."""
+
+    directory: Path
+
+    @property
+    def mark(self) -> str:
+        """What every process of this test carries in its environment."""
+        return f"TEST_SHELL={self.directory}"
+
+    def environment(self) -> dict[str, str]:
+        kept = {key: value for key, value in os.environ.items() if not key.startswith(("DALSEGNO_", "PET_"))}
+        return {**kept, "TEST_SHELL": str(self.directory)}
+
+    def run(self, *arguments: str, command: tuple[str, ...] = (RUNNER,), seconds: float = 90.0) -> Ended:
+        process = subprocess.Popen(
+            [*command, *arguments],
+            cwd=self.directory,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env=self.environment(),
+        )
+        try:
+            _, text = process.communicate(timeout=seconds)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        print(f"$ {' '.join(arguments)}\n{text}-> {process.returncode}")
+        said = [line for line in text.splitlines() if re.match(r"(dlrover-run|torchrun): ", line)]
+        return Ended(process.returncode, said, text)
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    one = Shell(tmp_path)
+    yield one
+    # An embedded master stays for a moment after its job; nothing else may be left.
+    left = [pid for pid in carriers(one.mark) if "dalsegno.master" not in command_line(pid)]
+    said = [command_line(pid) for pid in left]
+    send(carriers(one.mark))
+    eventually(lambda: not carriers(one.mark))
+    assert not said
+
+
+def expect_one_line(ended: Ended, *substance: str, code: int = 2) -> None:
+    """One line, with the cause and what to change; a non-zero exit; nothing that only a developer can read."""
+    assert ended.code == code
+    assert "Traceback" not in ended.text
+    assert len(ended.text.splitlines()) == 1, ended.text
+    for words in substance:
+        assert words in ended.text
+
+
+def test_unknown_flag(shell: Shell) -> None:
+    """Named, and where to look."""
+    expect_one_line(shell.run("--no-such-flag", "x.py"), "--no-such-flag", "--help")
+
+
+def test_more_nodes_needed_than_allowed(shell: Shell) -> None:
+    """The likely intention is spelt out."""
+    expect_one_line(shell.run("--nnodes=4:1", "x.py"), "--nnodes", "did you mean 1:4")
+
+
+def test_missing_script(shell: Shell) -> None:
+    """Its name, and the directory that it was looked for in."""
+    expect_one_line(shell.run("nothing.py"), "nothing.py does not exist", str(shell.directory))
+
+
+def test_checkpoint_directory_below_a_file(shell: Shell) -> None:
+    """Nothing can be made there, not even by root."""
+    (shell.directory / "file").touch()
+    ended = shell.run("--checkpoint-dir=file/checkpoints", str(EXAMPLES / "ddp.py"))
+    expect_one_line(ended, "file/checkpoints cannot be written", "Not a directory", "--checkpoint-dir")
+
+
+def test_checkpoint_directory_on_a_read_only_file_system(shell: Shell) -> None:
+    """As an NFS export or a container volume would be."""
+    place = shell.directory / "volume"
+    place.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", str(place)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.strip()}")
+    try:
+        ended = shell.run("--checkpoint-dir=volume/checkpoints", str(EXAMPLES / "ddp.py"))
+    finally:
+        subprocess.run(["umount", str(place)], check=True, timeout=30)
+    expect_one_line(ended, "volume/checkpoints cannot be written", "Read-only file system", "--checkpoint-dir")
+
+
+def test_master_port_in_use(shell: Shell) -> None:
+    """The port, and why."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen()
+        port = holder.getsockname()[1]
+        store = f"sqlite:///{shell.directory / 'job.sqlite'}"
+        ended = shell.run(
+            f"--port={port}", "--job-id=job", f"--store={store}", command=(sys.executable, "-m", "dalsegno.master")
+        )
+    expect_one_line(ended, f"port {port}", "Address already in use")
+
+
+def test_unreachable_master(shell: Shell) -> None:
+    """Within --connect-timeout, with the address."""
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{unused.getsockname()[1]}"
+        began = time.monotonic()
+        ended = shell.run(f"--master={address}", "--job-id=job", "--connect-timeout=3", str(EXAMPLES / "ddp.py"))
+    expect_one_line(ended, "no master answered within 3 s", address)
+    assert time.monotonic() - began < 60
+
+
+def test_address_that_cannot_be_resolved(shell: Shell) -> None:
+    """A misspelt host is not waited for, or says so at the end of the wait."""
+    ended = shell.run(
+        "--master=no-such-host.invalid:1", "--job-id=job", "--connect-timeout=3", str(EXAMPLES / "ddp.py")
+    )
+    expect_one_line(ended, "no-such-host.invalid:1", "--master")
+
+
+def test_newer_client(shell: Shell) -> None:
+    """The master says which versions it speaks; the agent does not try again."""
+    with master_process(shell.directory / "job.sqlite") as master:
+        arguments = (f"--master={master.address}", "--job-id=job", str(EXAMPLES / "ddp.py"))
+        ended = shell.run(*arguments, command=(sys.executable, "-c", NEWER))
+    expect_one_line(ended, "protocol 99", "only 1", "upgrade dalsegno on the master")
+
+
+def test_other_job(shell: Shell) -> None:
+    """A master serves one job."""
+    with master_process(shell.directory / "job.sqlite") as master:
+        ended = shell.run(f"--master={master.address}", "--job-id=other", str(EXAMPLES / "ddp.py"))
+    expect_one_line(ended, "'job', not 'other'", "--job-id")
+
+
+def test_disagreeing_agent(shell: Shell) -> None:
+    """Another --nnodes than the job's is told what the job has."""
+    with master_process(shell.directory / "job.sqlite", "--nnodes=1:2") as master:
+        ended = shell.run(
+            f"--master={master.address}", "--job-id=job", "--nnodes=1:4", str(EXAMPLES / "ddp.py"), *SMALL
+        )
+    assert "Traceback" not in ended.text
+    assert any("1:2" in line and "1:4" in line for line in ended.said), ended.text
+
+
+def test_script_that_fails_at_once(shell: Shell) -> None:
+    """The job ends with the script's own error: trying again would not help."""
+    (shell.directory / "fails.py").write_text("raise ValueError('no such column: price')\n")
+    ended = shell.run("--checkpoint-dir=checkpoints", "fails.py")
+    assert ended.code == 1
+    assert "no such column: price" in ended.text
+    assert any("exited with code 1" in line for line in ended.said), ended.text
+    # The traceback is the script's; none is ours.
+    assert not [line for line in ended.text.splitlines() if "dalsegno" in line and "File" in line], ended.text
+
+
+def test_script_that_refuses_its_arguments(shell: Shell) -> None:
+    """Its own complaint is shown, and the job ends."""
+    ended = shell.run("--checkpoint-dir=checkpoints", str(EXAMPLES / "ddp.py"), "--no-such-script-flag")
+    assert ended.code == 1
+    assert "unrecognized arguments: --no-such-script-flag" in ended.text
+    assert any("exited with code 2" in line for line in ended.said), ended.text
+    assert "Traceback" not in ended.text
+
+
+def test_script_that_ends_at_once(shell: Shell) -> None:
+    """Exit status 0 without a step is a finished run."""
+    (shell.directory / "nothing_to_do.py").write_text("print('nothing to do')\n")
+    ended = shell.run("--checkpoint-dir=checkpoints", "nothing_to_do.py")
+    assert ended.code == 0
+    assert any("finished" in line for line in ended.said), ended.text
+    assert "Traceback" not in ended.text
