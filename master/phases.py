@@ -343,7 +343,9 @@ def wants_to_grow(turn: Turn) -> bool:
         return False
     oldest = min(live.joined_at.get(node.name, turn.now) for node in new)
     if not live.has_session:
-        return live.committed_at > oldest or turn.due(oldest + job.settings.grow_wait)
+        # Nor has one said hello yet: what an earlier epoch committed does not count, or no world would ever start.
+        since = max(oldest, live.phase_since)
+        return live.committed_at > since or turn.due(since + job.settings.grow_wait)
     if live.first_step_at is None or live.grow_after_commit:
         return False
     if not turn.due(max(live.grow_hold_until, (live.growth_done_at or float("-inf")) + grow_interval(turn))):
