@@ -109,7 +109,8 @@ def _convert(
                 from .streaming import Output, write
 
                 files = {entry.path: entry for entry in manifest.files}
-                write(opened, source, files, Output(target, journal, counter.add))
+                with Output(target, journal, counter.add) as output:
+                    write(opened, source, files, output)
             check_complete(target, opened)
         entries = journal.entries
         journal.remove()

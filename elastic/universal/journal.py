@@ -18,7 +18,6 @@ from threading import Lock
 from types import TracebackType
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, FileEntry, Manifest, verify_files
-from dalsegno.elastic.checkpoint.files import fsync_directory
 
 JOURNAL = "JOURNAL.jsonl"
 VERSION = 1
@@ -40,7 +39,6 @@ class Journal:
         self._entries: dict[str, FileEntry] = {}
         self._file = open(self._path, "x", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
         self._write(_header(source_digest))
-        fsync_directory(directory)
 
     def __enter__(self) -> Journal:
         return self
@@ -66,9 +64,9 @@ class Journal:
         self._path.unlink()
 
     def _write(self, record: Mapping[str, object]) -> None:
+        # Not made durable: what a power cut takes from it is only made anew, and what it leaves is verified.
         self._file.write(json.dumps(record, sort_keys=True) + "\n")
         self._file.flush()
-        os.fsync(self._file.fileno())
 
 
 def finished_files(directory: Path, source_digest: str) -> tuple[FileEntry, ...]:

@@ -12,9 +12,10 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
+from types import TracebackType
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -28,14 +29,30 @@ from .journal import Journal, place
 from .source import FP32, Parameter, Source
 
 THREADS = 2
+SYNC_THREADS = 4
 
 
 class Output:
-    """The target directory: creates files exclusively, hashes them on the way, makes them durable, journals them."""
+    """The target directory: creates files exclusively, hashes them on the way, makes them durable, journals them.
+
+    Making a file durable is another pool's work, so that writing the next one need not wait for the disk. Use it as a
+    context manager: leaving it waits until every file is durable and journalled.
+    """
 
     def __init__(self, target: Path, journal: Journal, done: Callable[[], None]) -> None:
         self._target, self._journal, self._done = target, journal, done
         self._finished = set(journal.entries)
+        self._syncing = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="dalsegno-sync")
+        self._pending: list[Future[None]] = []  # as many as there are files, at most
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self._syncing.shutdown(wait=True, cancel_futures=error is not None)
+        if error is None:
+            for pending in self._pending:
+                pending.result()
 
     def has(self, path: str) -> bool:
         """Whether ``path`` was taken over from an earlier lease."""
@@ -53,16 +70,20 @@ class Output:
         with open(self._target / path, "xb", buffering=0) as file:
             hashing = _Hashing(file)
             torch.save(content, cast(BinaryIO, hashing))
-            os.fsync(file.fileno())
-        self._journal.add(FileEntry(path, hashing.size, hashing.digest))
-        self._done()
+        entry = FileEntry(path, hashing.size, hashing.digest)
+        self._pending.append(self._syncing.submit(self._finish, entry))
 
     def link(self, path: str, source: Path, entry: FileEntry) -> None:
         """Takes a file of the sealed source as it is."""
         if self.has(path):
             return
         place(source, self._target / path)
-        self._journal.add(FileEntry(path, entry.size, entry.xxh3_128))
+        self._pending.append(self._syncing.submit(self._finish, FileEntry(path, entry.size, entry.xxh3_128)))
+
+    def _finish(self, entry: FileEntry) -> None:
+        with open(self._target / entry.path, "rb") as file:
+            os.fsync(file.fileno())
+        self._journal.add(entry)
         self._done()
 
 
