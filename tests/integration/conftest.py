@@ -1,0 +1,44 @@
+"""Fixtures of tests with whole jobs: `clusters` makes them and ends them, `undisturbed` knows what they should do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.cluster import Cluster, Undisturbed
+
+FAILED = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    report = yield
+    if report.when == "call":
+        item.stash[FAILED] = report.failed
+    return report
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """Undisturbed runs, each made once per session."""
+    return Undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+@pytest.fixture
+def clusters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callable[..., Cluster]]:
+    """Makes clusters (arguments of `Cluster` without the directory); all their processes end with the test."""
+    made: list[Cluster] = []
+
+    def make(**options: Any) -> Cluster:
+        made.append(Cluster(tmp_path / f"cluster-{len(made)}", **options))
+        return made[-1]
+
+    yield make
+    if request.node.stash.get(FAILED, True):
+        for cluster in made:
+            print(cluster.diagnosis())
+    for cluster in made:
+        cluster.close()

@@ -1,0 +1,102 @@
+"""Runs one of the examples at a pace that a test controls: `dlrover-run ... hooked.py ddp.py --steps 100`.
+
+The last fourth of the steps is slow until the file `hurry` appears in DALSEGNO_TEST_HOLDS, so that a run does not end
+before what is to happen to it has happened, however busy the machine is. In the environment of an agent:
+
+    DALSEGNO_TEST_HOLDS     a directory of the test's
+    DALSEGNO_TEST_HOLD      where its workers are held, with commas: `start` (before the example runs), `saved-N` (this
+                            rank's part of the save of step N is written, the checkpoint not yet sealed), `end` (the
+                            training finished and said so, the process not yet gone). `<place>-<node>-<epoch>` appears
+                            in the directory when a worker is held; it goes on when `release` appears
+    DALSEGNO_TEST_CHILDREN  start two DataLoader workers and a grandchild in a session of its own first
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from dalsegno.elastic import Session, session
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+HOLD_LIMIT = 180.0
+SLOW_STEP = 2.0
+LOOK_EVERY = 0.02
+
+
+def hold(place: str) -> None:
+    """Waits here if this process is to be held at this place."""
+    if place not in os.environ.get("DALSEGNO_TEST_HOLD", "").split(","):
+        return
+    directory = Path(os.environ["DALSEGNO_TEST_HOLDS"])
+    (directory / f"{place}-{os.environ['DALSEGNO_NODE']}-{os.environ['DALSEGNO_EPOCH']}").touch()
+    deadline = time.monotonic() + HOLD_LIMIT
+    while not (directory / "release").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"held at {place} for {HOLD_LIMIT:.0f} s")
+        time.sleep(LOOK_EVERY)
+
+
+def slow_down(steps: int) -> None:
+    """Lets steps of the last fourth last long, unless the test is in a hurry or the world is about to change."""
+    import common  # The example's own, from its directory.
+
+    plain, hurry = common.StepClock.wait, Path(os.environ["DALSEGNO_TEST_HOLDS"]) / "hurry"
+
+    def wait(self: Any) -> None:
+        if hurry.exists():
+            return
+        plain(self)
+        deadline = time.monotonic() + (SLOW_STEP if 4 * session().step >= 3 * steps else 0.0)
+        while time.monotonic() < deadline and not hurry.exists() and not session().should_drain:
+            time.sleep(LOOK_EVERY)
+
+    common.StepClock.wait = wait
+
+
+def hold_saves() -> None:
+    """Puts the place `saved-N` behind the script's own writing."""
+    plain = Session.save
+
+    def save(self: Session, write: Any, **options: Any) -> Any:
+        def write_and_hold(path: Path) -> None:
+            write(path)
+            hold(f"saved-{self.step}")
+
+        return plain(self, write_and_hold, **options)
+
+    Session.save = save  # type: ignore[method-assign]
+
+
+def start_children() -> Any:
+    """Two DataLoader workers at work and a grandchild that left the process group; kept until this process ends."""
+    data = torch.utils.data.TensorDataset(torch.zeros(1 << 20, 1))
+    batches = iter(DataLoader(data, batch_size=1, num_workers=2, persistent_workers=True))
+    next(batches)
+    code = "import subprocess, sys; subprocess.run(['sleep', '600'], start_new_session=True)"
+    return batches, subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+
+
+def main() -> None:
+    example = EXAMPLES / sys.argv[1]
+    sys.argv = [str(example), *sys.argv[2:]]
+    sys.path.insert(0, str(EXAMPLES))
+    kept = start_children() if os.environ.get("DALSEGNO_TEST_CHILDREN") else None
+    slow_down(next(int(flag.partition("=")[2]) for flag in sys.argv if flag.startswith("--steps=")))
+    hold_saves()
+    hold("start")
+    runpy.run_path(str(example), run_name="__main__")
+    hold("end")
+    del kept
+
+
+if __name__ == "__main__":
+    main()
