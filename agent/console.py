@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 __all__ = ["Console", "set_up_logging"]
@@ -42,8 +42,10 @@ class _Where(logging.Filter):
         return True
 
 
-def set_up_logging(path: Path, where: Callable[[], str]) -> None:
-    """Sends the log of this package and of torch's elastic parts to a file.
+def set_up_logging(
+    path: Path, where: Callable[[], str], names: Sequence[str] = ("dalsegno", "torch.distributed")
+) -> None:
+    """Sends the log of this package and of torch's elastic parts (`names`) to a file.
 
     Raises:
         OSError: it cannot be written.
@@ -51,8 +53,8 @@ def set_up_logging(path: Path, where: Callable[[], str]) -> None:
     handler = logging.FileHandler(path, encoding="utf-8")
     handler.addFilter(_Where(where))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s [%(where)s] %(name)s: %(message)s"))
-    for name, level in (("dalsegno", logging.DEBUG), ("torch.distributed", logging.INFO)):
+    for name in names:
         logger = logging.getLogger(name)
         logger.handlers[:] = [handler]
-        logger.setLevel(level)
+        logger.setLevel(logging.DEBUG if name == "dalsegno" else logging.INFO)
         logger.propagate = False

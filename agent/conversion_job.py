@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from dalsegno.elastic.checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, Manifest
 from dalsegno.protos import control_pb2
@@ -18,6 +21,8 @@ from dalsegno.protos import control_pb2
 from .events import ConversionUpdate
 from .lifeline import Lifeline
 from .processes import kill_group
+from .standby import Assignment
+from .standby_pool import StandbyProcess
 
 __all__ = ["ConversionJob"]
 
@@ -32,6 +37,41 @@ _PROGRESS_INTERVAL = 0.2
 logger = logging.getLogger(__name__)
 
 
+class _Converter:
+    """A running converter, started cold or out of the nursery."""
+
+    def __init__(self, process: subprocess.Popen[str] | StandbyProcess, said: IO[str], silence: int | None) -> None:
+        self._process = process
+        self._silence = silence
+        self.said = said
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """With everything in its group."""
+        if isinstance(self._process, StandbyProcess):
+            self._process.signal_group(signal.SIGKILL)
+        else:
+            kill_group(self._process.pid)
+
+    def wait(self) -> int:
+        """Its exit status; nothing of its group lives any more. On the thread that reads `said`, or another."""
+        if not isinstance(self._process, StandbyProcess):
+            # Pool workers that outlived the converter go with it; not reaped yet, so the group's number is its own.
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+                kill_group(self._process.pid)
+        return self._process.wait()
+
+    def hang_up(self) -> None:
+        """Waits for its end, then lets the reader of `said` come to an end too."""
+        self.wait()
+        if self._silence is not None:
+            os.close(self._silence)
+
+
 class ConversionJob:
     """At most one conversion at a time.
 
@@ -40,7 +80,7 @@ class ConversionJob:
         log: where the converter's standard error goes.
         deliver: called on a thread of the job's with progress, and once with the end of each conversion that was not
             stopped. READY comes with the description of the sealed form.
-        command: the converter.
+        module: the converter, run with `python -m`.
     """
 
     def __init__(
@@ -48,28 +88,73 @@ class ConversionJob:
         lifeline: Lifeline,
         log: Path,
         deliver: Callable[[ConversionUpdate], None],
-        command: Sequence[str] = (sys.executable, "-m", "dalsegno.elastic.universal"),
+        module: str = "dalsegno.elastic.universal",
     ) -> None:
         self._lifeline = lifeline
         self._log = log
         self._deliver = deliver
-        self._command = tuple(command)
+        self._module = module
+        # Starts a worker that has torch in memory already, if there is a nursery: seconds on a busy machine.
+        self.nursery: Callable[[Assignment], StandbyProcess | None] | None = None
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[str] | None = None
+        self._converter: _Converter | None = None
         self._lease = 0
 
     def start(self, run_dir: Path, conversion: control_pb2.Conversion) -> None:
-        """Starts converting under a lease; a conversion of another lease is stopped first."""
+        """Starts converting under a lease; a conversion of another lease is stopped first.
+
+        Raises:
+            OSError: no process can be started.
+        """
         self.stop()
         source = conversion.source.ref
         target = run_dir / str(CheckpointName.parse(source.name).later(UNIVERSAL, conversion.lease))
-        command = [*self._command, "--source", str(run_dir / source.name), "--target", str(target)]
-        command += ["--digest", source.digest] if source.digest else []
+        arguments = ["--source", str(run_dir / source.name), "--target", str(target)]
+        arguments += ["--digest", source.digest] if source.digest else []
         for name in conversion.earlier:
-            command += ["--earlier", str(run_dir / name)]
+            arguments += ["--earlier", str(run_dir / name)]
+        converter = self._adopt(arguments) or self._start_cold(arguments)
+        with self._lock:
+            self._converter, self._lease = converter, conversion.lease
+        threading.Thread(
+            target=self._follow, args=(converter, conversion.lease, target), name="conversion", daemon=True
+        ).start()
+
+    def stop(self, lease: int | None = None) -> None:
+        """Kills the conversion (of that lease) with everything it started; nothing is delivered for it any more."""
+        with self._lock:
+            converter = self._converter
+            if converter is None or lease not in (None, self._lease):
+                return
+            self._converter = None
+        converter.kill()
+        converter.wait()
+
+    def _adopt(self, arguments: list[str]) -> _Converter | None:
+        if self.nursery is None:
+            return None
+        reader, writer = os.pipe()
+        assignment = Assignment(
+            arguments=[self._module, *arguments],
+            module=True,
+            environment={**os.environ, **self._lifeline.environment()},
+            cwd=os.getcwd(),
+            # It opens our end of the pipe anew. We keep ours until it has ended, so that the reader cannot come to an
+            # end before it has begun.
+            stdout=f"/proc/{os.getpid()}/fd/{writer}",
+            stderr=str(self._log),
+        )
+        process = self.nursery(assignment)
+        if process is None:
+            os.close(reader)
+            os.close(writer)
+            return None
+        return _Converter(process, open(reader, encoding="utf-8"), writer)
+
+    def _start_cold(self, arguments: list[str]) -> _Converter:
         with open(self._log, "ab") as log:
             process = subprocess.Popen(
-                command,
+                [sys.executable, "-m", self._module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -77,31 +162,18 @@ class ConversionJob:
                 start_new_session=True,
                 env={**os.environ, **self._lifeline.environment()},
             )
-        self._lifeline.add_group(process.pid)
-        with self._lock:
-            self._process, self._lease = process, conversion.lease
-        threading.Thread(
-            target=self._follow, args=(process, conversion.lease, target), name="conversion", daemon=True
-        ).start()
-
-    def stop(self, lease: int | None = None) -> None:
-        """Kills the conversion (of that lease) with everything it started; nothing is delivered for it any more."""
-        with self._lock:
-            process = self._process
-            if process is None or lease not in (None, self._lease):
-                return
-            self._process = None
-        kill_group(process.pid)
-        process.wait()
-        self._lifeline.drop_group(process.pid)
-
-    def _follow(self, process: subprocess.Popen[str], lease: int, target: Path) -> None:
         assert process.stdout is not None
+        self._lifeline.add_group(process.pid)
+        return _Converter(process, process.stdout, None)
+
+    def _follow(self, converter: _Converter, lease: int, target: Path) -> None:
         done = total = 0
         message = ""
         told_at = 0.0
-        with process.stdout:
-            for line in process.stdout:
+        end = threading.Thread(target=converter.hang_up, name="conversion-end", daemon=True)
+        end.start()
+        with converter.said:
+            for line in converter.said:
                 try:
                     said = json.loads(line)
                     message = str(said.get("message", message))
@@ -112,23 +184,20 @@ class ConversionJob:
                 if time.monotonic() - told_at >= _PROGRESS_INTERVAL and "state" not in said:
                     told_at = time.monotonic()
                     working = control_pb2.CONVERSION_STATE_WORKING
-                    self._tell(process, ConversionUpdate(lease, working, done, total))
-        # Pool workers that outlived the converter go with it.
-        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
-        kill_group(process.pid)
-        code = process.wait()
-        update = self._ended(lease, code, done, total, message, target)
+                    self._tell(converter, ConversionUpdate(lease, working, done, total))
+        end.join()
+        update = self._ended(lease, converter.wait(), done, total, message, target)
+        self._lifeline.drop_group(converter.pid)
         with self._lock:
-            stopped = self._process is not process
+            stopped = self._converter is not converter
             if not stopped:
-                self._process = None
-        self._lifeline.drop_group(process.pid)
+                self._converter = None
         if not stopped:
             self._deliver(update)
 
-    def _tell(self, process: subprocess.Popen[str], update: ConversionUpdate) -> None:
+    def _tell(self, converter: _Converter, update: ConversionUpdate) -> None:
         with self._lock:
-            current = self._process is process
+            current = self._converter is converter
         if current:
             self._deliver(update)
 

@@ -101,6 +101,8 @@ class ElasticAgent(LocalElasticAgent):
         self._link = WorkerLink(self._worker_said)
         lifeline.add_path(self._link.directory)
         self._pool = self._make_pool()
+        if self._pool is not None:
+            effects.conversion.nursery = self._pool.start_helper
         self._state = decisions.fresh(
             decisions.AgentSettings(
                 nproc=config.nproc,

@@ -28,7 +28,7 @@ from . import decisions
 from . import events as ev
 from .config import DEFAULT_SETTINGS, AgentConfig
 from .connection import Connector, Credentials
-from .console import Console
+from .console import Console, set_up_logging
 from .effects import Effects
 from .lifeline import Lifeline
 from .mailbox import Mailbox
@@ -97,13 +97,6 @@ class Rendezvous(RendezvousHandler):
         self._ending: ev.Exit | None = None
         self._closed = False
         self._mailbox: Mailbox[ev.Event] = Mailbox()
-        self._lifeline = Lifeline()
-        directory = JobDirectory(config.checkpoint_dir, config.job_id)
-        directory.prepare()
-        config.log_dir.mkdir(parents=True, exist_ok=True)
-        connector = Connector(lambda: addresses, lambda: Credentials(token))
-        console = Console("torchrun")
-        self._effects = Effects(config, directory, connector, addresses[0], self._lifeline, self._mailbox, console.say)
         settings = decisions.AgentSettings(
             nproc=config.nproc,
             drain_timeout=config.settings.drain_timeout,
@@ -111,6 +104,15 @@ class Rendezvous(RendezvousHandler):
             master_outage_timeout=float("inf"),
         )
         self._state = decisions.fresh(settings)
+        self._lifeline = Lifeline()
+        directory = JobDirectory(config.checkpoint_dir, config.job_id)
+        directory.prepare()
+        config.log_dir.mkdir(parents=True, exist_ok=True)
+        # Torch's own log is torchrun's business.
+        set_up_logging(config.log_dir / "agent.log", self._where, names=("dalsegno",))
+        connector = Connector(lambda: addresses, lambda: Credentials(token))
+        console = Console("torchrun")
+        self._effects = Effects(config, directory, connector, addresses[0], self._lifeline, self._mailbox, console.say)
         self._thread = threading.Thread(target=self._loop, name="dalsegno-rendezvous", daemon=True)
         self._thread.start()
 
@@ -183,6 +185,10 @@ class Rendezvous(RendezvousHandler):
         self._effects.close(_LAST_CALLS)
         self._lifeline.close()
         return True
+
+    def _where(self) -> str:
+        state = self._state
+        return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.step}"
 
     # ---- the thread that decides ------------------------------------------------------------------------------------
 

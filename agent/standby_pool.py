@@ -296,6 +296,12 @@ class StandbyPool:
                         self._nurseries.remove(nursery)
                 nursery.end()
 
+    def start_helper(self, assignment: Assignment) -> StandbyProcess | None:
+        """Starts something that is not a worker, without taking the place of one: None where nothing is forked."""
+        with self._lock:
+            forks = self._fork and self.warm() > 0
+        return self.start_worker(assignment) if forks else None
+
     def close(self) -> None:
         """Ends all nurseries, with the workers that were forked from them."""
         with self._lock:

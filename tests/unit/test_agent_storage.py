@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ import pytest
 from dalsegno.agent.conversion_job import ConversionJob
 from dalsegno.agent.events import ConversionUpdate
 from dalsegno.agent.lifeline import Lifeline
-from dalsegno.agent.processes import start_time
+from dalsegno.agent.processes import process_state, start_time
+from dalsegno.agent.standby_pool import StandbyPool
 from dalsegno.agent.storage import JobDirectory, Storage, StorageError, Survey
 from dalsegno.elastic.checkpoint import CheckpointName, Manifest, Position, Shape, describe, seal
 from dalsegno.protos import control_pb2 as pb
@@ -191,7 +191,8 @@ def test_notes_for_people(directory: JobDirectory, storage: Storage) -> None:
 # ---- the conversion job ----------------------------------------------------------------------------------------------
 
 CONVERTER = """
-import json, os, subprocess, sys, time
+import json
+import os, subprocess, sys, time
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 source, target, how = arguments["--source"], arguments["--target"], os.environ["HOW"]
 print("noise on stdout", flush=True)
@@ -217,14 +218,20 @@ if how == "killed":
 
 
 class Conversions:
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, nursery: bool) -> None:
         self.updates: queue.SimpleQueue[ConversionUpdate] = queue.SimpleQueue()
         self.lifeline = Lifeline()
         self.run_dir = tmp_path / "run-0001"
         self.source = make_checkpoint(self.run_dir, "step-5.e2.1")
-        self.job = ConversionJob(
-            self.lifeline, tmp_path / "conversion.log", self.updates.put, (sys.executable, "-c", CONVERTER)
-        )
+        (tmp_path / "scripted_converter.py").write_text(CONVERTER)
+        self.job = ConversionJob(self.lifeline, tmp_path / "conversion.log", self.updates.put, "scripted_converter")
+        self.pool: StandbyPool | None = None
+        if nursery:
+            warm = threading.Event()
+            self.pool = StandbyPool(self.lifeline, 1, ("json",), tmp_path / "standby.log", warm.set)
+            self.pool.fill(low_priority=False)
+            assert warm.wait(20)
+            self.job.nursery = self.pool.start_helper
 
     def start(self, lease: int) -> None:
         self.job.start(self.run_dir, pb.Conversion(lease=lease, source=self.source.to_proto()))
@@ -236,11 +243,16 @@ class Conversions:
                 return update
 
 
-@pytest.fixture
-def conversions(tmp_path: Path) -> Iterator[Conversions]:
-    one = Conversions(tmp_path)
+@pytest.fixture(params=["cold", "nursery"])
+def conversions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Iterator[Conversions]:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    one = Conversions(tmp_path, request.param == "nursery")
     yield one
     one.job.stop()
+    if one.pool is not None:
+        one.pool.close()
     one.lifeline.close()
 
 
@@ -299,8 +311,6 @@ def test_a_stopped_conversion_is_gone_and_silent(
     conversions.job.stop(3)
     assert start_time(parent) is None
     deadline = time.monotonic() + 2
-    from dalsegno.agent.processes import process_state
-
     while process_state(child) not in (None, "Z"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
