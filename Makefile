@@ -107,7 +107,7 @@ test-all: lint wheel tools
 	$(PYTEST) --full --repeat 20
 
 demo: $(VENV)/.installed
-	$(PY) examples/demo.py
+	$(PY) -m examples.demo
 
 bench: $(VENV)/.installed
 	$(PY) -m benchmarks
