@@ -45,12 +45,12 @@ def master_process(store: Path, *arguments: str, job_id: str = "job") -> Iterato
     line = command(store, *arguments, job_id=job_id)
     with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            yield _serving(process)
+            yield serving(process)
         finally:
             process.kill()
 
 
-def _serving(process: subprocess.Popen[str]) -> MasterProcess:
+def serving(process: subprocess.Popen[str]) -> MasterProcess:
     assert process.stdout is not None
     assert process.stderr is not None
     with selectors.DefaultSelector() as selector:

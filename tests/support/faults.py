@@ -1,0 +1,201 @@
+"""What goes wrong around a job, for tests: full disks, frozen nodes, damaged files, a master that comes and goes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import pytest
+
+from dalsegno.elastic.checkpoint import Manifest
+from dalsegno.protos import control_pb2, control_pb2_grpc
+
+from . import local_processes as processes
+from .cluster import PATIENCE, Cluster, Node
+from .master_process import MasterProcess, command, serving
+
+UNLIMITED = resource.RLIM_INFINITY
+
+
+@dataclass
+class Service(Cluster):
+    """A cluster whose master is a service: started here, killed and started again at the same port and store."""
+
+    master_flags: tuple[str, ...] = ()
+    masters: list[MasterProcess] = field(default_factory=list)
+
+    def start_master(self) -> MasterProcess:
+        """Starts the master; again at the same address where it has had one."""
+        port = self.masters[-1].address.rpartition(":")[2] if self.masters else "0"
+        flags = (f"--port={port}", f"--log-file={self.directory / 'service.log'}", *self.master_flags)
+        line = command(self.directory / "job.sqlite", *flags, job_id=self.job)
+        # The mark lets `close` find it, whatever happens here.
+        environment = {**os.environ, "DALSEGNO_TEST_CLUSTER": self.job}
+        process = subprocess.Popen(
+            line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
+        )
+        self.masters.append(serving(process))
+        return self.masters[-1]
+
+    def command(self, name: str) -> list[str]:
+        runner, *rest = super().command(name)
+        return [runner, f"--master={self.masters[-1].address}", *rest]
+
+    def master_pid(self) -> int | None:
+        if not self.masters or self.masters[-1].process.poll() is not None:
+            return None
+        return self.masters[-1].process.pid
+
+    def status(self) -> control_pb2.StatusReply | None:
+        with grpc.insecure_channel(self.masters[-1].address) as channel:
+            try:
+                request = control_pb2.StatusRequest(job_id=self.job, protocol=1)
+                reply: control_pb2.StatusReply = control_pb2_grpc.ControlStub(channel).GetStatus(request, timeout=5.0)
+            except grpc.RpcError:
+                return None
+        return reply
+
+    def diagnosis(self, lines: int = 25) -> str:
+        log = self.directory / "service.log"
+        text = log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:] if log.exists() else []
+        return "\n".join([super().diagnosis(lines), "---- service.log", *text])
+
+    def close(self) -> None:
+        super().close()
+        for master in self.masters:
+            master.kill()
+            for pipe in (master.process.stdout, master.process.stderr):
+                if pipe is not None:
+                    pipe.close()
+
+
+def freeze(cluster: Cluster, node: Node) -> list[int]:
+    """SIGSTOP to the agent and everything of it but its keeper; returns what to `thaw`."""
+    os.kill(node.pid, signal.SIGSTOP)
+    # With the agent stopped nothing new is started by it; a nursery's children are met by the second look.
+    frozen: list[int] = [node.pid]
+    for _ in range(2):
+        for pid in cluster.processes(node):
+            if pid not in frozen:
+                processes.send([pid], signal.SIGSTOP)
+                frozen.append(pid)
+    return frozen
+
+
+def thaw(pids: list[int]) -> None:
+    """SIGCONT, the agent last: its workers are awake before it hears that it is dead."""
+    processes.send(reversed(pids), signal.SIGCONT)
+
+
+def limit_files(pids: list[int], size: int) -> None:
+    """From now on no file of these processes (and of what they start) grows beyond `size` bytes; as a quota does it."""
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (size, hard))
+
+
+@dataclass(frozen=True)
+class Volume:
+    """A small file system of its own, with a file that takes the room away."""
+
+    path: Path
+
+    @property
+    def free(self) -> int:
+        """Bytes."""
+        stat = os.statvfs(self.path)
+        return stat.f_bavail * stat.f_frsize
+
+    def fill(self, leave: int = 0) -> None:
+        """Takes all room but `leave` bytes."""
+        take = self.free - leave
+        if take > 0:
+            with open(self.path / "filler", "ab") as file:
+                os.posix_fallocate(file.fileno(), file.tell(), take)
+
+    def clear(self) -> None:
+        """Gives the room back."""
+        (self.path / "filler").unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def volume(path: Path, mebibytes: int) -> Iterator[Volume]:
+    """Mounts a tmpfs; skips the test where that is not allowed."""
+    path.mkdir(parents=True)
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(path)]
+    done = subprocess.run(mount, capture_output=True, text=True, timeout=30, check=False)
+    if done.returncode != 0:
+        pytest.skip(f"no tmpfs can be mounted here: {done.stderr.strip()}")
+    try:
+        yield Volume(path)
+    finally:
+        # Lazy: a process that a failed test left behind may still have a file open here.
+        subprocess.run(["umount", "-l", str(path)], check=True, timeout=30)
+
+
+def held_conversions(files: int = 5) -> dict[str, str]:
+    """Environment of an agent whose converters stop after so many files; see `held_conversions/sitecustomize.py`."""
+    return {"PYTHONPATH": str(Path(__file__).with_name("held_conversions")), "DALSEGNO_TEST_HELD_FILES": str(files)}
+
+
+def wait_held_converter(cluster: Cluster) -> int:
+    """Until a converter is held; returns its process id."""
+
+    def look() -> int | None:
+        held = next(iter(cluster.holds.glob("conversion-*")), None)
+        return None if held is None else int(held.name.removeprefix("conversion-"))
+
+    return cluster.wait_for(look, "a conversion in the middle of its files")
+
+
+def run_directory(cluster: Cluster, run: str = "run-0001") -> Path:
+    return cluster.checkpoints / cluster.job / run
+
+
+def flip_byte(path: Path) -> None:
+    """One bit of the largest file."""
+    file = largest(path)
+    with open(file, "r+b") as data:
+        data.seek(file.stat().st_size // 2)
+        byte = data.read(1)
+        data.seek(-1, os.SEEK_CUR)
+        data.write(bytes([byte[0] ^ 1]))
+
+
+def truncate(path: Path) -> None:
+    file = largest(path)
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def remove_file(path: Path) -> None:
+    largest(path).unlink()
+
+
+def add_file(path: Path) -> None:
+    (path / "extra.pt").write_bytes(b"whose is this?")
+
+
+def largest(path: Path) -> Path:
+    """The largest file that the manifest lists."""
+    return path / max(Manifest.read(path).files, key=lambda entry: entry.size).path
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "flipped byte": flip_byte,
+    "truncated file": truncate,
+    "missing file": remove_file,
+    "extra file": add_file,
+}
+
+
+def wait_until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+    """For what concerns no agent; see `Cluster.wait_for`."""
+    assert processes.seconds_until(condition, seconds) < seconds, f"{what}: not within {seconds:.0f} s"
