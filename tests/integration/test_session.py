@@ -154,6 +154,20 @@ def test_drain_does_not_save_a_step_twice(tmp_path: Path) -> None:
     assert steps == list(range(1, drained[0].step + 1))
 
 
+def test_resume_at_the_end_finishes_without_saving_the_same_step_again(tmp_path: Path) -> None:
+    """A run that lost its last word, but not its last step, has nothing to train and nothing to save."""
+    with FakeAgent(tmp_path, world=1, epoch=1) as agent:
+        agent.start("--steps", "3")
+        assert agent.wait() == [0], agent.outputs
+    with FakeAgent(tmp_path, world=2, epoch=2, resume=newest(tmp_path)) as agent:
+        agent.start("--steps", "3")
+        assert agent.wait() == [0, 0], agent.outputs
+        assert {f.step for f in agent.wait_for("finished", 2)} == {3}
+        assert not agent.of("sealed")
+        assert not agent.history()
+    assert [m.name for m in CheckpointStore(agent.run_dir).sealed()] == ["step-3.e1.1"]
+
+
 def test_exit_code_is_83_whatever_the_script_returns(tmp_path: Path) -> None:
     """A script that catches everything and returns 0 after a drain cannot be taken for a success."""
     with FakeAgent(tmp_path, world=2, epoch=1) as agent:
