@@ -669,7 +669,9 @@ class _Turn:
     def exit_left(self) -> None:
         state = self.state
         nothing_made = state.world is None or state.step <= state.world.resume.source.step
-        if not state.unsaved or nothing_made or state.outcome in (Outcome.DRAINED, Outcome.FINISHED):
+        # A rank says that it drained only once everything is sealed, even if its exit was not seen any more.
+        saved = state.drained is not None or state.outcome in (Outcome.DRAINED, Outcome.FINISHED)
+        if not state.unsaved or nothing_made or saved:
             self.exit(ev.EXIT_LEFT, "left on notice; everything is saved")
         else:
             self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice without a save; the run goes on from its last commit")

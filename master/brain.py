@@ -44,7 +44,6 @@ def recover(job: Job, generation: int, now: float) -> State:
         live.growth_done_at = now
     if job.phase.has_workers or job.phase is Phase.FORMING:
         live.paused_since = now
-    live.has_session = job.ever_stepped
     state = State(job, live)
     settle(Turn(state, now))
     return state

@@ -80,6 +80,7 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
     if job.phase in (Phase.WAITING, Phase.FORMING):
         checkpoints.adopt_sealed(turn, message.inventory)
     first = node.name not in live.joined_at
+    node.probe = message.probe
     node.sees_directory = message.probe == job.probe
     node.joined = Joined(
         message.round,
@@ -109,7 +110,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> An
     member = member_of(turn, node, message.caller.epoch)
     if member is None or not job.phase.has_workers:
         return OK  # Late news of a closed epoch harms nothing.
-    live.has_session = live.has_session or message.has_session
+    job.has_session = job.has_session or message.has_session
     live.longest = max(live.longest, message.longest)
     known = live.steps.get(node.name, phases.world_of(turn).resumed_step)
     if message.step > known:

@@ -33,8 +33,8 @@ def lose(turn: Turn, node: Node, how: str) -> None:
         if member is None and not node.leaving:
             turn.notice(f"{node.name} is gone ({how})")
         return
-    if member.part is Part.FINISHED:
-        return
+    if member.part in (Part.FINISHED, Part.DRAINED):
+        return  # What its ranks had to do is done, and saved.
     if job.phase.has_workers and member.part is Part.RUNNING and others_finished(turn, member.node):
         member.part = Part.FINISHED
         return
@@ -131,6 +131,16 @@ def in_rank_order(turn: Turn, nodes: list[Node]) -> list[Node]:
     world = turn.job.world
     ranks = {member.incarnation: member.group_rank for member in world.members} if world is not None else {}
     return sorted(nodes, key=lambda node: (ranks.get(node.incarnation, 1 << 30), node.order))
+
+
+def agree_on_directory(turn: Turn) -> None:
+    """The first agent's directory is the job's. If it goes before anything was opened there, the next one's is."""
+    job = turn.job
+    if job.epoch or job.checkpoints or not job.nodes or any(node.sees_directory for node in job.nodes.values()):
+        return
+    job.probe = min(job.nodes.values(), key=lambda node: node.order).probe
+    for node in job.nodes.values():
+        node.sees_directory = node.probe == job.probe
 
 
 def is_candidate(turn: Turn, node: Node) -> bool:

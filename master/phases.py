@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from . import conversion
 from .checkpoints import loads_as_is, resume_point
-from .membership import eligible, expected, has_answered, newcomers, sees_resume, select
+from .membership import agree_on_directory, eligible, expected, has_answered, newcomers, sees_resume, select
 from .state import Checkpoint, Drain, EpochRecord, Failure, Member, Node, Part, Phase, World
 from .turn import HISTORY, Turn
 
@@ -46,6 +46,7 @@ def forming(turn: Turn) -> bool:
     if job.world is not None and job.pending_failure is not None and hopeless(turn):
         end(turn, Phase.FAILED, f"{job.pending_failure.node}: {job.pending_failure.message}")
         return True
+    agree_on_directory(turn)
     gathering = expected(turn)
     ready = eligible(turn)
     prospects = {node.name: node for node in [*ready, *(n for n in gathering if not has_answered(turn, n))]}
@@ -222,7 +223,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     live.steps, live.advanced, live.asked_at = {}, {}, {}
     live.unexpected = set()
     live.longest, live.saved_bytes = 0.0, 0
-    live.has_session, live.trouble = False, False
+    live.trouble = False
     live.first_step_at, live.drain_deadline = None, None
     live.moved_at = turn.now
     turn.enter(Phase.RUNNING)
@@ -243,7 +244,7 @@ def running(turn: Turn) -> bool:
     if stalled(turn):
         return True
     if wants_to_grow(turn):
-        if turn.live.has_session:
+        if turn.job.has_session:
             job.grown = True
             start_drain(turn, growth=True, reason=f"{', '.join(n.name for n in newcomers(turn))} joins")
         else:
@@ -318,8 +319,8 @@ def stalled(turn: Turn) -> bool:
         return False
     if live.first_step_at is not None:
         limit = min(limit, max(STALL_MIN, STALL_FACTOR * live.longest))
-    elif not live.has_session and live.steps:
-        return False
+    elif not job.has_session:
+        return False  # Without a session nobody hears of steps: their absence says nothing.
     if not turn.due(live.moved_at + limit):
         return False
     text = f"no rank made a step for {limit:.0f} s (--stall-timeout)"
@@ -342,10 +343,11 @@ def wants_to_grow(turn: Turn) -> bool:
     if len(select(turn, members + new)) <= len(world.members):
         return False
     oldest = min(live.joined_at.get(node.name, turn.now) for node in new)
-    if not live.has_session:
+    if not job.has_session:
         # Nor has one said hello yet: what an earlier epoch committed does not count, or no world would ever start.
         since = max(oldest, live.phase_since)
-        return live.committed_at > since or turn.due(since + job.settings.grow_wait)
+        heard = turn.due(live.phase_since + job.settings.node_timeout)  # A hello may be on its way after an outage.
+        return (heard and live.committed_at > since) or turn.due(since + job.settings.grow_wait)
     if live.first_step_at is None or live.grow_after_commit:
         return False
     if not turn.due(max(live.grow_hold_until, (live.growth_done_at or float("-inf")) + grow_interval(turn))):

@@ -74,6 +74,7 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest) -> Node:
         nproc=message.nproc,
         order=job.arrivals,
         sees_directory=message.probe == job.probe,
+        probe=message.probe,
     )
     job.nodes[node.name] = node
     live.heard[node.name] = turn.now
@@ -129,7 +130,7 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
         job.run += 1
         job.checkpoints = []
         job.history = []
-        job.ever_stepped = False
+        job.ever_stepped = job.has_session = False
         job.last_failure_step = job.left_step = job.growths = 0
         turn.live.growth_done_at = None
     turn.live.paused_since = None

@@ -78,6 +78,8 @@ class Node:
     # Registrations are numbered: newcomers keep the order of their arrival.
     order: int
     sees_directory: bool = True
+    # Content of the probe file as this node reads it.
+    probe: str = ""
     joined: Joined | None = None
     warm: bool = False
     leaving: bool = False
@@ -229,6 +231,7 @@ class Job:
     world: World | None = None
     nodes: dict[str, Node] = field(default_factory=dict)
     arrivals: int = 0
+    # Content of the probe file as the nodes that count read it.
     probe: str = ""
     checkpoints: list[Checkpoint] = field(default_factory=list)
     conversion: Conversion | None = None
@@ -243,6 +246,8 @@ class Job:
     # The highest epoch that agents remember of a lost store.
     listening_epoch: int = 0
     ever_stepped: bool = False
+    # The script's workers have said hello: it can drain, and its steps are heard of.
+    has_session: bool = False
     failures: int = 0
     last_failure_step: int = 0
     pending_failure: Failure | None = None
@@ -293,7 +298,6 @@ class Live:
     loss: float = 0.0
     longest: float = 0.0
     saved_bytes: int = 0
-    has_session: bool = False
     trouble: bool = False
     first_step_at: float | None = None
     moved_at: float = 0.0

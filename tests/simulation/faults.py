@@ -161,6 +161,7 @@ def cut(sim: Simulation, how: str) -> None:
     agent = sim.pick(sim.living())
     if agent is not None and agent.host not in sim.network.cut:
         sim.ledger.unplanned = True
+        sim.ledger.hidden = True
         sim.trace(agent.host, "is cut off from the master ({})", how)
         sim.network.cut_off(agent.host, how)
         sim.clock.after(sim.random.uniform(0.5, 20.0), sim.network.heal, agent.host)
@@ -169,6 +170,7 @@ def cut(sim: Simulation, how: str) -> None:
 def cut_all(sim: Simulation) -> None:
     """The master's own network is gone."""
     sim.ledger.unplanned = True
+    sim.ledger.hidden = True
     sim.trace("master", "is cut off from everybody")
     until = sim.random.uniform(0.5, 15.0)
     how = sim.random.choice(("closed", "silent"))
@@ -192,6 +194,34 @@ def freeze(sim: Simulation, with_workers: bool) -> None:
         sim.ledger.unplanned = True
         agent.freeze(with_workers)
         sim.clock.after(sim.random.uniform(0.5, 20.0), agent.thaw)
+
+
+def late_commit(sim: Simulation) -> None:
+    """The agent whose rank 0 has just sealed a checkpoint stops; a peer's crash makes the others go on without it.
+
+    They do not see what was sealed (file caches), so its epoch is closed when the commit arrives after all.
+    """
+    sim.ledger.unplanned = True
+
+    def strike(tries: int) -> None:
+        fresh = [e for e in sim.disk.sealed.values() if sim.clock.now - e.sealed_at < 0.1 and e.message.epoch]
+        run = sim.collectives.get(fresh[-1].message.epoch) if fresh else None
+        groups = [group for group in run.groups.values() if group.alive] if run is not None else []
+        if len(groups) < 2:
+            if tries:
+                sim.clock.after(0.05, strike, tries - 1)
+            return
+        sim.ledger.hidden = True
+        for host in HOSTS:
+            sim.disk.lag[host] = 15.0
+        lead = next((group for group in groups if group.first_rank == 0), None)
+        if lead is not None and not lead.agent.frozen:
+            lead.agent.freeze(with_workers=False)
+            sim.clock.after(sim.random.uniform(3.5, 9.0), lead.agent.thaw)
+            sim.ledger.script_failures += 1
+            groups[-1].crash(1)
+
+    strike(200)
 
 
 def crash_master(sim: Simulation) -> None:
@@ -295,7 +325,8 @@ def damage_form(sim: Simulation) -> None:
 def blind_host(sim: Simulation) -> None:
     """A node comes without the directory mounted."""
     free = [host for host in HOSTS if all(a.host != host for a in sim.living())]
-    if free and sim.living():
+    job = sim.master.job
+    if free and sim.living() and job is not None and job.probe == sim.disk.probe:
         host = free[0]
         sim.ledger.unplanned = True
         sim.disk.blind.add(host)
@@ -304,6 +335,7 @@ def blind_host(sim: Simulation) -> None:
 
 
 def lagging_host(sim: Simulation) -> None:
+    sim.ledger.hidden = True
     sim.disk.lag[sim.random.choice(HOSTS)] = sim.random.uniform(0.5, 12.0)
 
 
@@ -336,6 +368,7 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         cut_all,
         freeze_agent,
         freeze_node,
+        late_commit,
         crash_master,
         crash_handled,
         crash_saved,

@@ -54,12 +54,15 @@ class Ledger:
         self.stores_lost = 0
         # Something other than joins and notices happened.
         self.unplanned = False
+        # Some node was out of the master's sight, or did not see what others had sealed.
+        self.hidden = False
         # Workers that failed by themselves.
         self.script_failures = 0
         self.success: bool | None = None
         self.message = ""
         self.finished_step = 0
         self.reopened = False
+        self.elsewhere = False
         self.ever_stepped = False
         self.arrivals = 0
         self.arrived_at = 0.0
@@ -83,6 +86,10 @@ class Ledger:
         self.reopened = self.success is not None and (job.run > 1 or not job.phase.is_terminal)
         if self.reopened:
             return  # An embedded job's next run; this schedule is about the first.
+        if job.epoch and job.probe != self.sim.disk.probe:
+            # The first node had something else mounted there, and the job lives in that now: not our subject.
+            self.elsewhere = True
+            return
         if job.arrivals != self.arrivals:
             self.arrivals, self.arrived_at = job.arrivals, self.sim.clock.now
         if self.amnesia and (job.listening or job.world is None):
@@ -135,14 +142,17 @@ class Ledger:
         world = job.world
         if world is None:
             return
+        grown = self._is_growth(world)
         opened = Opened(
             tuple(member.incarnation for member in world.members),
             world.resume,
             world.universal,
             world.resumed_step,
-            world.grown,
+            grown,
         )
         known = self.worlds.get(world.epoch)
+        if known is not None:
+            opened.grown = known.grown
         if known is None or (self.amnesia and known != opened):
             self._opening(job, world, opened)
             self.amnesia = False
@@ -173,11 +183,20 @@ class Ledger:
                 f"epoch {world.epoch} grows at step {opened.resumed_step} again",
             )
 
+    def _is_growth(self, world: World) -> bool:
+        """Larger than the world before, of which nobody was lost: newcomers are its only cause."""
+        before = self.worlds.get(world.epoch - 1)
+        members = {member.incarnation for member in world.members}
+        return before is not None and set(before.members) < members and all(c.endswith(" joined") for c in world.causes)
+
     def _remembered(self, job: Job) -> bool:
         """Whether a registered agent, or what is sealed, tells of the last opened epoch."""
         last = max(self.worlds, default=0)
         agents = [self.sim.by_incarnation(node.incarnation) for node in job.nodes.values()]
-        sealed = any(entry.message.epoch == last for entry in self.sim.disk.sealed.values())
+        sealed = any(
+            entry.message.epoch == last and entry.sealed_at < self.sim.master.started_at
+            for entry in self.sim.disk.sealed.values()
+        )
         return sealed or any(agent is not None and agent.seen_epoch >= last for agent in agents)
 
     def _resumable(self, world: World) -> None:
@@ -208,7 +227,7 @@ class Ledger:
     def directive_sent(self, directive: control_pb2.Directive) -> None:
         """Whoever gets a world gets the same one."""
         world = directive.drain.run if directive.WhichOneof("order") == "drain" else directive.run
-        if world.epoch:
+        if world.epoch and not self.elsewhere:
             known = self.worlds.get(world.epoch)
             members = tuple(member.incarnation for member in world.members)
             self.require(
@@ -299,5 +318,5 @@ class Ledger:
             made = Counter(step for _, step in self.executed)
             again = [step for step, times in made.items() if times > 1]
             self.require(not again, "planned changes lose nothing", f"steps {again} were made again")
-        for label, digest in self.left_drained:
+        for label, digest in [] if self.hidden else self.left_drained:
             self.require(digest in self.committed, "left with everything saved", f"{label}: {digest} was not committed")

@@ -32,7 +32,7 @@ class SimMaster:
         self.state: State | None = None
         self.stored: bytes | None = None
         self.generation = 0
-        self.starts = 0
+        self.started_at = 0.0
         self.streams: dict[tuple[str, str], Stream] = {}
         # "handled": dies between deciding and saving; "saved": between saving and answering.
         self.crash_at = ""
@@ -58,7 +58,7 @@ class SimMaster:
     def start(self) -> None:
         if self.up:
             return
-        self.starts += 1
+        self.started_at = self.sim.clock.now
         self._offset = self.sim.random.uniform(0.0, 5000.0)
         self.up = True
         if self.stored is None:

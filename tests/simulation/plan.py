@@ -42,13 +42,14 @@ LOSS = ("lose_store",)
 MENUS: dict[str, tuple[str, ...]] = {
     "planned": PLANNED,
     "crashes": PLANNED + CRASHES,
-    "network": PLANNED + CRASHES + NETWORK,
+    "network": (*PLANNED, *CRASHES, *NETWORK, "late_commit"),
     "master": PLANNED + MASTER,
     "masters": PLANNED + CRASHES + MASTER,
     "store": (*PLANNED, "kill_node", "crash_worker", "crash_master", *LOSS),
     "disk": (*PLANNED, "kill_node", "crash_worker", *DISK),
     "convert": (*PLANNED, "kill_node", "kill_converter", "no_conversion", "hung_converter", *DAMAGE),
     "budget": ("join", "crash_worker", "crash_worker", "failing_start", "weak_reader"),
+    "late": ("join", "leave", "late_commit", "late_commit", "crash_worker", "freeze_agent", "freeze_node"),
     "all": PLANNED + CRASHES + NETWORK + MASTER + DISK,
 }
 
@@ -78,6 +79,8 @@ class Plan:
     slow: float
     fault_time: float
     happenings: list[tuple[float, str]]
+    # A node without the directory comes while the first world forms.
+    blind_start: bool
 
 
 def plan_of(seed: int) -> Plan:
@@ -92,9 +95,9 @@ def plan_of(seed: int) -> Plan:
         min_nodes=minimum,
         max_nodes=maximum,
         node_unit=unit,
-        node_timeout=random.choice((4.0, 6.0)),
+        node_timeout=random.choice((4.0, 6.0, 15.0)),
         drain_timeout=8.0,
-        join_timeout=random.choice((5.0, 8.0)),
+        join_timeout=random.choice((3.0, 5.0, 8.0)),
         stall_timeout=40.0,
         grow_interval=random.choice((0.0, 0.0, -1.0, 5.0)),
         grow_wait=20.0,
@@ -106,7 +109,11 @@ def plan_of(seed: int) -> Plan:
     )
     fault_time = random.uniform(8.0, 35.0)
     count = random.randint(2, 9)
-    happenings = sorted((random.uniform(0.0, fault_time), random.choice(MENUS[kind])) for _ in range(count))
+    # Many of them early, when the first worlds form and nothing is saved yet.
+    happenings = [
+        (random.uniform(0.0, random.choice((4.0, fault_time, fault_time))), random.choice(MENUS[kind]))
+        for _ in range(count)
+    ]
     if kind == "store":
         happenings.append((random.uniform(3.0, fault_time), "lose_store"))
     return Plan(
@@ -131,4 +138,5 @@ def plan_of(seed: int) -> Plan:
         slow=random.choice((0.0, 0.02, 0.2)) if wild else 0.0,
         fault_time=fault_time,
         happenings=sorted(happenings),
+        blind_start=kind in ("disk", "all") and random.random() < 0.2,
     )

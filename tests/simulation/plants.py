@@ -15,8 +15,8 @@ from unittest import mock
 
 from dalsegno.agent import decisions
 from dalsegno.agent import events as ev
-from dalsegno.master import brain, calls, checkpoints, conversion, membership, phases, recollection, views
-from dalsegno.master.state import Checkpoint, Job, Node, State
+from dalsegno.master import brain, checkpoints, conversion, membership, phases, recollection, views
+from dalsegno.master.state import Checkpoint, Job, Node, Part, Phase, State
 from dalsegno.master.turn import Turn
 from dalsegno.protos import control_pb2
 
@@ -27,12 +27,16 @@ Replace = Callable[[Any], Any]
 
 @dataclass(frozen=True)
 class Plant:
-    """`owner.name` becomes `replace(original)`; one of the invariants `caught` must fail within `seeds` schedules."""
+    """`owner.name` becomes `replace(original)`; one of the invariants `caught` must fail within `seeds` schedules.
+
+    Where only some schedules can show it, `kind` names them, and only they are run and counted.
+    """
 
     owner: Any
     name: str
     replace: Replace
     caught: frozenset[str]
+    kind: str = ""
     seeds: int = 300
 
 
@@ -154,13 +158,9 @@ def starts_from_nothing(original: Any) -> Any:
 
 def grows_before_a_step(original: Any) -> Any:
     def wants_to_grow(turn: Turn) -> bool:
-        first = turn.live.first_step_at
-        turn.live.first_step_at = turn.now if first is None else first
-        turn.live.has_session = True
-        turn.live.growth_done_at = None
-        wants: bool = original(turn)
-        turn.live.first_step_at = first
-        return wants
+        turn.job.has_session = False
+        world = phases.world_of(turn)
+        return bool(membership.newcomers(turn)) and len(world.members) < turn.job.settings.max_nodes
 
     return wants_to_grow
 
@@ -205,11 +205,11 @@ def never_replaces_a_converter(original: Any) -> Any:
     return check_owner
 
 
-def never_declares_dead(original: Any) -> Any:
-    def death_of(turn: Turn, node: Node, timeout: float, all_closed: bool) -> str:
-        return ""
+def never_sees_a_stall(original: Any) -> Any:
+    def stalled(turn: Turn) -> bool:
+        return False
 
-    return death_of
+    return stalled
 
 
 def believes_the_first_reader(original: Any) -> Any:
@@ -241,13 +241,15 @@ def forgets_what_agents_remember(original: Any) -> Any:
     return remember
 
 
-def succeeds_too_early(original: Any) -> Any:
-    def finished(turn: Turn, node: Node, message: Any) -> Any:
-        for member in phases.world_of(turn).members:
-            member.part = type(member.part).FINISHED
-        return original(turn, node, message)
+def ends_with_the_first_who_finishes(original: Any) -> Any:
+    def end_of_epoch(turn: Turn) -> bool:
+        if any(member.part is Part.FINISHED for member in phases.world_of(turn).members):
+            phases.end(turn, Phase.SUCCEEDED, "one of them finished")
+            return True
+        ended: bool = original(turn)
+        return ended
 
-    return finished
+    return end_of_epoch
 
 
 def reports_the_end_before_the_commit(original: Any) -> Any:
@@ -303,8 +305,8 @@ def skips_a_sample(original: Any) -> Any:
 TURN = decisions._Turn
 
 
-def plant(owner: Any, name: str, replace: Replace, *caught: str, seeds: int = 300) -> tuple[str, Plant]:
-    return replace.__name__, Plant(owner, name, replace, frozenset(caught), seeds)
+def plant(owner: Any, name: str, replace: Replace, *caught: str, kind: str = "") -> tuple[str, Plant]:
+    return replace.__name__, Plant(owner, name, replace, frozenset(caught), kind)
 
 
 PLANTS: dict[str, Plant] = dict(
@@ -326,14 +328,14 @@ PLANTS: dict[str, Plant] = dict(
         plant(phases, "is_gathered", waits_for_nobody, "quiet time"),
         plant(membership, "select", opens_below_min, "size of the world"),
         plant(checkpoints, "loads_as_is", loads_another_shape_as_it_is, "loads"),
-        plant(membership, "is_candidate", takes_the_blind, "members see the directory"),
-        plant(conversion, "check_owner", never_replaces_a_converter, "liveness"),
-        plant(membership, "death_of", never_declares_dead, "liveness"),
+        plant(membership, "is_candidate", takes_the_blind, "members see the directory", kind="disk"),
+        plant(conversion, "check_owner", never_replaces_a_converter, "liveness", kind="convert"),
+        plant(phases, "stalled", never_sees_a_stall, "liveness", kind="crashes"),
         plant(conversion, "acquit", believes_the_first_reader, "no verifying checkpoint is skipped"),
         plant(checkpoints, "retire", retires_without_a_word, "committed steps grow"),
         plant(phases, "hopeless", gives_up_at_the_first_failure, "no failure without a reason"),
         plant(recollection, "remember", forgets_what_agents_remember, "one world per epoch", "epochs grow"),
-        plant(calls, "finished", succeeds_too_early, "the end is saved", "each sample once"),
+        plant(phases, "end_of_epoch", ends_with_the_first_who_finishes, "the end is saved"),
         plant(TURN, "report_ended", reports_the_end_before_the_commit, "the end is saved"),
         plant(TURN, "signalled", ignores_a_notice, "planned changes lose nothing"),
         plant(TURN, "exit_left", calls_everything_saved, "left with everything saved"),

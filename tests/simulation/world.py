@@ -120,6 +120,8 @@ class Simulation:
         self.clock.after(0.0, self.master.start)
         for _ in range(plan.start_nodes):
             self.clock.after(self.random.uniform(0.0, 2.0), self.start_agent)
+        if plan.blind_start:
+            self.clock.after(self.random.uniform(2.05, 2.4), self._happen, "blind_host")
         for at, name in plan.happenings:
             self.clock.after(at, self._happen, name)
         self.clock.after(plan.fault_time, self._heal)
@@ -127,12 +129,13 @@ class Simulation:
         while not self._over():
             if not self.clock.step() or self.clock.now > give_up or self.clock.events > MOST_EVENTS:
                 raise Violation("liveness", self._where())
-        self.ledger.finished()
+        if not self.ledger.elsewhere:
+            self.ledger.finished()
         summary = (self.ledger.executed, self.clock.events, self.clock.now, self.ledger.message)
         return hashlib.sha256(repr(summary).encode()).hexdigest()
 
     def _over(self) -> bool:
-        if self.ledger.reopened:
+        if self.ledger.reopened or self.ledger.elsewhere:
             return True
         return self.ledger.success is not None and self.faults_over and not any(a.alive for a in self.agents)
 
@@ -151,6 +154,8 @@ class Simulation:
         for agent in self.agents:
             if agent.alive and agent.frozen:
                 agent.thaw()
+            if agent.host in self.disk.blind:
+                agent.kill()
         self.disk.full = self.conversions_fail = False
         self.starts_fail = 0
         self.misread.clear()
