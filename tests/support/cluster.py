@@ -20,10 +20,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 
+from dalsegno.elastic.checkpoint import SHARDED, Manifest, inventory
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from examples.history import EpochSpan, KeptStep, StepLine, StepLogReader, compare, epoch_spans, kept_history
 
@@ -332,12 +333,12 @@ class Cluster:
     # ---- waiting ----------------------------------------------------------------------------------------------------
 
     def wait_for(self, look: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
-        """Until `look` finds something other than None and False; fails at once when an agent ends as it should not."""
+        """Until `look` finds something; fails at once when an agent ends as it should not, or when none is left."""
         deadline = time.monotonic() + seconds
         while True:
             over = bool(self.nodes) and not self.alive()
             found = look()
-            if found is not None and found is not False:
+            if found:
                 return found
             self.check_exits()
             assert not over, f"{what}: not when all agents had ended\n{self.diagnosis()}"
@@ -417,6 +418,12 @@ class Cluster:
         self.hurry()
         self.wait_exit(*nodes)
 
+    def open(self, *names: str, steps: int = 3, **options: Any) -> int:
+        """Starts these nodes and waits until all of them are one world, a new one; returns its epoch."""
+        before = self.epoch()
+        self.start(*names, **options)
+        return self.wait_world(len(names), steps, after=before)
+
     def wait_exit(self, *nodes: Node, seconds: float = PATIENCE) -> None:
         """Until these agents (default: all) have ended, each with its expected code."""
         chosen = nodes or tuple(self.nodes)
@@ -455,6 +462,18 @@ class Cluster:
             # The master hears of steps a moment later: what nobody told it before a crash is not in its count.
             assert told.lost <= max(redone, 0), told
             assert redone or told.lost == 0, told
+
+    def assert_crash(self, epoch: int) -> Change:
+        """The epoch came of a crash: it went on from the last checkpoint sealed before; only later steps were lost."""
+        told = self.change(epoch)
+        sealed = [one for one in self.sealed() if one.epoch < epoch]
+        last = max(sealed, key=lambda one: (one.epoch, one.step), default=None)
+        assert told.resumed == (last.step if last is not None else 0), f"{told}, sealed: {[one.name for one in sealed]}"
+        return told
+
+    def sealed(self) -> list[Manifest]:
+        """The manifests of all sealed checkpoints of the job's only run that were not pruned."""
+        return [one for one in inventory(self.checkpoints / self.job / "run-0001") if one.form == SHARDED]
 
     def assert_undisturbed(self, undisturbed: Undisturbed) -> None:
         """Every sample once, in the undisturbed run's order, and its losses."""
