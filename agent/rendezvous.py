@@ -105,6 +105,8 @@ class Rendezvous(RendezvousHandler):
         )
         self._state = decisions.fresh(settings)
         self._lifeline = Lifeline()
+        # Torch starts the workers with this process's environment: so they end with it, even when it is killed.
+        os.environ.update(self._lifeline.environment())
         directory = JobDirectory(config.checkpoint_dir, config.job_id)
         directory.prepare()
         config.log_dir.mkdir(parents=True, exist_ok=True)

@@ -275,11 +275,11 @@ class _Nursery:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for end in (self._channel, self._wake_reader, self._wake_writer):
             end.close()
-        numpy = sys.modules.get("numpy")
-        if numpy is not None:
-            # The global generator was seeded when numpy was imported; workers must not share that. Python's own
-            # `random` is seeded anew in a forked process by itself.
-            numpy.random.seed()
+        random = sys.modules.get("numpy.random")
+        if random is not None:
+            # The global generator was seeded when it was imported; workers must not share that. Python's own `random`
+            # is seeded anew in a forked process by itself.
+            random.seed()
 
     def execs(self) -> bool:
         """Whether a worker must begin with a fresh interpreter because of what the imports started."""

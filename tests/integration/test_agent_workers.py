@@ -56,8 +56,10 @@ send(link, hello=worker_pb2.Hello(epoch=7, rank=3, pid=os.getpid()))
 for step in range(1, 51):
     send(link, progress=worker_pb2.Progress(step=step))
 send(link, finished=worker_pb2.Finished(step=50))
-if os.fork() == 0:
+child = os.fork()
+if child == 0:
     time.sleep(300)  # Holds the connection open, as a DataLoader worker would.
+print(child, flush=True)
 os._exit(83)
 """
 
@@ -70,12 +72,15 @@ class Node:
         self.said: queue.SimpleQueue[tuple[int, int, worker_pb2.ToAgent]] = queue.SimpleQueue()
         self.exits: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
         self.order: list[str] = []
+        # Seconds that each message takes its reader.
+        self.slowness = 0.0
         self.lifeline = Lifeline()
         self.link = WorkerLink(self.hear)
         self.warm = threading.Event()
         self.pools: list[StandbyPool] = []
 
     def hear(self, epoch: int, rank: int, message: worker_pb2.ToAgent) -> None:
+        time.sleep(self.slowness)
         self.order.append(message.WhichOneof("body") or "")
         self.said.put((epoch, rank, message))
 
@@ -271,7 +276,7 @@ def test_one_nursery_serves_world_after_world(node: Node) -> None:
         "print(json.dumps([os.getpid(), os.getppid(), random.random(), numpy.random.rand()]))"
     )
     script = script_in(node.directory, code)
-    pool = node.pool(2, ("numpy", "random"))
+    pool = node.pool(2, ("numpy.random", "random"))
     assert node.warm.wait(20)
     said = []
     for _ in range(3):
@@ -303,17 +308,14 @@ def test_workers_end_with_their_nursery(node: Node) -> None:
     assert node.warm.wait(20)
 
 
-def test_workers_that_do_not_exist_yet_are_stopped_too(node: Node) -> None:
+def test_workers_that_do_not_exist_yet_are_stopped_too(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """The world changes while the nursery still imports: stopping waits for nothing, and nothing runs afterwards."""
     ran = node.directory / "ran"
     script = script_in(node.directory, f"open({str(ran)!r}, 'w')")
     slow = node.directory / "scripts" / "slow_module.py"
     slow.write_text("import time\ntime.sleep(3)\n")
-    os.environ["PYTHONPATH"] = str(slow.parent)
-    try:
-        pool = node.pool(1, ("slow_module",))
-    finally:
-        del os.environ["PYTHONPATH"]
+    monkeypatch.setenv("PYTHONPATH", str(slow.parent), prepend=os.pathsep)
+    pool = node.pool(1, ("slow_module",))
     context = node.workers(script, 1, pool)
     context.start()
     begin = time.monotonic()
@@ -327,26 +329,23 @@ def test_workers_that_do_not_exist_yet_are_stopped_too(node: Node) -> None:
     context.stop(0)
 
 
-def test_imports_that_started_cuda(node: Node) -> None:
+def test_imports_that_started_cuda(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those who asked early get fresh interpreters, later ones a process each, which nobody forked."""
     scripts = node.directory / "scripts"
     script = script_in(node.directory, REPORT)
     (scripts / "starts_cuda.py").write_text("import sys\nsys.modules['__main__'].cuda_started = lambda: True\n")
-    os.environ["PYTHONPATH"] = str(scripts)
-    try:
-        pool = node.pool(2, ("starts_cuda",))
-        reports = []
-        for round_ in range(2):
-            if round_:
-                assert node.warm.wait(20)
-            context = node.workers(script, 2, pool)
-            context.start()
-            assert context.adopted == 2
-            assert {node.exits.get(timeout=30)[:2], node.exits.get(timeout=30)[:2]} == {(0, 0), (1, 0)}
-            context.stop(0)
-            reports += [json.loads(Path(context.stdouts[rank]).read_text()) for rank in range(2)]
-    finally:
-        del os.environ["PYTHONPATH"]
+    monkeypatch.setenv("PYTHONPATH", str(scripts), prepend=os.pathsep)
+    pool = node.pool(2, ("starts_cuda",))
+    reports = []
+    for round_ in range(2):
+        if round_:
+            assert node.warm.wait(20)
+        context = node.workers(script, 2, pool)
+        context.start()
+        assert context.adopted == 2
+        assert {node.exits.get(timeout=30)[:2], node.exits.get(timeout=30)[:2]} == {(0, 0), (1, 0)}
+        context.stop(0)
+        reports += [json.loads(Path(context.stdouts[rank]).read_text()) for rank in range(2)]
     assert [report["standby"] for report in reports] == [False, False, True, True]
     assert all(report["nine"] == 9 for report in reports)
 
@@ -422,9 +421,15 @@ def wait_for(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 def test_last_words_come_before_the_exit(node: Node, how: str) -> None:
     """A worker that speaks and ends at once is heard in full, although a child of its holds the connection."""
     script = script_in(node.directory, SPEAK)
+    node.slowness = 0.01
     context = node.workers(script, 1, node.pool(1) if how == "adopted" else None)
     context.start()
+    out = Path(context.stdouts[0])
+    wait_for(lambda: out.exists() and out.read_text().endswith("\n"))
+    begin = time.monotonic()
     assert node.exits.get(timeout=30) == (0, 83, "")
+    assert time.monotonic() - begin < 3.0
+    assert not alive(int(out.read_text()))
     assert node.order == ["hello"] + ["progress"] * 50 + ["finished", "exit"]
     epoch, rank, _ = node.said.get()
     assert (epoch, rank) == (7, 3)

@@ -123,8 +123,8 @@ def test_a_resume_point_that_comes_late_is_waited_for(directory: JobDirectory, s
     storage.look("run-0001", ref, False, lambda survey: seen.put(("bounded", survey)), seconds=0.3)
     kind, survey = seen.get(timeout=5)
     assert (kind, survey.inventory) == ("bounded", ())
-    storage.look("run-0001", ref, True, lambda survey: seen.put(("old", survey)))
-    storage.look("run-0001", ref, True, lambda survey: seen.put(("new", survey)))
+    storage.look("run-0001", ref, True, lambda survey: seen.put(("old", survey)), seconds=0.1)
+    storage.look("run-0001", ref, True, lambda survey: seen.put(("new", survey)), seconds=0.1)
     time.sleep(0.3)
     assert seen.empty()
     run.mkdir()
@@ -247,7 +247,7 @@ class Conversions:
 def conversions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> Iterator[Conversions]:
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     one = Conversions(tmp_path, request.param == "nursery")
     yield one
     one.job.stop()

@@ -1,0 +1,220 @@
+"""Whole agents: killed alone, a script that does not know our flag, and plain torchrun with our rendezvous."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.processes import is_same_process, process_state, start_time
+from tests.support.master_process import master_process
+
+pytestmark = pytest.mark.timeout(180)
+
+# A worker with DataLoader processes, one of which starts something in a session of its own.
+LOADER = """
+import os, subprocess, sys, time
+import torch
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+pids = open(sys.argv[1], "a", buffering=1)
+class Data(Dataset):
+    def __len__(self):
+        return 100000
+    def __getitem__(self, index):
+        if index < 2:
+            print(os.getpid(), file=pids)
+            child = subprocess.Popen(["sleep", "300"], start_new_session=True)
+            print(child.pid, file=pids)
+        time.sleep(0.05)
+        return index
+if __name__ == "__main__":
+    print(os.getpid(), file=pids)
+    for batch in DataLoader(Data(), batch_size=1, num_workers=2):
+        pass
+"""
+
+TORCHRUN = """
+import os, sys, time
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+out, steps = sys.argv[1], int(sys.argv[2])
+epoch = os.environ["TORCHELASTIC_RESTART_COUNT"]
+for step in range(1, steps + 1):
+    one = torch.ones(1)
+    dist.all_reduce(one)
+    with open(f"{out}/rank-{dist.get_rank()}-{os.getpid()}", "a") as log:
+        print(step, int(one.item()), file=log)
+    if os.path.exists(f"{out}/crash-{dist.get_rank()}"):
+        os.unlink(f"{out}/crash-{dist.get_rank()}")
+        sys.exit(3)
+    time.sleep(0.02)
+dist.destroy_process_group()
+"""
+
+
+class Programs:
+    """Started programs, ended with the test."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.running: list[subprocess.Popen[str]] = []
+
+    def start(self, name: str, *command: str, **environment: str) -> subprocess.Popen[str]:
+        log = open(self.directory / f"{name}.log", "w")  # noqa: SIM115
+        process = subprocess.Popen(
+            command,
+            cwd=self.directory,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, **environment},
+            start_new_session=True,
+        )
+        log.close()
+        self.running.append(process)
+        return process
+
+    def agent(self, name: str, *arguments: str) -> subprocess.Popen[str]:
+        return self.start(
+            name, sys.executable, "-m", "dalsegno.agent.cli", "--checkpoint-dir", "ck", "--job-id", "job", *arguments
+        )
+
+    def log(self, name: str) -> str:
+        return (self.directory / f"{name}.log").read_text()
+
+    def close(self) -> None:
+        for process in self.running:
+            process.kill()
+            process.wait()
+        claim = self.directory / "ck" / ".dalsegno" / "job" / "claim.json"
+        if claim.exists():
+            master = json.loads(claim.read_text())
+            if is_same_process(master["pid"], master["start_time"]):
+                os.kill(master["pid"], signal.SIGKILL)
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Iterator[Programs]:
+    one = Programs(tmp_path)
+    yield one
+    one.close()
+
+
+def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("how", ["forked", "cold"])
+def test_a_killed_agent_takes_everything_along(programs: Programs, how: str) -> None:
+    """SIGKILL of the agent alone: worker, DataLoader processes and their setsid children are gone within 2 s."""
+    script = programs.directory / "loader.py"
+    script.write_text(LOADER)
+    pids = programs.directory / "pids"
+    if how == "forked":
+        agent = programs.agent("agent", str(script), str(pids))
+    else:
+        agent = programs.agent("agent", "--no-python", sys.executable, str(script), str(pids))
+    wait_for(lambda: pids.exists() and len(pids.read_text().split()) >= 5, 90, "the worker did not get going")
+    processes = {pid: start_time(pid) for pid in map(int, pids.read_text().split())}
+    assert all(started is not None for started in processes.values())
+    agent.kill()
+    agent.wait()
+    wait_for(
+        lambda: not any(is_same_process(pid, started or 0) for pid, started in processes.items()),
+        2.0,
+        "something lives on",
+    )
+
+
+def test_a_script_that_does_not_know_our_flag(programs: Programs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told in one line, and started again without the flag; one that knows it keeps it."""
+    code = """
+import os, sys, time
+from dalsegno.agent import elastic_agent, events as ev
+from dalsegno.protos import control_pb2 as pb
+# The world resumes from universal files, whatever the master says.
+original = elastic_agent.ElasticAgent._arguments
+elastic_agent.ElasticAgent._arguments = lambda self, world: original(
+    self, pb.World(epoch=world.epoch, resume=pb.ResumePoint(form=pb.FORM_UNIVERSAL)))
+from dalsegno.agent.cli import main
+main()
+"""
+    for name, flag in (("knows", "parser.add_argument('--universal-checkpoint', action='store_true')"), ("strict", "")):
+        script = programs.directory / f"{name}.py"
+        script.write_text(
+            f"import argparse, sys\nparser = argparse.ArgumentParser()\n{flag}\nparser.parse_args()\n"
+            "print('ran with', sys.argv[1:])\n"
+        )
+        agent = programs.start(
+            name,
+            *(sys.executable, "-c", code, "--checkpoint-dir", "ck", "--job-id", name, "--nproc-per-node", "2"),
+            *("--universal-checkpoint", str(script)),
+        )
+        assert agent.wait(90) == 0, programs.log(name)
+    assert programs.log("knows").count("ran with ['--universal-checkpoint']") == 2
+    assert programs.log("strict").count("ran with []") == 2
+    assert programs.log("strict").count("does not know --universal-checkpoint") == 1
+
+
+def steps_of(out: Path) -> dict[str, list[tuple[int, int]]]:
+    """Per file of a rank: (step, world size)."""
+    found = {}
+    for path in sorted(out.glob("rank-*")):
+        lines = [line.split() for line in path.read_text().splitlines()]
+        found[path.name] = [(int(line[0]), int(line[1])) for line in lines if len(line) == 2]
+    return found
+
+
+def test_plain_torchrun(programs: Programs) -> None:
+    """Two torchrun nodes meet through our rendezvous, survive a worker's crash, and one the loss of the other."""
+    out = programs.directory / "out"
+    out.mkdir()
+    script = programs.directory / "script.py"
+    script.write_text(TORCHRUN)
+    with master_process(programs.directory / "job.sqlite", "--nnodes", "1:2") as master:
+        command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=dalsegno", "--rdzv-id=job"]
+        command += [f"--rdzv-endpoint={master.address}", "--nnodes=1:2", "--max-restarts=9"]
+        command += ["--rdzv-conf", "checkpoint_dir=ck", str(script), str(out), "500"]
+        first = programs.start("first", *command)
+        second = programs.start("second", *command)
+        both = lambda: sum(bool(rows) and rows[-1][1] == 2 for rows in steps_of(out).values())  # noqa: E731
+        wait_for(lambda: both() == 2, 60, "the two did not meet")
+        (out / "crash-1").touch()
+        wait_for(lambda: both() >= 4, 60, "the world did not form again after a crash")
+        second.send_signal(signal.SIGKILL)
+        second.wait()
+        wait_for(lambda: any(rows[-1][1] == 1 for rows in steps_of(out).values() if rows), 60, "no world of one")
+        assert first.wait(120) == 0, programs.log("first")
+    finished = [rows for rows in steps_of(out).values() if rows and rows[-1][0] == 500]
+    assert [rows[-1] for rows in finished] == [(500, 1)]
+    text = programs.log("first")
+    assert re.search(r"torchrun: .*worker failed", text), text
+
+
+def test_status_of_an_embedded_job(programs: Programs) -> None:
+    """`dalsegno status` finds the embedded master by its claim."""
+    script = programs.directory / "wait.py"
+    script.write_text("import time\ntime.sleep(60)\n")
+    agent = programs.agent("agent", "--drain-timeout", "2", str(script))
+    command = [sys.executable, "-m", "dalsegno.agent.command", "status", "--checkpoint-dir", "ck"]
+
+    def status() -> str:
+        done = subprocess.run(command, cwd=programs.directory, capture_output=True, text=True, timeout=30, check=False)
+        return done.stdout
+
+    wait_for(lambda: "job job, run-0001: running, epoch 1" in status(), 60, "no status")
+    assert "member 0" in status()
+    agent.send_signal(signal.SIGTERM)
+    assert agent.wait(60) in (75, 76)
+    assert process_state(agent.pid) is None
