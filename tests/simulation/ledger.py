@@ -172,6 +172,7 @@ class Ledger:
         self.require(world.resume == self.head[2], "newest commit", f"epoch {world.epoch} starts from {world.resume!r}")
         if world.resume:
             self._resumable(world)
+        self._seen_by_members(world)
         if world.epoch == 1 and count < settings.max_nodes:
             quiet = self.sim.clock.now - self.arrived_at
             self.require(quiet >= settings.quiet_time - 0.001, "quiet time", f"opened {quiet:.2f} s after an arrival")
@@ -206,6 +207,8 @@ class Ledger:
             "resume point exists",
             f"epoch {world.epoch} starts from {world.resume}, which was deleted",
         )
+
+    def _seen_by_members(self, world: World) -> None:
         for member in world.members:
             agent = self.sim.by_incarnation(member.incarnation)
             self.require(
