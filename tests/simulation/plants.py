@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from dalsegno.agent import decisions
+from dalsegno.agent import decisions, directives, leaving
 from dalsegno.agent import events as ev
+from dalsegno.agent.turn import Turn as AgentTurn
 from dalsegno.master import brain, checkpoints, conversion, membership, phases, recollection, views
 from dalsegno.master.state import Checkpoint, Job, Node, Part, Phase, State
 from dalsegno.master.turn import Turn
@@ -302,9 +303,6 @@ def skips_a_sample(original: Any) -> Any:
     return init
 
 
-TURN = decisions._Turn
-
-
 def plant(owner: Any, name: str, replace: Replace, *caught: str, kind: str = "") -> tuple[str, Plant]:
     return replace.__name__, Plant(owner, name, replace, frozenset(caught), kind)
 
@@ -336,11 +334,11 @@ PLANTS: dict[str, Plant] = dict(
         plant(phases, "hopeless", gives_up_at_the_first_failure, "no failure without a reason"),
         plant(recollection, "remember", forgets_what_agents_remember, "one world per epoch", "epochs grow"),
         plant(phases, "end_of_epoch", ends_with_the_first_who_finishes, "the end is saved"),
-        plant(TURN, "report_ended", reports_the_end_before_the_commit, "the end is saved"),
-        plant(TURN, "signalled", ignores_a_notice, "planned changes lose nothing"),
-        plant(TURN, "exit_left", calls_everything_saved, "left with everything saved"),
-        plant(TURN, "ordered_gather", starts_beside_old_workers, "one epoch at a time"),
-        plant(TURN, "ordered_finish", exits_well_from_a_failed_job, "exit codes"),
+        plant(decisions, "report_ended", reports_the_end_before_the_commit, "the end is saved"),
+        plant(leaving, "signalled", ignores_a_notice, "planned changes lose nothing"),
+        plant(AgentTurn, "exit_left", calls_everything_saved, "left with everything saved"),
+        plant(directives, "ordered_gather", starts_beside_old_workers, "one epoch at a time"),
+        plant(directives, "ordered_finish", exits_well_from_a_failed_job, "exit codes"),
         plant(Collective, "__init__", skips_a_sample, "each sample once"),
     ]
 )

@@ -1,0 +1,162 @@
+"""What this node's ranks say and how they end."""
+
+from __future__ import annotations
+
+from dalsegno.protos import control_pb2, worker_pb2
+
+from . import events as ev
+from .state import Outcome, Workers
+from .turn import Turn
+
+
+def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
+    state = turn.state
+    message = event.message
+    body = message.WhichOneof("body")
+    if body == "sealed":
+        # Worth recording whatever became of these workers since: the master refuses what comes too late.
+        state.reading = state.reading | {message.sealed.name}
+        turn.do(ev.ReadManifest(message.sealed.name, message.sealed.digest))
+        return
+    if event.epoch != state.started or state.workers is Workers.NONE:
+        return
+    match body:
+        case "hello":
+            state.has_session = True
+            turn.report_progress()
+        case "progress":
+            progress(turn, message.progress)
+        case "saving":
+            state.saved_bytes = max(state.saved_bytes, message.saving.bytes)
+            turn.report_progress()
+        case "draining":
+            state.agreed = True
+            turn.report_progress()
+        case "save_failed":
+            save_failed(turn, message.save_failed)
+        case "drained":
+            state.drained_ranks = state.drained_ranks | {event.rank}
+            if message.drained.name:
+                state.drained = control_pb2.CheckpointRef(name=message.drained.name, digest=message.drained.digest)
+            state.step = max(state.step, message.drained.step)
+        case "finished":
+            state.step = max(state.step, message.finished.step)
+        case "bad_checkpoint":
+            bad_checkpoint(turn, message.bad_checkpoint)
+
+
+def progress(turn: Turn, progress: worker_pb2.Progress) -> None:
+    state = turn.state
+    if progress.step >= state.step:
+        state.step = progress.step
+        state.loss = progress.loss
+    state.longest = max(state.longest, progress.longest, progress.seconds)
+    state.anyone_sees_master = progress.anyone_sees_master
+    turn.report_progress()
+
+
+def save_failed(turn: Turn, failed: worker_pb2.SaveFailed) -> None:
+    turn.state.agreed = False
+    turn.state.saved_bytes = 0
+    if turn.is_rank_zero():
+        turn.do(
+            ev.Say(f"saving {failed.name} failed ({failed.reason}); training goes on, the last commit stands", True)
+        )
+    if failed.drain:
+        turn.call("ReportSaveFailed", control_pb2.SaveFailedRequest(caller=turn.caller(), reason=failed.reason))
+
+
+def bad_checkpoint(turn: Turn, bad: worker_pb2.BadCheckpoint) -> None:
+    if turn.state.bad_reported:
+        return
+    turn.state.bad_reported = True
+    turn.do(ev.Say(f"checkpoint {bad.name} cannot be loaded: {bad.file}: {bad.message}", True))
+    turn.call(
+        "ReportBadCheckpoint",
+        control_pb2.BadCheckpointRequest(
+            caller=turn.caller(),
+            ref=control_pb2.CheckpointRef(name=bad.name, digest=bad.digest),
+            form=control_pb2.FORM_UNIVERSAL if bad.form == control_pb2.FORM_UNIVERSAL else control_pb2.FORM_SHARDED,
+            file=bad.file,
+            message=bad.message,
+        ),
+    )
+
+
+def worker_exited(turn: Turn, event: ev.WorkerExited) -> None:
+    state = turn.state
+    if event.epoch != state.started or state.workers is not Workers.RUNNING:
+        return
+    state.exits = (*state.exits, (event.local_rank, event.code))
+    drained = event.code == ev.WORKER_DRAINED or (event.code == 0 and has_drained(turn, event.local_rank))
+    if event.code != 0 and not drained:
+        worker_failed(turn, event)
+    elif len(state.exits) == state.settings.nproc:
+        workers_ended(turn)
+
+
+def has_drained(turn: Turn, local_rank: int) -> bool:
+    """Whether this rank said that it drained, whatever exit status the script made of it."""
+    world = turn.state.world
+    if world is None:
+        return False
+    first = 0
+    for member in sorted(world.members, key=lambda m: m.group_rank):
+        if member.incarnation == turn.state.incarnation:
+            return first + local_rank in turn.state.drained_ranks
+        first += member.nproc
+    return False
+
+
+def worker_failed(turn: Turn, event: ev.WorkerExited) -> None:
+    state = turn.state
+    state.outcome = Outcome.FAILED
+    if event.code == ev.WORKER_BAD_CHECKPOINT and state.bad_reported:
+        turn.kill_workers()
+        return
+    how = f"was killed by signal {-event.code}" if event.code < 0 else f"exited with code {event.code}"
+    text = f"local rank {event.local_rank} {how}" + (f": {event.message}" if event.message else "")
+    report_failure(turn, text, event.code & 0xFF)
+    turn.kill_workers()
+
+
+def report_failure(turn: Turn, text: str, code: int) -> None:
+    turn.call(
+        "ReportFailure",
+        control_pb2.FailureRequest(
+            caller=turn.caller(),
+            kind=control_pb2.FAILURE_KIND_WORKER,
+            exit_code=code,
+            message=text,
+            step=turn.state.step,
+        ),
+    )
+
+
+def start_failed(turn: Turn, event: ev.StartFailed) -> None:
+    state = turn.state
+    if event.epoch != state.started or state.workers is not Workers.RUNNING:
+        return
+    state.outcome = Outcome.FAILED
+    report_failure(turn, event.message, 1)
+    turn.kill_workers()
+
+
+def workers_ended(turn: Turn) -> None:
+    """Every rank of this node ended without an error: drained if any of them drained, else finished."""
+    state = turn.state
+    state.workers = Workers.NONE
+    codes = [code for _, code in state.exits]
+    drained = ev.WORKER_DRAINED in codes or any(has_drained(turn, rank) for rank, _ in state.exits)
+    state.outcome = Outcome.DRAINED if drained else Outcome.FINISHED
+
+
+def workers_stopped(turn: Turn, epoch: int) -> None:
+    state = turn.state
+    if epoch != state.started or state.workers is not Workers.STOPPING:
+        return
+    state.workers = Workers.NONE
+    if state.outcome is Outcome.NONE:
+        state.outcome = Outcome.STOPPED
+    if state.fenced:
+        turn.register_again()

@@ -1,0 +1,101 @@
+"""What the agent's decisions are made on. Collections are immutable and replaced, so a shallow copy is a full one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from dalsegno.protos import control_pb2
+
+
+class Workers(str, Enum):
+    """What this node's workers are doing."""
+
+    NONE = "none"
+    RUNNING = "running"
+    # Some ranks have ended well, the others are about to.
+    STOPPING = "stopping"
+
+
+class Outcome(str, Enum):
+    """How the workers of the last started epoch ended on this node."""
+
+    NONE = "none"
+    DRAINED = "drained"
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True)
+class AgentSettings:
+    """Durations in seconds."""
+
+    nproc: int = 1
+    drain_timeout: float = 30.0
+    master_outage_timeout: float = 60.0
+    # How long a leaver without a word from the master still waits for one, once its part is safe.
+    release_timeout: float = 5.0
+
+
+@dataclass
+class AgentState:
+    """Everything the agent decides on. Collections are immutable and replaced, so a shallow copy is a full one."""
+
+    settings: AgentSettings = field(default_factory=AgentSettings)
+    node: str = ""
+    incarnation: str = ""
+    generation: int = 0
+    registering: bool = False
+    run_id: str = ""
+    phase: int = control_pb2.PHASE_UNSPECIFIED
+    # The world whose workers this agent started last, and how they fare.
+    world: control_pb2.World | None = None
+    started: int = 0
+    workers: Workers = Workers.NONE
+    outcome: Outcome = Outcome.NONE
+    exits: tuple[tuple[int, int], ...] = ()
+    drained_ranks: frozenset[int] = frozenset()
+    drained: control_pb2.CheckpointRef | None = None
+    step: int = 0
+    loss: float = 0.0
+    longest: float = 0.0
+    saved_bytes: int = 0
+    has_session: bool = False
+    agreed: bool = False
+    anyone_sees_master: bool = False
+    bad_reported: bool = False
+    # The flags as the workers were told last.
+    told: tuple[bool, bool] = (False, False)
+    drain_ordered: bool = False
+    drain_for_outage: bool = False
+    # What this agent prepares or has sent a Join for: (round, resume digest, patient).
+    joining: tuple[int, str, bool] | None = None
+    gather: control_pb2.Gather | None = None
+    wait: control_pb2.Wait | None = None
+    wait_said: str = ""
+    warm: bool = False
+    # Manifests being read before their commit is sent; a drain is reported after them.
+    reading: frozenset[str] = frozenset()
+    lease: int = 0
+    verified: int = 0
+    pruning: tuple[str, ...] = ()
+    head: str = ""
+    notice: int = 0
+    # A directive has come in before.
+    directed: bool = False
+    link_up: bool = True
+    link_lost_at: float | None = None
+    leaving: bool = False
+    # Workers were running when the notice came: without their save the run goes back to its last commit.
+    unsaved: bool = False
+    leave_deadline: float | None = None
+    release_deadline: float | None = None
+    fenced: bool = False
+    ended: bool = False
+    wake: float | None = None
+
+
+def fresh(settings: AgentSettings) -> AgentState:
+    """The state of an agent that has just started."""
+    return AgentState(settings=settings)

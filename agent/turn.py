@@ -1,0 +1,114 @@
+"""One event's worth of deciding: a private copy of the state, the actions so far, and the verbs all parts share."""
+
+from __future__ import annotations
+
+from dalsegno.protos import control_pb2
+
+from . import events as ev
+from .state import AgentState, Outcome, Workers
+
+
+class Turn:
+    """The state as it will be, and what is to be done, in order."""
+
+    def __init__(self, state: AgentState, now: float) -> None:
+        self.state = state
+        self.now = now
+        self.actions: list[ev.Action] = []
+
+    def do(self, *actions: ev.Action) -> None:
+        self.actions.extend(actions)
+
+    def call(self, method: str, request: object) -> None:
+        self.do(ev.Call(method, request))  # type: ignore[arg-type]
+
+    def caller(self, epoch: int | None = None) -> control_pb2.Caller:
+        return control_pb2.Caller(epoch=self.state.started if epoch is None else epoch)
+
+    def wake_at(self, when: float) -> None:
+        if self.state.wake is None or when < self.state.wake:
+            self.state.wake = when
+
+    def register(self, previous: str) -> None:
+        self.state.registering = True
+        self.do(ev.Register(previous))
+
+    def register_again(self) -> None:
+        state = self.state
+        state.world = None
+        state.drain_ordered = False
+        state.outcome = Outcome.STOPPED
+        if state.leaving:
+            self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice; the run goes on from its last commit")
+            return
+        self.register(state.incarnation)
+
+    def become_fenced(self, reason: str) -> None:
+        state = self.state
+        if state.fenced or state.registering:
+            return
+        state.fenced = True
+        self.do(
+            ev.Say(f"this node was declared dead ({reason}); its workers stop and it joins again as a new one", True)
+        )
+        self.stop_conversion()
+        state.joining = None
+        state.gather = None
+        state.wait = None
+        state.reading = frozenset()
+        state.pruning = ()
+        if state.workers is Workers.RUNNING:
+            self.kill_workers()
+        elif state.workers is Workers.NONE:
+            self.register_again()
+
+    def is_rank_zero(self) -> bool:
+        world = self.state.world
+        return world is not None and any(
+            member.group_rank == 0 and member.incarnation == self.state.incarnation for member in world.members
+        )
+
+    def kill_workers(self) -> None:
+        state = self.state
+        if state.workers is Workers.RUNNING:
+            state.workers = Workers.STOPPING
+            self.do(ev.StopWorkers(state.started))
+
+    def stop_conversion(self) -> None:
+        if self.state.lease:
+            self.do(ev.StopConversion(self.state.lease))
+            self.state.lease = 0
+
+    def report_progress(self) -> None:
+        state = self.state
+        self.call(
+            "ReportProgress",
+            control_pb2.ProgressRequest(
+                caller=self.caller(),
+                step=state.step,
+                loss=state.loss,
+                draining=state.agreed,
+                has_session=state.has_session,
+                longest=state.longest,
+                saved_bytes=state.saved_bytes,
+            ),
+        )
+
+    def notice_left(self) -> float:
+        deadline = self.state.leave_deadline
+        return max(0.0, deadline - self.now) if deadline is not None else 0.0
+
+    def exit_left(self) -> None:
+        state = self.state
+        nothing_made = state.world is None or state.step <= state.world.resume.source.step
+        # A rank says that it drained only once everything is sealed, even if its exit was not seen any more.
+        saved = state.drained is not None or state.outcome in (Outcome.DRAINED, Outcome.FINISHED)
+        if not state.unsaved or nothing_made or saved:
+            self.exit(ev.EXIT_LEFT, "left on notice; everything is saved")
+        else:
+            self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice without a save; the run goes on from its last commit")
+
+    def exit(self, code: int, message: str) -> None:
+        self.stop_conversion()
+        self.state.ended = True
+        self.do(ev.Exit(code, message))
