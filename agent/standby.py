@@ -7,7 +7,7 @@ becomes the script as `python -u script.py …` or `python -u -m module …` wou
 environment, arguments, working directory and output. End of the channel: it ends, and its workers with it.
 
 Forking is sound because nothing but imports has happened here: one thread, no CUDA, no connection. Where an import did
-start CUDA's driver, which does not survive a fork, the nursery says `"forkable": false` and is not used.
+start threads, or CUDA's driver, which do not survive a fork, the nursery says so (`"unforkable"`) and is not used.
 """
 
 from __future__ import annotations
@@ -95,9 +95,10 @@ def _import_all(modules: list[str], niceness: int, failed: dict[str, str]) -> No
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
     for name in modules:
         try:
-            importlib.import_module(name)
+            importlib.import_module(name.removesuffix("?"))
         except Exception as error:  # Anything may come out of a foreign module; the script itself will say it again.
-            failed[name] = f"{type(error).__name__}: {error}"
+            if not name.endswith("?"):
+                failed[name] = f"{type(error).__name__}: {error}"
 
 
 def warm_up(modules: list[str], niceness: int) -> dict[str, object]:
@@ -109,7 +110,7 @@ def warm_up(modules: list[str], niceness: int) -> dict[str, object]:
     thread = threading.Thread(target=_import_all, args=(modules, niceness, failed), name="warm-up")
     thread.start()
     thread.join()
-    return {"failed": failed, "forkable": not cuda_started()}
+    return {"failed": failed, "unforkable": "the imports started CUDA's driver" if cuda_started() else ""}
 
 
 def cuda_started() -> bool:
@@ -238,6 +239,9 @@ class _Nursery:
         gc.collect()
         gc.freeze()
         assert self._report is not None
+        if threading.active_count() > 1:
+            names = ", ".join(thread.name for thread in threading.enumerate()[1:])
+            self._report["unforkable"] = f"the imports left threads running ({names})"
         send(self._channel, {"ready": self._report})
 
     def _start(self, message: dict[str, object]) -> Assignment | None:
@@ -284,7 +288,7 @@ class _Nursery:
     def execs(self) -> bool:
         """Whether a worker must begin with a fresh interpreter because of what the imports started."""
         assert self._report is not None
-        return not self._report["forkable"] and not self._single
+        return bool(self._report["unforkable"]) and not self._single
 
     def _reap(self) -> None:
         while True:

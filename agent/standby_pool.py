@@ -35,6 +35,11 @@ _HEAVY = (
     "torchvision",
     "dalsegno.elastic",
 )
+# What these import only when they are used, which then takes seconds; "?": silently left out where it is not there.
+_LATER = {
+    "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer?",),
+    "dalsegno.elastic": ("dalsegno.elastic.worker_session?",),
+}
 _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
 # A script is text of a person's; more than this is not read to guess what it imports.
 _MAX_TEXT = 1 << 20
@@ -53,8 +58,11 @@ def modules_of(script: Path | None) -> tuple[str, ...]:
     with open(script, encoding="utf-8", errors="replace") as file:
         text = file.read(_MAX_TEXT)
     named = set(_IMPORT.findall(text))
-    wanted = (module for module in _HEAVY if any(name == module or name.startswith(f"{module}.") for name in named))
-    return (*ALWAYS, *wanted)
+    wanted = [module for module in _HEAVY if any(name == module or name.startswith(f"{module}.") for name in named)]
+    later = [one for module in wanted for one in _LATER.get(module, ())]
+    if "deepspeed" in wanted and "dalsegno.elastic" in wanted:
+        later.append("dalsegno.elastic.deepspeed?")
+    return (*ALWAYS, *wanted, *later)
 
 
 class StandbyProcess:
@@ -350,9 +358,9 @@ class StandbyPool:
         with self._lock:
             if self._closed:
                 return
-            if self._fork and not report["forkable"]:
+            if self._fork and report["unforkable"]:
                 # It serves those who asked already (with fresh interpreters); from now on each worker has its own.
-                logger.warning("the imports started CUDA's driver: workers are not forked, but wait one by one")
+                logger.warning("%s: workers are not forked, but wait one by one", report["unforkable"])
                 self._fork = False
                 self._nurseries.remove(nursery)
                 self._retired.append(nursery)

@@ -242,7 +242,8 @@ def test_the_text_of_a_script_names_what_is_imported(tmp_path: Path) -> None:
     """Only known heavy modules are imported ahead, and only when the text imports them."""
     script = tmp_path / "train.py"
     script.write_text("import deepspeed.ops\nfrom dalsegno.elastic import session\n# import transformers\nimport os\n")
-    assert modules_of(script) == (*ALWAYS, "deepspeed", "dalsegno.elastic")
+    assert modules_of(script)[:5] == (*ALWAYS, "deepspeed", "dalsegno.elastic")
+    assert all(module.endswith("?") for module in modules_of(script)[5:])
     assert modules_of(None) == ALWAYS
     assert modules_of(tmp_path / "missing.py") == ALWAYS
 
@@ -329,13 +330,21 @@ def test_workers_that_do_not_exist_yet_are_stopped_too(node: Node, monkeypatch: 
     context.stop(0)
 
 
-def test_imports_that_started_cuda(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "import sys\nsys.modules['__main__'].cuda_started = lambda: True\n",
+        "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n",
+    ],
+    ids=["CUDA", "threads"],
+)
+def test_imports_that_forbid_forking(node: Node, monkeypatch: pytest.MonkeyPatch, harm: str) -> None:
     """Those who asked early get fresh interpreters, later ones a process each, which nobody forked."""
     scripts = node.directory / "scripts"
     script = script_in(node.directory, REPORT)
-    (scripts / "starts_cuda.py").write_text("import sys\nsys.modules['__main__'].cuda_started = lambda: True\n")
+    (scripts / "harmful.py").write_text(harm)
     monkeypatch.setenv("PYTHONPATH", str(scripts), prepend=os.pathsep)
-    pool = node.pool(2, ("starts_cuda",))
+    pool = node.pool(2, ("harmful",))
     reports = []
     for round_ in range(2):
         if round_:
