@@ -59,7 +59,8 @@ def side_orders(turn: Turn, directive: control_pb2.Directive) -> None:
     if directive.HasField("head") and directive.head.ref.digest != state.head:
         state.head = directive.head.ref.digest
         if turn.is_rank_zero():
-            turn.do(ev.WriteLatest(directive.head))
+            # A commit of the open epoch: whatever older epochs left unsealed is of no use to anybody any more.
+            turn.do(ev.WriteLatest(directive.head), ev.Sweep(directive.head.epoch))
 
 
 def ordered_run(turn: Turn, world: control_pb2.World, drain: bool) -> None:

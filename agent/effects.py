@@ -105,6 +105,8 @@ class Effects:
                 self.storage.prune(self.run_id, action.refs, self._mailbox.put)
             case ev.WriteLatest():
                 self.storage.write_latest(self.run_id, action.head)
+            case ev.Sweep():
+                self.storage.sweep(self.run_id, action.epoch)
             case ev.MarkFinished():
                 self.storage.mark_finished(action.run_id or self.run_id, self._step, self._head)
             case ev.Say():

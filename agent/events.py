@@ -258,6 +258,13 @@ class WriteLatest:
 
 
 @dataclass(frozen=True)
+class Sweep:
+    """Delete what epochs before `epoch` began to save and never sealed: nobody will read it."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
 class MarkFinished:
     """Write `FINISHED.json` into the run's directory."""
 
@@ -291,6 +298,7 @@ Action = (
     | Verify
     | Prune
     | WriteLatest
+    | Sweep
     | MarkFinished
     | Say
     | Exit

@@ -246,6 +246,22 @@ class Storage:
 
         self._submit(self._slow, work)
 
+    def sweep(self, run_id: str, epoch: int) -> None:
+        """Deletes directories without a manifest that epochs before `epoch` left behind."""
+
+        def work() -> None:
+            store = CheckpointStore(self.directory.run(run_id))
+            try:
+                left = store.never_sealed(epoch)
+                store.prune(left)
+            except OSError as error:
+                logger.warning("unsealed checkpoints cannot be removed: %s", error)
+            else:
+                if left:
+                    logger.info("removed what was never sealed: %s", ", ".join(left))
+
+        self._submit(self._slow, work)
+
     def write_latest(self, run_id: str, head: control_pb2.Checkpoint) -> None:
         """Copies the newest commit to `latest.json`, for people."""
 

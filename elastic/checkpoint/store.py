@@ -97,6 +97,12 @@ class CheckpointStore:
         ]
         return CheckpointName(step, epoch, max(attempts, default=0) + 1)
 
+    def never_sealed(self, before_epoch: int) -> list[str]:
+        """Directories without a manifest whose epoch is below ``before_epoch``: saves and forms that were given up."""
+        names = [name for name in self._names() if is_checkpoint_name(name)]
+        old = [name for name in names if CheckpointName.parse(name).epoch < before_epoch]
+        return sorted(name for name in old if not os.path.lexists(self.run_dir / name / MANIFEST))
+
     def prune(self, names: Iterable[str]) -> None:
         """Deletes exactly the given checkpoints; one that is not there is done already.
 

@@ -164,7 +164,7 @@ class SimAgent:
                     self.sim.disk.finished.append(action.run_id)
             case ev.Exit():
                 self._exit(action)
-            case ev.Say() | ev.WriteLatest():
+            case ev.Say() | ev.WriteLatest() | ev.Sweep():
                 pass
 
     def _register(self, previous: str) -> None:

@@ -173,6 +173,23 @@ def test_pruning_takes_the_later_forms_and_nothing_else(directory: JobDirectory,
     assert sorted(os.listdir(run)) == ["step-1.e1.10", "step-2.e1.1", "step-2.e1.1.universal.6"]
 
 
+def test_what_was_never_sealed_goes_once_a_newer_epoch_has_committed(directory: JobDirectory, storage: Storage) -> None:
+    """Only directories without any manifest, and only those of older epochs."""
+    run_dir = directory.run("run-0001")
+    make_checkpoint(run_dir, "step-5.e2.1")
+    for name in ("step-7.e2.1", "step-5.e2.1.universal.1", "step-9.e3.1", "notes"):
+        (run_dir / name).mkdir()
+        (run_dir / name / "half").touch()
+    make_checkpoint(run_dir, "step-6.e2.1")
+    (run_dir / "step-6.e2.1" / "MANIFEST.json").write_bytes(b"damaged")
+    storage.sweep("run-0001", 3)
+    deadline = time.monotonic() + 20
+    while (run_dir / "step-7.e2.1").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert sorted(os.listdir(run_dir)) == ["notes", "step-5.e2.1", "step-6.e2.1", "step-9.e3.1"]
+
+
 def test_notes_for_people(directory: JobDirectory, storage: Storage) -> None:
     """latest.json and FINISHED.json name the newest commit."""
     run = directory.run("run-0001")
