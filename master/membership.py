@@ -155,13 +155,13 @@ def is_candidate(turn: Turn, node: Node) -> bool:
 
 
 def has_answered(turn: Turn, node: Node) -> bool:
-    """Has joined the present round, for the present resume point, and is not merely presumed alive."""
+    """Has joined the present round and said whether it sees the resume point, and is not merely presumed alive."""
     resume = resume_point(turn.job)
     return (
         node.joined is not None
         and node.name not in turn.live.presumed
         and node.joined.round == turn.job.round
-        and node.joined.resume == (resume.digest if resume is not None else "")
+        and (resume is None or resume.digest == node.joined.resume or resume.digest in node.joined.seen)
     )
 
 
@@ -208,8 +208,11 @@ def select(turn: Turn, nodes: list[Node]) -> list[Node]:
     return nodes[:count] if count >= settings.min_nodes else []
 
 
-def newcomers(turn: Turn) -> list[Node]:
-    """Live nodes outside the open world that wait for a place and have announced themselves."""
+def newcomers(turn: Turn, presumed: bool = False) -> list[Node]:
+    """Live nodes outside the open world that wait for a place and have announced themselves.
+
+    `presumed`: also those that a restarted master has not heard yet. A drain that began for them goes on; none begins.
+    """
     world = turn.job.world
     members = {member.incarnation for member in world.members} if world is not None else set()
     return [
@@ -217,7 +220,7 @@ def newcomers(turn: Turn) -> list[Node]:
         for node in turn.job.nodes.values()
         if node.incarnation not in members
         and node.joined is not None
-        and node.name not in turn.live.presumed
+        and (presumed or node.name not in turn.live.presumed)
         and is_candidate(turn, node)
         and not turn.is_held(node)
     ]

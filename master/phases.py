@@ -384,7 +384,7 @@ def draining(turn: Turn) -> bool:
         drain.growth = False
         live.drain_deadline = turn.now + job.settings.drain_timeout
         return True
-    if drain.growth and not drain.agreed and not drained and not newcomers(turn):
+    if drain.growth and not drain.agreed and not drained and not newcomers(turn, presumed=True):
         withdraw(turn, "the newcomer is gone")
         return True
     # A growth's drain may take as long as ranks advance or its save grows; a leaver's notice runs out regardless.
