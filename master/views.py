@@ -6,7 +6,7 @@ from dalsegno.protos import control_pb2
 
 from .checkpoints import prunable, resume_point, to_proto
 from .phases import missing
-from .state import Job, Node, Part, Phase, Settings, State, World
+from .state import Checkpoint, Job, Node, Part, Phase, Settings, State, World
 from .turn import Turn
 
 PHASES = {
@@ -63,7 +63,7 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         directive.wait.round = job.round
         if resume is not None:
             # It joins again when the directory is mounted after all.
-            directive.wait.look_for.name, directive.wait.look_for.digest = resume.name, resume.digest
+            look_for(directive, resume)
         directive.wait.reason = f"{node.name} does not see the job's checkpoint directory: it stays a spare"
         return
     if resume is not None and node.unreadable == resume.digest:
@@ -73,11 +73,16 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         # Not the next round yet: a Join sent while the world still trains announces the newcomer, but what its
         # inventory lacks may be sealed a moment later. The next Gather asks for it again.
         directive.wait.round = job.epoch
-        directive.wait.reason = spare_reason(state, node)
+        start = job.checkpoint(job.world.resume) if job.world is not None else None
+        if start is not None and node.joined is not None and start.digest not in node.joined.seen:
+            look_for(directive, start)
+            directive.wait.reason = f"{node.name} does not see checkpoint {start.name}: a spare that keeps looking"
+        else:
+            directive.wait.reason = spare_reason(state, node)
         return
     if resume is not None and has_looked_in_vain(job, node, resume.digest):
         directive.wait.round = job.round
-        directive.wait.look_for.name, directive.wait.look_for.digest = resume.name, resume.digest
+        look_for(directive, resume)
         directive.wait.reason = f"{node.name} does not see checkpoint {resume.name}: a spare that keeps looking"
         return
     directive.gather.round = job.round
@@ -85,6 +90,11 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         directive.gather.missing = missing(Turn(state, 0.0))
     if resume is not None:
         directive.gather.resume.name, directive.gather.resume.digest = resume.name, resume.digest
+
+
+def look_for(directive: control_pb2.Directive, record: Checkpoint) -> None:
+    """Join again when this checkpoint comes into sight."""
+    directive.wait.look_for.name, directive.wait.look_for.digest = record.name, record.digest
 
 
 def has_looked_in_vain(job: Job, node: Node, digest: str) -> bool:

@@ -1,0 +1,306 @@
+"""A job seen from the master's brain, driven by hand: time, agents and what they say, one line each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from google.protobuf.message import Message
+
+from dalsegno.master import brain
+from dalsegno.master.codec import Codec
+from dalsegno.master.events import Called, HeldUp, Reply, StreamClosed, StreamOpened, Tick
+from dalsegno.master.state import Job, Phase, Settings
+from dalsegno.protos import control_pb2
+
+PROBE = "the job's probe"
+CODEC = Codec(Job)
+
+
+def settings(**changes: Any) -> control_pb2.Settings:
+    """Settings with short times: 1 to 4 nodes, node-timeout 6 s, everything else as the tests want it."""
+    values: dict[str, Any] = {
+        "min_nodes": 1,
+        "max_nodes": 4,
+        "node_unit": 1,
+        "node_timeout": 6.0,
+        "drain_timeout": 10.0,
+        "join_timeout": 5.0,
+        "stall_timeout": 40.0,
+        "grow_interval": 0.0,
+        "grow_wait": 20.0,
+        "wait_for_nodes": -1.0,
+        "quiet_time": 1.0,
+        "max_restarts": 3,
+        "universal_checkpoint": True,
+        "keep_checkpoints": 3,
+    }
+    return control_pb2.Settings(**{**values, **changes})
+
+
+@dataclass
+class Node:
+    """One agent's mouth. `number` is its last request number."""
+
+    job: Driven
+    incarnation: str
+    name: str = ""
+    number: int = 0
+    probe: str = PROBE
+
+    def caller(self, epoch: int | None = None, number: int | None = None) -> control_pb2.Caller:
+        if number is None:
+            self.number += 1
+            number = self.number
+        epoch = self.job.epoch if epoch is None else epoch
+        return control_pb2.Caller(
+            job_id="job", node=self.name, incarnation=self.incarnation, epoch=epoch, request=number
+        )
+
+    @property
+    def directive(self) -> control_pb2.Directive:
+        return brain.view(self.job.state, self.name)
+
+    @property
+    def order(self) -> str:
+        return str(self.directive.WhichOneof("order"))
+
+    @property
+    def is_known(self) -> bool:
+        return self.job.job.node_by(self.incarnation) is not None
+
+    def register(self, **fields: Any) -> Reply:
+        request = control_pb2.RegisterRequest(
+            job_id="job", incarnation=self.incarnation, protocol=1, host="host", nproc=1, probe=self.probe
+        )
+        request.settings.CopyFrom(fields.pop("settings", self.job.settings))
+        for name, value in fields.items():
+            if isinstance(value, list):
+                getattr(request, name).extend(value)
+            else:
+                setattr(request, name, value)
+        reply = self.job.call(request)
+        if reply.code == "OK":
+            assert isinstance(reply.message, control_pb2.RegisterReply)
+            self.name = reply.message.node
+            self.job.event(StreamOpened(self.name, self.incarnation))
+        return reply
+
+    def join(self, sees: list[control_pb2.Checkpoint] | None = None, epoch: int | None = None) -> Reply:
+        """Answers the present Gather or Wait, with the checkpoints it sees (by default all of the job's)."""
+        directive = self.directive
+        gather = directive.gather if directive.WhichOneof("order") == "gather" else None
+        round_ = gather.round if gather is not None else directive.wait.round
+        wanted = gather.resume if gather is not None else directive.wait.look_for
+        request = control_pb2.JoinRequest(
+            caller=self.caller(epoch), round=round_, store_host="host", store_port=1, probe=self.probe
+        )
+        request.resume.digest = wanted.digest
+        request.inventory.extend(self.job.sealed if sees is None else sees)
+        return self.job.call(request)
+
+    def beat(self) -> Reply:
+        return self.job.call(control_pb2.HeartbeatRequest(caller=self.caller(number=0)))
+
+    def warm(self) -> Reply:
+        return self.job.call(control_pb2.WarmRequest(caller=self.caller()))
+
+    def leave(self, notice: float = 10.0) -> Reply:
+        return self.job.call(control_pb2.LeaveRequest(caller=self.caller(), notice=notice))
+
+    def step(self, step: int, session: bool = True, draining: bool = False, epoch: int | None = None) -> Reply:
+        return self.job.call(
+            control_pb2.ProgressRequest(
+                caller=self.caller(epoch, 0), step=step, has_session=session, draining=draining, longest=0.5
+            )
+        )
+
+    def drained(self, step: int, epoch: int | None = None) -> Reply:
+        return self.job.call(control_pb2.DrainedRequest(caller=self.caller(epoch), step=step))
+
+    def finished(self, step: int, epoch: int | None = None) -> Reply:
+        return self.job.call(control_pb2.FinishedRequest(caller=self.caller(epoch), step=step))
+
+    def failed(self, message: str = "exit 1", step: int = 0, epoch: int | None = None) -> Reply:
+        return self.job.call(
+            control_pb2.FailureRequest(
+                caller=self.caller(epoch),
+                kind=control_pb2.FAILURE_KIND_WORKER,
+                exit_code=1,
+                message=message,
+                step=step,
+            )
+        )
+
+    def save_failed(self) -> Reply:
+        return self.job.call(control_pb2.SaveFailedRequest(caller=self.caller(), reason="disk full"))
+
+    def commit(self, checkpoint: control_pb2.Checkpoint) -> Reply:
+        return self.job.call(control_pb2.CommitRequest(caller=self.caller(checkpoint.epoch), checkpoint=checkpoint))
+
+    def save(self, step: int, epoch: int | None = None) -> control_pb2.Checkpoint:
+        """Seals and commits one."""
+        made = self.job.seal(step, epoch)
+        assert self.commit(made).code == "OK"
+        return made
+
+    def converts(self, state: control_pb2.ConversionState.ValueType, message: str = "", files: int = 0) -> Reply:
+        return self.job.call(
+            control_pb2.ConversionReport(
+                caller=self.caller(), lease=self.lease, state=state, message=message, files_done=files
+            )
+        )
+
+    def convert(self) -> control_pb2.Checkpoint:
+        """Does what the lease asks for: claims, commits the form, says ready."""
+        order = self.directive.convert
+        assert order.lease
+        assert self.job.call(control_pb2.ClaimRequest(caller=self.caller(), lease=order.lease)).code == "OK"
+        form = control_pb2.Checkpoint()
+        form.CopyFrom(order.source)
+        form.ref.name = f"{order.source.ref.name}.universal.{order.lease}"
+        form.ref.digest = f"digest of {form.ref.name}"
+        form.form = control_pb2.FORM_UNIVERSAL
+        form.source.CopyFrom(order.source.ref)
+        self.job.sealed.append(form)
+        assert self.commit(form).code == "OK"
+        return form
+
+    @property
+    def lease(self) -> int:
+        return int(self.directive.convert.lease)
+
+    def bad(self, ref: control_pb2.CheckpointRef, form: control_pb2.Form.ValueType = control_pb2.FORM_SHARDED) -> Reply:
+        return self.job.call(
+            control_pb2.BadCheckpointRequest(
+                caller=self.caller(), ref=ref, form=form, file="part-0.pt", message="checksum"
+            )
+        )
+
+    def verified(self, intact: bool) -> Reply:
+        number = self.directive.verify.number
+        assert number
+        return self.job.call(
+            control_pb2.VerificationReport(caller=self.caller(), number=number, intact=intact, message="part-0.pt")
+        )
+
+    def hang_up(self) -> None:
+        """Its process is gone: the peer closed the stream."""
+        self.job.event(StreamClosed(self.name, self.incarnation))
+        self.job.silent.add(self.incarnation)
+
+
+@dataclass
+class Driven:
+    """A job of one master; agents that are not silent send a heartbeat every second while time passes."""
+
+    settings: control_pb2.Settings = field(default_factory=settings)
+    embedded: bool = False
+    now: float = 1000.0
+
+    def __post_init__(self) -> None:
+        self.state = brain.fresh("job", 1, embedded=self.embedded)
+        self.nodes: list[Node] = []
+        self.silent: set[str] = set()
+        self.sealed: list[control_pb2.Checkpoint] = []
+
+    @property
+    def job(self) -> Job:
+        return self.state.job
+
+    @property
+    def phase(self) -> Phase:
+        return self.job.phase
+
+    @property
+    def epoch(self) -> int:
+        return self.job.epoch
+
+    @property
+    def members(self) -> list[str]:
+        return [member.node for member in self.job.world.members] if self.job.world is not None else []
+
+    @property
+    def notices(self) -> str:
+        return "\n".join(notice.text for notice in self.job.notices)
+
+    def event(self, event: Any) -> list[Reply]:
+        self.state, replies = brain.handle(self.state, event, self.now)
+        return replies
+
+    def call(self, message: Message) -> Reply:
+        (reply,) = self.event(Called(message))
+        return reply
+
+    def node(self, **fields: Any) -> Node:
+        """A new agent registers."""
+        probe = fields.pop("probe", PROBE)
+        new = Node(self, f"incarnation-{len(self.nodes)}", probe=probe)
+        self.nodes.append(new)
+        assert new.register(**fields).code == "OK"
+        return new
+
+    def start(self, count: int, **fields: Any) -> list[Node]:
+        """`count` agents register and join, and the first world opens."""
+        nodes = [self.node(**fields) for _ in range(count)]
+        for node in nodes:
+            node.join()
+        self.wait(self.settings.quiet_time + 0.1)
+        assert self.phase is Phase.RUNNING
+        assert len(self.members) == count
+        return nodes
+
+    def seal(self, step: int, epoch: int | None = None, any_size: bool = False) -> control_pb2.Checkpoint:
+        """A checkpoint on the disk, of the open world."""
+        epoch = self.epoch if epoch is None else epoch
+        world = self.job.world
+        assert world is not None
+        made = control_pb2.Checkpoint(
+            ref=control_pb2.CheckpointRef(name=f"step-{step}.e{epoch}.1", digest=f"digest of step-{step}.e{epoch}.1"),
+            run_id=self.job.run_id,
+            step=step,
+            epoch=epoch,
+            form=control_pb2.FORM_SHARDED,
+            shape=control_pb2.Shape(world_size=world.size, any_world_size=any_size),
+            resumed_from=control_pb2.CheckpointRef(digest=world.resume),
+        )
+        self.sealed.append(made)
+        return made
+
+    def wait(self, seconds: float) -> None:
+        """Time passes: heartbeats of who is not silent, and the ticks that the brain asks for."""
+        end = self.now + seconds
+        beat = self.now + 1.0
+        while self.now < end:
+            wake = self.state.wake
+            self.now = min([end, beat] + ([max(wake, self.now + 0.001)] if wake is not None else []))
+            if self.now >= beat:
+                beat += 1.0
+                for node in self.nodes:
+                    if node.incarnation not in self.silent and node.is_known:
+                        node.beat()
+            self.event(Tick())
+
+    def held_up(self, seconds: float) -> None:
+        """The master's own loop stands still."""
+        self.now += seconds
+        self.event(HeldUp())
+
+    def restart(self, keep_store: bool = True) -> None:
+        """A new master process: over the stored job, or over an empty store."""
+        self.now += 100.0
+        if keep_store:
+            self.state = brain.recover(CODEC.decode(CODEC.encode(self.job)), self.job.generation + 1, self.now)
+        else:
+            self.state = brain.fresh("job", 1, embedded=self.embedded)
+
+    def fixed(self, minimum: int, maximum: int) -> None:
+        """The master was told --nnodes."""
+        self.state = brain.fresh("job", 1, Settings(minimum, maximum), self.embedded)
+
+
+def all_join(nodes: list[Node]) -> None:
+    """Everybody who is asked to joins."""
+    for node in nodes:
+        if node.is_known and node.order in ("gather", "wait"):
+            node.join()
