@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from .checkpoints import resume_point
 from .state import Node, Part
 from .turn import CLOSED_GRACE, Turn
@@ -134,13 +136,16 @@ def in_rank_order(turn: Turn, nodes: list[Node]) -> list[Node]:
 
 
 def agree_on_directory(turn: Turn) -> None:
-    """The first agent's directory is the job's. If it goes before anything was opened there, the next one's is."""
+    """Until something was opened, the directory that most nodes share is the job's; at first the first agent's."""
     job = turn.job
-    if job.epoch or job.checkpoints or not job.nodes or any(node.sees_directory for node in job.nodes.values()):
+    if job.epoch or job.checkpoints:
         return
-    job.probe = min(job.nodes.values(), key=lambda node: node.order).probe
-    for node in job.nodes.values():
-        node.sees_directory = node.probe == job.probe
+    counts = Counter(node.probe for node in job.nodes.values() if node.probe and not node.leaving)
+    probe, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
+    if count > counts[job.probe]:
+        job.probe = probe
+        for node in job.nodes.values():
+            node.sees_directory = node.probe == probe
 
 
 def is_candidate(turn: Turn, node: Node) -> bool:

@@ -277,6 +277,17 @@ def test_the_directory_of_a_first_agent_that_left_does_not_count() -> None:
     assert job.members == [good.name]
 
 
+def test_most_nodes_decide_where_the_directory_is_until_something_was_opened() -> None:
+    """One node with another directory neither keeps a job from starting nor takes it along."""
+    job = Driven(settings(min_nodes=2))
+    lost, a, b = job.node(probe="nowhere"), job.node(), job.node()
+    all_join([lost, a, b])
+    all_join([a, b])
+    job.wait(2)
+    assert job.members == [a.name, b.name]
+    assert "directory" in lost.directive.wait.reason
+
+
 def test_the_resume_point_is_the_newest_commit_by_epoch_then_step() -> None:
     """Handed out with Gather and with the world."""
     job = Driven()
