@@ -210,7 +210,7 @@ class StartWorkers:
 
 @dataclass(frozen=True)
 class StopWorkers:
-    """SIGTERM is not for workers here: `grace` 0 kills at once. Answered by `WorkersStopped`."""
+    """SIGTERM and `grace` seconds, then SIGKILL; 0 kills at once. Answered by `WorkersStopped`."""
 
     epoch: int
     grace: float = 0.0

@@ -23,7 +23,11 @@ def signalled(turn: Turn, number: int) -> None:
     state.leave_deadline = turn.now + state.settings.drain_timeout
     state.unsaved = state.fenced or state.workers is Workers.RUNNING
     turn.stop_conversion()
-    if state.workers is Workers.RUNNING:
+    if state.workers is Workers.RUNNING and not state.has_session:
+        # Nothing of ours can save it: the script gets the signal and the notice, as under torchrun.
+        turn.do(ev.Say(f"{name}: passed on to the workers, which have no session; then leaving"))
+        turn.stop_workers(state.settings.drain_timeout)
+    elif state.workers is Workers.RUNNING:
         turn.do(ev.Say(f"{name}: saving at the next step boundary, then leaving"))
     else:
         turn.do(ev.Say(f"{name}: leaving"))
@@ -34,6 +38,7 @@ def signalled(turn: Turn, number: int) -> None:
 
 
 def check_leave(turn: Turn) -> None:
+    """A leaver goes when its part is recorded or the master says so, and at the end of its notice in any case."""
     state = turn.state
     if not state.leaving:
         return
@@ -43,7 +48,8 @@ def check_leave(turn: Turn) -> None:
             return
         if state.release_deadline is None:
             state.release_deadline = turn.now + state.settings.release_timeout
-        if turn.now >= state.release_deadline or not state.link_up:
+        nothing_to_record = state.outcome is Outcome.STOPPED
+        if nothing_to_record or turn.now >= state.release_deadline or not state.link_up:
             turn.exit_left()
         else:
             turn.wake_at(state.release_deadline)

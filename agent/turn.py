@@ -69,10 +69,14 @@ class Turn:
         )
 
     def kill_workers(self) -> None:
+        """They are stuck in a collective anyway: no grace."""
+        self.stop_workers(0.0)
+
+    def stop_workers(self, grace: float) -> None:
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers = Workers.STOPPING
-            self.do(ev.StopWorkers(state.started))
+            self.do(ev.StopWorkers(state.started, grace))
 
     def stop_conversion(self) -> None:
         if self.state.lease:

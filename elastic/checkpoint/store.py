@@ -64,6 +64,12 @@ class LocalLock:
         self.release()
 
 
+def _unless_gone(function: object, path: str, failure: tuple[type[BaseException], BaseException, object]) -> None:
+    """Another deleter was quicker: what it took is gone as wanted."""
+    if not issubclass(failure[0], FileNotFoundError):
+        raise failure[1]
+
+
 class CheckpointStore:
     """One run's directory. Holds no state but its path; safe to make anywhere, any number of times."""
 
@@ -114,9 +120,11 @@ class CheckpointStore:
         """
         for path in [self.path(name) for name in names]:
             (path / MANIFEST).unlink(missing_ok=True)
-            if path.is_dir():
+            try:
                 fsync_directory(path)
-                shutil.rmtree(path)
+            except FileNotFoundError:
+                continue
+            shutil.rmtree(path, onerror=_unless_gone)
 
     def write_latest(self, manifest: Manifest) -> None:
         """Notes the newest checkpoint in ``latest.json``: a copy for people, which nothing of ours reads."""
