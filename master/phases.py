@@ -47,6 +47,7 @@ def forming(turn: Turn) -> bool:
         end(turn, Phase.FAILED, f"{job.pending_failure.node}: {job.pending_failure.message}")
         return True
     agree_on_directory(turn)
+    conversion.retry(turn)
     gathering = expected(turn)
     ready = eligible(turn)
     prospects = {node.name: node for node in [*ready, *(n for n in gathering if not has_answered(turn, n))]}
@@ -62,6 +63,8 @@ def forming(turn: Turn) -> bool:
     if not candidate:
         return moved
     if not gate_open(turn, resume, candidate):
+        # A block that came just now may mean WAITING.
+        moved = moved or (is_blocked(turn) and not stuck and not old_shape(turn, resume, ready))
         candidate = fallback(turn, resume, ready) if gathered else []
     if gathered and candidate and not count_failure(turn):
         open_world(turn, candidate, resume)
