@@ -42,6 +42,21 @@ class _Where(logging.Filter):
         return True
 
 
+class _LogFile(logging.FileHandler):
+    """A log that cannot be written (a full disk) is told once, and does not flood the console with tracebacks."""
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            reason = error.strerror or error
+            print(f"dlrover-run: warning: the log {self.baseFilename} cannot be written: {reason}", file=sys.stderr)
+
+
 def set_up_logging(
     path: Path, where: Callable[[], str], names: Sequence[str] = ("dalsegno", "torch.distributed")
 ) -> None:
@@ -50,7 +65,7 @@ def set_up_logging(
     Raises:
         OSError: it cannot be written.
     """
-    handler = logging.FileHandler(path, encoding="utf-8")
+    handler = _LogFile(path, encoding="utf-8")
     handler.addFilter(_Where(where))
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s [%(where)s] %(name)s: %(message)s"))
     for name in names:

@@ -32,7 +32,7 @@ from .checkpoint import (
     Shape,
     seal,
 )
-from .checkpoint.files import checksums, list_files, write_exclusive
+from .checkpoint.files import checksums, list_files, write_exclusive, write_problem
 from .collective import Collective
 from .identity import Identity
 from .link import Link
@@ -170,7 +170,12 @@ class Saver:
         fatal = error is not None and not isinstance(error, (OSError, RuntimeError))
         if fatal:
             log.error("writing %s failed", name, exc_info=error)
-        self._agree(None if error is None else {"text": _describe_error(error), "fatal": fatal})
+        if error is None:
+            self._agree(None)
+            return
+        text = _describe_error(error)
+        problem = write_problem(path) if isinstance(error, RuntimeError) else ""
+        self._agree({"text": f"{problem}; {text}" if problem else text, "fatal": fatal})
 
     def _describe(self, name: str) -> tuple[FileEntry, ...]:
         """Every file of the checkpoint with its checksum, durable; the work is shared by all ranks."""

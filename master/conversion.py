@@ -24,13 +24,17 @@ def tend(turn: Turn, source: Checkpoint) -> None:
         job.conversion = Conversion(source=source.digest)
         turn.live.retry_pause = 0.0
     conversion = job.conversion
-    if conversion.blocked and turn.due(turn.live.retry_at):
-        conversion.blocked = False
-        conversion.failed = []
     if conversion.lease:
         check_owner(turn, conversion)
     if not conversion.lease and not conversion.blocked:
         assign(turn, conversion, source)
+
+
+def retry(turn: Turn) -> None:
+    """After a pause somebody tries again."""
+    conversion = turn.job.conversion
+    if conversion is not None and conversion.blocked and turn.due(turn.live.retry_at):
+        unblock(turn)
 
 
 def check_owner(turn: Turn, conversion: Conversion) -> None:

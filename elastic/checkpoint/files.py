@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import tempfile
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -70,6 +71,20 @@ def checksum(root: Path, path: str, *, sync: bool = False) -> FileEntry:
             digest.update(view[:count])
             size += count
     return FileEntry(path, size, digest.hexdigest())
+
+
+def write_problem(directory: Path, size: int = 1 << 20) -> str:
+    """Why ``size`` bytes cannot be written below ``directory``; empty where they can.
+
+    For telling a person: libraries that write by themselves hide what the file system said.
+    """
+    try:
+        with tempfile.TemporaryFile(dir=directory if directory.is_dir() else directory.parent) as file:
+            file.write(bytes(size))
+            file.flush()
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
 
 
 def checksums(root: Path, paths: Iterable[str], *, threads: int = THREADS, sync: bool = False) -> list[FileEntry]:

@@ -69,7 +69,11 @@ class Output:
         (self._target / path).parent.mkdir(parents=True, exist_ok=True)
         with open(self._target / path, "xb", buffering=0) as file:
             hashing = _Hashing(file)
-            torch.save(content, cast(BinaryIO, hashing))
+            try:
+                torch.save(content, cast(BinaryIO, hashing))
+            except RuntimeError as error:
+                # Torch's writer says only that its position is not what it should be.
+                raise (hashing.error or error) from error
         entry = FileEntry(path, hashing.size, hashing.digest)
         self._pending.append(self._syncing.submit(self._finish, entry))
 
@@ -93,6 +97,7 @@ class _Hashing(io.RawIOBase):
     def __init__(self, file: BinaryIO | io.FileIO) -> None:
         super().__init__()
         self._file, self._hash, self.size = file, xxhash.xxh3_128(), 0
+        self.error: OSError | None = None
 
     @property
     def digest(self) -> str:
@@ -106,8 +111,12 @@ class _Hashing(io.RawIOBase):
         self._hash.update(view)
         self.size += len(view)
         rest = view
-        while rest:  # an unbuffered file may take less than it was given
-            rest = rest[self._file.write(rest) :]
+        try:
+            while rest:  # an unbuffered file may take less than it was given
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self.error = self.error or error
+            raise
         return len(view)
 
 

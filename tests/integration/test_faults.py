@@ -31,7 +31,7 @@ Clusters = Callable[..., Cluster]
 # ZeRO-1: its states belong to ranks, so every change of the world's size needs the universal form.
 ZERO = Training(script=TRAIN, steps=40, save_every=10)
 SMALL = Training(steps=40, save_every=5)
-# Between the largest file of a universal checkpoint and everything that an agent writes beside it.
+# Bytes: less than the largest file of a checkpoint, more than logs grow to.
 TOO_SMALL = 200_000
 
 
@@ -210,14 +210,15 @@ def test_frozen_node(clusters: Clusters, undisturbed: Undisturbed, with_master: 
 # ---- no room, nothing to see ----------------------------------------------------------------------------------------
 
 
-def test_no_room_to_save(clusters: Clusters, undisturbed: Undisturbed) -> None:
+@pytest.mark.parametrize("training", [SMALL, pytest.param(ZERO, marks=pytest.mark.full)], ids=["ddp", "zero"])
+def test_no_room_to_save(clusters: Clusters, undisturbed: Undisturbed, training: Training) -> None:
     """A save that fails costs nothing else: same workers, same epoch, the last commit stands, a line says so."""
-    job = clusters(training=SMALL)
+    job = clusters(training=training)
     a, b = job.start("a", "b")
     epoch = job.wait_world(2)
     step = committed(job, epoch)
     workers = [job.worker_pid(a), job.worker_pid(b)]
-    limit_files(workers, 1000)
+    limit_files(workers, TOO_SMALL)
     job.wait_line(r"warning: saving step-.* failed \(.*File too large.*\); training goes on, the last commit stands")
     status = job.status()
     assert status is not None
