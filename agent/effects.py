@@ -80,6 +80,7 @@ class Effects:
                 directed=self._directed,
                 failed=lambda method, code, detail: mailbox.put(ev.CallFailed(method, code, detail)),
                 link=lambda up: mailbox.put(ev.LinkChanged(up)),
+                postponed=self._postponed,
             ),
         )
         self.client.saw_generation(seen_generation)
@@ -169,6 +170,10 @@ class Effects:
         self._mailbox.put(
             ev.Refused("UNAVAILABLE", f"no master answered within {seconds:.0f} s: is it running at that address?")
         )
+
+    def _postponed(self, detail: str) -> None:
+        self._cancel_timer()
+        self._say(detail, False)
 
     def _cancel_timer(self) -> None:
         if self._refuse_timer is not None:

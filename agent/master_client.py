@@ -58,6 +58,7 @@ class Listener:
         directed: a directive of at least the highest generation seen.
         failed: (method, code, detail): a call was answered with an error. Also for the stream ("Watch").
         link: the master is heard (again), or no longer.
+        postponed: (detail): `register` was answered "not yet"; it is repeated.
     """
 
     registered: Callable[[str, control_pb2.RegisterReply], None]
@@ -65,6 +66,7 @@ class Listener:
     directed: Callable[[control_pb2.Directive], None]
     failed: Callable[[str, str, str], None]
     link: Callable[[bool], None]
+    postponed: Callable[[str], None] = lambda detail: None
 
 
 @dataclass
@@ -297,7 +299,10 @@ class MasterClient:
         code, detail = code_of(error), detail_of(error)
         if code in RETRIED:
             logger.info("%s: %s: %s; it is repeated", waiting.method, code.name, detail)
-            self._unheard(link, detail)
+            if waiting.method == "Register" and code is grpc.StatusCode.ABORTED:
+                self._listener.postponed(detail)
+            else:
+                self._unheard(link, detail)
             return False
         if code in _INTERNAL and waiting.internal_errors < _MOST_INTERNAL_ERRORS:
             waiting.internal_errors += 1

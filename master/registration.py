@@ -98,6 +98,9 @@ def name_taken(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None
     holder = job.nodes.get(message.node) if message.node else None
     if holder is None:
         return None
+    if holder.name in turn.live.presumed and is_there(turn, holder.name):
+        # A restarted master only presumes it alive: after a power cut this is the same node, started anew.
+        return Reply("ABORTED", f"node name {message.node!r} was held when the master stopped: waiting for its node")
     if is_there(turn, holder.name):
         return Reply(
             "ALREADY_EXISTS",

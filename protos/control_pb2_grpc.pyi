@@ -9,7 +9,8 @@ it changes and whenever a stream opens, so a lost or repeated one does no harm.
 Failure is a gRPC status code, never a field:
   FAILED_PRECONDITION  the call speaks for a closed epoch or for a node that was declared dead ("fenced: ...")
   ALREADY_EXISTS       Register under the name of a live node
-  INVALID_ARGUMENT     settings that disagree with the job's
+  INVALID_ARGUMENT     settings that make no sense, or another job
+  ABORTED              Register: not yet, to be repeated
   UNIMPLEMENTED        a newer protocol version than the master speaks
   UNAUTHENTICATED      missing or wrong token
 """

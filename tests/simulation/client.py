@@ -21,7 +21,7 @@ BEAT_TIMEOUT = 3.0
 BEAT_INTERVAL = 1.0
 PROGRESS_INTERVAL = 0.1
 AWAY_AFTER = 3.0
-RETRIED = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"})
+RETRIED = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "ABORTED"})
 
 
 class Client:
@@ -160,7 +160,7 @@ class Client:
             self._progress_at = self.clock.now + PROGRESS_INTERVAL
         else:
             request = control_pb2.HeartbeatRequest(caller=control_pb2.Caller(epoch=self.epoch))
-        self._fill(request.caller, 0)  # type: ignore[attr-defined]
+        self._fill(request.caller, 0)
         self._beating = self.network.send(
             self, request, BEAT_TIMEOUT, lambda code, detail, reply: self._beaten(request, code, detail, reply)
         )
