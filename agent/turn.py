@@ -38,8 +38,11 @@ class Turn:
         state.world = None
         state.drain_ordered = False
         state.outcome = Outcome.STOPPED
-        if state.leaving:
+        if state.leaving and state.unsaved:
             self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice; the run goes on from its last commit")
+            return
+        if state.leaving:
+            self.exit_left()
             return
         self.register(state.incarnation)
 

@@ -11,7 +11,7 @@ from . import calls, conversion, membership, phases
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened
 from .invariants import check
 from .state import Job, Live, Phase, Settings, State
-from .turn import Turn
+from .turn import CLOSED_GRACE, Turn
 from .views import status, view
 
 # A bound on transitions within one event: more means two rules undo each other.
@@ -84,7 +84,12 @@ def settle(turn: Turn) -> None:
 def release_leavers(turn: Turn) -> bool:
     """A leaver without ranks to wait for, whose stream is closed, is simply gone."""
     for node in list(turn.job.nodes.values()):
-        if node.leaving and node.name in turn.live.closed and not turn.is_working(node):
+        if not node.leaving or node.name not in turn.live.closed or turn.is_working(node):
+            continue
+        if membership.spoke_since(turn, node):
+            continue
+        closed = max(turn.live.closed[node.name], turn.live.forgiven_at)
+        if turn.due(closed + CLOSED_GRACE):
             membership.lose(turn, node, "on notice")
             return True
     return False

@@ -6,7 +6,7 @@ from collections import Counter
 
 from .checkpoints import resume_point
 from .state import Node, Part
-from .turn import CLOSED_GRACE, Turn
+from .turn import CLOSED_GRACE, DEAF_AFTER, HEARTBEAT, Turn
 
 # A node lost this often within the window becomes a spare for a doubling time (seconds).
 LOSS_LIMIT = 3
@@ -82,11 +82,17 @@ def hear(turn: Turn, node: Node) -> None:
 
 
 def forgive(turn: Turn) -> None:
-    """Give each node a fresh node-timeout: its silence so far proves nothing."""
-    for name in turn.job.nodes:
-        turn.live.heard[name] = turn.now
-        if name in turn.live.closed:
-            turn.live.closed[name] = turn.now
+    """Nobody could be heard: silence proves nothing, and whatever waited for a word has its time anew."""
+    job, live = turn.job, turn.live
+    live.forgiven_at = turn.now
+    for name in job.nodes:
+        live.heard[name] = turn.now
+        if name in live.closed:
+            live.closed[name] = turn.now
+    live.asked_at = dict.fromkeys(live.asked_at, turn.now)
+    live.moved_at = live.conversion_moved = live.verify_since = turn.now
+    if live.drain_deadline is not None:
+        live.drain_deadline = max(live.drain_deadline, turn.now + job.settings.drain_timeout)
 
 
 def check_liveness(turn: Turn) -> bool:
@@ -98,7 +104,7 @@ def check_liveness(turn: Turn) -> bool:
     timeout = job.settings.node_timeout
     all_closed = all(node.name in live.closed for node in nodes)
     last_word = max(live.heard.get(node.name, turn.now) for node in nodes)
-    deaf = not all_closed and len(nodes) > 1 and turn.due(last_word + timeout * 0.9)
+    deaf = not all_closed and turn.due(last_word + min(DEAF_AFTER, timeout / 2))
     live.deaf = live.deaf or deaf
     for node in nodes:
         how = death_of(turn, node, timeout, all_closed)
@@ -111,21 +117,29 @@ def check_liveness(turn: Turn) -> bool:
 def death_of(turn: Turn, node: Node, timeout: float, all_closed: bool) -> str:
     """Why this node counts as dead now; "" while it does not."""
     live = turn.live
+    if live.deaf:
+        return ""
     # A step is a collective of all: advancing peers prove the silent node alive.
     proof = float("-inf")
     if turn.is_working(node):
         proof = max((at for name, at in live.advanced.items() if name != node.name), default=proof)
-    if node.name in live.closed:
+    if node.name in live.closed and not spoke_since(turn, node):
         closed = live.closed[node.name]
         grace = timeout if all_closed else 0.0 if live.trouble else CLOSED_GRACE
-        if turn.due((closed if grace == 0.0 else max(closed, proof)) + grace):
+        due = (closed if grace == 0.0 else max(closed, proof)) + grace
+        # After an outage connections close late and come back one by one.
+        if turn.due(max(due, live.forgiven_at + timeout)):
             return "its connection closed"
-        return ""
-    if live.deaf:
         return ""
     if turn.due(max(live.heard.get(node.name, turn.now), proof) + timeout):
         return f"silent for {timeout:.0f} s"
     return ""
+
+
+def spoke_since(turn: Turn, node: Node) -> bool:
+    """Heard after its stream had closed, and not by what was still under way: the stream broke, not the node."""
+    live = turn.live
+    return live.heard.get(node.name, 0.0) > live.closed[node.name] + HEARTBEAT / 2
 
 
 def in_rank_order(turn: Turn, nodes: list[Node]) -> list[Node]:

@@ -318,7 +318,7 @@ def stalled(turn: Turn) -> bool:
     """No rank advances and no save grows for too long."""
     job, live = turn.job, turn.live
     limit = job.settings.stall_timeout
-    if limit <= 0 or any(m.part is not Part.RUNNING for m in world_of(turn).members):
+    if limit <= 0 or live.deaf or any(m.part is not Part.RUNNING for m in world_of(turn).members):
         return False
     if live.first_step_at is not None:
         limit = min(limit, max(STALL_MIN, STALL_FACTOR * live.longest))

@@ -316,6 +316,8 @@ class Live:
     listen_until: float | None = None
     paused_since: float | None = None
     deaf: bool = False
+    # When everybody's time began anew, because nobody could be heard before.
+    forgiven_at: float = float("-inf")
 
 
 @dataclass

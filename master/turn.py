@@ -10,6 +10,8 @@ from .state import Job, Live, Node, Notice, Part, Phase, State
 HEARTBEAT = 1.0
 # A closed stream counts as a death after this long, seconds.
 CLOSED_GRACE = 1.0
+# Without a word from anybody for this long the trouble is taken to be the master's own, seconds.
+DEAF_AFTER = 2.5 * HEARTBEAT
 # Notices kept for agents that connect later.
 NOTICES = 40
 HISTORY = 500

@@ -180,6 +180,22 @@ def cut_all(sim: Simulation) -> None:
             sim.clock.after(until, sim.network.heal, host)
 
 
+def master_unreachable(sim: Simulation) -> None:
+    """As `cut_all`, for long, and silently: nobody may lose a step by it."""
+    sim.trace("master", "cannot be reached")
+    until = sim.random.uniform(5.0, 60.0)
+    for host in HOSTS:
+        if host not in sim.network.cut:
+            sim.network.cut_off(host, "silent")
+            sim.clock.after(until, sim.network.heal, host)
+
+
+def long_pause_of_master(sim: Simulation) -> None:
+    """Longer than every deadline."""
+    sim.master.pause()
+    sim.clock.after(sim.random.uniform(15.0, 60.0), sim.master.resume)
+
+
 def freeze_agent(sim: Simulation) -> None:
     freeze(sim, False)
 
@@ -366,6 +382,8 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         cut_closed,
         cut_silent,
         cut_all,
+        master_unreachable,
+        long_pause_of_master,
         freeze_agent,
         freeze_node,
         late_commit,

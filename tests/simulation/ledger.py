@@ -297,7 +297,9 @@ class Ledger:
                     f"{agent.label}: step {run.step} of epoch {run.epoch} was made, {run.saved_step} saved",
                 )
             if code == ev.EXIT_LEFT_UNSAVED:
-                self.require(self.unplanned, "planned changes lose nothing", f"{agent.label} exits {code}")
+                # Taken for dead after it had drained, it cannot know that everything was recorded.
+                excused = self.unplanned or (state.fenced and state.drained is not None)
+                self.require(excused, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:
             self.require(code == ev.EXIT_USAGE and bool(agent.asked_name), "exit codes", f"{agent.label} exits {code}")
 

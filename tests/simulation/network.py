@@ -203,6 +203,9 @@ class Network:
             held, stream.held = stream.held, []
             if not stream.client_open:
                 self.clock.after(self.delay(), self._close_at_master, stream)
+            elif not stream.master_open:
+                # The other end went while it was cut off: the next packet finds out.
+                self.clock.after(self.delay(), self._broken, stream)
             for directive in held:
                 self.push(stream, directive)
 

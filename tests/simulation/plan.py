@@ -49,6 +49,7 @@ MENUS: dict[str, tuple[str, ...]] = {
     "disk": (*PLANNED, "kill_node", "crash_worker", *DISK),
     "convert": (*PLANNED, "kill_node", "kill_converter", "no_conversion", "hung_converter", *DAMAGE),
     "budget": ("join", "crash_worker", "crash_worker", "failing_start", "weak_reader"),
+    "away": ("join", "join", "leave", "all_leave", "master_unreachable", "master_unreachable", "long_pause_of_master"),
     "late": ("join", "leave", "late_commit", "late_commit", "crash_worker", "freeze_agent", "freeze_node"),
     "all": PLANNED + CRASHES + NETWORK + MASTER + DISK,
 }
@@ -107,7 +108,7 @@ def plan_of(seed: int) -> Plan:
         universal_checkpoint=True,
         keep_checkpoints=random.choice((0, 1, 2, 3)),
     )
-    fault_time = random.uniform(8.0, 35.0)
+    fault_time = random.uniform(8.0, 80.0 if kind == "away" else 35.0)
     count = random.randint(2, 9)
     # Many of them early, when the first worlds form and nothing is saved yet.
     happenings = [

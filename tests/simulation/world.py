@@ -119,7 +119,7 @@ class Simulation:
         self.trace("plan", "{}", plan)
         self.clock.after(0.0, self.master.start)
         for _ in range(plan.start_nodes):
-            self.clock.after(self.random.uniform(0.0, 2.0), self.start_agent)
+            self.clock.after(self.random.uniform(0.0, 2.0), self.start_later)
         if plan.blind_start:
             self.clock.after(self.random.uniform(2.05, 2.4), self._happen, "blind_host")
         for at, name in plan.happenings:

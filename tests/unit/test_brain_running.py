@@ -338,6 +338,78 @@ def test_a_deaf_master_declares_nobody_dead() -> None:
     assert not b.is_known
 
 
+def test_a_master_that_hears_nobody_sees_no_stall() -> None:
+    """Its own network is gone for longer than any deadline: nothing changes, and everybody's time begins anew."""
+    job = Driven()
+    a, b = job.start(2)
+    a.step(1)
+    job.silent |= {a.incarnation, b.incarnation}
+    job.wait(100)
+    assert job.phase is Phase.RUNNING
+    job.silent.clear()
+    a.beat()
+    job.wait(20)
+    assert job.phase is Phase.RUNNING
+
+
+def test_a_lone_silent_node_is_not_declared_dead_until_somebody_else_is_heard() -> None:
+    """It may be the master's network; a newcomer's word gives it one more node-timeout."""
+    job = Driven()
+    (a,) = job.start(1)
+    a.step(1)
+    job.silent.add(a.incarnation)
+    job.wait(60)
+    assert a.is_known
+    job.node()
+    job.wait(5)
+    assert a.is_known
+    job.wait(2)
+    assert not a.is_known
+
+
+def test_connections_that_break_after_an_outage_are_no_deaths() -> None:
+    """They come back one by one: a closed stream counts only after a node-timeout from the first word."""
+    job = Driven()
+    a, b = job.start(2)
+    job.silent |= {a.incarnation, b.incarnation}
+    job.wait(20)
+    a.beat()
+    job.silent.discard(a.incarnation)
+    b.hang_up()
+    job.wait(5)
+    assert b.is_known
+    job.wait(2)
+    assert not b.is_known
+
+
+def test_a_node_that_speaks_after_its_stream_broke_is_alive() -> None:
+    """Its heartbeats go on: the stream broke, not the node."""
+    job = Driven()
+    _a, b = job.start(2)
+    b.hang_up()
+    job.silent.discard(b.incarnation)
+    for _ in range(20):
+        job.wait(0.8)
+        b.beat()
+    assert b.is_known
+
+
+def test_a_master_that_was_held_up_gives_everybody_time_to_answer() -> None:
+    """Join, drain and stall deadlines begin anew: the answers are in its queue."""
+    job = Driven(settings(join_timeout=3, stall_timeout=40))
+    a, b = job.start(2)
+    a.step(1)
+    b.failed()
+    job.held_up(60)
+    a.join()
+    assert job.phase is Phase.FORMING
+    b.join()
+    assert job.members == [a.name, b.name]
+    a.step(2)
+    job.held_up(100)
+    assert job.phase is Phase.RUNNING
+
+
 def test_a_master_that_was_held_up_declares_nobody_dead() -> None:
     """Its own loop stood still: nobody's silence proves anything."""
     job = Driven()
