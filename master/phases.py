@@ -21,7 +21,7 @@ GROW_HOLD = 30.0
 GROW_HOLD_MAX = 600.0
 # A stall, once the epoch has made a step: this many times the longest step, save or evaluation, at least STALL_MIN.
 STALL_FACTOR = 20.0
-STALL_MIN = 30.0
+STALL_MIN = 60.0
 
 
 def settle(turn: Turn) -> bool:
@@ -143,9 +143,13 @@ def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[N
         reason = job.conversion.reason if job.conversion is not None else ""
         turn.notice(f"nobody could convert {resume.name} ({reason}): going on in its old shape", True)
         job.conversion_failures += 1
-        hold = min(GROW_HOLD * 2 ** (job.conversion_failures - 1), GROW_HOLD_MAX)
-        turn.live.grow_hold_until = turn.now + hold
+        turn.live.grow_hold_until = turn.now + growth_hold(job.conversion_failures)
     return nodes
+
+
+def growth_hold(failures: int) -> float:
+    """Seconds without a growth after so many conversions in a row that failed for one."""
+    return min(GROW_HOLD * 2.0 ** (failures - 1), GROW_HOLD_MAX) if failures else 0.0
 
 
 def is_blocked(turn: Turn) -> bool:
@@ -176,7 +180,7 @@ def count_failure(turn: Turn) -> bool:
     job.pending_failure = None
     if failure is None or job.world is None:
         return False
-    if any(job.node_by(member.incarnation) is None or member.part is Part.LOST for member in job.world.members):
+    if not all(is_back(turn, member) for member in job.world.members):
         return False  # A node of it was lost or left: that is what broke it.
     job.last_failure_step = max(job.last_failure_step, failure.step)
     job.failures += 1
@@ -189,6 +193,14 @@ def count_failure(turn: Turn) -> bool:
         f"{job.settings.max_restarts})",
     )
     return True
+
+
+def is_back(turn: Turn, member: Member) -> bool:
+    """Here and well after the failure of its epoch. One that is silent may only not be declared dead yet."""
+    node = turn.job.node_by(member.incarnation)
+    if node is None or node.leaving or member.part is Part.LOST:
+        return False
+    return turn.is_fresh(node) and has_answered(turn, node)
 
 
 def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
@@ -225,7 +237,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     job.grown = False
     live.steps, live.advanced, live.asked_at = {}, {}, {}
     live.unexpected = set()
-    live.longest, live.saved_bytes = 0.0, 0
+    live.saved_bytes = 0
     live.trouble = False
     live.first_step_at, live.drain_deadline = None, None
     live.moved_at = turn.now
@@ -321,7 +333,8 @@ def stalled(turn: Turn) -> bool:
     if limit <= 0 or live.deaf or any(m.part is not Part.RUNNING for m in world_of(turn).members):
         return False
     if live.first_step_at is not None:
-        limit = min(limit, max(STALL_MIN, STALL_FACTOR * live.longest))
+        # What was taken for a stall may have been the first evaluation: each time more patience, up to the setting.
+        limit = min(limit, max(STALL_MIN, STALL_FACTOR * live.longest) * 2.0**job.stalls)
     elif not job.has_session:
         return False  # Without a session nobody hears of steps: their absence says nothing.
     if not turn.due(live.moved_at + limit):
@@ -329,6 +342,7 @@ def stalled(turn: Turn) -> bool:
     text = f"no rank made a step for {limit:.0f} s (--stall-timeout)"
     turn.notice(text, True)
     job.causes.append("stalled")
+    job.stalls += 1
     if job.pending_failure is None:
         job.pending_failure = Failure(job.epoch, "the world", text, max(live.steps.values(), default=0))
     unplanned(turn)
@@ -348,8 +362,9 @@ def wants_to_grow(turn: Turn) -> bool:
     oldest = min(live.joined_at.get(node.name, turn.now) for node in new)
     if not job.has_session:
         # Nor has one said hello yet: what an earlier epoch committed does not count, or no world would ever start.
-        since = max(oldest, live.phase_since)
-        heard = turn.due(live.phase_since + job.settings.node_timeout)  # A hello may be on its way after an outage.
+        since = max(oldest, live.phase_since, live.forgiven_at)
+        # After an outage a hello may still be on its way.
+        heard = turn.due(max(live.phase_since, live.forgiven_at) + job.settings.node_timeout)
         return (heard and live.committed_at > since) or turn.due(since + job.settings.grow_wait)
     if live.first_step_at is None or live.grow_after_commit:
         return False
@@ -369,9 +384,17 @@ def grow_interval(turn: Turn) -> float:
 
 
 def start_drain(turn: Turn, growth: bool, reason: str) -> None:
+    """Everybody saves at one boundary and stops."""
     turn.job.drain = Drain(growth=growth, reason=reason)
-    turn.live.drain_deadline = turn.now + turn.job.settings.drain_timeout
+    turn.live.drain_deadline = turn.now + turn.job.settings.drain_timeout if growth else notice_end(turn)
     turn.enter(Phase.DRAINING)
+
+
+def notice_end(turn: Turn) -> float:
+    """When the first of the leavers is gone."""
+    job, live = turn.job, turn.live
+    ends = [live.leave_by[name] for name, node in job.nodes.items() if node.leaving and name in live.leave_by]
+    return min(ends, default=turn.now + job.settings.drain_timeout)
 
 
 def draining(turn: Turn) -> bool:
@@ -385,7 +408,7 @@ def draining(turn: Turn) -> bool:
     drained = any(member.part is Part.DRAINED for member in world_of(turn).members)
     if leaving and drain.growth:
         drain.growth = False
-        live.drain_deadline = turn.now + job.settings.drain_timeout
+        live.drain_deadline = notice_end(turn)
         return True
     if drain.growth and not drain.agreed and not drained and not newcomers(turn, presumed=True):
         withdraw(turn, "the newcomer is gone")

@@ -310,7 +310,7 @@ def plant(owner: Any, name: str, replace: Replace, *caught: str, kind: str = "")
 PLANTS: dict[str, Plant] = dict(
     [
         plant(phases, "open_world", opens_without_raising_the_epoch, "one world per epoch", "epochs grow"),
-        plant(brain, "recover", forgets_an_epoch_on_restart, "epochs grow", "one world per epoch"),
+        plant(brain, "recover", forgets_an_epoch_on_restart, "epochs grow", kind="masters"),
         plant(brain, "recover", opens_another_world_in_the_same_epoch, "one world per epoch"),
         plant(checkpoints, "record_commit", commits_for_closed_epochs, "closed epochs"),
         plant(checkpoints, "adopt_sealed", adopts_what_older_epochs_sealed, "closed epochs"),
