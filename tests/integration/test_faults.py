@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.elastic.checkpoint import Manifest
 from dalsegno.protos import control_pb2
 from tests.support import local_processes as processes
 from tests.support.cluster import TRAIN, Cluster, Node, Training, Undisturbed
@@ -151,7 +152,7 @@ def committed(job: Cluster, epoch: int, step: int = 1) -> int:
     "damage",
     [
         "flipped byte",
-        "extra file",
+        pytest.param("extra file", marks=pytest.mark.full),
         pytest.param("truncated file", marks=pytest.mark.full),
         pytest.param("missing file", marks=pytest.mark.full),
     ],
@@ -172,6 +173,28 @@ def test_damaged_checkpoint(clusters: Clusters, undisturbed: Undisturbed, damage
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
+def test_damaged_universal_form(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Only the later form is bad: it is dropped and made anew, and the run goes on from the same step."""
+    training = Training(script=TRAIN, steps=40, save_every=0)
+    job = clusters(training=training, nnodes="1:2", agent_flags=["--quiet-time=8"])
+    job.start("a")
+    epoch = job.wait_world(1, steps=3)
+    job.start("b")
+    epoch = job.wait_world(2, after=epoch)
+    drained = job.change(epoch).resumed
+    for node in job.alive():
+        job.kill_node(node)
+    (form,) = run_directory(job).glob("step-*.universal.*")
+    DAMAGES["flipped byte"](form)
+    job.start("a", "b")
+    job.wait_line(f"warning: {form.name} is damaged .*: it is made anew")
+    epoch = job.wait_world(2, after=epoch)
+    assert (job.change(epoch).resumed, job.change(epoch).universal) == (drained, True)
+    job.wait_exit()
+    job.assert_undisturbed(undisturbed)
+
+
 def sealed(job: Cluster) -> list[Path]:
     """Sealed sharded checkpoints, oldest first."""
     found = [path.parent for path in run_directory(job).glob("step-*/MANIFEST.json")]
@@ -185,7 +208,9 @@ def step_of(path: Path) -> int:
 # ---- a node that was declared dead comes back -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("with_master", [False, pytest.param(True, id="with-master")])
+@pytest.mark.parametrize(
+    "with_master", [pytest.param(True, id="with-master"), pytest.param(False, id="alone", marks=pytest.mark.full)]
+)
 def test_frozen_node(clusters: Clusters, undisturbed: Undisturbed, with_master: bool) -> None:
     """SIGSTOP until it counts as dead, then SIGCONT: it is told so, nothing of it counts, and it joins as a new one."""
     job = clusters(training=Training(steps=80), agent_flags=["--node-timeout=5"])
@@ -204,6 +229,38 @@ def test_frozen_node(clusters: Clusters, undisturbed: Undisturbed, with_master: 
     assert set(job.group_ranks()) == {"a", "b"}
     job.wait_exit()
     job.assert_lost({epoch: range(0, 30)})
+    job.assert_undisturbed(undisturbed)
+
+
+def test_what_a_dead_node_still_writes(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Frozen in the middle of a save and replaced, its worker seals that checkpoint and more: nobody reads them."""
+    job = clusters(
+        training=Training(steps=100), nnodes="1:1", hooked=True, step_time=0.1, agent_flags=["--node-timeout=5"]
+    )
+    (a,) = job.start("a", hold="saved-20")
+    job.wait_world(1)
+    (b,) = job.start("b")
+    job.wait_line("b is a spare", b)
+    job.wait_hold("saved-20", a)
+    frozen = freeze(job, a)
+    second = job.wait_world(1, steps=3, after=1)
+    assert job.change(second).resumed == 10
+    job.release()
+    thaw([pid for pid in frozen if pid != a.pid])
+    # A world of one has no peers whose absence would stop it: it trains on, and believes that it is the run.
+    job.wait_for(lambda: [*run_directory(job).glob("step-30.e1.*/MANIFEST.json")] or None, "what the dead node seals")
+    thaw([a.pid])
+    job.wait_line("this node was declared dead .* joins again as a new one", a)
+    committed(job, second, step=20)
+    job.wait_line("a is a spare", a)
+    job.kill_node(b)
+    third = job.wait_world(1, after=second)
+    assert job.change(third).resumed >= 20
+    job.wait_exit()
+    last = max(run_directory(job).glob(f"step-*.e{third}.*/MANIFEST.json"), key=lambda path: step_of(path.parent))
+    resumed_from = Manifest.read(last.parent).resumed_from
+    assert resumed_from is not None
+    assert f".e{second}." in resumed_from.name
     job.assert_undisturbed(undisturbed)
 
 

@@ -70,7 +70,7 @@ def kill_and_restart(job: Cluster) -> control_pb2.StatusReply:
     return restart(job, kill(job))
 
 
-@pytest.mark.parametrize("kind", ["embedded", "service"])
+@kinds("embedded")
 def test_killed_while_running(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
     """The same workers go on in the same epoch; afterwards fewer than `min` nodes still wait for another one."""
     job = jobs(kind, training=LONG, nnodes="2:4")

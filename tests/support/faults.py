@@ -184,8 +184,9 @@ def add_file(path: Path) -> None:
 
 
 def largest(path: Path) -> Path:
-    """The largest file that the manifest lists."""
-    return path / max(Manifest.read(path).files, key=lambda entry: entry.size).path
+    """The largest file that the manifest lists and that no other checkpoint shares."""
+    listed = [path / entry.path for entry in Manifest.read(path).files]
+    return max((file for file in listed if file.stat().st_nlink == 1), key=lambda file: file.stat().st_size)
 
 
 DAMAGES: dict[str, Callable[[Path], None]] = {
