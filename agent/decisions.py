@@ -71,7 +71,11 @@ def take(turn: Turn, event: ev.Event) -> None:
             turn.call(
                 "ReportVerification",
                 control_pb2.VerificationReport(
-                    caller=turn.caller(), number=event.number, intact=event.intact, message=event.message
+                    caller=turn.caller(),
+                    number=event.number,
+                    intact=event.intact,
+                    message=event.message,
+                    inconclusive=event.inconclusive,
                 ),
             )
         case ev.Pruned():

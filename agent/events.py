@@ -136,9 +136,12 @@ class ConversionUpdate:
 
 @dataclass(frozen=True)
 class VerificationDone:
+    """`inconclusive`: this node's file system failed, so nothing is known about the checkpoint."""
+
     number: int
     intact: bool
     message: str
+    inconclusive: bool = False
 
 
 @dataclass(frozen=True)

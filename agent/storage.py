@@ -38,6 +38,8 @@ __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
 # opening the directory revalidates it; the master waits for this answer).
 LOOK_SECONDS = 10.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.1, 1.0
+# Between the tries of a verification that the file system spoils (ESTALE, EIO, a mount that is away), seconds.
+_VERIFY_PAUSES = (1.0, 3.0, 6.0, 10.0)
 # A probe file is a token; more is not ours.
 _MAX_PROBE = 256
 
@@ -217,18 +219,35 @@ class Storage:
     def verify(
         self, run_id: str, verification: control_pb2.Verification, deliver: Callable[[VerificationDone], None]
     ) -> None:
-        """Checks all checksums of one directory."""
+        """Checks all checksums of one directory.
+
+        Only damage is a verdict. A file system that fails is tried a few times, for about 20 seconds in all, and then
+        reported as inconclusive: it says nothing about the checkpoint, which other nodes may read well.
+        """
 
         def work() -> None:
-            path = self.directory.run(run_id) / verification.ref.name
-            try:
-                verify(path, read_sealed(path, verification.ref.digest), self._threads)
-            except (CheckpointDamaged, OSError, ValueError) as error:
-                deliver(VerificationDone(verification.number, False, str(error)))
-            else:
-                deliver(VerificationDone(verification.number, True, ""))
+            done = self._look_through(run_id, verification)
+            if done is not None:
+                deliver(done)
 
         self._submit(self._slow, work)
+
+    def _look_through(self, run_id: str, verification: control_pb2.Verification) -> VerificationDone | None:
+        """Blocks. None: this storage was closed meanwhile."""
+        problem = ""
+        for pause in (0.0, *_VERIFY_PAUSES):
+            # Nothing tells when a file system is well again.
+            if self._closing.wait(pause):
+                return None
+            try:
+                path = self.directory.run(run_id) / verification.ref.name
+                damage = _damage_of(path, verification.ref.digest, self._threads)
+            except (OSError, ValueError) as error:
+                problem = str(error)
+                logger.warning("verifying %s: %s", verification.ref.name, error)
+            else:
+                return VerificationDone(verification.number, not damage, damage)
+        return VerificationDone(verification.number, False, problem, inconclusive=True)
 
     def prune(self, run_id: str, refs: Sequence[control_pb2.CheckpointRef], deliver: Callable[[Pruned], None]) -> None:
         """Deletes retired checkpoints with their later forms. Delivers those that are gone; the others stay."""
@@ -326,6 +345,21 @@ class Storage:
         # Later forms first: while the source is there, what is left of a form can be told from a stray directory.
         forms = [name for name in names if CheckpointName.parse(name).source == wanted and name != ref.name]
         return [*forms, ref.name]
+
+
+def _damage_of(path: Path, digest: str, threads: int) -> str:
+    """What is wrong with a sealed checkpoint; empty where nothing is.
+
+    Raises:
+        OSError: it cannot be told: the file system fails, or the directory is not in sight as a whole.
+    """
+    try:
+        verify(path, read_sealed(path, digest), threads)
+    except CheckpointDamaged as damaged:
+        # A mount that is away looks like missing files.
+        os.stat(path)
+        return str(damaged)
+    return ""
 
 
 def _log_crash(future: Future[None]) -> None:

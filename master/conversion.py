@@ -13,6 +13,8 @@ from .turn import Turn
 STALL = 120.0
 # A verifier that does not answer is replaced after this long (seconds).
 VERIFY_TIMEOUT = 600.0
+# After a verification that told nothing, until somebody is asked again (seconds).
+VERIFY_PAUSE = 5.0
 RETRY_FIRST = 5.0
 RETRY_MAX = 60.0
 
@@ -153,19 +155,23 @@ def tend_verification(turn: Turn) -> None:
         return
     verifier = turn.job.nodes.get(verification.verifier)
     usable = verifier is not None and not verifier.leaving and turn.is_fresh(verifier)
-    if usable and not turn.due(turn.live.verify_since + VERIFY_TIMEOUT):
+    if not verification.number:
+        if not turn.due(turn.live.verify_since + VERIFY_PAUSE):
+            return
+    elif usable and not turn.due(turn.live.verify_since + VERIFY_TIMEOUT):
         return
     able = [
         node
-        for node in turn.job.nodes.values()
-        if node.sees_directory and not node.leaving and turn.is_fresh(node) and node.name != verification.verifier
+        for node in in_rank_order(turn, list(turn.job.nodes.values()))
+        if node.sees_directory and not node.leaving and turn.is_fresh(node)
     ]
-    others = [node for node in in_rank_order(turn, able) if node.name != verification.reporter]
-    chosen = (others or able)[:1]
-    if chosen:
+    if able:
+        # Who was asked last, and then who reported it, only where there is nobody else.
+        asked, reporter = verification.verifier, verification.reporter
+        chosen = min(able, key=lambda node: (node.name == asked, node.name == reporter))
         turn.job.verifications += 1
         verification.number = turn.job.verifications
-        verification.verifier = chosen[0].name
+        verification.verifier = chosen.name
         turn.live.verify_since = turn.now
 
 
@@ -173,8 +179,12 @@ def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) ->
     """The second look's verdict. Returns (status code, detail)."""
     job = turn.job
     verification = job.verification
-    if verification is None or verification.number != request.number or verification.verifier != node.name:
+    wanted = verification.number if verification is not None else 0
+    if verification is None or not wanted or wanted != request.number or verification.verifier != node.name:
         return "FAILED_PRECONDITION", f"verification {request.number} is no longer wanted"
+    if request.inconclusive:
+        inconclusive(turn, verification, request.message)
+        return "OK", ""
     job.verification = None
     record = job.checkpoint(verification.digest)
     if record is None:
@@ -190,6 +200,16 @@ def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) ->
         back = f"going back to {before.name}" if before is not None else "no checkpoint is left: starting from step 0"
         turn.notice(f"{record.name} is damaged ({request.message}): {back}", True)
     return "OK", ""
+
+
+def inconclusive(turn: Turn, verification: Verification, reason: str) -> None:
+    """A file system that fails says nothing about the checkpoint: another is asked, or the same one again later."""
+    if verification.message != reason:
+        verification.message = reason
+        turn.notice(f"{verification.verifier} cannot verify the checkpoint ({reason}): it is tried again", True)
+    # The order with this number is answered; `verifier` stays as who was asked last.
+    verification.number = 0
+    turn.live.verify_since = turn.now
 
 
 def acquit(turn: Turn, verification: Verification, record: Checkpoint) -> None:

@@ -87,7 +87,9 @@ class _FailureKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     FAILURE_KIND_STALL: _FailureKind.ValueType  # 2
     """The workers make no steps any more."""
     FAILURE_KIND_PEER: _FailureKind.ValueType  # 3
-    """A peer was lost: the workers' own collectives broke. Never counted against the budget by itself."""
+    """The cause is on another node, which reports it: the workers' own collectives broke, or a peer could not load the
+    resume point. Never counted against the budget by itself.
+    """
 
 class FailureKind(_FailureKind, metaclass=_FailureKindEnumTypeWrapper): ...
 
@@ -97,7 +99,9 @@ FAILURE_KIND_WORKER: FailureKind.ValueType  # 1
 FAILURE_KIND_STALL: FailureKind.ValueType  # 2
 """The workers make no steps any more."""
 FAILURE_KIND_PEER: FailureKind.ValueType  # 3
-"""A peer was lost: the workers' own collectives broke. Never counted against the budget by itself."""
+"""The cause is on another node, which reports it: the workers' own collectives broke, or a peer could not load the
+resume point. Never counted against the budget by itself.
+"""
 global___FailureKind = FailureKind
 
 class _ConversionState:
@@ -961,7 +965,9 @@ class ProgressRequest(google.protobuf.message.Message):
     longest: builtins.float
     """Seconds of the longest step, save or evaluation seen."""
     saved_bytes: builtins.int
-    """Bytes of a save in flight, so that a slow one is told from a stuck one."""
+    """What the saves of this epoch have written, synced and summed on this node so far, bytes; it only grows within an
+    epoch. So a slow save is told from a stuck one.
+    """
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1208,9 +1214,12 @@ class VerificationReport(google.protobuf.message.Message):
     NUMBER_FIELD_NUMBER: builtins.int
     INTACT_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    INCONCLUSIVE_FIELD_NUMBER: builtins.int
     number: builtins.int
     intact: builtins.bool
     message: builtins.str
+    inconclusive: builtins.bool
+    """This node's file system failed, which says nothing about the checkpoint; `intact` has no meaning then."""
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1220,9 +1229,10 @@ class VerificationReport(google.protobuf.message.Message):
         number: builtins.int = ...,
         intact: builtins.bool = ...,
         message: builtins.str = ...,
+        inconclusive: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "intact", b"intact", "message", b"message", "number", b"number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "inconclusive", b"inconclusive", "intact", b"intact", "message", b"message", "number", b"number"]) -> None: ...
 
 global___VerificationReport = VerificationReport
 

@@ -140,7 +140,7 @@ global___Progress = Progress
 
 @typing.final
 class Saving(google.protobuf.message.Message):
-    """A save is in flight; repeated as it grows."""
+    """A save is in flight; repeated as it goes on."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -148,6 +148,7 @@ class Saving(google.protobuf.message.Message):
     BYTES_FIELD_NUMBER: builtins.int
     name: builtins.str
     bytes: builtins.int
+    """Written, synced or summed by this rank; it only grows while the name is the same."""
     def __init__(
         self,
         *,

@@ -222,8 +222,11 @@ class SimAgent:
 
     def _verify(self, wanted: control_pb2.Verification) -> None:
         entry = self.sim.disk.find(self.host, wanted.ref.digest)
-        intact = entry is not None and not entry.damaged
-        self._handle(ev.VerificationDone(wanted.number, intact, "" if intact else "part-0.pt: checksum"))
+        if entry is None:
+            self._handle(ev.VerificationDone(wanted.number, False, "not in sight", inconclusive=True))
+        else:
+            intact = not entry.damaged
+            self._handle(ev.VerificationDone(wanted.number, intact, "" if intact else "part-0.pt: checksum"))
 
     def _prune(self, action: ev.Prune) -> None:
         for ref in action.refs:

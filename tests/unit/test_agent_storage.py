@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import queue
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from dalsegno.agent import storage as agent_storage
 from dalsegno.agent.conversion_job import ConversionJob
 from dalsegno.agent.events import ConversionUpdate
 from dalsegno.agent.lifeline import Lifeline
@@ -154,6 +156,52 @@ def test_manifest_and_verification(directory: JobDirectory, storage: Storage) ->
     storage.verify("run-0001", order, told.put)
     done = told.get(timeout=5)
     assert (done.intact, "model.pt" in done.message) == (False, True)
+
+
+@pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_file_system_that_fails_is_no_verdict(
+    directory: JobDirectory, storage: Storage, monkeypatch: pytest.MonkeyPatch, error: int
+) -> None:
+    """It is tried again; if it stays so the verification is inconclusive; if it passes the verdict counts."""
+    manifest = make_checkpoint(directory.run("run-0001"), "step-3.e1.1")
+    order = pb.Verification(number=4, ref=manifest.to_proto().ref)
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    failures = [OSError(error, os.strerror(error))] * 5
+
+    def flaky(*arguments: Any) -> None:
+        if failures:
+            raise failures.pop()
+
+    monkeypatch.setattr(agent_storage, "verify", flaky)
+    monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES", (0.01,) * 4)
+    storage.verify("run-0001", order, told.put)
+    done = told.get(timeout=5)
+    assert (done.number, done.intact, done.inconclusive) == (4, False, True)
+    assert os.strerror(error) in done.message
+    failures[:] = [OSError(error, os.strerror(error))] * 4
+    storage.verify("run-0001", order, told.put)
+    done = told.get(timeout=5)
+    assert (done.intact, done.inconclusive) == (True, False)
+
+
+def test_a_directory_out_of_sight_is_no_verdict_and_a_missing_file_is(
+    directory: JobDirectory, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mount that is away hides everything; a file that alone is gone is damage, a manifest too."""
+    monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES", (0.01,) * 4)
+    run = directory.run("run-0001")
+    manifest = make_checkpoint(run, "step-3.e1.1")
+    order = pb.Verification(number=4, ref=manifest.to_proto().ref)
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    run.rename(directory.root / "away")
+    storage.verify("run-0001", order, told.put)
+    assert told.get(timeout=5).inconclusive
+    (directory.root / "away").rename(run)
+    for name in ("model.pt", "MANIFEST.json"):
+        (run / manifest.name / name).unlink()
+        storage.verify("run-0001", order, told.put)
+        done = told.get(timeout=5)
+        assert (done.intact, done.inconclusive, name in done.message) == (False, False, True)
 
 
 def test_pruning_takes_the_later_forms_and_nothing_else(directory: JobDirectory, storage: Storage) -> None:

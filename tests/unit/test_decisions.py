@@ -344,6 +344,9 @@ def test_a_verification_is_done_once() -> None:
     assert len(agent.did(ev.Verify)) == 1
     agent.hear(ev.VerificationDone(4, False, "part-0.pt"))
     assert agent.calls("ReportVerification")[0].number == 4
+    assert not agent.calls("ReportVerification")[0].inconclusive
+    agent.hear(ev.VerificationDone(4, False, "stale", inconclusive=True))
+    assert agent.calls("ReportVerification")[1].inconclusive
 
 
 def test_pruning_is_one_at_a_time_and_reported() -> None:

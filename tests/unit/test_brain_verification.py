@@ -1,0 +1,76 @@
+"""A verification that tells nothing, because the verifier's file system failed: nothing is concluded from it."""
+
+from __future__ import annotations
+
+from dalsegno.master.state import Phase
+from dalsegno.protos import control_pb2
+from tests.support.masters import Driven, Node, all_join
+
+
+def reloading(count: int) -> tuple[Driven, list[Node], control_pb2.Checkpoint]:
+    """A world that was reopened from step 4 after a failure; step 2 is committed too."""
+    job = Driven()
+    nodes = job.start(count)
+    nodes[0].save(2)
+    made = nodes[0].save(4)
+    nodes[0].failed()
+    all_join(nodes)
+    assert job.phase is Phase.RUNNING
+    return job, nodes, made
+
+
+def asked(nodes: list[Node]) -> Node | None:
+    return next((node for node in nodes if node.directive.verify.number), None)
+
+
+def cannot_tell(node: Node) -> None:
+    number = node.directive.verify.number
+    report = control_pb2.VerificationReport(caller=node.caller(), number=number, inconclusive=True, message="stale")
+    assert node.job.call(report).code == "OK"
+
+
+def test_another_node_is_asked_after_an_inconclusive_verification() -> None:
+    """The checkpoint stays; the reporter is asked last of all; a verdict then counts."""
+    job, nodes, made = reloading(3)
+    nodes[0].bad(made.ref)
+    first = asked(nodes)
+    assert first is not None
+    cannot_tell(first)
+    assert asked(nodes) is None, "not at once"
+    job.wait(6)
+    second = asked(nodes)
+    assert second not in (None, first, nodes[0])
+    assert second is not None
+    second.verified(intact=True)
+    record = job.job.checkpoint(made.ref.digest)
+    assert record is not None
+    assert not record.retired
+    assert job.job.verification is None
+
+
+def test_a_lone_node_is_asked_again() -> None:
+    """There is nobody else; the notice comes once; the job does not fall back meanwhile."""
+    job, (a,), made = reloading(1)
+    a.bad(made.ref)
+    for _ in range(3):
+        cannot_tell(a)
+        assert job.phase is not Phase.RUNNING
+        job.wait(6)
+        a.beat()
+        assert asked([a]) is a
+    assert len([notice for notice in job.job.notices if "tried again" in notice.text]) == 1
+    a.verified(intact=False)
+    a.join()
+    assert a.directive.run.resume.source.step == 2
+
+
+def test_an_old_answer_is_not_taken_for_the_new_one() -> None:
+    """Each request has a number of its own."""
+    job, (a,), made = reloading(1)
+    a.bad(made.ref)
+    number = a.directive.verify.number
+    cannot_tell(a)
+    late = control_pb2.VerificationReport(caller=a.caller(), number=number, intact=False)
+    assert job.call(late).code == "FAILED_PRECONDITION"
+    zero = control_pb2.VerificationReport(caller=a.caller(), number=0, intact=False)
+    assert job.call(zero).code == "FAILED_PRECONDITION"
