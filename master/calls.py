@@ -100,8 +100,10 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
 def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
     if not node.leaving:
         node.leaving = True
-        if turn.job.drain is not None and turn.is_working(node):
-            turn.live.drain_deadline = turn.now + (message.notice or turn.job.settings.drain_timeout)
+        gone = turn.now + (message.notice or turn.job.settings.drain_timeout)
+        turn.live.leave_by[node.name] = gone
+        if turn.job.drain is not None and not turn.job.drain.growth and turn.is_working(node):
+            turn.live.drain_deadline = min(gone, turn.live.drain_deadline or gone)
     return OK
 
 
@@ -177,7 +179,8 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
     if first and job.phase.has_workers:
         job.causes.append(f"a worker failed on {node.name}")
         turn.notice(f"{node.name}: {message.message}", True)
-    if job.pending_failure is None and job.verification is None:
+    blameless = message.kind == control_pb2.FAILURE_KIND_PEER or job.verification is not None
+    if job.pending_failure is None and not blameless:
         job.pending_failure = Failure(message.caller.epoch, node.name, message.message, message.step)
     return OK
 
@@ -209,8 +212,10 @@ def converted(turn: Turn, node: Node, message: control_pb2.ConversionReport) -> 
 def bad_checkpoint(turn: Turn, node: Node, message: control_pb2.BadCheckpointRequest) -> Answer:
     job = turn.job
     member = member_of(turn, node, message.caller.epoch)
-    if member is None or not job.phase.has_workers:
+    if member is None or job.phase.is_terminal:
         return closed(message.caller.epoch)
+    # A peer that could not load it either may have been heard first: that was no failure of the script's.
+    job.pending_failure = None
     universal = message.form == control_pb2.FORM_UNIVERSAL
     record = next(
         (r for r in job.checkpoints if message.ref.digest in (r.digest, r.universal_digest) and not r.retired), None

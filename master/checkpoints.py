@@ -89,9 +89,17 @@ def record_form(job: Job, message: control_pb2.Checkpoint) -> str:
     record = job.checkpoint(message.source.digest)
     if record is None or record.retired:
         return f"{message.ref.name} is a form of a checkpoint that is not part of the run"
+    if message.ref.digest in record.dropped:
+        return f"{message.ref.name} is damaged"
     if not record.universal_digest:
         record.universal_name, record.universal_digest = message.ref.name, message.ref.digest
     return ""
+
+
+def drop_form(record: Checkpoint) -> None:
+    """The later form is damaged: it is made anew, under another name, and this one never counts again."""
+    record.dropped.append(record.universal_digest)
+    record.universal_name = record.universal_digest = ""
 
 
 def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint]) -> None:
@@ -111,9 +119,19 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint]) -> Non
         record_form(job, message)
 
 
+def last_number(name: str) -> int:
+    """The attempt of `step-<n>.e<epoch>.<attempt>`, the lease of a later form's name; 0 for another name."""
+    last = name.rpartition(".")[2]
+    return int(last) if last.isdigit() else 0
+
+
 def lineage(found: list[control_pb2.Checkpoint]) -> list[control_pb2.Checkpoint]:
     """The newest lineage among sealed checkpoints, oldest first: read back from resume point to resume point."""
-    sharded = [message for message in found if message.form == control_pb2.FORM_SHARDED]
+    attempts: dict[tuple[int, int], control_pb2.Checkpoint] = {}
+    for message in sorted(found, key=lambda message: last_number(message.ref.name)):
+        if message.form == control_pb2.FORM_SHARDED:
+            attempts[message.epoch, message.step] = message
+    sharded = list(attempts.values())
     by_digest = {message.ref.digest: message for message in sharded}
     chain: list[control_pb2.Checkpoint] = []
     last = max(sharded, key=lambda message: (message.epoch, message.step), default=None)

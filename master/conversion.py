@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dalsegno.protos import control_pb2
 
-from .checkpoints import resume_point, retire
+from .checkpoints import drop_form, resume_point, retire
 from .membership import has_answered, in_rank_order, sees_resume
 from .state import Checkpoint, Conversion, Failure, Node, Verification
 from .turn import Turn
@@ -112,6 +112,8 @@ def unblock(turn: Turn) -> None:
 def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tuple[str, str]:
     """One report of a lease's owner. Returns (status code, detail)."""
     conversion = turn.job.conversion
+    if conversion is None and request.state == control_pb2.CONVERSION_STATE_READY:
+        return "OK", ""  # Its commit has opened the world already.
     if conversion is None or not request.lease or conversion.lease != request.lease or conversion.owner != node.name:
         return "FAILED_PRECONDITION", f"lease {request.lease} is no longer held by {node.name}"
     if request.state == control_pb2.CONVERSION_STATE_WORKING:
@@ -193,7 +195,7 @@ def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) ->
         acquit(turn, verification, record)
     elif verification.universal:
         turn.notice(f"{record.universal_name} is damaged ({request.message}): it is made anew", True)
-        record.universal_name = record.universal_digest = ""
+        drop_form(record)
     else:
         retire(turn, record, damaged=True)
         before = resume_point(job)

@@ -12,6 +12,8 @@ from .turn import CLOSED_GRACE, DEAF_AFTER, HEARTBEAT, Turn
 LOSS_LIMIT = 3
 LOSS_WINDOW = 600.0
 HOLD_BASE = 30.0
+# How long agents may take to open their streams again after an outage of the master's (seconds).
+RECONNECT = 5.0
 HOLD_MAX = 3600.0
 
 
@@ -21,6 +23,7 @@ def drop(turn: Turn, node: Node) -> None:
     for book in (turn.live.heard, turn.live.closed, turn.live.joined_at, turn.live.asked_at):
         book.pop(node.name, None)
     turn.live.unexpected.discard(node.name)
+    turn.live.leave_by.pop(node.name, None)
     turn.live.presumed.discard(node.name)
 
 
@@ -68,6 +71,7 @@ def count_loss(turn: Turn, name: str) -> None:
         turn.job.losses[name] = held
         pause = min(HOLD_BASE * 2 ** (held - 1), HOLD_MAX)
         live.held_until[name] = turn.now + pause
+        turn.job.holds[name] = pause
         turn.notice(f"{name} was lost {len(times)} times in {LOSS_WINDOW:.0f} s: a spare for {pause:.0f} s", True)
 
 
@@ -104,7 +108,7 @@ def check_liveness(turn: Turn) -> bool:
     timeout = job.settings.node_timeout
     all_closed = all(node.name in live.closed for node in nodes)
     last_word = max(live.heard.get(node.name, turn.now) for node in nodes)
-    deaf = not all_closed and turn.due(last_word + min(DEAF_AFTER, timeout / 2))
+    deaf = turn.due(last_word + min(DEAF_AFTER, timeout / 2))
     live.deaf = live.deaf or deaf
     for node in nodes:
         how = death_of(turn, node, timeout, all_closed)
@@ -125,10 +129,13 @@ def death_of(turn: Turn, node: Node, timeout: float, all_closed: bool) -> str:
         proof = max((at for name, at in live.advanced.items() if name != node.name), default=proof)
     if node.name in live.closed and not spoke_since(turn, node):
         closed = live.closed[node.name]
-        grace = timeout if all_closed else 0.0 if live.trouble else CLOSED_GRACE
+        if all_closed:
+            return ""  # The path to the master broke, or everybody is gone: the next one to register settles it.
+        suspect = live.trouble and not has_answered(turn, node)
+        grace = 0.0 if suspect else CLOSED_GRACE
         due = (closed if grace == 0.0 else max(closed, proof)) + grace
         # After an outage connections close late and come back one by one.
-        if turn.due(max(due, live.forgiven_at + timeout)):
+        if turn.due(max(due, live.forgiven_at + min(timeout, RECONNECT))):
             return "its connection closed"
         return ""
     if turn.due(max(live.heard.get(node.name, turn.now), proof) + timeout):
@@ -239,6 +246,7 @@ def newcomers(turn: Turn, presumed: bool = False) -> list[Node]:
         for node in turn.job.nodes.values()
         if node.incarnation not in members
         and node.joined is not None
+        and (world is None or not world.resume or world.resume in node.joined.seen)
         and (presumed or node.name not in turn.live.presumed)
         and is_candidate(turn, node)
         and not turn.is_held(node)

@@ -54,10 +54,4 @@ def merge(turn: Turn, found: list[control_pb2.Checkpoint]) -> None:
     for entry in found:
         if entry.form == control_pb2.FORM_UNIVERSAL:
             checkpoints.record_form(job, entry)
-            job.leases = max(job.leases, lease_of(entry.ref.name))
-
-
-def lease_of(name: str) -> int:
-    """The lease under which a universal form was made, from its directory's name; 0 for another name."""
-    last = name.rpartition(".")[2]
-    return int(last) if last.isdigit() else 0
+            job.leases = max(job.leases, checkpoints.last_number(entry.ref.name))

@@ -131,6 +131,8 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
     job.settled = job.fixed_nnodes
     if fresh_run:
         job.run += 1
+        job.probe = message.probe
+        job.stalls = 0
         job.checkpoints = []
         job.history = []
         job.ever_stepped = job.has_session = False
@@ -162,5 +164,6 @@ def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
         remember(turn, message.epoch, message.inventory, message.finished_runs)
     elif job.epoch == 0 and message.finished_runs:
         job.run = max(job.run, 1 + max(run_number(run) for run in message.finished_runs))
-    if message.generation >= job.generation and message.generation:
+    # Equal is above only for an empty store: a fenced node of a running job brings the present generation.
+    if message.generation > job.generation or (job.epoch == 0 and message.generation == job.generation):
         job.generation = message.generation + 1

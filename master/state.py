@@ -142,6 +142,8 @@ class Checkpoint:
     metric: float | None = None
     universal_name: str = ""
     universal_digest: str = ""
+    # Digests of later forms that turned out to be damaged: never adopted again.
+    dropped: list[str] = field(default_factory=list)
     retired: bool = False
     # Retired because it is damaged: its files stay until a newer checkpoint is committed.
     damaged: bool = False
@@ -253,6 +255,9 @@ class Job:
     pending_failure: Failure | None = None
     # How often each node name was lost after its world had made a step.
     losses: dict[str, int] = field(default_factory=dict)
+    # Names that are spares for now, and for how long (seconds; begins anew with a new master).
+    holds: dict[str, float] = field(default_factory=dict)
+    stalls: int = 0
     growths: int = 0
     growth_cost: float = 0.0
     causes: list[str] = field(default_factory=list)
@@ -304,6 +309,8 @@ class Live:
     phase_since: float = 0.0
     last_arrival: float = 0.0
     drain_deadline: float | None = None
+    # When leavers are gone, by node.
+    leave_by: dict[str, float] = field(default_factory=dict)
     growth_done_at: float | None = None
     grow_hold_until: float = 0.0
     grow_after_commit: bool = False

@@ -63,7 +63,12 @@ class Turn:
     def is_held(self, node: Node) -> bool:
         """Lost too often lately: a spare for now."""
         until = self.live.held_until.get(node.name)
-        return until is not None and not self.due(until)
+        if until is None:
+            return False
+        if self.due(until):
+            self.job.holds.pop(node.name, None)
+            return False
+        return True
 
     def is_working(self, node: Node) -> bool:
         """Its ranks of the open epoch are meant to be running."""

@@ -368,7 +368,7 @@ def test_a_lone_silent_node_is_not_declared_dead_until_somebody_else_is_heard() 
 
 
 def test_connections_that_break_after_an_outage_are_no_deaths() -> None:
-    """They come back one by one: a closed stream counts only after a node-timeout from the first word."""
+    """They come back one by one: a closed stream counts only some seconds after the first word."""
     job = Driven()
     a, b = job.start(2)
     job.silent |= {a.incarnation, b.incarnation}
@@ -376,7 +376,7 @@ def test_connections_that_break_after_an_outage_are_no_deaths() -> None:
     a.beat()
     job.silent.discard(a.incarnation)
     b.hang_up()
-    job.wait(5)
+    job.wait(4)
     assert b.is_known
     job.wait(2)
     assert not b.is_known
@@ -503,7 +503,7 @@ def test_a_newcomer_that_dies_before_the_first_step_is_not_counted() -> None:
 
 
 def test_a_stall_is_unplanned_and_counts_as_a_failure() -> None:
-    """stall_timeout until the first step, then a multiple of the longest step seen (at least 30 s)."""
+    """stall_timeout until the first step, then a multiple of the longest step seen (at least 60 s)."""
     job = Driven(settings(stall_timeout=40))
     (a,) = job.start(1)
     a.step(0)
@@ -513,8 +513,8 @@ def test_a_stall_is_unplanned_and_counts_as_a_failure() -> None:
     assert job.phase is Phase.FORMING
     a.join()
     a.step(1)
-    job.wait(31)
-    assert job.phase is Phase.FORMING
+    job.wait(61)
+    assert job.phase is not Phase.RUNNING
     assert "--stall-timeout" in job.notices
 
 
