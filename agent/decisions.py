@@ -36,6 +36,7 @@ def handle(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, 
 
 
 def take(turn: Turn, event: ev.Event) -> None:
+    """One event to its handler."""
     match event:
         case ev.Started():
             turn.register("")
@@ -88,6 +89,7 @@ def take(turn: Turn, event: ev.Event) -> None:
 
 
 def registered(turn: Turn, event: ev.Registered) -> None:
+    """The door is open, under a name and an incarnation."""
     state = turn.state
     state.registering = False
     state.fenced = False
@@ -105,6 +107,7 @@ def registered(turn: Turn, event: ev.Registered) -> None:
 
 
 def call_failed(turn: Turn, event: ev.CallFailed) -> None:
+    """An error status to one of our calls."""
     if event.code == "FAILED_PRECONDITION" and event.detail.startswith("fenced"):
         turn.become_fenced(event.detail)
     elif event.code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"):
@@ -114,6 +117,7 @@ def call_failed(turn: Turn, event: ev.CallFailed) -> None:
 
 
 def link_changed(turn: Turn, up: bool) -> None:
+    """The master is heard again, or no longer."""
     state = turn.state
     if up == state.link_up:
         return
@@ -129,6 +133,7 @@ def link_changed(turn: Turn, up: bool) -> None:
 
 
 def standby_warm(turn: Turn) -> None:
+    """The standby workers of this node are ready."""
     if not turn.state.warm:
         turn.state.warm = True
         if turn.state.incarnation and not turn.state.registering:
@@ -156,6 +161,7 @@ def prepare_join(turn: Turn) -> None:
 
 
 def join_prepared(turn: Turn, event: ev.JoinPrepared) -> None:
+    """Store, inventory and probe are ready: join, unless the order has changed meanwhile."""
     state = turn.state
     if state.joining is None or (event.round, event.resume_digest) != state.joining[:2]:
         return
@@ -176,6 +182,7 @@ def join_prepared(turn: Turn, event: ev.JoinPrepared) -> None:
 
 
 def manifest_read(turn: Turn, event: ev.ManifestRead) -> None:
+    """A seal can be recorded now, or cannot be read."""
     state = turn.state
     state.reading = state.reading - {event.name}
     if event.checkpoint is None:
@@ -188,6 +195,7 @@ def manifest_read(turn: Turn, event: ev.ManifestRead) -> None:
 
 
 def conversion_update(turn: Turn, event: ev.ConversionUpdate) -> None:
+    """The conversion job moved or ended."""
     state = turn.state
     if event.lease != state.lease:
         return
@@ -210,6 +218,7 @@ def conversion_update(turn: Turn, event: ev.ConversionUpdate) -> None:
 
 
 def settle(turn: Turn) -> None:
+    """What follows from the state, after every event."""
     turn.state.wake = None
     report_ended(turn)
     prepare_join(turn)
@@ -237,6 +246,7 @@ def report_ended(turn: Turn) -> None:
 
 
 def tell_workers(turn: Turn) -> None:
+    """Keep the flags that the ranks see up to date."""
     state = turn.state
     if state.workers is not Workers.RUNNING:
         return

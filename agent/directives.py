@@ -10,6 +10,7 @@ from .turn import Turn
 
 
 def directed(turn: Turn, directive: control_pb2.Directive) -> None:
+    """One directive, compared with what this agent is doing. Older generations do not count."""
     state = turn.state
     if directive.generation < state.generation or state.fenced or state.registering:
         return
@@ -42,6 +43,7 @@ def directed(turn: Turn, directive: control_pb2.Directive) -> None:
 
 
 def side_orders(turn: Turn, directive: control_pb2.Directive) -> None:
+    """What goes on beside the workers: conversion, verification, deletion, the copy for people."""
     state = turn.state
     lease = directive.convert.lease if directive.HasField("convert") else 0
     if lease != state.lease:
@@ -64,6 +66,7 @@ def side_orders(turn: Turn, directive: control_pb2.Directive) -> None:
 
 
 def ordered_run(turn: Turn, world: control_pb2.World, drain: bool) -> None:
+    """Be part of a world; with `drain` save and stop. Starts the workers of an epoch once."""
     state = turn.state
     state.gather = None
     state.wait = None
@@ -78,6 +81,7 @@ def ordered_run(turn: Turn, world: control_pb2.World, drain: bool) -> None:
 
 
 def start(turn: Turn, world: control_pb2.World) -> None:
+    """Begin an epoch: everything that was known of the old workers is forgotten."""
     state = turn.state
     state.world = world
     state.started = world.epoch
@@ -99,6 +103,7 @@ def start(turn: Turn, world: control_pb2.World) -> None:
 
 
 def ordered_gather(turn: Turn, gather: control_pb2.Gather) -> None:
+    """Stop what runs, then join (see `decisions.prepare_join`)."""
     state = turn.state
     state.gather = gather
     state.wait = None
@@ -111,6 +116,7 @@ def ordered_gather(turn: Turn, gather: control_pb2.Gather) -> None:
 
 
 def ordered_wait(turn: Turn, wait: control_pb2.Wait) -> None:
+    """No place in the present world: nothing of ours may run."""
     state = turn.state
     state.gather = None
     state.wait = wait
@@ -123,6 +129,7 @@ def ordered_wait(turn: Turn, wait: control_pb2.Wait) -> None:
 
 
 def ordered_finish(turn: Turn, finish: control_pb2.Finish) -> None:
+    """The job ended."""
     if turn.state.workers is Workers.RUNNING:
         turn.kill_workers()
     if finish.success:
@@ -131,6 +138,7 @@ def ordered_finish(turn: Turn, finish: control_pb2.Finish) -> None:
 
 
 def ordered_release(turn: Turn) -> None:
+    """A leaver may go."""
     state = turn.state
     if state.leaving and state.workers is Workers.NONE:
         turn.exit_left()

@@ -12,6 +12,7 @@ from .turn import Turn
 
 
 def signalled(turn: Turn, number: int) -> None:
+    """The first signal is a leave notice, the second one means now."""
     state = turn.state
     name = signal.Signals(number).name
     if state.leaving:

@@ -10,6 +10,7 @@ from .turn import Turn
 
 
 def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
+    """One message of a rank. Messages of an older epoch count only where a seal is at stake."""
     state = turn.state
     message = event.message
     body = message.WhichOneof("body")
@@ -46,6 +47,7 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
 
 
 def progress(turn: Turn, progress: worker_pb2.Progress) -> None:
+    """A step is done on this rank."""
     state = turn.state
     if progress.step >= state.step:
         state.step = progress.step
@@ -56,6 +58,7 @@ def progress(turn: Turn, progress: worker_pb2.Progress) -> None:
 
 
 def save_failed(turn: Turn, failed: worker_pb2.SaveFailed) -> None:
+    """All ranks know it and train on."""
     turn.state.agreed = False
     turn.state.saved_bytes = 0
     if turn.is_rank_zero():
@@ -67,6 +70,7 @@ def save_failed(turn: Turn, failed: worker_pb2.SaveFailed) -> None:
 
 
 def bad_checkpoint(turn: Turn, bad: worker_pb2.BadCheckpoint) -> None:
+    """The resume point could not be loaded; said once, whatever number of ranks say it."""
     if turn.state.bad_reported:
         return
     turn.state.bad_reported = True
@@ -84,6 +88,7 @@ def bad_checkpoint(turn: Turn, bad: worker_pb2.BadCheckpoint) -> None:
 
 
 def worker_exited(turn: Turn, event: ev.WorkerExited) -> None:
+    """One rank ended; the others of this node follow, or are made to."""
     state = turn.state
     if event.epoch != state.started or state.workers is not Workers.RUNNING:
         return
@@ -109,6 +114,7 @@ def has_drained(turn: Turn, local_rank: int) -> bool:
 
 
 def worker_failed(turn: Turn, event: ev.WorkerExited) -> None:
+    """A rank broke: the rest of this node stops, and the master hears the reason."""
     state = turn.state
     state.outcome = Outcome.FAILED
     if event.code == ev.WORKER_BAD_CHECKPOINT and state.bad_reported:
@@ -121,6 +127,7 @@ def worker_failed(turn: Turn, event: ev.WorkerExited) -> None:
 
 
 def report_failure(turn: Turn, text: str, code: int) -> None:
+    """Tell the master why the ranks of this node ended."""
     turn.call(
         "ReportFailure",
         control_pb2.FailureRequest(
@@ -134,6 +141,7 @@ def report_failure(turn: Turn, text: str, code: int) -> None:
 
 
 def start_failed(turn: Turn, event: ev.StartFailed) -> None:
+    """The ranks could not be started at all."""
     state = turn.state
     if event.epoch != state.started or state.workers is not Workers.RUNNING:
         return
@@ -152,6 +160,7 @@ def workers_ended(turn: Turn) -> None:
 
 
 def workers_stopped(turn: Turn, epoch: int) -> None:
+    """What was told to stop is gone."""
     state = turn.state
     if epoch != state.started or state.workers is not Workers.STOPPING:
         return

@@ -34,6 +34,7 @@ class Turn:
         self.do(ev.Register(previous))
 
     def register_again(self) -> None:
+        """After having been fenced: everything of the old incarnation is void."""
         state = self.state
         state.world = None
         state.drain_ordered = False
@@ -47,6 +48,7 @@ class Turn:
         self.register(state.incarnation)
 
     def become_fenced(self, reason: str) -> None:
+        """This incarnation was declared dead: stop everything, then register anew."""
         state = self.state
         if state.fenced or state.registering:
             return
@@ -66,6 +68,7 @@ class Turn:
             self.register_again()
 
     def is_rank_zero(self) -> bool:
+        """Whether this node has group rank 0 in the world that it started last."""
         world = self.state.world
         return world is not None and any(
             member.group_rank == 0 and member.incarnation == self.state.incarnation for member in world.members
@@ -76,6 +79,7 @@ class Turn:
         self.stop_workers(0.0)
 
     def stop_workers(self, grace: float) -> None:
+        """SIGTERM and `grace` seconds for the ranks of this node; 0 kills at once."""
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers = Workers.STOPPING
@@ -87,6 +91,7 @@ class Turn:
             self.state.lease = 0
 
     def report_progress(self) -> None:
+        """What the ranks of this node have done so far; only the newest report matters."""
         state = self.state
         self.call(
             "ReportProgress",
@@ -106,6 +111,7 @@ class Turn:
         return max(0.0, deadline - self.now) if deadline is not None else 0.0
 
     def exit_left(self) -> None:
+        """Leave with the code that says whether everything is saved."""
         state = self.state
         nothing_made = state.world is None or state.step <= state.world.resume.source.step
         # A rank says that it drained only once everything is sealed, even if its exit was not seen any more.
@@ -116,6 +122,7 @@ class Turn:
             self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice without a save; the run goes on from its last commit")
 
     def exit(self, code: int, message: str) -> None:
+        """The last action of this agent."""
         self.stop_conversion()
         self.state.ended = True
         self.do(ev.Exit(code, message))

@@ -40,6 +40,7 @@ def retry(turn: Turn) -> None:
 
 
 def check_owner(turn: Turn, conversion: Conversion) -> None:
+    """Replace an owner that is gone, leaving or stuck."""
     owner = turn.job.nodes.get(conversion.owner)
     if owner is None or owner.leaving or not turn.is_fresh(owner):
         turn.notice(f"{conversion.owner} can no longer convert: another node takes over")
@@ -49,6 +50,7 @@ def check_owner(turn: Turn, conversion: Conversion) -> None:
 
 
 def end_lease(conversion: Conversion) -> None:
+    """Nobody converts at present."""
     conversion.lease = 0
     conversion.owner = ""
 

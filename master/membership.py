@@ -63,6 +63,7 @@ def others_finished(turn: Turn, name: str) -> bool:
 
 
 def count_loss(turn: Turn, name: str) -> None:
+    """A node was lost after its world had made a step; too often, and it is held."""
     live = turn.live
     times = [at for at in live.lost_at.get(name, []) if turn.now - at < LOSS_WINDOW] + [turn.now]
     live.lost_at[name] = times

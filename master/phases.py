@@ -40,6 +40,7 @@ def settle(turn: Turn) -> bool:
 
 
 def forming(turn: Turn) -> bool:
+    """WAITING and FORMING: gather, see to the conversion, open."""
     job = turn.job
     if job.listening:
         return listening(turn)
@@ -153,6 +154,7 @@ def growth_hold(failures: int) -> float:
 
 
 def is_blocked(turn: Turn) -> bool:
+    """Nobody can convert at present."""
     return turn.job.conversion is not None and turn.job.conversion.blocked
 
 
@@ -248,6 +250,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
 
 
 def running(turn: Turn) -> bool:
+    """The world trains: what ends that."""
     job = turn.job
     if end_of_epoch(turn):
         return True
@@ -269,6 +272,7 @@ def running(turn: Turn) -> bool:
 
 
 def world_of(turn: Turn) -> World:
+    """The last opened world, which this phase cannot be without."""
     world = turn.job.world
     if world is None:
         raise AssertionError(f"phase {turn.job.phase.value} without a world")
@@ -374,6 +378,7 @@ def wants_to_grow(turn: Turn) -> bool:
 
 
 def grow_interval(turn: Turn) -> float:
+    """Least seconds between two growths."""
     job = turn.job
     if job.settings.grow_interval >= 0:
         return job.settings.grow_interval
@@ -398,6 +403,7 @@ def notice_end(turn: Turn) -> float:
 
 
 def draining(turn: Turn) -> bool:
+    """The ranks are saving to stop: its end, its deadline, its withdrawal."""
     job, live = turn.job, turn.live
     drain = job.drain
     if drain is None:
@@ -485,6 +491,7 @@ def first_step(turn: Turn) -> None:
 
 
 def end(turn: Turn, phase: Phase, message: str) -> None:
+    """The job is over, well or not."""
     job = turn.job
     job.message = message
     job.conversion = None

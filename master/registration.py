@@ -14,14 +14,17 @@ _FIELDS = tuple(Settings.__dataclass_fields__)
 
 
 def settings_from(message: control_pb2.Settings) -> Settings:
+    """As the agent sent them."""
     return Settings(**{name: getattr(message, name) for name in _FIELDS})
 
 
 def settings_proto(settings: Settings) -> control_pb2.Settings:
+    """As agents are told."""
     return control_pb2.Settings(**{name: getattr(settings, name) for name in _FIELDS})
 
 
 def invalid(settings: Settings) -> str:
+    """What is wrong with the settings, in one line; empty where nothing is."""
     if not 1 <= settings.min_nodes <= settings.max_nodes:
         return f"--nnodes={settings.min_nodes}:{settings.max_nodes}: MIN must be at least 1 and at most MAX"
     if settings.node_unit < 1 or settings.max_nodes < settings.node_unit:
@@ -56,6 +59,7 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
 
 
 def accepted(turn: Turn, node: Node) -> Reply:
+    """The reply that lets a node in."""
     job = turn.job
     return Reply(
         message=control_pb2.RegisterReply(
@@ -65,6 +69,7 @@ def accepted(turn: Turn, node: Node) -> Reply:
 
 
 def admit(turn: Turn, message: control_pb2.RegisterRequest) -> Node:
+    """A new node, with a name of its own."""
     job, live = turn.job, turn.live
     job.arrivals += 1
     node = Node(

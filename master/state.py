@@ -11,6 +11,8 @@ from enum import Enum
 
 
 class Phase(str, Enum):
+    """The job's phases; see `phases` for what each waits for."""
+
     WAITING = "waiting"
     FORMING = "forming"
     RUNNING = "running"
@@ -71,6 +73,8 @@ class Joined:
 
 @dataclass
 class Node:
+    """A registered agent."""
+
     name: str
     incarnation: str
     host: str
@@ -92,6 +96,8 @@ class Node:
 
 @dataclass
 class Member:
+    """A node in a world."""
+
     node: str
     incarnation: str
     host: str
@@ -102,6 +108,8 @@ class Member:
 
 @dataclass
 class World:
+    """The nodes of one epoch with their group ranks, and what they start from."""
+
     epoch: int
     members: list[Member]
     store_host: str
@@ -178,6 +186,8 @@ class Verification:
 
 @dataclass
 class Drain:
+    """Why the open world is saving and stopping."""
+
     growth: bool
     reason: str
     agreed: bool = False
@@ -195,6 +205,8 @@ class Failure:
 
 @dataclass
 class Notice:
+    """One line for all consoles."""
+
     sequence: int
     text: str
     warning: bool = False
@@ -329,6 +341,8 @@ class Live:
 
 @dataclass
 class State:
+    """All that the brain knows: what is stored, and what is not."""
+
     job: Job
     live: Live = field(default_factory=Live)
     # When the brain wants a Tick, monotonic seconds; None: not before the next event.

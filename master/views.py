@@ -38,6 +38,7 @@ def view(state: State, name: str) -> control_pb2.Directive:
 
 
 def order(state: State, node: Node, directive: control_pb2.Directive) -> None:
+    """The one thing this node's workers should be doing."""
     job = state.job
     member = job.world.member(node.incarnation) if job.world is not None else None
     if job.phase.is_terminal:
@@ -57,6 +58,7 @@ def order(state: State, node: Node, directive: control_pb2.Directive) -> None:
 
 
 def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directive) -> None:
+    """For a node outside a running world."""
     job = state.job
     resume = resume_point(job)
     if not node.sees_directory:
@@ -104,6 +106,7 @@ def has_looked_in_vain(job: Job, node: Node, digest: str) -> bool:
 
 
 def spare_reason(state: State, node: Node) -> str:
+    """Why a node has no place, for a person; empty where it is about to get one."""
     if node.name in state.live.held_until:
         return f"{node.name} was lost too often lately: it is a spare for a while"
     if state.job.world is not None and len(state.job.world.members) >= state.job.settings.max_nodes:
@@ -112,6 +115,7 @@ def spare_reason(state: State, node: Node) -> str:
 
 
 def side_orders(job: Job, node: Node, directive: control_pb2.Directive) -> None:
+    """What a node does beside its workers."""
     conversion = job.conversion
     if conversion is not None and conversion.lease and conversion.owner == node.name:
         source = job.checkpoint(conversion.source)
@@ -138,6 +142,7 @@ def side_orders(job: Job, node: Node, directive: control_pb2.Directive) -> None:
 
 
 def world_proto(job: Job, world: World) -> control_pb2.World:
+    """A world as its members are told."""
     message = control_pb2.World(
         epoch=world.epoch, run_id=job.run_id, store_host=world.store_host, store_port=world.store_port
     )
