@@ -7,7 +7,7 @@ the one that is returned. The shell persists `state.job` before any reply or dir
 
 from __future__ import annotations
 
-from . import calls, conversion, membership, phases
+from . import calls, conversion, forming, membership, phases
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened
 from .invariants import check
 from .state import Job, Live, Phase, Settings, State
@@ -38,7 +38,7 @@ def recover(job: Job, generation: int, now: float) -> State:
     live.presumed = set(job.nodes)
     live.joined_at = dict.fromkeys((name for name, node in job.nodes.items() if node.joined is not None), now)
     live.held_until = {name: now + pause for name, pause in job.holds.items()}
-    live.grow_hold_until = now + phases.growth_hold(job.conversion_failures)
+    live.grow_hold_until = now + forming.growth_hold(job.conversion_failures)
     live.conversion_moved = live.verify_since = live.retry_at = now
     if job.drain is not None:
         live.drain_deadline = now + job.settings.drain_timeout
@@ -76,11 +76,23 @@ def settle(turn: Turn) -> None:
     """Apply what the state and the time call for until nothing moves."""
     for _ in range(MAX_MOVES):
         turn.state.wake = None
-        moved = release_leavers(turn) or membership.check_liveness(turn) or phases.settle(turn)
+        moved = release_leavers(turn) or membership.check_liveness(turn) or transition(turn)
         check(turn.state)
         if not moved:
             return
     raise AssertionError(f"the brain does not come to rest in phase {turn.job.phase.value}")
+
+
+def transition(turn: Turn) -> bool:
+    """Whatever the phase, the state and the time call for, one step of it. Returns whether anything moved."""
+    phase = turn.job.phase
+    if phase in (Phase.WAITING, Phase.FORMING):
+        return forming.forming(turn)
+    if phase is Phase.RUNNING:
+        return phases.running(turn)
+    if phase is Phase.DRAINING:
+        return phases.draining(turn)
+    return False
 
 
 def release_leavers(turn: Turn) -> bool:

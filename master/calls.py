@@ -71,6 +71,7 @@ def heartbeat(turn: Turn, node: Node, message: control_pb2.HeartbeatRequest) -> 
 
 
 def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
+    """A node is ready for a place; its inventory may bring what nobody could record."""
     job, live = turn.job, turn.live
     if job.phase.is_terminal:
         return OK
@@ -98,6 +99,7 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
 
 
 def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
+    """A notice: the node goes as soon as the run is saved, at the latest when the notice ends."""
     if not node.leaving:
         node.leaving = True
         gone = turn.now + (message.notice or turn.job.settings.drain_timeout)
@@ -108,6 +110,7 @@ def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
 
 
 def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> Answer:
+    """Steps and saves of the open epoch; not journalled."""
     job, live = turn.job, turn.live
     member = member_of(turn, node, message.caller.epoch)
     if member is None or not job.phase.has_workers:
@@ -135,6 +138,7 @@ def warm(turn: Turn, node: Node, message: control_pb2.WarmRequest) -> Answer:
 
 
 def drained(turn: Turn, node: Node, message: control_pb2.DrainedRequest) -> Answer:
+    """All ranks of a node saved and stopped."""
     member = member_of(turn, node, message.caller.epoch)
     if member is None:
         return closed(message.caller.epoch)
@@ -145,6 +149,7 @@ def drained(turn: Turn, node: Node, message: control_pb2.DrainedRequest) -> Answ
 
 
 def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) -> Answer:
+    """The drain's save failed on all ranks alike."""
     drain = turn.job.drain
     if drain is None or member_of(turn, node, message.caller.epoch) is None:
         return OK
@@ -155,6 +160,7 @@ def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) 
 
 
 def finished(turn: Turn, node: Node, message: control_pb2.FinishedRequest) -> Answer:
+    """All ranks of a node ran to their end."""
     member = member_of(turn, node, message.caller.epoch)
     if member is None:
         return closed(message.caller.epoch)
@@ -165,6 +171,7 @@ def finished(turn: Turn, node: Node, message: control_pb2.FinishedRequest) -> An
 
 
 def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answer:
+    """A rank of a node broke; the world is over."""
     job = turn.job
     member = member_of(turn, node, message.caller.epoch)
     if member is None:
@@ -194,6 +201,7 @@ def commit(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer
 
 
 def claim(turn: Turn, node: Node, message: control_pb2.ClaimRequest) -> Answer:
+    """The owner of the lease begins."""
     held = turn.job.conversion
     if held is None or held.lease != message.lease or held.owner != node.name:
         return "FAILED_PRECONDITION", f"lease {message.lease} is not {node.name}'s"
@@ -210,6 +218,7 @@ def converted(turn: Turn, node: Node, message: control_pb2.ConversionReport) -> 
 
 
 def bad_checkpoint(turn: Turn, node: Node, message: control_pb2.BadCheckpointRequest) -> Answer:
+    """The resume point could not be loaded: somebody else looks at it."""
     job = turn.job
     member = member_of(turn, node, message.caller.epoch)
     if member is None or job.phase.is_terminal:

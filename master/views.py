@@ -5,7 +5,7 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2
 
 from .checkpoints import prunable, resume_point, to_proto
-from .phases import missing
+from .forming import missing
 from .state import Checkpoint, Job, Node, Part, Phase, Settings, State, World
 from .turn import Turn
 

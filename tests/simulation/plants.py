@@ -16,7 +16,7 @@ from unittest import mock
 from dalsegno.agent import decisions, directives, leaving
 from dalsegno.agent import events as ev
 from dalsegno.agent.turn import Turn as AgentTurn
-from dalsegno.master import brain, checkpoints, conversion, membership, phases, recollection, views
+from dalsegno.master import brain, checkpoints, conversion, forming, membership, phases, recollection, views
 from dalsegno.master.state import Checkpoint, Job, Node, Part, Phase, State
 from dalsegno.master.turn import Turn
 from dalsegno.protos import control_pb2
@@ -309,7 +309,7 @@ def plant(owner: Any, name: str, replace: Replace, *caught: str, kind: str = "")
 
 PLANTS: dict[str, Plant] = dict(
     [
-        plant(phases, "open_world", opens_without_raising_the_epoch, "one world per epoch", "epochs grow"),
+        plant(forming, "open_world", opens_without_raising_the_epoch, "one world per epoch", "epochs grow"),
         plant(brain, "recover", forgets_an_epoch_on_restart, "epochs grow", kind="masters"),
         plant(brain, "recover", opens_another_world_in_the_same_epoch, "one world per epoch"),
         plant(checkpoints, "record_commit", commits_for_closed_epochs, "closed epochs"),
@@ -321,9 +321,9 @@ PLANTS: dict[str, Plant] = dict(
         ),
         plant(views, "world_proto", tells_late_members_a_newer_checkpoint, "same resume point"),
         plant(checkpoints, "resume_point", skips_the_resume_point, "newest commit", "committed steps grow"),
-        plant(phases, "open_world", starts_from_nothing, "newest commit"),
+        plant(forming, "open_world", starts_from_nothing, "newest commit"),
         plant(phases, "wants_to_grow", grows_before_a_step, "a step between growths"),
-        plant(phases, "is_gathered", waits_for_nobody, "quiet time"),
+        plant(forming, "is_gathered", waits_for_nobody, "quiet time"),
         plant(membership, "select", opens_below_min, "size of the world"),
         plant(checkpoints, "loads_as_is", loads_another_shape_as_it_is, "loads"),
         plant(membership, "is_candidate", takes_the_blind, "members see the directory", kind="disk"),

@@ -1,0 +1,222 @@
+"""WAITING and FORMING: gathering beside the conversion gate, and the opening of a world."""
+
+from __future__ import annotations
+
+from . import conversion
+from .checkpoints import loads_as_is, resume_point
+from .membership import agree_on_directory, eligible, expected, has_answered, sees_resume, select
+from .phases import end, hopeless
+from .state import Checkpoint, Member, Node, Part, Phase, World
+from .turn import Turn
+
+# After a conversion that failed on a growth, growing waits for a doubling time (seconds).
+GROW_HOLD = 30.0
+GROW_HOLD_MAX = 600.0
+
+
+def forming(turn: Turn) -> bool:
+    """WAITING and FORMING: gather, see to the conversion, open."""
+    job = turn.job
+    if job.listening:
+        return listening(turn)
+    if job.world is not None and job.pending_failure is not None and hopeless(turn):
+        end(turn, Phase.FAILED, f"{job.pending_failure.node}: {job.pending_failure.message}")
+        return True
+    agree_on_directory(turn)
+    conversion.retry(turn)
+    gathering = expected(turn)
+    ready = eligible(turn)
+    prospects = {node.name: node for node in [*ready, *(n for n in gathering if not has_answered(turn, n))]}
+    possible = len(prospects) - len(prospects) % max(1, job.settings.node_unit)
+    stuck = is_blocked(turn) and not old_shape(turn, resume_point(job), ready)
+    moved = wait_or_form(turn, possible >= job.settings.min_nodes and not stuck)
+    conversion.tend_verification(turn)
+    if job.verification is not None or job.phase.is_terminal:
+        return moved
+    gathered = is_gathered(turn, gathering, ready)
+    candidate = select(turn, ready if gathered else list(prospects.values()))
+    resume = resume_point(job)
+    if not candidate:
+        return moved
+    if not gate_open(turn, resume, candidate):
+        # A block that came just now may mean WAITING.
+        moved = moved or (is_blocked(turn) and not stuck and not old_shape(turn, resume, ready))
+        candidate = fallback(turn, resume, ready) if gathered else []
+    if gathered and candidate and not count_failure(turn):
+        open_world(turn, candidate, resume)
+        return True
+    return moved or job.phase.is_terminal
+
+
+def listening(turn: Turn) -> bool:
+    """The store was empty but agents remember a run: hear all of them out first."""
+    live = turn.live
+    if live.listen_until is None:
+        live.listen_until = turn.now + turn.job.settings.node_timeout
+    if not turn.due(live.listen_until):
+        return False
+    turn.job.listening = False
+    turn.job.epoch = max(turn.job.epoch, turn.job.listening_epoch)
+    turn.notice(
+        f"the master's record was lost; the run was read back from its checkpoints ({len(turn.job.checkpoints)})"
+    )
+    return True
+
+
+def wait_or_form(turn: Turn, enough: bool) -> bool:
+    """WAITING while fewer than `min` nodes can take part, FORMING otherwise."""
+    job = turn.job
+    if enough and job.phase is Phase.WAITING:
+        turn.enter(Phase.FORMING)
+        return True
+    if not enough and job.phase is Phase.FORMING:
+        job.quiet = True
+        turn.enter(Phase.WAITING)
+        return True
+    limit = job.settings.wait_for_nodes
+    if job.phase is Phase.WAITING and limit >= 0 and turn.due(turn.live.phase_since + limit):
+        end(turn, Phase.FAILED, f"{missing(turn)} for {limit:.0f} s (--wait-for-nodes)")
+        return True
+    return False
+
+
+def is_gathered(turn: Turn, gathering: list[Node], ready: list[Node]) -> bool:
+    """Complete: at `max`, or when every expected agent has joined and, at a start, it has been quiet for a while."""
+    settings = turn.job.settings
+    if len(ready) >= settings.max_nodes:
+        return True
+    if any(not has_answered(turn, node) for node in gathering):
+        return False
+    return not turn.job.quiet or turn.due(turn.live.last_arrival + settings.quiet_time)
+
+
+def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> bool:
+    """The conversion gate: not needed, or ready."""
+    if resume is None or loads_as_is(resume, sum(node.nproc for node in candidate)):
+        return True
+    conversion.tend(turn, resume)
+    return False
+
+
+def old_shape(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
+    """The largest world that loads the resume point as it is; none where there is no such world."""
+    settings = turn.job.settings
+    if resume is None:
+        return []
+    for count in range(min(len(ready), settings.max_nodes), settings.min_nodes - 1, -1):
+        fits = sum(node.nproc for node in ready[:count]) == resume.world_size
+        if fits and count % max(1, settings.node_unit) == 0:
+            return ready[:count]
+    return []
+
+
+def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
+    """Nobody can convert: go on in the old shape, and hold further growth for a doubling time."""
+    job = turn.job
+    if resume is None or not is_blocked(turn):
+        return []
+    nodes = old_shape(turn, resume, ready)
+    if nodes:
+        reason = job.conversion.reason if job.conversion is not None else ""
+        turn.notice(f"nobody could convert {resume.name} ({reason}): going on in its old shape", True)
+        job.conversion_failures += 1
+        turn.live.grow_hold_until = turn.now + growth_hold(job.conversion_failures)
+    return nodes
+
+
+def growth_hold(failures: int) -> float:
+    """Seconds without a growth after so many conversions in a row that failed for one."""
+    return min(GROW_HOLD * 2.0 ** (failures - 1), GROW_HOLD_MAX) if failures else 0.0
+
+
+def is_blocked(turn: Turn) -> bool:
+    """Nobody can convert at present."""
+    return turn.job.conversion is not None and turn.job.conversion.blocked
+
+
+def missing(turn: Turn) -> str:
+    """Why no world opens, for a person."""
+    job = turn.job
+    resume = resume_point(job)
+    blind = [n.name for n in job.nodes.values() if has_answered(turn, n) and not sees_resume(turn, n)]
+    strangers = [n.name for n in job.nodes.values() if not n.sees_directory]
+    here = len(job.nodes) - len(blind) - len(strangers) - sum(n.leaving for n in job.nodes.values())
+    if job.conversion is not None and job.conversion.blocked:
+        return f"nobody can convert the checkpoint for this shape ({job.conversion.reason}): trying again"
+    text = f"waiting for nodes: {here} here, at least {job.settings.min_nodes} needed"
+    if blind and resume is not None:
+        text += f"; {', '.join(blind)} cannot see {resume.name}"
+    if strangers:
+        text += f"; {', '.join(strangers)} cannot see the checkpoint directory"
+    return text
+
+
+def count_failure(turn: Turn) -> bool:
+    """Everybody of the failed epoch is back: the failure is the script's own. Returns whether it ends the job."""
+    job = turn.job
+    failure = job.pending_failure
+    job.pending_failure = None
+    if failure is None or job.world is None:
+        return False
+    if not all(is_back(turn, member) for member in job.world.members):
+        return False  # A node of it was lost or left: that is what broke it.
+    job.last_failure_step = max(job.last_failure_step, failure.step)
+    job.failures += 1
+    if job.failures <= job.settings.max_restarts:
+        return False
+    end(
+        turn,
+        Phase.FAILED,
+        f"{failure.node}: {failure.message}; {job.failures} failures without progress (--max-restarts "
+        f"{job.settings.max_restarts})",
+    )
+    return True
+
+
+def is_back(turn: Turn, member: Member) -> bool:
+    """Here and well after the failure of its epoch. One that is silent may only not be declared dead yet."""
+    node = turn.job.node_by(member.incarnation)
+    if node is None or node.leaving or member.part is Part.LOST:
+        return False
+    return turn.is_fresh(node) and has_answered(turn, node)
+
+
+def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
+    """One transition; it closes the epoch before for ever."""
+    job, live = turn.job, turn.live
+    first = nodes[0].joined
+    if first is None:
+        raise AssertionError("a member has not joined")
+    old = {member.incarnation for member in job.world.members} if job.world is not None else set()
+    arrived = [node.name for node in nodes if node.incarnation not in old]
+    causes = job.causes + ([f"{', '.join(arrived)} joined"] if arrived else [])
+    size = sum(node.nproc for node in nodes)
+    job.epoch += 1
+    job.world = World(
+        epoch=job.epoch,
+        members=[Member(node.name, node.incarnation, node.host, node.nproc, rank) for rank, node in enumerate(nodes)],
+        store_host=first.store_host,
+        store_port=first.store_port,
+        resume=resume.digest if resume is not None else "",
+        universal=resume is not None and not resume.any_world_size and resume.world_size != size,
+        resumed_step=resume.step if resume is not None else 0,
+        causes=causes or ["restarted"],
+        left_step=job.left_step,
+        grown=job.grown and bool(arrived),
+    )
+    for node in nodes:
+        node.joined = None
+    if job.world.universal or (resume is not None and job.conversion is not None and not job.conversion.blocked):
+        job.conversion_failures = 0
+    job.conversion = None
+    job.drain = None
+    job.quiet = False
+    job.causes = []
+    job.grown = False
+    live.steps, live.advanced, live.asked_at = {}, {}, {}
+    live.unexpected = set()
+    live.saved_bytes = 0
+    live.trouble = False
+    live.first_step_at, live.drain_deadline = None, None
+    live.moved_at = turn.now
+    turn.enter(Phase.RUNNING)
