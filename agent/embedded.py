@@ -33,6 +33,8 @@ _ANSWER_TIMEOUT = 2.0
 # How long a living master may be silent before its successor takes its place; a stopped one gets no time.
 _SILENCE = 6.0
 _RENEWAL = 2.0
+# Another machine's claim is watched at least this long: over NFS its counter is seen to move late.
+_LEAST_WATCH = 10.0
 # Between two attempts after one failed.
 _RETRY_PAUSE = 1.0
 
@@ -49,8 +51,8 @@ class EmbeddedMaster:
     Args:
         directory: private to the job, in the checkpoint directory.
         job_id: of the job.
-        nnodes: (min, max) for a master that is started.
-        node_timeout: how long another machine's claim is watched before it counts as abandoned.
+        node_timeout: how long another machine's claim is watched before it counts as abandoned; at least 10 seconds,
+            which is a few moves of its counter.
         say: prints one line for the person.
         command: starts a master.
     """
@@ -59,15 +61,13 @@ class EmbeddedMaster:
         self,
         directory: Path,
         job_id: str,
-        nnodes: tuple[int, int],
         node_timeout: float,
         say: Callable[[str, bool], None] = lambda text, warning: None,
         command: Sequence[str] = (sys.executable, "-m", "dalsegno.master"),
     ) -> None:
         self._directory = directory
         self._job_id = job_id
-        self._nnodes = nnodes
-        self._node_timeout = node_timeout
+        self._watch = max(node_timeout, _LEAST_WATCH)
         self._say = say
         self._command = tuple(command)
         self._host = socket.gethostname()
@@ -218,15 +218,13 @@ class EmbeddedMaster:
             return True
 
     def _watch_elsewhere(self, claim: Claim) -> None:
-        """Watches another machine's claim for one node-timeout; returns when it did not move.
+        """Watches another machine's claim for a while; returns when it did not move.
 
         Raises:
             MasterError: it moved: the job is served there.
         """
-        self._say(
-            f"the job was served on {claim.host}; watching for {self._node_timeout:.0f} s whether it still is", False
-        )
-        deadline = time.monotonic() + self._node_timeout
+        self._say(f"the job was served on {claim.host}; watching for {self._watch:.0f} s whether it still is", False)
+        deadline = time.monotonic() + self._watch
         # A file that another machine replaces gives no event over a network file system.
         while time.monotonic() < deadline and not self._closing.wait(0.5):
             now = self._claims.read()
@@ -255,11 +253,11 @@ class EmbeddedMaster:
             self.abandoned_generation = max(self.abandoned_generation, before.generation)
         self._token()
         log = self._directory / "master.log"
+        # Not --nnodes: agents bring settings, and one that disagrees must still be able to start the job's master.
         command = [
             *self._command,
             *("--host", "127.0.0.1", "--port", "0", "--job-id", self._job_id),
             *("--store", f"sqlite:///{self._directory / 'master.sqlite'}"),
-            *("--nnodes", f"{self._nnodes[0]}:{self._nnodes[1]}"),
             *("--token-file", str(self.token_file), "--log-file", str(log), "--embedded"),
         ]
         # It outlives this agent: no lifeline, no terminal, no output but its first line.

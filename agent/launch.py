@@ -150,8 +150,7 @@ def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirecto
         log_dir=log_dir,
         node_name=options.node_name,
         local_addr=options.local_addr,
-        # An embedded job whose run has finished starts the next one; with a master a finished job stays finished.
-        new_run=options.new_run or options.master is None,
+        new_run=options.new_run,
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
         script_flag=options.universal_checkpoint and not _knows_us(options),
@@ -182,8 +181,7 @@ def _connect(options: argparse.Namespace, token: str | None, directory: JobDirec
         return _Source(options.master.split(","), Credentials(token, *files), None)
     if getattr(options, "job_id_is_default", False):
         console.say(f"job {options.job_id} (the same command in another terminal joins it)")
-    nnodes = (options.min_nodes, options.max_nodes)
-    embedded = EmbeddedMaster(directory.private, options.job_id, nnodes, options.node_timeout, console.say)
+    embedded = EmbeddedMaster(directory.private, options.job_id, options.node_timeout, console.say)
     try:
         embedded.start()
     except (MasterError, OSError) as error:

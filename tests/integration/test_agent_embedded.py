@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.agent import embedded
 from dalsegno.agent.claim import Claim, ClaimFile
 from dalsegno.agent.embedded import EmbeddedMaster, MasterError
 from dalsegno.agent.processes import is_same_process, kill_same_process
@@ -25,7 +26,7 @@ HOLDER = """
 import sys, time
 from pathlib import Path
 from dalsegno.agent.embedded import EmbeddedMaster
-master = EmbeddedMaster(Path(sys.argv[1]), "job", (1, 2), 2.0)
+master = EmbeddedMaster(Path(sys.argv[1]), "job", 2.0)
 master.start()
 print(master.addresses()[0], flush=True)
 time.sleep(300)
@@ -43,9 +44,7 @@ class Jobs:
 
     def view(self, node_timeout: float = 2.0, command: tuple[str, ...] | None = None) -> EmbeddedMaster:
         extra = {} if command is None else {"command": command}
-        one = EmbeddedMaster(
-            self.directory, "job", (1, 2), node_timeout, lambda text, warning: self.said.append(text), **extra
-        )
+        one = EmbeddedMaster(self.directory, "job", node_timeout, lambda text, warning: self.said.append(text), **extra)
         self.views.append(one)
         return one
 
@@ -171,8 +170,9 @@ def test_a_job_that_another_machine_serves_is_refused(jobs: Jobs) -> None:
         thread.join()
 
 
-def test_an_abandoned_claim_is_taken_over(jobs: Jobs) -> None:
+def test_an_abandoned_claim_is_taken_over(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """A counter that stands still for one node-timeout: the job is ours, and its generation is known."""
+    monkeypatch.setattr(embedded, "_LEAST_WATCH", 0.5)
     jobs.directory.mkdir(parents=True)
     jobs.claims.write(Claim("elsewhere", "boot", os.getpid(), 1, 5, 0, "127.0.0.1:1"), threading.Event())
     view = jobs.view(node_timeout=1.0)
@@ -182,6 +182,21 @@ def test_an_abandoned_claim_is_taken_over(jobs: Jobs) -> None:
     assert jobs.claim().host != "elsewhere"
     assert view.abandoned_generation == 5
     assert "elsewhere" in jobs.said[0]
+
+
+def test_a_short_node_timeout_does_not_take_a_served_job(jobs: Jobs) -> None:
+    """The counter moves every two seconds: whoever watches for less would take over from a living master."""
+    jobs.directory.mkdir(parents=True)
+    theirs = Claim("elsewhere", "boot", 1, 1, 5, 0, "127.0.0.1:1")
+    stop = threading.Event()
+    jobs.claims.write(theirs, stop)
+    move = threading.Timer(2.0, lambda: jobs.claims.write(replace(theirs, counter=1), stop))
+    move.start()
+    try:
+        with pytest.raises(MasterError, match="--master"):
+            jobs.view(node_timeout=1.0).start()
+    finally:
+        move.join()
 
 
 def test_a_master_that_does_not_start_says_why(jobs: Jobs) -> None:
