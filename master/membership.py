@@ -44,7 +44,7 @@ def lose(turn: Turn, node: Node, how: str) -> None:
         member.part = Part.FINISHED
         return
     member.part = Part.LOST
-    if stepped:
+    if stepped and not node.leaving:
         count_loss(turn, node.name)
     job.causes.append(f"{node.name} left" if node.leaving else f"{node.name} was lost ({how})")
 
