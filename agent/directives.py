@@ -93,6 +93,7 @@ def start(turn: Turn, world: control_pb2.World) -> None:
     state.step = world.resume.source.step if world.HasField("resume") else 0
     state.longest = 0.0
     state.saved_bytes = 0
+    state.saving, state.saving_parts = "", {}
     state.has_session = False
     state.agreed = False
     state.anyone_sees_master = False

@@ -18,6 +18,8 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
         # Worth recording whatever became of these workers since: the master refuses what comes too late.
         state.reading = state.reading | {message.sealed.name}
         turn.do(ev.ReadManifest(message.sealed.name, message.sealed.digest))
+        if message.sealed.name == state.saving:
+            save_ended(turn)
         return
     if event.epoch != state.started or state.workers is Workers.NONE:
         return
@@ -28,8 +30,7 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
         case "progress":
             progress(turn, message.progress)
         case "saving":
-            state.saved_bytes = max(state.saved_bytes, message.saving.bytes)
-            turn.report_progress()
+            saving(turn, event.rank, message.saving)
         case "draining":
             state.agreed = True
             turn.report_progress()
@@ -57,10 +58,27 @@ def progress(turn: Turn, progress: worker_pb2.Progress) -> None:
     turn.report_progress()
 
 
+def saving(turn: Turn, rank: int, saving: worker_pb2.Saving) -> None:
+    """Adds what this rank's part of the save grew by: the master is told of one count that only grows in an epoch."""
+    state = turn.state
+    if saving.name != state.saving:
+        state.saving, state.saving_parts = saving.name, {}
+    known = state.saving_parts.get(rank, 0)
+    if saving.bytes > known:
+        state.saved_bytes += saving.bytes - known
+        state.saving_parts = {**state.saving_parts, rank: saving.bytes}
+    turn.report_progress()
+
+
+def save_ended(turn: Turn) -> None:
+    """The next save, whatever it is called, starts from nothing."""
+    turn.state.saving, turn.state.saving_parts = "", {}
+
+
 def save_failed(turn: Turn, failed: worker_pb2.SaveFailed) -> None:
     """All ranks know it and train on."""
     turn.state.agreed = False
-    turn.state.saved_bytes = 0
+    save_ended(turn)
     if turn.is_rank_zero():
         turn.do(
             ev.Say(f"saving {failed.name} failed ({failed.reason}); training goes on, the last commit stands", True)
@@ -120,19 +138,27 @@ def worker_failed(turn: Turn, event: ev.WorkerExited) -> None:
     if event.code == ev.WORKER_BAD_CHECKPOINT and state.bad_reported:
         turn.kill_workers()
         return
+    if event.code == ev.WORKER_BAD_CHECKPOINT and state.has_session:
+        # A rank of another node found the damage and told its own agent: this is no failure of ours.
+        text = f"local rank {event.local_rank} stopped: another node could not load the resume point"
+        report_failure(turn, text, event.code, control_pb2.FAILURE_KIND_PEER)
+        turn.kill_workers()
+        return
     how = f"was killed by signal {-event.code}" if event.code < 0 else f"exited with code {event.code}"
     text = f"local rank {event.local_rank} {how}" + (f": {event.message}" if event.message else "")
     report_failure(turn, text, event.code & 0xFF)
     turn.kill_workers()
 
 
-def report_failure(turn: Turn, text: str, code: int) -> None:
+def report_failure(
+    turn: Turn, text: str, code: int, kind: control_pb2.FailureKind.ValueType = control_pb2.FAILURE_KIND_WORKER
+) -> None:
     """Tell the master why the ranks of this node ended."""
     turn.call(
         "ReportFailure",
         control_pb2.FailureRequest(
             caller=turn.caller(),
-            kind=control_pb2.FAILURE_KIND_WORKER,
+            kind=kind,
             exit_code=code,
             message=text,
             step=turn.state.step,

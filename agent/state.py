@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -60,7 +61,10 @@ class AgentState:
     step: int = 0
     loss: float = 0.0
     longest: float = 0.0
+    # Of all saves of this epoch so far; the one in flight, and how far each rank's part of it is, by rank.
     saved_bytes: int = 0
+    saving: str = ""
+    saving_parts: Mapping[int, int] = field(default_factory=dict)
     has_session: bool = False
     agreed: bool = False
     anyone_sees_master: bool = False

@@ -283,6 +283,32 @@ def test_a_bad_checkpoint_is_reported_once_and_is_no_failure() -> None:
     assert agent.calls("ReportFailure") == []
 
 
+def test_a_bad_checkpoint_that_another_node_found_is_no_failure_of_this_one() -> None:
+    """Exit 84 without a report: its peer's agent reports the damage. A script without a session may mean anything."""
+    agent = Agent().registered().running()
+    assert kinds(agent.exits(84)) == ["ReportFailure", "StopWorkers"]
+    assert agent.calls("ReportFailure")[0].kind == control_pb2.FAILURE_KIND_PEER
+    agent = Agent().registered().running(session=False)
+    agent.exits(84)
+    assert agent.calls("ReportFailure")[0].kind == control_pb2.FAILURE_KIND_WORKER
+
+
+def test_every_save_of_an_epoch_is_seen_to_grow() -> None:
+    """What is reported only grows, by what each rank's part of each save grew; nothing is counted twice."""
+    agent = Agent(nproc=2).registered().running()
+
+    def saves(name: str, rank: int, size: int) -> int:
+        agent.said(rank, saving=worker_pb2.Saving(name=name, bytes=size))
+        return int(agent.calls("ReportProgress")[-1].saved_bytes)
+
+    assert [saves("step-2.e1.1", 0, size) for size in (0, 100, 100, 300)] == [0, 100, 100, 300]
+    assert [saves("step-2.e1.1", 1, size) for size in (50, 250)] == [350, 550]
+    agent.said(sealed=worker_pb2.Sealed(name="step-2.e1.1", digest="d2", step=2))
+    assert saves("step-4.e1.1", 0, 20) == 570
+    agent.said(save_failed=worker_pb2.SaveFailed(name="step-4.e1.1", reason="disk full"))
+    assert [saves("step-4.e1.1", 0, 10), saves("step-4.e1.2", 0, 5)] == [580, 585]
+
+
 def test_what_an_older_epochs_workers_say_is_not_heard() -> None:
     """Except a sealed checkpoint: the master judges that."""
     agent = Agent().registered().running(epoch=1)
