@@ -158,7 +158,8 @@ class Saver:
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
         path = self._store.path(name)
         error: Exception | None = None
-        with _SavingReports(self._link if self._identity.local_rank == 0 else None, path):
+        link = self._link if self._identity.local_rank == 0 else None
+        with _SavingReports(link, name, lambda: _bytes_below(path)):
             try:
                 write(path)
                 state = path / rng.file_name(self._identity.rank)
@@ -191,8 +192,10 @@ class Saver:
         self._raise_first(listed)
         paths = sorted({file for some in listed for file in some["files"]})
         part = {"files": []}
+        done = _Count(_bytes_below(path) if self._identity.local_rank == 0 else 0)
         try:
-            mine = checksums(path, paths[collective.rank :: collective.world_size], sync=True)
+            with _SavingReports(self._link, name, done.read):
+                mine = checksums(path, paths[collective.rank :: collective.world_size], sync=True, moved=done.add)
             part["files"] = [asdict(entry) for entry in mine]
         except (OSError, CheckpointDamaged) as error:
             part["text"] = _describe_error(error)
@@ -270,11 +273,30 @@ class Saver:
             raise _Failed(f"{first['text']} (rank {rank})", fatal)
 
 
-class _SavingReports:
-    """Tells the agent now and then how far the files of a save have grown: a slow save is not a stuck one."""
+class _Count:
+    """Bytes that several threads have dealt with."""
 
-    def __init__(self, link: Link | None, path: Path) -> None:
-        self._link, self._path = link, path
+    def __init__(self, begin: int) -> None:
+        self._bytes = begin
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._bytes += count
+
+    def read(self) -> int:
+        with self._lock:
+            return self._bytes
+
+
+class _SavingReports:
+    """Tells the agent now and then how far a part of a save has come: a slow save is not a stuck one.
+
+    ``measure`` says it in bytes, from one part to the next without going back.
+    """
+
+    def __init__(self, link: Link | None, name: str, measure: Callable[[], int]) -> None:
+        self._link, self._name, self._measure = link, name, measure
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -297,7 +319,7 @@ class _SavingReports:
             self._send(self._link)
 
     def _send(self, link: Link) -> None:
-        saving = worker_pb2.Saving(name=self._path.name, bytes=_bytes_below(self._path))
+        saving = worker_pb2.Saving(name=self._name, bytes=self._measure())
         link.send(worker_pb2.ToAgent(saving=saving), droppable=True)
 
 

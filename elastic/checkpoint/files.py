@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -42,13 +42,16 @@ def list_files(directory: Path) -> list[str]:
     return sorted(found)
 
 
-def checksum(root: Path, path: str, *, sync: bool = False) -> FileEntry:
+def checksum(
+    root: Path, path: str, *, sync: bool = False, moved: Callable[[int], None] = lambda count: None
+) -> FileEntry:
     """Reads one file and describes it.
 
     Args:
         root: The checkpoint's directory.
         path: The file, relative to it.
         sync: Also make its bytes durable (fsync), before they are read back.
+        moved: Told how many bytes were synced or read just now.
 
     Raises:
         CheckpointDamaged: MISSING_FILE, NOT_A_FILE.
@@ -63,13 +66,16 @@ def checksum(root: Path, path: str, *, sync: bool = False) -> FileEntry:
     except FileNotFoundError as error:
         raise CheckpointDamaged(root, path, Damage.MISSING_FILE) from error
     with open(descriptor, "rb", buffering=0) as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise CheckpointDamaged(root, path, Damage.NOT_A_FILE)
         if sync:
             os.fsync(descriptor)
+            moved(status.st_size)
         while count := file.readinto(buffer):
             digest.update(view[:count])
             size += count
+            moved(count)
     return FileEntry(path, size, digest.hexdigest())
 
 
@@ -87,10 +93,20 @@ def write_problem(directory: Path, size: int = 1 << 20) -> str:
     return ""
 
 
-def checksums(root: Path, paths: Iterable[str], *, threads: int = THREADS, sync: bool = False) -> list[FileEntry]:
-    """``checksum`` of several files, in the order of ``paths``, with ``threads`` at work (hashing drops the GIL)."""
+def checksums(
+    root: Path,
+    paths: Iterable[str],
+    *,
+    threads: int = THREADS,
+    sync: bool = False,
+    moved: Callable[[int], None] = lambda count: None,
+) -> list[FileEntry]:
+    """``checksum`` of several files, in the order of ``paths``, with ``threads`` at work (hashing drops the GIL).
+
+    ``moved`` is called on those threads.
+    """
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-checksum") as pool:
-        return list(pool.map(lambda path: checksum(root, path, sync=sync), paths))
+        return list(pool.map(lambda path: checksum(root, path, sync=sync, moved=moved), paths))
 
 
 def fsync_directory(directory: Path) -> None:

@@ -1,0 +1,69 @@
+"""A save in flight tells how far it is, in all its parts, so that a slow one is not taken for a stuck one."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.elastic import saving
+from dalsegno.elastic.checkpoint import CheckpointStore, Position
+from dalsegno.elastic.collective import Solo
+from dalsegno.elastic.identity import Identity
+from dalsegno.protos import worker_pb2
+
+pytestmark = pytest.mark.timeout(30)
+
+
+class Heard:
+    """Stands for the link to the agent: keeps what is said."""
+
+    def __init__(self) -> None:
+        self.said: list[worker_pb2.ToAgent] = []
+        self.changed = threading.Condition()
+
+    def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
+        with self.changed:
+            self.said.append(message)
+            self.changed.notify_all()
+
+    def bytes(self) -> list[int]:
+        return [message.saving.bytes for message in self.said if message.HasField("saving")]
+
+    def wait_beyond(self, size: int) -> None:
+        with self.changed:
+            assert self.changed.wait_for(lambda: self.bytes()[-1:] > [size], 10), self.bytes()
+
+
+def test_syncing_and_summing_are_seen_to_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the files are synced and read back the count goes on growing; every save starts under its own name."""
+    monkeypatch.setattr(saving, "REPORT_SECONDS", 0.01)
+    plain, heard = saving.checksums, Heard()
+
+    def slow(root: Path, paths: list[str], *, sync: bool, moved: Any) -> Any:
+        for path in paths:
+            before = heard.bytes()[-1]
+            plain(root, [path], moved=moved)
+            heard.wait_beyond(before)
+        return plain(root, paths, sync=sync)
+
+    monkeypatch.setattr(saving, "checksums", slow)
+    saver = saving.Saver(Identity(epoch=1), Solo(), CheckpointStore(tmp_path), heard, None)  # type: ignore[arg-type]
+
+    def write(path: Path) -> None:
+        (path / "a.pt").write_bytes(bytes(1000))
+        heard.wait_beyond(0)
+        (path / "b.pt").write_bytes(bytes(2000))
+
+    for step in (1, 2):
+        content = saving.Content(step, Position(0, 16 * step))
+        manifest = saver.save(content, write, create_directory=True, drain=False)
+        assert manifest is not None
+        said = [message.saving for message in heard.said if message.saving.name == manifest.name]
+        sizes = [one.bytes for one in said]
+        assert sizes == sorted(sizes)
+        assert sizes[-1] >= 3000 + manifest.total_bytes
+        assert heard.said[-1].sealed.name == manifest.name
+        heard.said.clear()
