@@ -259,7 +259,7 @@ def test_interrupted_prune_does_not_leave_a_sealed_wreck(tmp_path: Path, monkeyp
     store = CheckpointStore(tmp_path)
     write(tmp_path, "step-4.e2.1")
 
-    def dies(path: Path) -> None:
+    def dies(path: Path, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("shutil.rmtree", dies)
