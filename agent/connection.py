@@ -130,7 +130,8 @@ class Connector:
 
     Args:
         locate: the addresses known now; must not block.
-        credentials: for every channel.
+        credentials: for every channel; asked anew for each, so that a token can be changed. While it raises OSError or
+            ValueError (a file system that is away) the last ones count.
         on_missing: called whenever a link was found broken (an embedded master may have to be started).
     """
 
@@ -146,27 +147,49 @@ class Connector:
         self._lock = threading.Lock()
         self._turn = 0
         self._link: Link | None = None
-        self._metadata: tuple[tuple[str, str], ...] = ()
+        self._last: Credentials | None = None
+        self._unreadable = False
         self._closed = False
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Sent with every call on the present link."""
         with self._lock:
-            return self._metadata
+            return () if self._last is None else self._last.metadata
 
     def get(self) -> Link | None:
-        """The present link, opened if need be; None when no address is known now or this is closed."""
+        """The present link, opened if need be; None when that cannot be done now, or this is closed."""
         with self._lock:
             if self._link is None and not self._closed:
                 addresses = self._locate()
                 if addresses:
                     address = addresses[self._turn % len(addresses)]
-                    credentials = self._credentials()
-                    channel = credentials.channel(address)
-                    self._metadata = credentials.metadata
-                    self._link = Link(channel, control_pb2_grpc.ControlStub(channel), address)
+                    channel = self._open(address)
+                    if channel is not None:
+                        self._link = Link(channel, control_pb2_grpc.ControlStub(channel), address)
             return self._link
+
+    def _open(self, address: str) -> grpc.Channel | None:
+        """A channel with the newest credentials that can be had; the caller holds the lock."""
+        try:
+            self._last = self._credentials()
+        except (OSError, ValueError) as error:
+            self._complain(error)
+            if self._last is None:
+                return None
+        else:
+            self._unreadable = False
+        try:
+            return self._last.channel(address)
+        except OSError as error:
+            self._complain(error)
+            return None
+
+    def _complain(self, error: Exception) -> None:
+        # Once: it is tried again with every call.
+        if not self._unreadable:
+            self._unreadable = True
+            logger.warning("token or certificates cannot be read now: %s", error)
 
     def failed(self, link: Link | None) -> None:
         """Somebody got no answer over `link`: the next `get` goes to the next address."""

@@ -24,6 +24,13 @@ from . import events as ev
 from .state import AgentSettings, AgentState, Outcome, Workers, fresh
 from .turn import Turn
 
+# Seconds: between two attempts at a Join whose store cannot be opened, and at one that did not see the directory.
+JOIN_PAUSE = 1.0
+LOOK_AGAIN = 5.0
+# How long, and how often, a node that comes back asks for a name that another one holds.
+NAME_PATIENCE = 60.0
+NAME_PAUSE = 2.0
+
 __all__ = ("AgentSettings", "AgentState", "Outcome", "Workers", "fresh", "handle")
 
 
@@ -43,7 +50,7 @@ def take(turn: Turn, event: ev.Event) -> None:
         case ev.Registered():
             registered(turn, event)
         case ev.Refused():
-            turn.exit(ev.EXIT_USAGE, event.detail)
+            refused(turn, event)
         case ev.Directed():
             directives.directed(turn, event.directive)
         case ev.CallFailed():
@@ -64,6 +71,8 @@ def take(turn: Turn, event: ev.Event) -> None:
             standby_warm(turn)
         case ev.JoinPrepared():
             join_prepared(turn, event)
+        case ev.JoinFailed():
+            join_failed(turn, event)
         case ev.ManifestRead():
             manifest_read(turn, event)
         case ev.ConversionUpdate():
@@ -92,6 +101,7 @@ def registered(turn: Turn, event: ev.Registered) -> None:
     """The door is open, under a name and an incarnation."""
     state = turn.state
     state.registering = False
+    state.register_at = state.name_deadline = None
     state.fenced = False
     state.incarnation = event.incarnation
     state.node = event.reply.node
@@ -104,6 +114,36 @@ def registered(turn: Turn, event: ev.Registered) -> None:
         turn.call("ReportWarm", control_pb2.WarmRequest(caller=turn.caller()))
     if state.leaving:
         turn.call("Leave", control_pb2.LeaveRequest(caller=turn.caller(), notice=turn.notice_left()))
+
+
+def refused(turn: Turn, event: ev.Refused) -> None:
+    """Only a name that somebody took while this node was away is no reason to give up."""
+    state = turn.state
+    taken = event.code == "ALREADY_EXISTS" and bool(state.incarnation)
+    if taken and not state.settings.node_name and state.node:
+        # The name was the master's choice; it makes another.
+        state.node = ""
+        turn.register(state.incarnation)
+        return
+    if taken and state.settings.node_name:
+        if state.name_deadline is None:
+            state.name_deadline = turn.now + NAME_PATIENCE
+            turn.do(ev.Say(f"{event.detail}; this node waits for it up to {NAME_PATIENCE:.0f} s", True))
+        if turn.now < state.name_deadline:
+            state.register_at = turn.now + NAME_PAUSE
+            return
+    turn.exit(ev.EXIT_USAGE, event.detail)
+
+
+def register_when_due(turn: Turn) -> None:
+    state = turn.state
+    if state.register_at is None:
+        return
+    if turn.now < state.register_at:
+        turn.wake_at(state.register_at)
+    else:
+        state.register_at = None
+        turn.register(state.incarnation)
 
 
 def call_failed(turn: Turn, event: ev.CallFailed) -> None:
@@ -155,9 +195,40 @@ def prepare_join(turn: Turn) -> None:
     elif state.wait is not None and (state.wait.round or state.wait.HasField("look_for")):
         resume = state.wait.look_for if state.wait.HasField("look_for") else None
         wanted = (state.wait.round, resume.digest if resume else "", resume is not None)
-    if wanted is not None and wanted != state.joining:
-        state.joining = wanted
-        turn.do(ev.PrepareJoin(wanted[0], resume, patient=wanted[2]))
+    if wanted is None:
+        return
+    if wanted == state.joining:
+        if state.join_again_at is None and state.joined and state.link_up and is_blind(turn):
+            state.join_again_at = turn.now + LOOK_AGAIN
+        if state.join_again_at is None:
+            return
+        if turn.now < state.join_again_at:
+            turn.wake_at(state.join_again_at)
+            return
+    state.joining = wanted
+    state.joined = False
+    state.join_again_at = None
+    turn.do(ev.PrepareJoin(wanted[0], resume, patient=wanted[2]))
+
+
+def is_blind(turn: Turn) -> bool:
+    """The master wants a Join and nothing to look for, yet gives no place: the directory here is not the job's.
+
+    Only before the first commit; afterwards the order names a checkpoint to look for.
+    """
+    state = turn.state
+    wait = state.wait
+    return wait is not None and bool(wait.reason) and not wait.HasField("look_for") and not state.has_head
+
+
+def join_failed(turn: Turn, event: ev.JoinFailed) -> None:
+    state = turn.state
+    if state.joining is None or (event.round, event.resume_digest) != state.joining[:2]:
+        return
+    state.join_again_at = turn.now + JOIN_PAUSE
+    if event.message != state.join_problem:
+        state.join_problem = event.message
+        turn.do(ev.Say(event.message, True))
 
 
 def join_prepared(turn: Turn, event: ev.JoinPrepared) -> None:
@@ -167,6 +238,8 @@ def join_prepared(turn: Turn, event: ev.JoinPrepared) -> None:
         return
     if state.leaving or state.fenced or state.registering:
         return
+    state.joined = True
+    state.join_problem = ""
     turn.call(
         "Join",
         control_pb2.JoinRequest(
@@ -221,6 +294,7 @@ def settle(turn: Turn) -> None:
     """What follows from the state, after every event."""
     turn.state.wake = None
     report_ended(turn)
+    register_when_due(turn)
     prepare_join(turn)
     leaving.check_outage(turn)
     leaving.check_leave(turn)

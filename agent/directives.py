@@ -17,6 +17,9 @@ def directed(turn: Turn, directive: control_pb2.Directive) -> None:
     state.generation = directive.generation
     state.phase = directive.phase
     state.run_id = directive.run_id or state.run_id
+    state.has_head = directive.HasField("head")
+    if directive.generation > state.heard_generation:
+        new_master(turn, directive)
     for notice in directive.notices:
         # What happened before this node came is not its news.
         if notice.sequence > state.notice and state.directed:
@@ -40,6 +43,15 @@ def directed(turn: Turn, directive: control_pb2.Directive) -> None:
             ordered_finish(turn, directive.finish)
         case "release":
             ordered_release(turn)
+
+
+def new_master(turn: Turn, directive: control_pb2.Directive) -> None:
+    """One that lost its store counts verifications and notices from 1 again; verifying twice harms nothing."""
+    state = turn.state
+    state.heard_generation = directive.generation
+    state.verified = 0
+    if max((notice.sequence for notice in directive.notices), default=0) < state.notice:
+        state.notice = 0
 
 
 def side_orders(turn: Turn, directive: control_pb2.Directive) -> None:

@@ -62,7 +62,6 @@ class Effects:
         self.run_id = ""
         # In force: the job's, once the master has answered.
         self.settings = config.settings
-        self.node = config.node_name
         self._disagreed = False
         self.world_epoch = 0
         self._head = ""
@@ -89,7 +88,7 @@ class Effects:
         """Carries out one action. False: it is about workers, or the exit, and the caller's own."""
         match action:
             case ev.Register():
-                self._register(action.previous_incarnation)
+                self._register(action.previous_incarnation, action.node)
             case ev.Call():
                 self.client.call(action.method, action.request)
             case ev.PrepareJoin():
@@ -132,7 +131,9 @@ class Effects:
 
     # ---- registration -----------------------------------------------------------------------------------------------
 
-    def _register(self, previous: str) -> None:
+    def _register(self, previous: str, node: str) -> None:
+        # Now, not when the survey is done: what is called in between speaks for the new incarnation.
+        self.client.new_session()
         incarnation = secrets.token_hex(8)
         if not previous:
             self._refuse_timer = threading.Timer(self._config.connect_timeout, self._not_answered)
@@ -144,7 +145,7 @@ class Effects:
                 control_pb2.RegisterRequest(
                     incarnation=incarnation,
                     host=socket.gethostname(),
-                    node=self.node if previous else self._config.node_name,
+                    node=node,
                     nproc=self._config.nproc,
                     settings=self._config.settings,
                     probe=survey.probe,
@@ -183,7 +184,6 @@ class Effects:
     def _registered(self, incarnation: str, reply: control_pb2.RegisterReply) -> None:
         self._cancel_timer()
         self.run_id = reply.run_id or self.run_id
-        self.node = reply.node
         if reply.HasField("settings"):
             self.settings = reply.settings
             disagreement = differences(self._config.settings, reply.settings)
@@ -204,8 +204,10 @@ class Effects:
         digest = action.resume.digest if action.resume is not None else ""
         try:
             host, port = self.stores.open()
-        except OSError as error:
-            self._say(f"no store can be served at {self.stores.address} ({error}); check --local-addr", True)
+        except (OSError, RuntimeError) as error:
+            # RuntimeError is what torch's store makes of a port that it cannot have.
+            reason = f"no store can be served at {self.stores.address} ({error}); check --local-addr"
+            self._mailbox.put(ev.JoinFailed(action.round, digest, reason))
             return
 
         def seen(survey: Survey) -> None:

@@ -106,6 +106,7 @@ class ElasticAgent(LocalElasticAgent):
         self._state = decisions.fresh(
             decisions.AgentSettings(
                 nproc=config.nproc,
+                node_name=config.node_name,
                 drain_timeout=config.settings.drain_timeout,
                 master_outage_timeout=config.master_outage_timeout,
             )

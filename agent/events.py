@@ -114,6 +114,15 @@ class JoinPrepared:
 
 
 @dataclass(frozen=True)
+class JoinFailed:
+    """What `PrepareJoin` asked for cannot be had now."""
+
+    round: int
+    resume_digest: str
+    message: str
+
+
+@dataclass(frozen=True)
 class ManifestRead:
     """A sealed checkpoint as its manifest describes it; None when it cannot be read."""
 
@@ -168,6 +177,7 @@ Event = (
     | Signalled
     | StandbyWarm
     | JoinPrepared
+    | JoinFailed
     | ManifestRead
     | ConversionUpdate
     | VerificationDone
@@ -180,9 +190,13 @@ Event = (
 
 @dataclass(frozen=True)
 class Register:
-    """Register with a new incarnation, until the master answers. Drops every unanswered call of the old one."""
+    """Register with a new incarnation, until the master answers. Drops every unanswered call of the old one.
+
+    `node` is the name to ask for; empty: the master gives one.
+    """
 
     previous_incarnation: str = ""
+    node: str = ""
 
 
 @dataclass(frozen=True)

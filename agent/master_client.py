@@ -39,6 +39,7 @@ _AWAY_AFTER = 3.0
 _MOST_WAITING = 10_000
 # An error inside the master is repeated, as a restart may cure it, but not for ever.
 _MOST_INTERNAL_ERRORS = 5
+_NO_LINK = "no address is known, or no token"
 _INTERNAL = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,7 @@ class _Backoff:
 
 
 class MasterClient:
-    """Speaks for one agent. `register` opens a session; everything sent before it in another session is dropped.
+    """Speaks for one agent, in sessions: one for each incarnation.
 
     Args:
         connector: where to.
@@ -144,21 +145,37 @@ class MasterClient:
         with self._changed:
             self._generation = max(self._generation, generation)
 
-    def register(self, request: control_pb2.RegisterRequest) -> None:
-        """Registers `request.incarnation`, repeated until answered. Unanswered calls of before are dropped."""
+    def new_session(self) -> None:
+        """From now on calls are those of the incarnation that `register` names next; they wait for its answer.
+
+        Unanswered calls of the incarnation before are dropped. A session that was never registered goes on.
+        """
         with self._changed:
+            if not self._registered:
+                return
             self._session += 1
             self._registered = False
-            self._incarnation = request.incarnation
             self._request = 0
             self._progress = None
             self._queue.clear()
+            self._cancel_stream()
+            self._changed.notify_all()
+
+    def register(self, request: control_pb2.RegisterRequest) -> None:
+        """Registers `request.incarnation`, repeated until answered, before all calls of the session."""
+        self.new_session()
+        with self._changed:
+            # An answer to an earlier attempt is not the answer to this one.
+            self._session += 1
+            self._incarnation = request.incarnation
             copied = control_pb2.RegisterRequest()
             copied.CopyFrom(request)
             copied.job_id, copied.protocol = self._job_id, PROTOCOL
             copied.generation = max(copied.generation, self._generation)
-            self._queue.append(_Waiting("Register", copied, self._session))
-            self._cancel_stream()
+            later = [waiting for waiting in self._queue if waiting.method != "Register"]
+            for waiting in later:
+                waiting.session = self._session
+            self._queue = deque([_Waiting("Register", copied, self._session), *later])
             self._changed.notify_all()
 
     def call(self, method: str, request: Message) -> None:
@@ -255,7 +272,7 @@ class MasterClient:
         backoff = _Backoff(self._closing)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing.is_set())
+                self._changed.wait_for(lambda: self._sendable() or self._closing.is_set())
                 if self._closing.is_set():
                     return
                 waiting = self._queue[0]
@@ -273,11 +290,15 @@ class MasterClient:
             else:
                 backoff.wait()
 
+    def _sendable(self) -> bool:
+        """Whether the first call may go out now; the caller holds the lock."""
+        return bool(self._queue) and (self._registered or self._queue[0].method == "Register")
+
     def _send(self, waiting: _Waiting) -> bool:
         """One attempt. True when the call is settled, one way or another."""
         link = self._connector.get()
         if link is None:
-            self._unheard(None, "no address is known")
+            self._unheard(None, _NO_LINK)
             return False
         try:
             reply = getattr(link.stub, waiting.method)(
@@ -358,11 +379,12 @@ class MasterClient:
             self._beat(request, session)
 
     def _beat(self, request: Message, session: int) -> None:
+        progress = request if isinstance(request, control_pb2.ProgressRequest) else None
         link = self._connector.get()
         if link is None:
-            self._unheard(None, "no address is known")
+            self._unheard(None, _NO_LINK)
+            self._keep(progress, session)
             return
-        progress = request if isinstance(request, control_pb2.ProgressRequest) else None
         try:
             if progress is not None:
                 ack = link.stub.ReportProgress(progress, timeout=_HEARTBEAT_TIMEOUT, metadata=self._connector.metadata)
@@ -382,14 +404,19 @@ class MasterClient:
         retried = code in RETRIED or code in _INTERNAL
         if retried:
             self._unheard(link, str(error))
+            self._keep(progress, session)
+            return
         with self._changed:
             current = session == self._session and not self._closing.is_set()
-            if retried and current and progress is not None and self._progress is None:
-                # With the next heartbeat, unless a newer one comes first.
-                self._progress = progress
-        if current and not retried and isinstance(error, grpc.RpcError):
+        if current and isinstance(error, grpc.RpcError):
             method = "Heartbeat" if progress is None else "ReportProgress"
             self._listener.failed(method, code.name, detail_of(error))
+
+    def _keep(self, progress: control_pb2.ProgressRequest | None, session: int) -> None:
+        """An unheard report goes out again, unless a newer one comes first."""
+        with self._changed:
+            if progress is not None and self._progress is None and session == self._session:
+                self._progress = progress
 
     # ---- the watch --------------------------------------------------------------------------------------------------
 
@@ -416,7 +443,7 @@ class MasterClient:
         """Reads one stream to its end. True when it must not be opened again for this session."""
         link = self._connector.get()
         if link is None:
-            self._unheard(None, "no address is known")
+            self._unheard(None, _NO_LINK)
             return False
         try:
             stream = link.stub.Watch(control_pb2.WatchRequest(caller=caller), metadata=self._connector.metadata)

@@ -99,6 +99,7 @@ class Rendezvous(RendezvousHandler):
         self._mailbox: Mailbox[ev.Event] = Mailbox()
         settings = decisions.AgentSettings(
             nproc=config.nproc,
+            node_name=config.node_name,
             drain_timeout=config.settings.drain_timeout,
             # Its workers cannot drain, so an outage of the master must not ask them to.
             master_outage_timeout=float("inf"),

@@ -33,6 +33,8 @@ class AgentSettings:
     """Durations in seconds."""
 
     nproc: int = 1
+    # As the user gave it; empty: the master gives one.
+    node_name: str = ""
     drain_timeout: float = 30.0
     master_outage_timeout: float = 60.0
     # How long a leaver without a word from the master still waits for one, once its part is safe.
@@ -48,6 +50,9 @@ class AgentState:
     incarnation: str = ""
     generation: int = 0
     registering: bool = False
+    # The user's node name is held by another live node: when to ask again, and until when.
+    register_at: float | None = None
+    name_deadline: float | None = None
     run_id: str = ""
     phase: int = control_pb2.PHASE_UNSPECIFIED
     # The world whose workers this agent started last, and how they fare.
@@ -75,6 +80,10 @@ class AgentState:
     drain_for_outage: bool = False
     # What this agent prepares or has sent a Join for: (round, resume digest, patient).
     joining: tuple[int, str, bool] | None = None
+    # That Join was sent; when to prepare the same one again, and why the last preparation failed.
+    joined: bool = False
+    join_again_at: float | None = None
+    join_problem: str = ""
     gather: control_pb2.Gather | None = None
     wait: control_pb2.Wait | None = None
     wait_said: str = ""
@@ -85,7 +94,11 @@ class AgentState:
     verified: int = 0
     pruning: tuple[str, ...] = ()
     head: str = ""
+    # The run has a committed checkpoint.
+    has_head: bool = False
     notice: int = 0
+    # Of the last directive.
+    heard_generation: int = 0
     # A directive has come in before.
     directed: bool = False
     link_up: bool = True

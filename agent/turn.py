@@ -30,8 +30,9 @@ class Turn:
             self.state.wake = when
 
     def register(self, previous: str) -> None:
+        """Under the user's name, or the one it had before, or one that the master gives."""
         self.state.registering = True
-        self.do(ev.Register(previous))
+        self.do(ev.Register(previous, self.state.settings.node_name or self.state.node))
 
     def register_again(self) -> None:
         """After having been fenced: everything of the old incarnation is void."""

@@ -247,6 +247,60 @@ def test_a_new_registration_drops_what_the_old_one_left(master: Master, agent: A
     assert [caller.incarnation for caller in master.servicer.watching] == ["one", "two"]
 
 
+def test_calls_of_a_new_session_wait_for_its_registration_and_are_not_lost(master: Master, agent: Agent) -> None:
+    """The session begins when the agent decides to register; reading the directory for it takes a while."""
+    agent.register("one")
+    agent.expect("directed")
+    master.servicer.errors["Join"] = [(grpc.StatusCode.UNAVAILABLE, "away")] * 1000
+    agent.client.call("Join", join(1))
+    agent.client.new_session()
+    agent.client.call("ReportFailure", pb.FailureRequest(message="kept"))
+    agent.client.new_session()
+    time.sleep(0.3)
+    assert master.servicer.of("ReportFailure") == []
+    master.servicer.errors["Register"] = [(grpc.StatusCode.ALREADY_EXISTS, "n is alive")]
+    agent.register("two")
+    assert agent.expect("refused")[0] == "ALREADY_EXISTS"
+    agent.client.new_session()
+    agent.client.call("ReportWarm", pb.WarmRequest())
+    time.sleep(0.3)
+    assert master.servicer.of("ReportWarm") == []
+    agent.register("three")
+    assert agent.client.flush(5)
+    callers = [master.servicer.of(name)[0].caller for name in ("ReportFailure", "ReportWarm")]
+    assert [(caller.incarnation, caller.request) for caller in callers] == [("three", 1), ("three", 2)]
+
+
+def test_a_token_that_cannot_be_read_ends_no_thread(master: Master) -> None:
+    """The file system is away when the connection is made, and again when it is made anew: the last token counts."""
+    agent = Agent(master.address)
+    away = threading.Event()
+    away.set()
+
+    def credentials() -> Credentials:
+        if away.is_set():
+            raise OSError(116, "Stale file handle")
+        return Credentials("secret")
+
+    agent.connector._credentials = credentials
+    try:
+        agent.register()
+        wait_for(lambda: agent.missing > 2)
+        away.clear()
+        agent.expect("directed")
+        away.set()
+        master.stop()
+        assert agent.expect("link") is False
+        agent.client.call("Join", join(9))
+        agent.client.call("ReportProgress", pb.ProgressRequest(step=7))
+        master.start()
+        assert agent.client.flush(10)
+        wait_for(lambda: master.servicer.of("ReportProgress") != [])
+        assert {heard["authorization"] for heard in master.servicer.metadata} == {"Bearer secret"}
+    finally:
+        agent.client.close()
+
+
 def test_only_the_newest_progress_counts(master: Master, agent: Agent) -> None:
     """Hundreds of reports become a few, the first and the last of them included; a heartbeat comes every second."""
     agent.register()

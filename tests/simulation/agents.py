@@ -38,6 +38,7 @@ class SimAgent:
         self.state = decisions.fresh(
             decisions.AgentSettings(
                 nproc=self.nproc,
+                node_name=name,
                 drain_timeout=sim.plan.settings.drain_timeout,
                 master_outage_timeout=sim.plan.outage_timeout,
             )
@@ -133,7 +134,7 @@ class SimAgent:
             self.sim.trace(self.label, "-> {}", short(action))
         match action:
             case ev.Register():
-                self._register(action.previous_incarnation)
+                self._register(action.previous_incarnation, action.node)
             case ev.Call():
                 self.client.call(action.method, action.request)
             case ev.PrepareJoin():
@@ -167,7 +168,7 @@ class SimAgent:
             case ev.Say() | ev.WriteLatest() | ev.Sweep():
                 pass
 
-    def _register(self, previous: str) -> None:
+    def _register(self, previous: str, node: str) -> None:
         self.registrations += 1
         disk, plan = self.sim.disk, self.sim.plan
         self.client.register(
@@ -176,7 +177,7 @@ class SimAgent:
                 incarnation=f"{self.label}.{self.registrations}",
                 protocol=1,
                 host=self.host,
-                node=self.asked_name,
+                node=node,
                 nproc=self.nproc,
                 settings=plan.settings,
                 probe=disk.read_probe(self.host),

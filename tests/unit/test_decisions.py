@@ -179,7 +179,7 @@ def test_fenced_stops_everything_and_registers_anew(how: str) -> None:
     assert "StopWorkers" in kinds(actions)
     assert agent.did(ev.Register)[1:] == []
     agent.hear(ev.WorkersStopped(1))
-    assert agent.did(ev.Register)[-1] == ev.Register(ME)
+    assert agent.did(ev.Register)[-1] == ev.Register(ME, "me")
 
 
 def test_a_closed_epoch_is_no_fence() -> None:

@@ -1,0 +1,156 @@
+"""What an agent tries again: its name, its Join, and what a master that lost its store asks for anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from dalsegno.agent import decisions
+from dalsegno.agent import events as ev
+from dalsegno.protos import control_pb2
+from tests.unit.test_decisions import GATHER, ME, Agent, kinds, world
+
+TAKEN = ev.Refused("ALREADY_EXISTS", "node name 'me' is held by a live node")
+REPLY = control_pb2.RegisterReply(generation=1, node="me-1")
+
+
+# ---- its name -------------------------------------------------------------------------------------------------------
+
+
+def fenced(node_name: str = "") -> Agent:
+    """It was declared dead and has asked for its name again."""
+    agent = Agent(node_name=node_name).registered()
+    agent.directed(fenced=control_pb2.Fenced(reason="silent"))
+    assert agent.did(ev.Register) == [ev.Register("", node_name), ev.Register(ME, "me")]
+    return agent
+
+
+def test_a_name_that_the_master_gave_is_only_a_wish() -> None:
+    """Somebody took it meanwhile: any other will do."""
+    agent = fenced()
+    assert agent.hear(TAKEN) == [ev.Register(ME, "")]
+    agent.hear(ev.Registered("me.2", REPLY))
+    assert agent.state.node == "me-1"
+    assert not agent.did(ev.Exit)
+
+
+def test_a_name_of_the_users_is_waited_for_and_then_given_up() -> None:
+    """One line; asked again every two seconds; a minute later it ends."""
+    agent = fenced("me")
+    assert kinds(agent.hear(TAKEN)) == ["Say"]
+    assert agent.waits(1.0) == []
+    attempts = 0
+    while not agent.did(ev.Exit):
+        assert agent.waits(2.1) == [ev.Register(ME, "me")]
+        agent.hear(TAKEN)
+        attempts += 1
+        assert attempts < 40
+    assert attempts >= 25
+    assert agent.did(ev.Exit) == [ev.Exit(ev.EXIT_USAGE, TAKEN.detail)]
+    assert len([say for say in agent.did(ev.Say) if "waits for it" in say.text]) == 1
+
+
+def test_a_name_that_becomes_free_is_taken() -> None:
+    """And the next time it is waited for anew."""
+    agent = fenced("me")
+    agent.hear(TAKEN)
+    agent.waits(2.1)
+    agent.hear(ev.Registered("me.2", REPLY))
+    assert agent.waits(100) == []
+    assert agent.state.name_deadline is None
+
+
+# ---- its Join -------------------------------------------------------------------------------------------------------
+
+
+def test_a_join_that_cannot_be_prepared_is_tried_again_every_second() -> None:
+    """The person hears of it once."""
+    agent = Agent().registered()
+    assert kinds(agent.directed(gather=GATHER)) == ["PrepareJoin"]
+    for attempt in range(3):
+        failed = agent.hear(ev.JoinFailed(2, "d3", "no store can be served"))
+        assert kinds(failed) == (["Say"] if attempt == 0 else [])
+        assert agent.waits(0.5) == []
+        assert kinds(agent.waits(0.6)) == ["PrepareJoin"]
+    assert kinds(agent.hear(ev.JoinPrepared(2, "d3", "h", 7, "probe", ()))) == ["Join"]
+    assert agent.waits(10) == []
+
+
+def test_a_failure_to_prepare_an_older_join_changes_nothing() -> None:
+    """The present one is under way."""
+    agent = Agent().registered()
+    agent.directed(gather=GATHER)
+    assert agent.hear(ev.JoinFailed(1, "d3", "no store")) == []
+    assert agent.waits(10) == []
+
+
+def blind(**more: control_pb2.Checkpoint) -> Agent:
+    """A node that does not see the directory has sent its Join."""
+    agent = Agent().registered()
+    wait = control_pb2.Wait(reason="me does not see the job's checkpoint directory", round=1)
+    agent.directed(wait=wait, **more)
+    agent.hear(ev.JoinPrepared(1, "", "h", 7, "other probe", ()))
+    return agent
+
+
+def test_a_node_that_does_not_see_the_directory_looks_again() -> None:
+    """Every five seconds, while no checkpoint can be named to look for; not while nobody would hear it."""
+    agent = blind()
+    assert agent.waits(4.0) == []
+    assert kinds(agent.waits(1.1)) == ["PrepareJoin"]
+    assert agent.waits(20.0) == [], "the first look has not ended"
+    assert kinds(agent.hear(ev.JoinPrepared(1, "", "h", 8, "other probe", ()))) == ["Join"]
+    assert kinds(agent.waits(5.1)) == ["PrepareJoin"]
+    agent.hear(ev.LinkChanged(False), ev.JoinPrepared(1, "", "h", 9, "other probe", ()))
+    assert agent.waits(5.1) == []
+
+
+@pytest.mark.parametrize("change", ["head", "run"])
+def test_a_node_with_something_else_to_do_does_not_look_again(change: str) -> None:
+    """Once there is a commit the order names what to look for; a spare of a full world just waits."""
+    agent = blind()
+    if change == "head":
+        agent = blind(head=control_pb2.Checkpoint(step=3))
+    else:
+        agent.directed(run=world())
+    assert "PrepareJoin" not in kinds(agent.waits(6.0))
+
+
+# ---- a master that lost its store -----------------------------------------------------------------------------------
+
+
+def test_a_master_without_memory_is_obeyed() -> None:
+    """It counts verifications and notices from 1 again, under a higher generation."""
+    agent = Agent().registered()
+    notices = [control_pb2.Notice(sequence=n, text=f"old {n}") for n in range(1, 9)]
+    agent.directed(wait=control_pb2.Wait(), verify=control_pb2.Verification(number=4), notices=notices)
+    news = [control_pb2.Notice(sequence=1, text="new")]
+    agent.directed(generation=2, wait=control_pb2.Wait(), notices=news)
+    assert [say.text for say in agent.did(ev.Say)] == ["new"]
+    for _ in range(2):
+        agent.directed(generation=2, wait=control_pb2.Wait(), verify=control_pb2.Verification(number=1), notices=news)
+    assert [action.verification.number for action in agent.did(ev.Verify)] == [4, 1]
+    assert [say.text for say in agent.did(ev.Say)] == ["new"]
+
+
+def test_a_master_with_its_store_repeats_no_news() -> None:
+    """A restart alone is no news."""
+    agent = Agent().registered()
+    notices = [control_pb2.Notice(sequence=n, text=f"old {n}") for n in range(1, 9)]
+    agent.directed(wait=control_pb2.Wait(), notices=notices)
+    agent.directed(generation=2, wait=control_pb2.Wait(), notices=notices)
+    assert agent.did(ev.Say) == []
+
+
+def test_a_master_that_came_with_a_new_registration_is_new_too() -> None:
+    """The generation was known from the registration before the first directive came."""
+    agent = Agent().registered()
+    agent.directed(wait=control_pb2.Wait(), verify=control_pb2.Verification(number=4))
+    agent.hear(ev.CallFailed("Heartbeat", "FAILED_PRECONDITION", "fenced: not registered"))
+    agent.hear(ev.Registered("me.2", control_pb2.RegisterReply(generation=2, node="me")))
+    agent.directed(generation=2, wait=control_pb2.Wait(), verify=control_pb2.Verification(number=1))
+    assert len(agent.did(ev.Verify)) == 2
+
+
+def test_the_pauses_are_what_the_tests_take_them_for() -> None:
+    """In seconds."""
+    assert (decisions.JOIN_PAUSE, decisions.LOOK_AGAIN, decisions.NAME_PAUSE) == (1.0, 5.0, 2.0)
