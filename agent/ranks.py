@@ -18,8 +18,6 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
         # Worth recording whatever became of these workers since: the master refuses what comes too late.
         state.reading = state.reading | {message.sealed.name}
         turn.do(ev.ReadManifest(message.sealed.name, message.sealed.digest))
-        if message.sealed.name == state.saving:
-            save_ended(turn)
         return
     if event.epoch != state.started or state.workers is Workers.NONE:
         return
@@ -71,7 +69,7 @@ def saving(turn: Turn, rank: int, saving: worker_pb2.Saving) -> None:
 
 
 def save_ended(turn: Turn) -> None:
-    """The next save, whatever it is called, starts from nothing."""
+    """The next one starts from nothing, also under the same name. (After a sealed one the name is another.)"""
     turn.state.saving, turn.state.saving_parts = "", {}
 
 
