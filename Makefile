@@ -102,6 +102,9 @@ test: lint wheel tools
 	$(MAKE) --no-print-directory simulate
 	$(PYTEST)
 
+# The schedules were all run by `simulate`: the test of the simulator itself needs few.
+test test-all: export SIM_RUNS ?= 100
+
 test-all: lint wheel tools
 	$(MAKE) --no-print-directory simulate RUNS=100000
 	$(PYTEST) --full --repeat 20

@@ -134,6 +134,9 @@ def death_of(turn: Turn, node: Node, timeout: float, all_closed: bool) -> str:
             return ""  # The path to the master broke, or everybody is gone: the next one to register settles it.
         suspect = live.trouble and not has_answered(turn, node)
         grace = 0.0 if suspect else CLOSED_GRACE
+        if not suspect and turn.is_working(node):
+            # Steps that take longer than that do not stand still yet; a broken stream comes back meanwhile.
+            grace = min(timeout, max(CLOSED_GRACE, 1.2 * live.longest))
         due = (closed if grace == 0.0 else max(closed, proof)) + grace
         # After an outage connections close late and come back one by one.
         if turn.due(max(due, live.forgiven_at + min(timeout, RECONNECT))):

@@ -122,6 +122,26 @@ def test_a_stream_that_breaks_for_an_instant_in_troubled_times_kills_nobody() ->
     assert not a.is_known
 
 
+def test_long_steps_give_a_broken_stream_time_to_come_back() -> None:
+    """Peers that are in the middle of a long step do not stand still; a survivor's failure report counts at once."""
+    job = Driven()
+    a, b = job.start(2)
+    trained(job, [a, b])
+    job.call(control_pb2.ProgressRequest(caller=a.caller(number=0), step=5, has_session=True, longest=3.0))
+    b.hang_up()
+    job.wait(3)
+    assert b.is_known
+    job.wait(1)
+    assert not b.is_known
+    a.join()
+    a.convert()
+    c = job.node()
+    assert job.phase is Phase.RUNNING
+    c.hang_up()
+    job.wait(1.2)
+    assert not c.is_known, "nobody's steps tell of a spare"
+
+
 def test_when_every_stream_closes_nobody_is_declared_dead() -> None:
     """The path to the master broke: the nodes come back and go on."""
     job = Driven()
