@@ -301,6 +301,20 @@ def test_a_token_that_cannot_be_read_ends_no_thread(master: Master) -> None:
         agent.client.close()
 
 
+def test_progress_is_kept_while_no_address_is_known(master: Master, agent: Agent) -> None:
+    """An embedded master is being started: what a rank said last is told afterwards."""
+    agent.register()
+    agent.expect("directed")
+    agent.addresses.clear()
+    master.stop()
+    assert agent.expect("link") is False
+    agent.client.call("ReportProgress", pb.ProgressRequest(step=7))
+    time.sleep(1.5)
+    master.start()
+    agent.addresses.append(master.address)
+    wait_for(lambda: [request.step for request in master.servicer.of("ReportProgress")] == [7])
+
+
 def test_only_the_newest_progress_counts(master: Master, agent: Agent) -> None:
     """Hundreds of reports become a few, the first and the last of them included; a heartbeat comes every second."""
     agent.register()
