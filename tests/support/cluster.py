@@ -156,7 +156,7 @@ class Cluster:
     nnodes: str = "1:4"
     step_time: float = 0.1
     agent_flags: Sequence[str] = ()
-    # Run the example through `hooked.py`: its last fourth waits for `hurry`, and workers can be held.
+    # Run the example through `hooked.py`: its second half is slow until `hurry`, and workers can be held.
     hooked: bool = True
     job: str = field(default_factory=lambda: f"test-{secrets.token_hex(4)}")
     nodes: list[Node] = field(default_factory=list)

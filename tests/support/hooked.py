@@ -1,6 +1,6 @@
 """Runs one of the examples at a pace that a test controls: `dlrover-run ... hooked.py ddp.py --steps 100`.
 
-The last fourth of the steps is slow until the file `hurry` appears in DALSEGNO_TEST_HOLDS, so that a run does not end
+Steps of the second half are slow until the file `hurry` appears in DALSEGNO_TEST_HOLDS, so that a run does not end
 before what is to happen to it has happened, however busy the machine is. In the environment of an agent:
 
     DALSEGNO_TEST_HOLDS     a directory of the test's
@@ -28,7 +28,8 @@ from dalsegno.elastic import Session, session
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 HOLD_LIMIT = 180.0
-SLOW_STEP = 2.0
+# Seconds of a step, from this part of the run on.
+SLOW_STEPS = ((0.75, 2.0), (0.5, 1.0), (0.0, 0.0))
 LOOK_EVERY = 0.02
 
 
@@ -46,7 +47,7 @@ def hold(place: str) -> None:
 
 
 def slow_down(steps: int) -> None:
-    """Lets steps of the last fourth last long, unless the test is in a hurry or the world is about to change."""
+    """Lets steps of the second half last long, unless the test is in a hurry or the world is about to change."""
     import common  # The example's own, from its directory.
 
     plain, hurry = common.StepClock.wait, Path(os.environ["DALSEGNO_TEST_HOLDS"]) / "hurry"
@@ -55,7 +56,8 @@ def slow_down(steps: int) -> None:
         if hurry.exists():
             return
         plain(self)
-        deadline = time.monotonic() + (SLOW_STEP if 4 * session().step >= 3 * steps else 0.0)
+        slow = next(seconds for part, seconds in SLOW_STEPS if session().step >= part * steps)
+        deadline = time.monotonic() + slow
         while time.monotonic() < deadline and not hurry.exists() and not session().should_drain:
             time.sleep(LOOK_EVERY)
 
