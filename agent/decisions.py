@@ -136,6 +136,7 @@ def refused(turn: Turn, event: ev.Refused) -> None:
 
 
 def register_when_due(turn: Turn) -> None:
+    """Asks again for the user's node name, which another node held a moment ago."""
     state = turn.state
     if state.register_at is None:
         return
@@ -222,6 +223,7 @@ def is_blind(turn: Turn) -> bool:
 
 
 def join_failed(turn: Turn, event: ev.JoinFailed) -> None:
+    """The present Join could not be prepared: it is tried again; the person hears each reason once."""
     state = turn.state
     if state.joining is None or (event.round, event.resume_digest) != state.joining[:2]:
         return
