@@ -124,8 +124,8 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> An
         live.loss = message.loss
         if live.first_step_at is None:
             phases.first_step(turn)
-    if message.saved_bytes > live.saved_bytes:
-        live.saved_bytes = message.saved_bytes
+    if message.saved_bytes > live.saved_bytes.get(node.name, 0):
+        live.saved_bytes[node.name] = message.saved_bytes
         live.moved_at = turn.now
     if message.draining and job.drain is not None:
         job.drain.agreed = True
@@ -186,8 +186,8 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
     if first and job.phase.has_workers:
         job.causes.append(f"a worker failed on {node.name}")
         turn.notice(f"{node.name}: {message.message}", True)
-    blameless = message.kind == control_pb2.FAILURE_KIND_PEER or job.verification is not None
-    if job.pending_failure is None and not blameless:
+    # A peer's damage is reported before its node joins again, and clears this.
+    if job.pending_failure is None and job.verification is None:
         job.pending_failure = Failure(message.caller.epoch, node.name, message.message, message.step)
     return OK
 

@@ -215,7 +215,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     job.grown = False
     live.steps, live.advanced, live.asked_at = {}, {}, {}
     live.unexpected = set()
-    live.saved_bytes = 0
+    live.saved_bytes = {}
     live.trouble = False
     live.first_step_at, live.drain_deadline = None, None
     live.moved_at = turn.now

@@ -314,7 +314,7 @@ class Live:
     advanced: dict[str, float] = field(default_factory=dict)
     loss: float = 0.0
     longest: float = 0.0
-    saved_bytes: int = 0
+    saved_bytes: dict[str, int] = field(default_factory=dict)
     trouble: bool = False
     first_step_at: float | None = None
     moved_at: float = 0.0

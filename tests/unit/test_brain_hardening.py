@@ -34,8 +34,8 @@ def test_damage_reported_after_a_peers_exit_is_no_failure_of_the_script() -> Non
     assert job.job.failures == 0
 
 
-def test_a_peer_failure_never_counts() -> None:
-    """A worker that only says that a peer found damage does not use up the budget."""
+def test_a_blamed_peer_that_reports_no_damage_is_a_failure() -> None:
+    """Otherwise a script that always exits with that code would be started for ever."""
     job = Driven(settings(max_restarts=0))
     (a,) = job.start(1)
     trained(job, [a])
@@ -43,6 +43,17 @@ def test_a_peer_failure_never_counts() -> None:
     job.call(request)
     all_join([a])
     job.wait(1)
+    assert job.phase is Phase.FAILED
+
+
+def test_a_save_of_any_node_is_motion() -> None:
+    """Each node counts its own bytes."""
+    job = Driven(settings(stall_timeout=40))
+    a, b = job.start(2)
+    for node, size in ((a, 1000), (b, 1), (b, 2), (b, 3)):
+        request = control_pb2.ProgressRequest(caller=node.caller(number=0), has_session=True, saved_bytes=size)
+        job.call(request)
+        job.wait(30)
     assert job.phase is Phase.RUNNING
 
 
