@@ -33,6 +33,9 @@ __all__ = ["Script", "WorkersContext", "error_message"]
 _LAST_WORDS = 5.0
 # Seconds to wait for a process after SIGKILL before it is given up as stuck in the kernel.
 _KILL_TIMEOUT = 10.0
+# Of a worker's errors: how much of the file's end is looked at, and how much of its last line is told.
+_TAIL_BYTES = 8192
+_LONGEST_LINE = 300
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +217,11 @@ class WorkersContext(SubprocessContext):
         pid = handler.proc.pid
         if not self._link.flush(pid, _LAST_WORDS):
             logger.warning("the last messages of worker %d (process %d) did not come through", rank, pid)
-        self._on_exit(rank, code, error_message(self.error_files[rank]) if code else "")
+        self._on_exit(rank, code, self._reason(rank) if code else "")
+
+    def _reason(self, rank: int) -> str:
+        """Why a worker ended, in one line: what torch's `@record` wrote, or the last line of its errors."""
+        return error_message(self.error_files[rank]) or last_words(self.stderrs[rank])
 
     def _wait_cold(self, handler: SubprocessHandler) -> int:
         pid = handler.proc.pid
@@ -229,6 +236,20 @@ class WorkersContext(SubprocessContext):
         code = handler.proc.wait()
         self._lifeline.drop_group(pid)
         return code
+
+
+def last_words(path: str) -> str:
+    """The last line of a worker's errors, and where the rest is; empty when its errors are not in a file."""
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+    except OSError as error:
+        logger.warning("the errors of a worker in %s cannot be read: %s", path, error)
+        return ""
+    return f"{lines[-1].strip()[:_LONGEST_LINE]} (see {path})" if lines else ""
 
 
 def error_message(path: str) -> str:

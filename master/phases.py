@@ -64,7 +64,8 @@ def end_of_epoch(turn: Turn) -> bool:
             unplanned(turn)
         return True
     if all(part is Part.FINISHED for part in parts):
-        end(turn, Phase.SUCCEEDED, f"the run finished at step {max(turn.live.steps.values(), default=0)}")
+        last = max(turn.live.steps.values(), default=0)
+        end(turn, Phase.SUCCEEDED, f"the run finished at step {last}" if last else "the run finished")
         return True
     if all(part in (Part.DRAINED, Part.FINISHED) for part in parts):
         regroup(turn)
