@@ -13,6 +13,7 @@ start threads, or CUDA's driver, which do not survive a fork, the nursery says s
 from __future__ import annotations
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -30,6 +31,7 @@ import threading
 import types
 import warnings
 from importlib.machinery import SourceFileLoader
+from typing import NoReturn
 
 __all__ = ["Assignment", "receive", "send"]
 
@@ -138,7 +140,25 @@ def _report_and_end(error: BaseException) -> None:
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
     sys.excepthook(type(error), error.with_traceback(trace), trace)
-    raise SystemExit(1) from None
+    _end(1)
+
+
+def _end(code: object) -> NoReturn:
+    """Ends this process as the interpreter would, but without the destructors of C++ libraries.
+
+    Threads of collective libraries meet them now and then, and abort a process that has done all its work (exit code
+    -6, "terminate called without an active exception").
+    """
+    status = 0 if code is None else code if isinstance(code, int) else 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    # What Py_FinalizeEx does first: wait for threads that are no daemons, then the handlers, then the streams.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status & 0xFF)
 
 
 def _set_first_path(path: str) -> None:
@@ -177,10 +197,13 @@ def become(assignment: Assignment, console: tuple[int, int], fresh: bool) -> Non
             runpy.run_module(assignment.arguments[0], run_name="__main__", alter_sys=True)
         else:
             _run_script(assignment.arguments[0])
-    except (SystemExit, KeyboardInterrupt):
+    except KeyboardInterrupt:
         raise
+    except SystemExit as error:
+        _end(error.code)
     except BaseException as error:
         _report_and_end(error)
+    _end(None)
 
 
 class _Nursery:

@@ -188,13 +188,36 @@ def test_a_traceback_shows_the_script_only(node: Node) -> None:
     script = script_in(node.directory, "def f():\n    raise ValueError('no luck')\n\nf()\n")
     context = node.workers(script, 1, node.pool(1))
     context.start()
-    assert node.exits.get(timeout=30) == (0, 1, "")
+    assert node.exits.get(timeout=30) == (0, 1, f"ValueError: no luck (see {context.stderrs[0]})")
     context.stop(0)
     lines = Path(context.stderrs[0]).read_text().splitlines()
     assert lines[0] == "Traceback (most recent call last):"
     assert "script.py" in lines[1]
     assert lines[-1] == "ValueError: no luck"
     assert not any("standby" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("last", "code", "errors"),
+    [("", 0, ""), ("sys.exit(7)", 7, ""), ("sys.exit('no')", 1, "no\n"), ("sys.exit(256)", 0, "")],
+)
+def test_an_adopted_script_ends_as_python_would(node: Node, last: str, code: int, errors: str) -> None:
+    """Its threads and exit handlers run to their end, its output is flushed; no library's destructor gets a say."""
+    text = f"""
+import atexit, ctypes, sys, threading, time
+atexit.register(lambda: print("handler"))
+threading.Thread(target=lambda: (time.sleep(0.3), print("thread"))).start()
+libc = ctypes.CDLL(None)
+libc.__cxa_atexit(libc.abort, None, None)
+sys.stdout.write("last line, ")
+{last}
+"""
+    context = node.workers(script_in(node.directory, text), 1, node.pool(1))
+    context.start()
+    assert node.exits.get(timeout=30)[:2] == (0, code)
+    context.stop(0)
+    assert Path(context.stdouts[0]).read_text() == "last line, thread\nhandler\n"
+    assert Path(context.stderrs[0]).read_text() == errors
 
 
 def test_an_error_file_gives_the_message(node: Node) -> None:
