@@ -12,6 +12,8 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SEED ?= 1
 RUNS ?= 2000
+# Process tests mostly wait; files go to as many pytest processes.
+TEST_JOBS ?= 2
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two ranks or more share the cores: one thread each. CPU tests stay CPU tests where there is a GPU.
@@ -29,7 +31,7 @@ WHEEL_VENV := $(CURDIR)/build/venv-wheel
 # Outside the checkout's root, so that nothing is found by the current directory.
 PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WHEEL="$$(echo $(CURDIR)/build/wheel/*.whl)" \
 	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
-	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider $(CURDIR)/tests
+	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist loadfile --durations=15 $(CURDIR)/tests
 
 .PHONY: help install test test-all demo simulate bench lint format protos wheel tools farm clean
 
