@@ -51,7 +51,7 @@ def test_agent_killed_while_it_converts(clusters: Clusters, undisturbed: Undistu
     job.wait_line("a can no longer convert: another node takes over")
     epoch = job.wait_world(2)
     assert job.change(epoch).universal
-    job.wait_exit()
+    job.finish()
     job.assert_lost({})
     job.assert_undisturbed(undisturbed)
 
@@ -67,7 +67,7 @@ def test_converter_killed(clusters: Clusters, undisturbed: Undisturbed) -> None:
     epoch = job.wait_world(2)
     assert job.change(epoch).universal
     assert taken_over(job)
-    job.wait_exit()
+    job.finish()
     job.assert_lost({})
     job.assert_undisturbed(undisturbed)
 
@@ -93,7 +93,7 @@ def test_no_room_to_convert_after_a_join(clusters: Clusters, undisturbed: Undist
     lift_limits(job)
     epoch = job.wait_world(1, after=1)
     assert not job.change(epoch).universal
-    job.wait_exit()
+    job.finish()
     assert any("File too large" in line for line in a.said())
     job.assert_lost({})
     job.assert_undisturbed(undisturbed)
@@ -120,7 +120,7 @@ def test_no_room_to_convert_after_a_loss(clusters: Clusters, undisturbed: Undist
     lift_limits(job)
     change = job.change(epoch)
     assert (change.universal, change.resumed >= step) == (cure == "room", True)
-    job.wait_exit()
+    job.finish()
     job.assert_lost({epoch: range(1, 30)})
     job.assert_undisturbed(undisturbed)
 
@@ -169,7 +169,7 @@ def test_damaged_checkpoint(clusters: Clusters, undisturbed: Undisturbed, damage
     epoch = job.wait_world(1, after=1)
     job.wait_line(rf"warning: {newest.name} is damaged \(.*\): going back to {before.name}", again)
     assert job.change(epoch).resumed == step_of(before)
-    job.wait_exit()
+    job.finish()
     job.assert_undisturbed(undisturbed)
 
 
@@ -191,7 +191,7 @@ def test_damaged_universal_form(clusters: Clusters, undisturbed: Undisturbed) ->
     job.wait_line(f"warning: {form.name} is damaged .*: it is made anew")
     epoch = job.wait_world(2, after=epoch)
     assert (job.change(epoch).resumed, job.change(epoch).universal) == (drained, True)
-    job.wait_exit()
+    job.finish()
     job.assert_undisturbed(undisturbed)
 
 
@@ -227,16 +227,14 @@ def test_frozen_node(clusters: Clusters, undisturbed: Undisturbed, with_master: 
     job.wait_line("this node was declared dead .* joins again as a new one", a)
     job.wait_world(2, steps=3, after=epoch)
     assert set(job.group_ranks()) == {"a", "b"}
-    job.wait_exit()
+    job.finish()
     job.assert_lost({epoch: range(0, 30)})
     job.assert_undisturbed(undisturbed)
 
 
 def test_what_a_dead_node_still_writes(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Frozen in the middle of a save and replaced, its worker seals that checkpoint and more: nobody reads them."""
-    job = clusters(
-        training=Training(steps=100), nnodes="1:1", hooked=True, step_time=0.1, agent_flags=["--node-timeout=5"]
-    )
+    job = clusters(training=Training(steps=140), nnodes="1:1", agent_flags=["--node-timeout=5"])
     (a,) = job.start("a", hold="saved-20")
     job.wait_world(1)
     # Slower than the other one, which will be far ahead of it.
@@ -258,7 +256,7 @@ def test_what_a_dead_node_still_writes(clusters: Clusters, undisturbed: Undistur
     job.kill_node(b)
     third = job.wait_world(1, after=second)
     assert 20 <= job.change(third).resumed < 60
-    job.wait_exit()
+    job.finish()
     last = max(run_directory(job).glob(f"step-*.e{third}.*/MANIFEST.json"), key=lambda path: step_of(path.parent))
     resumed_from = Manifest.read(last.parent).resumed_from
     assert resumed_from is not None
@@ -286,7 +284,7 @@ def test_no_room_to_save(clusters: Clusters, undisturbed: Undisturbed, training:
     limit_files(workers, UNLIMITED)
     job.wait_status(lambda status: status.head.step > step, "the next commit")
     assert [job.worker_pid(a), job.worker_pid(b)] == workers
-    job.wait_exit()
+    job.finish()
     assert job.epoch() == epoch
     job.assert_undisturbed(undisturbed)
 
@@ -303,7 +301,7 @@ def test_full_disk(tmp_path: Path, undisturbed: Undisturbed) -> None:
         disk.clear()
         job.wait_status(lambda status: status.head.step > step, "the next commit")
         assert [job.worker_pid(a), job.worker_pid(b)] == workers
-        job.wait_exit()
+        job.finish()
         assert job.epoch() == epoch
         job.assert_undisturbed(undisturbed)
 
@@ -317,6 +315,6 @@ def test_node_that_does_not_see_the_checkpoints(tmp_path: Path, undisturbed: Und
         job.agent_flags = [f"--checkpoint-dir={tmp_path / 'elsewhere'}"]
         (blind,) = job.start("blind")
         job.wait_line("blind does not see the job's checkpoint directory: it stays a spare", blind)
-        job.wait_exit()
+        job.finish()
         assert job.epoch() == 1
         job.assert_undisturbed(undisturbed)

@@ -22,7 +22,7 @@ def test_finished_job_of_a_service(tmp_path: Path, undisturbed: Undisturbed) -> 
     with Service(tmp_path / "job", SHORT) as job:
         job.start_master()
         job.start("a")
-        job.wait_exit()
+        job.finish()
         job.assert_undisturbed(undisturbed)
         lines = len(job.poll())
         (late,) = job.start("late")
@@ -38,7 +38,7 @@ def test_finished_job_of_a_service(tmp_path: Path, undisturbed: Undisturbed) -> 
         job.start("anew")
         status = job.wait_status(lambda status: status.run_id == "run-0002", "the next run")
         assert status.phase != control_pb2.PHASE_SUCCEEDED
-        job.wait_exit()
+        job.finish()
         assert (run_directory(job, "run-0001") / "FINISHED.json").exists()
         assert (run_directory(job, "run-0002") / "FINISHED.json").exists()
         assert job.poll()[lines].step == 1
@@ -50,7 +50,7 @@ def test_same_command_after_the_end(clusters: Callable[..., Cluster], undisturbe
     job = clusters(training=SHORT)
     for number in (1, 2, 3):
         job.start("a")
-        job.wait_exit()
+        job.finish()
         assert (run_directory(job, f"run-{number:04d}") / "FINISHED.json").exists()
         assert len(job.poll()) == number * SHORT.steps
         job.assert_undisturbed(undisturbed)
@@ -60,7 +60,7 @@ def test_same_command_after_the_end(clusters: Callable[..., Cluster], undisturbe
 
 def test_power_cut(clusters: Callable[..., Cluster], undisturbed: Undisturbed) -> None:
     """Agents, workers and the embedded master die at once: the same command resumes the run from its last commit."""
-    job = clusters(training=Training(steps=30, save_every=5))
+    job = clusters(training=Training(steps=30, save_every=5), agent_flags=["--node-timeout=6"])
     nodes = job.start("a", "b")
     epoch = job.wait_world(2)
     job.wait_status(lambda status: status.head.epoch == epoch and status.head.step >= 10, "a commit")
@@ -74,5 +74,5 @@ def test_power_cut(clusters: Callable[..., Cluster], undisturbed: Undisturbed) -
     assert job.change(epoch).resumed >= 10
     assert run_directory(job).exists()
     assert not run_directory(job, "run-0002").exists()
-    job.wait_exit()
+    job.finish()
     job.assert_undisturbed(undisturbed)

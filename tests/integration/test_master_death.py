@@ -91,7 +91,7 @@ def test_killed_while_running(jobs: Jobs, undisturbed: Undisturbed, kind: str) -
     assert not [line for line in job.poll() if line.world_size != 2]
     job.start("c")
     epoch = job.wait_world(2, after=epoch)
-    job.wait_exit()
+    job.finish()
     job.assert_lost({epoch: range(30)})
     job.assert_undisturbed(undisturbed)
 
@@ -107,7 +107,7 @@ def test_killed_while_waiting(jobs: Jobs, undisturbed: Undisturbed, kind: str) -
     assert [node.node for node in after.nodes] == ["a"]
     job.start("b")
     assert job.wait_world(2) == 1
-    job.wait_exit()
+    job.finish()
     job.assert_undisturbed(undisturbed)
 
 
@@ -122,7 +122,7 @@ def test_killed_while_forming(jobs: Jobs, undisturbed: Undisturbed, kind: str) -
     after = kill_and_restart(job)
     assert {node.node for node in after.nodes} == {"a", "b"}
     assert job.wait_world(2) == 1
-    job.wait_exit()
+    job.finish()
     job.assert_undisturbed(undisturbed)
 
 
@@ -141,7 +141,7 @@ def test_killed_while_draining(jobs: Jobs, undisturbed: Undisturbed, kind: str) 
     assert (after.phase, after.epoch) == (control_pb2.PHASE_DRAINING, epoch)
     processes.send([worker], signal.SIGCONT)
     assert job.wait_world(3) == epoch + 1
-    job.wait_exit()
+    job.finish()
     job.assert_lost({})
     job.assert_undisturbed(undisturbed)
 
@@ -162,7 +162,7 @@ def test_killed_during_a_conversion(jobs: Jobs, undisturbed: Undisturbed, kind: 
     epoch = job.wait_world(2, after=epoch)
     assert job.change(epoch).universal
     assert len({path.name for path in run_directory(job).glob("step-*.universal.*")}) == 1
-    job.wait_exit()
+    job.finish()
     job.assert_lost({})
     job.assert_undisturbed(undisturbed)
 
@@ -170,7 +170,7 @@ def test_killed_during_a_conversion(jobs: Jobs, undisturbed: Undisturbed, kind: 
 @kinds("service")
 def test_leave_while_the_master_is_away(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
     """SIGTERM drains without a master: 75 means saved; the other node goes on from there when there is one again."""
-    job = jobs(kind, training=LONG)
+    job = jobs(kind, training=LONG, agent_flags=["--node-timeout=6"])
     a, b = job.start("a", "b")
     epoch = job.wait_world(2, steps=3)
     generation = kill(job)
@@ -181,6 +181,6 @@ def test_leave_while_the_master_is_away(jobs: Jobs, undisturbed: Undisturbed, ki
     assert job.epoch() == epoch
     restart(job, generation)
     job.wait_world(1, after=epoch)
-    job.wait_exit()
+    job.finish()
     job.assert_lost({})
     job.assert_undisturbed(undisturbed)
