@@ -37,15 +37,16 @@ class Turn:
     def register_again(self) -> None:
         """After having been fenced: everything of the old incarnation is void."""
         state = self.state
-        state.world = None
-        state.drain_ordered = False
-        state.outcome = Outcome.STOPPED
-        if state.leaving and state.unsaved:
+        saved = state.outcome in (Outcome.DRAINED, Outcome.FINISHED)
+        if state.leaving and state.unsaved and not saved:
             self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice; the run goes on from its last commit")
             return
         if state.leaving:
             self.exit_left()
             return
+        state.world = None
+        state.drain_ordered = False
+        state.outcome = Outcome.STOPPED
         self.register(state.incarnation)
 
     def become_fenced(self, reason: str) -> None:

@@ -172,7 +172,8 @@ def start_drain(turn: Turn, growth: bool, reason: str) -> None:
 def notice_end(turn: Turn) -> float:
     """When the first of the leavers is gone."""
     job, live = turn.job, turn.live
-    ends = [live.leave_by[name] for name, node in job.nodes.items() if node.leaving and name in live.leave_by]
+    leavers = [node.name for node in job.nodes.values() if node.leaving and turn.is_working(node)]
+    ends = [live.leave_by[name] for name in leavers if name in live.leave_by]
     return min(ends, default=turn.now + job.settings.drain_timeout)
 
 

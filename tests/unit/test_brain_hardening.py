@@ -226,6 +226,26 @@ def test_the_shortest_notice_bounds_the_drain() -> None:
     assert job.phase is Phase.FORMING
 
 
+def test_an_earlier_leaver_that_lingers_does_not_shorten_a_later_notice() -> None:
+    """It is no member any more: only the notices of working leavers count."""
+    job = Driven(settings(drain_timeout=60.0))
+    a, b, c = job.start(3)
+    trained(job, [a, b, c])
+    c.leave(notice=5.0)
+    for node in (a, b, c):
+        node.drained(4)
+    all_join([a, b])
+    if a.lease:
+        a.convert()
+    assert job.members == [a.name, b.name]
+    a.step(5)
+    job.wait(20)
+    assert c.is_known
+    b.leave(notice=10.0)
+    job.wait(8)
+    assert job.phase is Phase.DRAINING
+
+
 def test_a_stall_makes_more_patient() -> None:
     """What looked like a stall may have been the first evaluation: the second time it may take longer."""
     job = Driven(settings(stall_timeout=600.0, max_restarts=9))
