@@ -7,7 +7,7 @@ the one that is returned. The shell persists `state.job` before any reply or dir
 
 from __future__ import annotations
 
-from . import calls, conversion, forming, membership, phases
+from . import calls, forming, membership, phases
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened
 from .invariants import check
 from .state import Job, Live, Phase, Settings, State
@@ -109,4 +109,4 @@ def release_leavers(turn: Turn) -> bool:
     return False
 
 
-__all__ = ("Reply", "conversion", "fresh", "handle", "recover", "status", "view")
+__all__ = ("Reply", "fresh", "handle", "recover", "status", "view")

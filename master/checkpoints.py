@@ -143,7 +143,7 @@ def lineage(found: list[control_pb2.Checkpoint]) -> list[control_pb2.Checkpoint]
     return chain[::-1]
 
 
-def retire(turn: Turn, record: Checkpoint, damaged: bool) -> None:
+def retire(record: Checkpoint, damaged: bool) -> None:
     record.retired = True
     record.damaged = record.damaged or damaged
 
@@ -158,7 +158,7 @@ def retire_old(turn: Turn) -> None:
     in_use = in_use_digests(job)
     for record in usable[keep:]:
         if record.digest not in in_use:
-            retire(turn, record, damaged=False)
+            retire(record, damaged=False)
 
 
 def in_use_digests(job: Job) -> set[str]:

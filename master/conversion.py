@@ -199,7 +199,7 @@ def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) ->
         turn.notice(f"{record.universal_name} is damaged ({request.message}): it is made anew", True)
         drop_form(record)
     else:
-        retire(turn, record, damaged=True)
+        retire(record, damaged=True)
         before = resume_point(job)
         back = f"going back to {before.name}" if before is not None else "no checkpoint is left: starting from step 0"
         turn.notice(f"{record.name} is damaged ({request.message}): {back}", True)

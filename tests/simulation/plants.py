@@ -215,15 +215,15 @@ def never_sees_a_stall(original: Any) -> Any:
 
 def believes_the_first_reader(original: Any) -> Any:
     def acquit(turn: Turn, verification: Any, record: Checkpoint) -> None:
-        checkpoints.retire(turn, record, damaged=True)
+        checkpoints.retire(record, damaged=True)
         turn.notice(f"{record.name} is damaged", True)
 
     return acquit
 
 
 def retires_without_a_word(original: Any) -> Any:
-    def retire(turn: Turn, record: Checkpoint, damaged: bool) -> None:
-        original(turn, record, False)
+    def retire(record: Checkpoint, damaged: bool) -> None:
+        original(record, False)
 
     return retire
 
