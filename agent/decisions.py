@@ -151,6 +151,8 @@ def call_failed(turn: Turn, event: ev.CallFailed) -> None:
     """An error status to one of our calls."""
     if event.code == "FAILED_PRECONDITION" and event.detail.startswith("fenced"):
         turn.become_fenced(event.detail)
+    elif event.code == "FAILED_PRECONDITION" and event.method == "ReportDrained":
+        turn.state.refused = True
     elif event.code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"):
         turn.kill_workers()
         turn.exit(ev.EXIT_USAGE, event.detail)

@@ -102,6 +102,7 @@ def start(turn: Turn, world: control_pb2.World) -> None:
     state.exits = ()
     state.drained_ranks = frozenset()
     state.drained = None
+    state.refused = False
     state.step = world.resume.source.step if world.HasField("resume") else 0
     state.longest = 0.0
     state.saved_bytes = 0

@@ -49,7 +49,7 @@ def check_leave(turn: Turn) -> None:
             return
         if state.release_deadline is None:
             state.release_deadline = turn.now + state.settings.release_timeout
-        nothing_to_record = state.outcome is Outcome.STOPPED
+        nothing_to_record = state.outcome is Outcome.STOPPED or state.refused
         if nothing_to_record or turn.now >= state.release_deadline or not state.link_up:
             turn.exit_left()
         else:

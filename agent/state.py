@@ -106,6 +106,8 @@ class AgentState:
     leaving: bool = False
     # Workers were running when the notice came: without their save the run goes back to its last commit.
     unsaved: bool = False
+    # What these ranks drained into came too late: a newer epoch was open already.
+    refused: bool = False
     leave_deadline: float | None = None
     release_deadline: float | None = None
     fenced: bool = False

@@ -37,7 +37,7 @@ class Turn:
     def register_again(self) -> None:
         """After having been fenced: everything of the old incarnation is void."""
         state = self.state
-        saved = state.outcome in (Outcome.DRAINED, Outcome.FINISHED)
+        saved = state.outcome in (Outcome.DRAINED, Outcome.FINISHED) and not state.refused
         if state.leaving and state.unsaved and not saved:
             self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice; the run goes on from its last commit")
             return
@@ -118,8 +118,13 @@ class Turn:
         nothing_made = state.world is None or state.step <= state.world.resume.source.step
         # A rank says that it drained only once everything is sealed, even if its exit was not seen any more.
         saved = state.drained is not None or state.outcome in (Outcome.DRAINED, Outcome.FINISHED)
-        if not state.unsaved or nothing_made or saved:
+        if nothing_made or (not state.refused and (saved or not state.unsaved)):
             self.exit(ev.EXIT_LEFT, "left on notice; everything is saved")
+        elif state.refused:
+            self.exit(
+                ev.EXIT_LEFT_UNSAVED,
+                "left on notice; the others had gone on from the last commit before this save was complete",
+            )
         else:
             self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice without a save; the run goes on from its last commit")
 

@@ -141,7 +141,8 @@ def drained(turn: Turn, node: Node, message: control_pb2.DrainedRequest) -> Answ
     """All ranks of a node saved and stopped."""
     member = member_of(turn, node, message.caller.epoch)
     if member is None:
-        return closed(message.caller.epoch)
+        recorded = turn.job.checkpoint(message.checkpoint.digest) is not None
+        return OK if recorded else closed(message.caller.epoch)
     if member.part is Part.RUNNING:
         member.part = Part.DRAINED
         turn.live.steps[node.name] = max(turn.live.steps.get(node.name, 0), message.step)

@@ -115,8 +115,9 @@ class Node:
             )
         )
 
-    def drained(self, step: int, epoch: int | None = None) -> Reply:
-        return self.job.call(control_pb2.DrainedRequest(caller=self.caller(epoch), step=step))
+    def drained(self, step: int, epoch: int | None = None, digest: str = "") -> Reply:
+        saved = control_pb2.CheckpointRef(digest=digest)
+        return self.job.call(control_pb2.DrainedRequest(caller=self.caller(epoch), step=step, checkpoint=saved))
 
     def finished(self, step: int, epoch: int | None = None) -> Reply:
         return self.job.call(control_pb2.FinishedRequest(caller=self.caller(epoch), step=step))

@@ -382,6 +382,19 @@ def test_a_commit_for_a_closed_epoch_is_refused() -> None:
     assert job.job.checkpoints == []
 
 
+def test_a_drain_reported_too_late_is_refused_unless_it_is_recorded() -> None:
+    """A leaver must know whether what it saved is part of the run."""
+    job = Driven()
+    a, b = job.start(2)
+    kept = a.save(2)
+    b.failed()
+    all_join([a, b])
+    assert job.epoch == 2
+    late = job.seal(4, epoch=1)
+    assert a.drained(4, epoch=1, digest=late.ref.digest).code == "FAILED_PRECONDITION"
+    assert a.drained(2, epoch=1, digest=kept.ref.digest).code == "OK"
+
+
 def test_a_commit_must_be_newer_than_the_epochs_last() -> None:
     """Steps only grow within a lineage."""
     job = Driven()

@@ -430,6 +430,19 @@ def test_a_leaver_without_a_master_goes_once_its_part_is_sealed() -> None:
     assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT
 
 
+def test_a_leaver_whose_save_came_too_late_goes_with_76() -> None:
+    """A newer epoch was open before it was recorded: not everything is saved, and it says so."""
+    agent = Agent().registered().running()
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.said(progress=worker_pb2.Progress(step=3))
+    agent.said(drained=DRAINED)
+    agent.exits(ev.WORKER_DRAINED)
+    assert not agent.did(ev.Exit)
+    agent.hear(ev.CallFailed("ReportDrained", "FAILED_PRECONDITION", "epoch 1 is closed"))
+    (exit_,) = agent.did(ev.Exit)
+    assert (exit_.code, "last commit" in exit_.message) == (ev.EXIT_LEFT_UNSAVED, True)
+
+
 def test_a_notice_that_runs_out_is_76() -> None:
     """The workers are killed; the run goes on from its last commit."""
     agent = Agent().registered().running()
