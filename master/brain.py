@@ -39,7 +39,7 @@ def recover(job: Job, generation: int, now: float) -> State:
     live.joined_at = dict.fromkeys((name for name, node in job.nodes.items() if node.joined is not None), now)
     live.held_until = {name: now + pause for name, pause in job.holds.items()}
     live.grow_hold_until = now + forming.growth_hold(job.conversion_failures)
-    live.conversion_moved = live.verify_since = live.retry_at = now
+    live.conversion_moved = live.verify_moved = live.retry_at = now
     if job.drain is not None:
         live.drain_deadline = now + job.settings.drain_timeout
     if job.growths:

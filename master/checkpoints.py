@@ -24,6 +24,7 @@ def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
         samples=message.position.samples,
         resumed_from=message.resumed_from.digest,
         bytes=message.bytes,
+        largest_file=message.largest_file,
         metric=message.metric if message.HasField("metric") else None,
     )
 
@@ -42,6 +43,7 @@ def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
         position=control_pb2.Position(data_epoch=record.data_epoch, samples=record.samples),
         resumed_from=control_pb2.CheckpointRef(digest=record.resumed_from),
         bytes=record.bytes,
+        largest_file=record.largest_file,
     )
     if record.metric is not None:
         message.metric = record.metric

@@ -9,10 +9,13 @@ from .membership import has_answered, in_rank_order, sees_resume
 from .state import Checkpoint, Conversion, Failure, Node, Verification
 from .turn import Turn
 
-# A lease whose owner reports no further file for this long is given to another (seconds).
+# A lease whose owner moves no further byte for this long is given to another (seconds).
 STALL = 120.0
-# A verifier that does not answer is replaced after this long (seconds).
-VERIFY_TIMEOUT = 600.0
+# Not every byte is seen while it moves: a whole file is synced, or mapped and copied, in one call. So the limit is at
+# least what the source's largest file takes on a slow network disk (bytes per second).
+SLOW_DISK = 20e6
+# A verifier that reads no further byte and does not answer for this long is replaced (seconds).
+VERIFY_STALL = 600.0
 # After a verification that told nothing, until somebody is asked again (seconds).
 VERIFY_PAUSE = 5.0
 RETRY_FIRST = 5.0
@@ -45,8 +48,17 @@ def check_owner(turn: Turn, conversion: Conversion) -> None:
     if owner is None or owner.leaving or not turn.is_fresh(owner):
         turn.notice(f"{conversion.owner} can no longer convert: another node takes over")
         end_lease(conversion)
-    elif turn.due(turn.live.conversion_moved + STALL):
-        failed(turn, conversion, f"no progress for {STALL:.0f} s")
+        return
+    limit = stall_limit(turn.job.checkpoint(conversion.source))
+    if turn.due(turn.live.conversion_moved + limit):
+        failed(turn, conversion, f"no progress for {limit:.0f} s")
+
+
+def stall_limit(source: Checkpoint | None) -> float:
+    """How long the conversion of `source` may go without a sign of progress, seconds."""
+    # Records of an older version know only the size of the whole.
+    largest = (source.largest_file or source.bytes) if source is not None else 0
+    return max(STALL, largest / SLOW_DISK)
 
 
 def end_lease(conversion: Conversion) -> None:
@@ -77,7 +89,7 @@ def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
             conversion.lease = job.leases
             conversion.owner = node.name
             turn.live.conversion_moved = turn.now
-            turn.live.conversion_files = -1
+            turn.live.conversion_done = (-1, 0)
             return
     if conversion.failed:
         block(turn, conversion)
@@ -119,8 +131,9 @@ def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tup
     if conversion is None or not request.lease or conversion.lease != request.lease or conversion.owner != node.name:
         return "FAILED_PRECONDITION", f"lease {request.lease} is no longer held by {node.name}"
     if request.state == control_pb2.CONVERSION_STATE_WORKING:
-        if request.files_done > turn.live.conversion_files:
-            turn.live.conversion_files = request.files_done
+        files, moved = turn.live.conversion_done
+        if request.files_done > files or request.bytes_done > moved:
+            turn.live.conversion_done = max(files, request.files_done), max(moved, request.bytes_done)
             turn.live.conversion_moved = turn.now
     elif request.state == control_pb2.CONVERSION_STATE_READY:
         source = turn.job.checkpoint(conversion.source)
@@ -143,7 +156,7 @@ def suspect(turn: Turn, record: Checkpoint, universal: bool, reporter: str, mess
         return
     job.verifications += 1
     job.verification = Verification(job.verifications, record.digest, universal, reporter, message=message)
-    turn.live.verify_since = turn.now
+    turn.live.verify_moved = turn.now
     name = record.universal_name if universal else record.name
     turn.notice(f"{reporter} cannot read {name} ({message}): it is being verified", True)
 
@@ -160,9 +173,9 @@ def tend_verification(turn: Turn) -> None:
     verifier = turn.job.nodes.get(verification.verifier)
     usable = verifier is not None and not verifier.leaving and turn.is_fresh(verifier)
     if not verification.number:
-        if not turn.due(turn.live.verify_since + VERIFY_PAUSE):
+        if not turn.due(turn.live.verify_moved + VERIFY_PAUSE):
             return
-    elif usable and not turn.due(turn.live.verify_since + VERIFY_TIMEOUT):
+    elif usable and not turn.due(turn.live.verify_moved + VERIFY_STALL):
         return
     able = [
         node
@@ -176,16 +189,22 @@ def tend_verification(turn: Turn) -> None:
         turn.job.verifications += 1
         verification.number = turn.job.verifications
         verification.verifier = chosen.name
-        turn.live.verify_since = turn.now
+        turn.live.verify_moved = turn.now
+        turn.live.verify_bytes = 0
 
 
 def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) -> tuple[str, str]:
-    """The second look's verdict. Returns (status code, detail)."""
+    """The second look's progress or verdict. Returns (status code, detail)."""
     job = turn.job
     verification = job.verification
     wanted = verification.number if verification is not None else 0
     if verification is None or not wanted or wanted != request.number or verification.verifier != node.name:
         return "FAILED_PRECONDITION", f"verification {request.number} is no longer wanted"
+    if request.working:
+        if request.bytes_done > turn.live.verify_bytes:
+            turn.live.verify_bytes = request.bytes_done
+            turn.live.verify_moved = turn.now
+        return "OK", ""
     if request.inconclusive:
         inconclusive(turn, verification, request.message)
         return "OK", ""
@@ -213,7 +232,7 @@ def inconclusive(turn: Turn, verification: Verification, reason: str) -> None:
         turn.notice(f"{verification.verifier} cannot verify the checkpoint ({reason}): it is tried again", True)
     # The order with this number is answered; `verifier` stays as who was asked last.
     verification.number = 0
-    turn.live.verify_since = turn.now
+    turn.live.verify_moved = turn.now
 
 
 def acquit(turn: Turn, verification: Verification, record: Checkpoint) -> None:

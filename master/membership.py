@@ -95,7 +95,7 @@ def forgive(turn: Turn) -> None:
         if name in live.closed:
             live.closed[name] = turn.now
     live.asked_at = dict.fromkeys(live.asked_at, turn.now)
-    live.moved_at = live.conversion_moved = live.verify_since = turn.now
+    live.moved_at = live.conversion_moved = live.verify_moved = turn.now
     if live.drain_deadline is not None:
         live.drain_deadline = max(live.drain_deadline, turn.now + job.settings.drain_timeout)
 

@@ -147,6 +147,8 @@ class Checkpoint:
     samples: int = 0
     resumed_from: str = ""
     bytes: int = 0
+    # 0: not known.
+    largest_file: int = 0
     metric: float | None = None
     universal_name: str = ""
     universal_digest: str = ""
@@ -328,10 +330,13 @@ class Live:
     grow_after_commit: bool = False
     committed_at: float = 0.0
     conversion_moved: float = 0.0
-    conversion_files: int = -1
+    # The most that the lease's owner has reported: files finished, bytes moved.
+    conversion_done: tuple[int, int] = (-1, 0)
     retry_at: float = 0.0
     retry_pause: float = 0.0
-    verify_since: float = 0.0
+    # When the verifier was asked, or last read something new; and how much it has read, bytes.
+    verify_moved: float = 0.0
+    verify_bytes: int = 0
     listen_until: float | None = None
     paused_since: float | None = None
     deaf: bool = False

@@ -323,6 +323,7 @@ class Checkpoint(google.protobuf.message.Message):
     MAX_NODES_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     METRIC_FIELD_NUMBER: builtins.int
+    LARGEST_FILE_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     step: builtins.int
     epoch: builtins.int
@@ -334,6 +335,8 @@ class Checkpoint(google.protobuf.message.Message):
     generation: builtins.int
     metric: builtins.float
     """The value of the run's tracked metric, where it has one."""
+    largest_file: builtins.int
+    """Bytes of its largest file; 0: not known."""
     @property
     def ref(self) -> global___CheckpointRef: ...
     @property
@@ -365,9 +368,10 @@ class Checkpoint(google.protobuf.message.Message):
         max_nodes: builtins.int = ...,
         generation: builtins.int = ...,
         metric: builtins.float | None = ...,
+        largest_file: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_metric", b"_metric", "metric", b"metric", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "shape", b"shape", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_metric", b"_metric", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_metric", b"_metric", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_metric", b"_metric"]) -> typing.Literal["metric"] | None: ...
 
 global___Checkpoint = Checkpoint
@@ -1154,11 +1158,14 @@ class ConversionReport(google.protobuf.message.Message):
     FILES_DONE_FIELD_NUMBER: builtins.int
     FILES_TOTAL_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
+    BYTES_DONE_FIELD_NUMBER: builtins.int
     lease: builtins.int
     state: global___ConversionState.ValueType
     files_done: builtins.int
     files_total: builtins.int
     message: builtins.str
+    bytes_done: builtins.int
+    """What this lease has read, written and synced so far, bytes; it only grows. So a slow disk is told from a stuck one."""
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1170,9 +1177,10 @@ class ConversionReport(google.protobuf.message.Message):
         files_done: builtins.int = ...,
         files_total: builtins.int = ...,
         message: builtins.str = ...,
+        bytes_done: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "files_done", b"files_done", "files_total", b"files_total", "lease", b"lease", "message", b"message", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_done", b"bytes_done", "caller", b"caller", "files_done", b"files_done", "files_total", b"files_total", "lease", b"lease", "message", b"message", "state", b"state"]) -> None: ...
 
 global___ConversionReport = ConversionReport
 
@@ -1215,11 +1223,19 @@ class VerificationReport(google.protobuf.message.Message):
     INTACT_FIELD_NUMBER: builtins.int
     MESSAGE_FIELD_NUMBER: builtins.int
     INCONCLUSIVE_FIELD_NUMBER: builtins.int
+    WORKING_FIELD_NUMBER: builtins.int
+    BYTES_DONE_FIELD_NUMBER: builtins.int
     number: builtins.int
     intact: builtins.bool
     message: builtins.str
     inconclusive: builtins.bool
     """This node's file system failed, which says nothing about the checkpoint; `intact` has no meaning then."""
+    working: builtins.bool
+    """No verdict yet, only a sign that it moves. `inconclusive` goes with it: who does not know this field concludes
+    nothing.
+    """
+    bytes_done: builtins.int
+    """What this verification has read so far, bytes; it only grows."""
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1230,9 +1246,11 @@ class VerificationReport(google.protobuf.message.Message):
         intact: builtins.bool = ...,
         message: builtins.str = ...,
         inconclusive: builtins.bool = ...,
+        working: builtins.bool = ...,
+        bytes_done: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "inconclusive", b"inconclusive", "intact", b"intact", "message", b"message", "number", b"number"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_done", b"bytes_done", "caller", b"caller", "inconclusive", b"inconclusive", "intact", b"intact", "message", b"message", "number", b"number", "working", b"working"]) -> None: ...
 
 global___VerificationReport = VerificationReport
 

@@ -232,7 +232,8 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportVerification(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Progress, or the verdict.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

@@ -122,6 +122,7 @@ class ControlStub:
         dalsegno.protos.control_pb2.VerificationReport,
         dalsegno.protos.control_pb2.Ack,
     ]
+    """Progress, or the verdict."""
 
     ReportPruned: grpc.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.PrunedRequest,
@@ -227,6 +228,7 @@ class ControlAsyncStub:
         dalsegno.protos.control_pb2.VerificationReport,
         dalsegno.protos.control_pb2.Ack,
     ]
+    """Progress, or the verdict."""
 
     ReportPruned: grpc.aio.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.PrunedRequest,
@@ -363,7 +365,8 @@ class ControlServicer(metaclass=abc.ABCMeta):
         self,
         request: dalsegno.protos.control_pb2.VerificationReport,
         context: _ServicerContext,
-    ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]: ...
+    ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
+        """Progress, or the verdict."""
 
     @abc.abstractmethod
     def ReportPruned(

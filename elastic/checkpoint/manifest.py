@@ -148,6 +148,11 @@ class Manifest:
         return sum(entry.size for entry in self.files)
 
     @property
+    def largest_file(self) -> int:
+        """Size of the largest file."""
+        return max((entry.size for entry in self.files), default=0)
+
+    @property
     def parsed_name(self) -> CheckpointName:
         return CheckpointName.parse(self.name)
 
@@ -191,7 +196,7 @@ class Manifest:
         return manifest
 
     def to_proto(self) -> control_pb2.Checkpoint:
-        """The same as a message; the list of files becomes its total size."""
+        """The same as a message; the list of files becomes its total size and that of the largest."""
         return control_pb2.Checkpoint(
             ref=self.ref.to_proto(),
             run_id=self.run_id,
@@ -207,6 +212,7 @@ class Manifest:
             max_nodes=self.max_nodes,
             generation=self.generation,
             metric=self.metric,
+            largest_file=self.largest_file,
         )
 
 

@@ -139,18 +139,19 @@ class Node:
     def commit(self, checkpoint: control_pb2.Checkpoint) -> Reply:
         return self.job.call(control_pb2.CommitRequest(caller=self.caller(checkpoint.epoch), checkpoint=checkpoint))
 
-    def save(self, step: int, epoch: int | None = None) -> control_pb2.Checkpoint:
-        """Seals and commits one."""
-        made = self.job.seal(step, epoch)
+    def save(self, step: int, epoch: int | None = None, **sizes: int) -> control_pb2.Checkpoint:
+        """Seals and commits one; `sizes` as for `Driven.seal`."""
+        made = self.job.seal(step, epoch, **sizes)
         assert self.commit(made).code == "OK"
         return made
 
-    def converts(self, state: control_pb2.ConversionState.ValueType, message: str = "", files: int = 0) -> Reply:
-        return self.job.call(
-            control_pb2.ConversionReport(
-                caller=self.caller(), lease=self.lease, state=state, message=message, files_done=files
-            )
+    def converts(
+        self, state: control_pb2.ConversionState.ValueType, message: str = "", files: int = 0, moved: int = 0
+    ) -> Reply:
+        report = control_pb2.ConversionReport(
+            caller=self.caller(), lease=self.lease, state=state, message=message, files_done=files, bytes_done=moved
         )
+        return self.job.call(report)
 
     def convert(self) -> control_pb2.Checkpoint:
         """Does what the lease asks for: claims, commits the form, says ready."""
@@ -177,6 +178,15 @@ class Node:
                 caller=self.caller(), ref=ref, form=form, file="part-0.pt", message="checksum"
             )
         )
+
+    def verifies(self, moved: int) -> Reply:
+        """No verdict yet."""
+        number = self.directive.verify.number
+        assert number
+        report = control_pb2.VerificationReport(
+            caller=self.caller(), number=number, working=True, inconclusive=True, bytes_done=moved
+        )
+        return self.job.call(report)
 
     def verified(self, intact: bool) -> Reply:
         number = self.directive.verify.number
@@ -251,8 +261,10 @@ class Driven:
         assert len(self.members) == count
         return nodes
 
-    def seal(self, step: int, epoch: int | None = None, any_size: bool = False) -> control_pb2.Checkpoint:
-        """A checkpoint on the disk, of the open world."""
+    def seal(
+        self, step: int, epoch: int | None = None, any_size: bool = False, size: int = 0, largest_file: int = 0
+    ) -> control_pb2.Checkpoint:
+        """A checkpoint on the disk, of the open world; sizes in bytes."""
         epoch = self.epoch if epoch is None else epoch
         world = self.job.world
         assert world is not None
@@ -264,6 +276,8 @@ class Driven:
             form=control_pb2.FORM_SHARDED,
             shape=control_pb2.Shape(world_size=world.size, any_world_size=any_size),
             resumed_from=control_pb2.CheckpointRef(digest=world.resume),
+            bytes=size,
+            largest_file=largest_file,
         )
         self.sealed.append(made)
         return made

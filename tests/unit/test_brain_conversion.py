@@ -15,8 +15,14 @@ SOURCE_BAD = control_pb2.CONVERSION_STATE_SOURCE_BAD
 ENVIRONMENT = control_pb2.CONVERSION_STATE_ENVIRONMENT
 
 
-def at_the_gate(count: int = 2, newcomers: int = 1) -> tuple[Driven, list[Node]]:
-    """A world of `count` has drained at step 2 for newcomers; everybody has joined the next round."""
+GB = 10**9
+
+
+def at_the_gate(count: int = 2, newcomers: int = 1, **sizes: int) -> tuple[Driven, list[Node]]:
+    """A world of `count` has drained at step 2 for newcomers; everybody has joined the next round.
+
+    `sizes`: of the checkpoint, as for `Driven.seal`.
+    """
     job = Driven()
     members = job.start(count)
     members[0].step(1)
@@ -27,7 +33,7 @@ def at_the_gate(count: int = 2, newcomers: int = 1) -> tuple[Driven, list[Node]]
     for node in late:
         node.warm()
     assert job.phase is Phase.DRAINING
-    members[0].save(2)
+    members[0].save(2, **sizes)
     for node in members:
         node.drained(2)
     all_join([*members, *late])
@@ -93,6 +99,46 @@ def test_a_stalled_owner_is_replaced() -> None:
     job.wait(25)
     assert not nodes[0].lease
     assert nodes[1].lease
+
+
+def test_bytes_are_progress_too() -> None:
+    """One file that takes an hour is no stall while its bytes move; saying the same again is one."""
+    job, nodes = at_the_gate()
+    lease = nodes[0].lease
+    for minute in range(1, 61):
+        job.wait(60)
+        nodes[0].converts(WORKING, files=1, moved=minute * GB)
+    assert nodes[0].lease == lease
+    job.wait(100)
+    nodes[0].converts(WORKING, files=1, moved=60 * GB)
+    job.wait(25)
+    assert not nodes[0].lease
+    assert nodes[1].lease
+
+
+@pytest.mark.parametrize(
+    ("sizes", "limit"),
+    [
+        ({"size": 100 * GB, "largest_file": 10 * GB}, 500),
+        ({"size": 100 * GB, "largest_file": GB}, 120),
+        ({"size": 100 * GB}, 5000),
+        ({"size": 2 * GB}, 120),
+    ],
+    ids=["one large file", "many small files", "a record of an older version", "an older and small one"],
+)
+def test_the_limit_follows_the_largest_file(sizes: dict[str, int], limit: int) -> None:
+    """A file is synced in one call, in which no byte is seen to move: 20 MB/s is slow, less is stuck."""
+    job, nodes = at_the_gate(**sizes)
+    job.restart()  # The sizes are part of what is stored.
+    for node in nodes:
+        node.beat()
+    lease = nodes[0].lease
+    job.wait(limit - 2)
+    assert nodes[0].lease == lease
+    job.wait(4)
+    assert not nodes[0].lease
+    assert nodes[1].lease
+    assert f"no progress for {limit} s" in job.notices
 
 
 def test_a_lease_that_was_taken_away_is_refused() -> None:

@@ -64,6 +64,32 @@ def test_a_lone_node_is_asked_again() -> None:
     assert a.directive.run.resume.source.step == 2
 
 
+def test_a_verification_that_moves_may_take_its_time() -> None:
+    """Hours are no stall while bytes are read, and conclude nothing; ten minutes without one are."""
+    job, nodes, made = reloading(3)
+    nodes[0].bad(made.ref)
+    first = asked(nodes)
+    assert first is not None
+    for part in range(1, 13):
+        job.wait(590)
+        assert first.verifies(part * 10**9).code == "OK"
+    assert asked(nodes) is first
+    record = job.job.checkpoint(made.ref.digest)
+    assert record is not None
+    assert not record.retired
+    job.wait(400)
+    first.verifies(12 * 10**9)  # Nothing new.
+    job.wait(198)
+    assert asked(nodes) is first
+    job.wait(4)
+    second = asked(nodes)
+    assert second not in (None, first)
+    assert second is not None
+    second.verifies(1)
+    job.wait(598)
+    assert asked(nodes) is second, "its own count began at 0"
+
+
 def test_an_old_answer_is_not_taken_for_the_new_one() -> None:
     """Each request has a number of its own."""
     job, (a,), made = reloading(1)

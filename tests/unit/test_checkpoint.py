@@ -111,6 +111,7 @@ def test_manifest_becomes_a_message(tmp_path: Path) -> None:
     assert (message.shape.world_size, message.shape.strategy, message.shape.any_world_size) == (2, "ddp", True)
     assert (message.step, message.epoch, message.position.samples) == (4, 2, 64)
     assert message.bytes == 5000 + (5 << 20)
+    assert message.largest_file == 5 << 20
     assert message.resumed_from.name == "step-2.e1.1"
     assert not message.HasField("source")
     assert message.metric == 0.5
