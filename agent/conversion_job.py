@@ -31,8 +31,8 @@ _STATES = {
     0: control_pb2.CONVERSION_STATE_READY,
     65: control_pb2.CONVERSION_STATE_SOURCE_BAD,
 }
-# Seconds between two progress events; the master only wants to know that it moves.
-_PROGRESS_INTERVAL = 0.2
+# Seconds between two progress events; the master only wants to know that it moves, and they are kept while it is away.
+_PROGRESS_INTERVAL = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class ConversionJob:
         return _Converter(process, process.stdout, None)
 
     def _follow(self, converter: _Converter, lease: int, target: Path) -> None:
-        done = total = 0
+        done = total = moved = 0
         message = ""
         told_at = 0.0
         end = threading.Thread(target=converter.hang_up, name="conversion-end", daemon=True)
@@ -178,13 +178,14 @@ class ConversionJob:
                     said = json.loads(line)
                     message = str(said.get("message", message))
                     done, total = int(said.get("files_done", done)), int(said.get("files_total", total))
+                    moved = int(said.get("bytes_done", moved))
                 except (ValueError, AttributeError, TypeError):
                     logger.warning("the converter printed %r", line[:200])
                     continue
                 if time.monotonic() - told_at >= _PROGRESS_INTERVAL and "state" not in said:
                     told_at = time.monotonic()
                     working = control_pb2.CONVERSION_STATE_WORKING
-                    self._tell(converter, ConversionUpdate(lease, working, done, total))
+                    self._tell(converter, ConversionUpdate(lease, working, done, total, bytes_done=moved))
         end.join()
         update = self._ended(lease, converter.wait(), done, total, message, target)
         self._lifeline.drop_group(converter.pid)

@@ -77,6 +77,8 @@ def take(turn: Turn, event: ev.Event) -> None:
             manifest_read(turn, event)
         case ev.ConversionUpdate():
             conversion_update(turn, event)
+        case ev.VerificationMoved():
+            verification_moved(turn, event)
         case ev.VerificationDone():
             turn.call(
                 "ReportVerification",
@@ -290,8 +292,18 @@ def conversion_update(turn: Turn, event: ev.ConversionUpdate) -> None:
             files_done=event.files_done,
             files_total=event.files_total,
             message=event.message,
+            bytes_done=event.bytes_done,
         ),
     )
+
+
+def verification_moved(turn: Turn, event: ev.VerificationMoved) -> None:
+    """A verification goes on; of one that was asked for earlier nobody wants to know."""
+    if event.number == turn.state.verified:
+        report = control_pb2.VerificationReport(
+            caller=turn.caller(), number=event.number, bytes_done=event.bytes_done, working=True, inconclusive=True
+        )
+        turn.call("ReportVerification", report)
 
 
 def settle(turn: Turn) -> None:

@@ -100,7 +100,7 @@ class Effects:
             case ev.StopConversion():
                 self.conversion.stop(action.lease)
             case ev.Verify():
-                self.storage.verify(self.run_id, action.verification, self._mailbox.put)
+                self.storage.verify(self.run_id, action.verification, self._verifying)
             case ev.Prune():
                 self.storage.prune(self.run_id, action.refs, self._mailbox.put)
             case ev.WriteLatest():
@@ -220,6 +220,10 @@ class Effects:
     def _converting(self, update: ev.ConversionUpdate) -> None:
         working = update.state == control_pb2.CONVERSION_STATE_WORKING
         self._mailbox.put(update, replaces=("conversion", update.lease) if working else None)
+
+    def _verifying(self, update: ev.VerificationMoved | ev.VerificationDone) -> None:
+        working = isinstance(update, ev.VerificationMoved)
+        self._mailbox.put(update, replaces=("verification", update.number) if working else None)
 
     def _start_conversion(self, conversion: control_pb2.Conversion) -> None:
         try:

@@ -141,6 +141,16 @@ class ConversionUpdate:
     files_total: int = 0
     message: str = ""
     checkpoint: control_pb2.Checkpoint | None = None
+    # Read, written and synced so far.
+    bytes_done: int = 0
+
+
+@dataclass(frozen=True)
+class VerificationMoved:
+    """A verification goes on: `bytes_done` bytes are read, tries that the file system spoiled included."""
+
+    number: int
+    bytes_done: int
 
 
 @dataclass(frozen=True)
@@ -180,6 +190,7 @@ Event = (
     | JoinFailed
     | ManifestRead
     | ConversionUpdate
+    | VerificationMoved
     | VerificationDone
     | Pruned
     | Tick

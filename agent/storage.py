@@ -28,9 +28,10 @@ from dalsegno.elastic.checkpoint import (
     read_sealed,
     verify,
 )
+from dalsegno.elastic.checkpoint.files import Meter
 from dalsegno.protos import control_pb2
 
-from .events import ManifestRead, Pruned, VerificationDone
+from .events import ManifestRead, Pruned, VerificationDone, VerificationMoved
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
 
@@ -40,6 +41,8 @@ LOOK_SECONDS = 10.0
 _FIRST_PAUSE, _LAST_PAUSE = 0.1, 1.0
 # Between the tries of a verification that the file system spoils (ESTALE, EIO, a mount that is away), seconds.
 _VERIFY_PAUSES = (1.0, 3.0, 6.0, 10.0)
+# Between two words on how far a verification is, seconds.
+_MOVED_EVERY = 5.0
 # A probe file is a token; more is not ours.
 _MAX_PROBE = 256
 
@@ -217,22 +220,29 @@ class Storage:
         self._submit(self._quick, work)
 
     def verify(
-        self, run_id: str, verification: control_pb2.Verification, deliver: Callable[[VerificationDone], None]
+        self,
+        run_id: str,
+        verification: control_pb2.Verification,
+        deliver: Callable[[VerificationMoved | VerificationDone], None],
     ) -> None:
-        """Checks all checksums of one directory.
+        """Checks all checksums of one directory; delivers now and then how far it is, and last the verdict.
 
         Only damage is a verdict. A file system that fails is tried a few times, for about 20 seconds in all, and then
         reported as inconclusive: it says nothing about the checkpoint, which other nodes may read well.
         """
 
         def work() -> None:
-            done = self._look_through(run_id, verification)
+            number = verification.number
+            moved = Meter(lambda count: deliver(VerificationMoved(number, count)), _MOVED_EVERY)
+            done = self._look_through(run_id, verification, moved)
             if done is not None:
                 deliver(done)
 
         self._submit(self._slow, work)
 
-    def _look_through(self, run_id: str, verification: control_pb2.Verification) -> VerificationDone | None:
+    def _look_through(
+        self, run_id: str, verification: control_pb2.Verification, moved: Callable[[int], None]
+    ) -> VerificationDone | None:
         """Blocks. None: this storage was closed meanwhile."""
         problem = ""
         for pause in (0.0, *_VERIFY_PAUSES):
@@ -241,7 +251,7 @@ class Storage:
                 return None
             try:
                 path = self.directory.run(run_id) / verification.ref.name
-                damage = _damage_of(path, verification.ref.digest, self._threads)
+                damage = _damage_of(path, verification.ref.digest, self._threads, moved)
             except (OSError, ValueError) as error:
                 problem = str(error)
                 logger.warning("verifying %s: %s", verification.ref.name, error)
@@ -347,14 +357,14 @@ class Storage:
         return [*forms, ref.name]
 
 
-def _damage_of(path: Path, digest: str, threads: int) -> str:
+def _damage_of(path: Path, digest: str, threads: int, moved: Callable[[int], None]) -> str:
     """What is wrong with a sealed checkpoint; empty where nothing is.
 
     Raises:
         OSError: it cannot be told: the file system fails, or the directory is not in sight as a whole.
     """
     try:
-        verify(path, read_sealed(path, digest), threads)
+        verify(path, read_sealed(path, digest), threads, moved=moved)
     except CheckpointDamaged as damaged:
         # A mount that is away looks like missing files.
         os.stat(path)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 
 import xxhash
 
@@ -17,6 +19,30 @@ from .manifest import FileEntry
 
 BUFFER_BYTES = 4 << 20
 THREADS = 4
+
+
+class Meter:
+    """Adds up the bytes that several threads move, and tells of the sum now and then.
+
+    Args:
+        tell: called with the sum, on one of those threads, one call at a time.
+        every: seconds between two calls, at least; the first comes that long after the meter was made.
+    """
+
+    def __init__(self, tell: Callable[[int], None], every: float) -> None:
+        self._tell, self._every = tell, every
+        self._sum = 0
+        self._told_at = time.monotonic()
+        self._lock = Lock()
+
+    def __call__(self, count: int) -> None:
+        """``count`` bytes were moved."""
+        with self._lock:
+            self._sum += count
+            now = time.monotonic()
+            if now - self._told_at >= self._every:
+                self._told_at = now
+                self._tell(self._sum)
 
 
 def list_files(directory: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -46,15 +46,23 @@ def verify_listing(directory: Path, manifest: Manifest) -> None:
         raise CheckpointDamaged(directory, path, Damage.EXTRA_FILE)
 
 
-def verify_files(directory: Path, entries: Sequence[FileEntry], *, threads: int = THREADS) -> None:
+def verify_files(
+    directory: Path,
+    entries: Sequence[FileEntry],
+    *,
+    threads: int = THREADS,
+    moved: Callable[[int], None] = lambda count: None,
+) -> None:
     """Reads the given files and compares size and checksum: one rank's part of a shared verification.
+
+    ``moved`` is told, on the threads that read, how many bytes were read just now.
 
     Raises:
         CheckpointDamaged: The first culprit in the order of ``entries``.
     """
 
     def check(entry: FileEntry) -> None:
-        found = checksum(directory, entry.path)
+        found = checksum(directory, entry.path, moved=moved)
         if found.size != entry.size:
             detail = f"{found.size} bytes, sealed were {entry.size}"
             raise CheckpointDamaged(directory, entry.path, Damage.WRONG_SIZE, detail)
@@ -66,12 +74,18 @@ def verify_files(directory: Path, entries: Sequence[FileEntry], *, threads: int 
             pass
 
 
-def verify(directory: Path, manifest: Manifest, threads: int = THREADS) -> None:
-    """Checks everything: the listing, every size, every byte.
+def verify(
+    directory: Path,
+    manifest: Manifest,
+    threads: int = THREADS,
+    *,
+    moved: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Checks everything: the listing, every size, every byte. ``moved``: see ``verify_files``.
 
     Raises:
         CheckpointDamaged: What is wrong first.
         OSError: The file system fails otherwise; that says nothing about the checkpoint.
     """
     verify_listing(directory, manifest)
-    verify_files(directory, manifest.files, threads=threads)
+    verify_files(directory, manifest.files, threads=threads, moved=moved)

@@ -1,7 +1,8 @@
 """``python -m dalsegno.elastic.universal --source DIR --target DIR [--earlier DIR ...]``: one conversion.
 
-Standard output carries one JSON object per line and nothing else: ``{"files_done", "files_total"}`` as it goes on, and
-last ``{"state", "message"}`` with state READY, SOURCE_BAD or ENVIRONMENT. Exit codes: 0, 65, 74 (2: bad usage).
+Standard output carries one JSON object per line and nothing else: ``{"files_done", "files_total"}`` after each file,
+``{"bytes_done"}`` (read, written and synced) every second while bytes move, and last ``{"state", "message"}`` with
+state READY, SOURCE_BAD or ENVIRONMENT. Exit codes: 0, 65, 74 (2: bad usage).
 
 With ``--standby`` in place of the directories the process imports what it needs, says ``{"state": "WARM"}`` and waits
 for one line on standard input, a JSON object with ``source``, ``target`` and, if wanted, ``earlier`` (a list) and
@@ -22,8 +23,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
+from dalsegno.elastic.checkpoint.files import Meter
+
 from .conversion import convert
 from .errors import EXIT_READY, ConversionError
+
+# Seconds.
+BYTES_EVERY = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -50,6 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             earlier=[path.absolute() for path in options.earlier],
             digest=options.digest,
             progress=lambda done, total: say(files_done=done, files_total=total),
+            moved=Meter(lambda done: say(bytes_done=done), BYTES_EVERY),
             upstream=options.upstream,
         )
     except ConversionError as error:
@@ -60,15 +67,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Lines:
-    """The standard output, as JSON lines of ours alone: what libraries print goes to standard error."""
+    """The standard output, as JSON lines of ours alone: what libraries print goes to standard error. Thread-safe."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._out: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
         os.dup2(2, 1)
 
     def __call__(self, **line: object) -> None:
-        self._out.write(json.dumps(line) + "\n")
-        self._out.flush()
+        with self._lock:
+            self._out.write(json.dumps(line) + "\n")
+            self._out.flush()
 
 
 def _receive_order(options: argparse.Namespace, say: _Lines) -> bool:

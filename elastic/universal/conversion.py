@@ -24,6 +24,8 @@ from .journal import Journal, place, take_over
 
 Progress = Callable[[int, int], None]
 """Called with (files done, files in total), from any thread, one call at a time."""
+Moved = Callable[[int], None]
+"""Called with the number of bytes that were read, written or synced just now, from any thread, several at a time."""
 
 
 def convert(
@@ -33,6 +35,7 @@ def convert(
     earlier: Sequence[Path] = (),
     digest: str | None = None,
     progress: Progress | None = None,
+    moved: Moved = lambda count: None,
     upstream: bool = False,
 ) -> Manifest:
     """Makes the universal form of a sharded ZeRO checkpoint and seals it.
@@ -46,6 +49,7 @@ def convert(
         earlier: Directories of earlier leases; their finished files are verified and linked.
         digest: The source's recorded digest; None: whatever its manifest says.
         progress: Told after every file.
+        moved: Told of bytes, in between too. No step that is not told of touches more than about one file.
         upstream: Use DeepSpeed's converter even where ours can do it.
 
     Returns:
@@ -57,12 +61,12 @@ def convert(
     """
     source, target = Path(source), Path(target)
     try:
-        manifest = _verified(source, digest)
+        manifest = _verified(source, digest, moved)
         name = CheckpointName.parse(target.name)
         if name.form != UNIVERSAL or str(name.source) != source.name:
             raise EnvironmentFailed(f"{target.name} is not a name for the universal form of {source.name}")
         target.mkdir()
-        entries = _convert(source, manifest, target, list(earlier), progress, upstream)
+        entries = _convert(source, manifest, target, list(earlier), progress, moved, upstream)
         return _seal(manifest, target, entries)
     except ConversionError:
         raise
@@ -75,41 +79,47 @@ def convert(
         raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
 
 
-def _verified(source: Path, digest: str | None) -> Manifest:
+def _verified(source: Path, digest: str | None, moved: Moved) -> Manifest:
     try:
         manifest = Manifest.read(source)
         if digest is not None and manifest.digest != digest:
             raise SourceBad(f"{source.name}: its digest is {manifest.digest[:12]}, recorded was {digest[:12]}")
         if manifest.source is not None:
             raise EnvironmentFailed(f"{source.name} is a later form itself")
-        verify(source, manifest)
+        verify(source, manifest, moved=moved)
     except CheckpointDamaged as error:
         raise SourceBad(str(error)) from error
     return manifest
 
 
 def _convert(
-    source: Path, manifest: Manifest, target: Path, earlier: list[Path], progress: Progress | None, upstream: bool
+    source: Path,
+    manifest: Manifest,
+    target: Path,
+    earlier: list[Path],
+    progress: Progress | None,
+    moved: Moved,
+    upstream: bool,
 ) -> tuple[FileEntry, ...]:
     # Torch is imported only here: damage is told without it, and an agent imports this package without it.
     from .check import check_complete, expected_files
     from .source import Unsupported, open_source
 
     with Journal(target, source_digest=manifest.digest) as journal:
-        taken = take_over(journal, target, earlier, source_digest=manifest.digest)
+        taken = take_over(journal, target, earlier, source_digest=manifest.digest, moved=moved)
         try:
             opened = open_source(source)
         except Unsupported:
-            _run_upstream(source, target, journal)
+            _run_upstream(source, target, journal, moved)
         else:
             counter = _Counter(taken, len(expected_files(opened)), progress)
             if upstream:
-                _run_upstream(source, target, journal)
+                _run_upstream(source, target, journal, moved)
             else:
                 from .streaming import Output, write
 
                 files = {entry.path: entry for entry in manifest.files}
-                with Output(target, journal, counter.add) as output:
+                with Output(target, journal, counter.add, moved) as output:
                     write(opened, source, files, output)
             check_complete(target, opened)
         entries = journal.entries
@@ -117,15 +127,15 @@ def _convert(
     return tuple(entries[path] for path in sorted(entries))
 
 
-def _run_upstream(source: Path, target: Path, journal: Journal) -> None:
+def _run_upstream(source: Path, target: Path, journal: Journal, moved: Moved) -> None:
     from . import upstream
 
-    staged = upstream.stage(source, target)
+    staged = upstream.stage(source, target, moved)
     for path in sorted(path for path in staged.rglob("*") if path.is_file()):
         name = path.relative_to(staged).as_posix()
         if name not in journal.entries:
             place(path, target / name)
-            journal.add(checksum(target, name, sync=True))
+            journal.add(checksum(target, name, sync=True, moved=moved))
     upstream.clear(target)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
@@ -106,8 +106,17 @@ def _header(source_digest: str) -> dict[str, object]:
     return {"source": source_digest, "version": VERSION}
 
 
-def take_over(journal: Journal, target: Path, earlier: Sequence[Path], *, source_digest: str) -> int:
+def take_over(
+    journal: Journal,
+    target: Path,
+    earlier: Sequence[Path],
+    *,
+    source_digest: str,
+    moved: Callable[[int], None] = lambda count: None,
+) -> int:
     """Links (or copies) the verified finished files of earlier leases into ``target``.
+
+    ``moved`` is told how many bytes were read just now.
 
     Returns:
         How many files need not be made again.
@@ -121,11 +130,11 @@ def take_over(journal: Journal, target: Path, earlier: Sequence[Path], *, source
             if entry.path in taken or not _inside(entry.path):
                 continue
             try:
-                verify_files(directory, [entry], threads=1)
+                verify_files(directory, [entry], threads=1, moved=moved)
             except (CheckpointDamaged, OSError):
                 continue  # made anew below: a file that does not verify is simply not finished
             place(directory / entry.path, target / entry.path)
-            verify_files(target, [entry], threads=1)
+            verify_files(target, [entry], threads=1, moved=moved)
             journal.add(entry)
             taken[entry.path] = entry
     return len(taken)

@@ -30,17 +30,26 @@ from .source import FP32, Parameter, Source
 
 THREADS = 2
 SYNC_THREADS = 4
+# What one write takes at most: torch hands over a whole tensor, and each write is a sign of progress.
+WRITE_BYTES = 16 << 20
 
 
 class Output:
     """The target directory: creates files exclusively, hashes them on the way, makes them durable, journals them.
 
     Making a file durable is another pool's work, so that writing the next one need not wait for the disk. Use it as a
-    context manager: leaving it waits until every file is durable and journalled.
+    context manager: leaving it waits until every file is durable and journalled. ``done`` is called after every file,
+    ``moved`` with the bytes that were written or synced just now, both on any thread.
     """
 
-    def __init__(self, target: Path, journal: Journal, done: Callable[[], None]) -> None:
-        self._target, self._journal, self._done = target, journal, done
+    def __init__(
+        self,
+        target: Path,
+        journal: Journal,
+        done: Callable[[], None],
+        moved: Callable[[int], None] = lambda count: None,
+    ) -> None:
+        self._target, self._journal, self._done, self._moved = target, journal, done, moved
         self._finished = set(journal.entries)
         self._syncing = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="dalsegno-sync")
         self._pending: list[Future[None]] = []  # as many as there are files, at most
@@ -68,7 +77,7 @@ class Output:
             return
         (self._target / path).parent.mkdir(parents=True, exist_ok=True)
         with open(self._target / path, "xb", buffering=0) as file:
-            hashing = _Hashing(file)
+            hashing = _Hashing(file, self._moved)
             try:
                 torch.save(content, cast(BinaryIO, hashing))
             except RuntimeError as error:
@@ -87,6 +96,7 @@ class Output:
     def _finish(self, entry: FileEntry) -> None:
         with open(self._target / entry.path, "rb") as file:
             os.fsync(file.fileno())
+        self._moved(entry.size)
         self._journal.add(entry)
         self._done()
 
@@ -94,9 +104,10 @@ class Output:
 class _Hashing(io.RawIOBase):
     """A file that is only ever appended to, with the checksum of what went by."""
 
-    def __init__(self, file: BinaryIO | io.FileIO) -> None:
+    def __init__(self, file: BinaryIO | io.FileIO, moved: Callable[[int], None]) -> None:
         super().__init__()
         self._file, self._hash, self.size = file, xxhash.xxh3_128(), 0
+        self._moved = moved
         self.error: OSError | None = None
 
     @property
@@ -113,7 +124,9 @@ class _Hashing(io.RawIOBase):
         rest = view
         try:
             while rest:  # an unbuffered file may take less than it was given
-                rest = rest[self._file.write(rest) :]
+                count = self._file.write(rest[:WRITE_BYTES])
+                rest = rest[count:]
+                self._moved(count)
         except OSError as error:
             self.error = self.error or error
             raise

@@ -17,7 +17,7 @@ import pytest
 
 from dalsegno.agent import storage as agent_storage
 from dalsegno.agent.conversion_job import ConversionJob
-from dalsegno.agent.events import ConversionUpdate
+from dalsegno.agent.events import ConversionUpdate, VerificationMoved
 from dalsegno.agent.lifeline import Lifeline
 from dalsegno.agent.processes import process_state, start_time
 from dalsegno.agent.standby_pool import StandbyPool
@@ -158,6 +158,34 @@ def test_manifest_and_verification(directory: JobDirectory, storage: Storage) ->
     assert (done.intact, "model.pt" in done.message) == (False, True)
 
 
+def test_a_verification_tells_how_far_it_is(
+    directory: JobDirectory, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes read so far, which only grow; a try that the file system spoiled counts too. The verdict comes last."""
+    monkeypatch.setattr(agent_storage, "_MOVED_EVERY", 0.0)
+    monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES", (0.01,))
+    manifest = make_checkpoint(directory.run("run-0001"), "step-3.e1.1")
+    original = agent_storage.verify
+    spoiled = [OSError(errno.EIO, "spoiled")]
+
+    def verify(*arguments: Any, **options: Any) -> None:
+        original(*arguments, **options)
+        if spoiled:
+            raise spoiled.pop()
+
+    monkeypatch.setattr(agent_storage, "verify", verify)
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    storage.verify("run-0001", pb.Verification(number=4, ref=manifest.to_proto().ref), told.put)
+    updates = []
+    while not updates or isinstance(updates[-1], VerificationMoved):
+        updates.append(told.get(timeout=5))
+    moved = [update.bytes_done for update in updates[:-1]]
+    assert moved == sorted(set(moved))
+    assert moved[-1] == 2 * manifest.total_bytes > 0
+    assert {update.number for update in updates} == {4}
+    assert updates[-1].intact
+
+
 @pytest.mark.parametrize("error", [errno.ESTALE, errno.EIO, errno.EACCES])
 def test_a_file_system_that_fails_is_no_verdict(
     directory: JobDirectory, storage: Storage, monkeypatch: pytest.MonkeyPatch, error: int
@@ -168,7 +196,7 @@ def test_a_file_system_that_fails_is_no_verdict(
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     failures = [OSError(error, os.strerror(error))] * 5
 
-    def flaky(*arguments: Any) -> None:
+    def flaky(*arguments: Any, **options: Any) -> None:
         if failures:
             raise failures.pop()
 
@@ -261,9 +289,11 @@ import os, subprocess, sys, time
 arguments = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 source, target, how = arguments["--source"], arguments["--target"], os.environ["HOW"]
 print("noise on stdout", flush=True)
-for done in range(1, 4):
-    print(json.dumps({"files_done": done, "files_total": 3}), flush=True)
-    time.sleep(0.25)
+print(json.dumps({"files_done": 1, "files_total": 3}), flush=True)
+if how == "moving":
+    for done in range(1, 100):
+        print(json.dumps({"bytes_done": done << 20}), flush=True)
+        time.sleep(0.1)
 if how == "hang":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     open(os.environ["PIDS"], "w").write(f"{os.getpid()} {child.pid}")
@@ -336,6 +366,16 @@ def test_a_conversion_that_succeeds(conversions: Conversions, tmp_path: Path, mo
     assert update.state == pb.CONVERSION_STATE_READY
     assert update.checkpoint is not None
     assert (update.checkpoint.ref.name, update.checkpoint.form) == ("step-5.e2.1.universal.7", pb.FORM_UNIVERSAL)
+
+
+def test_bytes_of_a_conversion_are_told(conversions: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two files too: the master can tell a large file from a stuck converter."""
+    monkeypatch.setenv("HOW", "moving")
+    conversions.start(3)
+    updates = [conversions.updates.get(timeout=20) for _ in range(3)]
+    assert [update.files_done for update in updates] == [1, 1, 1]
+    moved = [update.bytes_done for update in updates]
+    assert moved[0] == 0 < moved[1] < moved[2]
 
 
 @pytest.mark.parametrize(

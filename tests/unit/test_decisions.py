@@ -371,8 +371,18 @@ def test_a_verification_is_done_once() -> None:
     agent.hear(ev.VerificationDone(4, False, "part-0.pt"))
     assert agent.calls("ReportVerification")[0].number == 4
     assert not agent.calls("ReportVerification")[0].inconclusive
+    assert not agent.calls("ReportVerification")[0].working
     agent.hear(ev.VerificationDone(4, False, "stale", inconclusive=True))
     assert agent.calls("ReportVerification")[1].inconclusive
+
+
+def test_a_verification_that_moves_is_no_verdict() -> None:
+    """A master that knows no progress takes it for inconclusive; of an older verification nothing is said."""
+    agent = Agent().registered()
+    agent.directed(verify=control_pb2.Verification(number=4), wait=control_pb2.Wait())
+    agent.hear(ev.VerificationMoved(3, 5000), ev.VerificationMoved(4, 7000))
+    (report,) = agent.calls("ReportVerification")
+    assert (report.number, report.bytes_done, report.working, report.inconclusive) == (4, 7000, True, True)
 
 
 def test_pruning_is_one_at_a_time_and_reported() -> None:

@@ -41,11 +41,12 @@ def target_of(source: Path, lease: int = 1) -> Path:
 
 
 def run(source: Path, target: Path, *more: str, **options: Any) -> tuple[int, list[dict[str, Any]]]:
-    """Exit code and the lines of standard output."""
+    """Exit code and the lines of standard output, those of bytes aside: how many there are is a matter of time."""
     command = [*COMMAND, "--source", str(source), "--target", str(target), *more]
     options.setdefault("env", worker_environment())
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
-    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()]
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    return done.returncode, [line for line in lines if "bytes_done" not in line]
 
 
 def reseal(source: Path, change: Callable[[Path], None]) -> None:
@@ -77,6 +78,27 @@ def test_ready(source: Path) -> None:
     assert manifest.shape.any_world_size
     assert not (target_of(source) / JOURNAL).exists()
     assert [found.name for found in inventory(source.parent)] == [source.name, target_of(source).name]
+
+
+@pytest.mark.parametrize("more", [(), ("--upstream",)], ids=["ours", "upstream"])
+def test_bytes_are_told_while_they_move(source: Path, more: tuple[str, ...]) -> None:
+    """The source's as it is verified, and what is written and synced; the sum only grows."""
+    program = (
+        "import sys; from dalsegno.elastic.universal import __main__, upstream;"
+        " __main__.BYTES_EVERY = 0.0; upstream.LOOK_EVERY = 0.01; sys.exit(__main__.main())"
+    )
+    command = [sys.executable, "-c", program, "--source", str(source), "--target", str(target_of(source)), *more]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=worker_environment())
+    told = [line["bytes_done"] for line in map(json.loads, done.stdout.splitlines()) if "bytes_done" in line]
+    assert told == sorted(told)
+    read, made = Manifest.read(source).total_bytes, Manifest.read(target_of(source)).total_bytes
+    linked = sum(entry.size for entry in Manifest.read(target_of(source)).files if "/" not in entry.path)
+    assert told[0] <= read < told[-1]
+    if more:
+        # What DeepSpeed's converter wrote, seen from the outside, and what was then synced and read.
+        assert told[-1] > read + 2 * made
+    else:
+        assert told[-1] == read + 2 * (made - linked) + linked
 
 
 @pytest.mark.parametrize(("stage", "world"), [(1, 3), (2, 2), (3, 3)])
