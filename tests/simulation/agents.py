@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 # How long a Join looks for a resume point that is not in sight (file caches), seconds.
 LOOK_FOR = 3.0
+# A verification on a slow disk: so many words of progress, that many seconds apart; longer than a stall in all.
+SLOW_PARTS = 8
+SLOW_PART = (60.0, 150.0)
 
 
 class SimAgent:
@@ -157,7 +160,7 @@ class SimAgent:
             case ev.StopConversion():
                 self.sim.conversions.stop(self, action.lease)
             case ev.Verify():
-                self.sim.clock.after(self.sim.random.uniform(0.1, 1.0), self.run, self._verify, action.verification)
+                self._schedule_verification(action.verification, 0)
             case ev.Prune():
                 self.sim.clock.after(self.sim.random.uniform(0.05, 1.0), self.run, self._prune, action)
             case ev.MarkFinished():
@@ -221,7 +224,16 @@ class SimAgent:
         message = entry.message if entry is not None else None
         self._handle(ev.ManifestRead(action.name, message, "" if message is not None else "no such directory"))
 
-    def _verify(self, wanted: control_pb2.Verification) -> None:
+    def _schedule_verification(self, wanted: control_pb2.Verification, moved: int) -> None:
+        slow = self.sim.plan.slow_disk and moved < SLOW_PARTS
+        delay = self.sim.random.uniform(*(SLOW_PART if slow else (0.1, 1.0)))
+        self.sim.clock.after(delay, self.run, self._read_on if slow else self._verify, wanted, moved)
+
+    def _read_on(self, wanted: control_pb2.Verification, moved: int) -> None:
+        self._handle(ev.VerificationMoved(wanted.number, moved + 1))
+        self._schedule_verification(wanted, moved + 1)
+
+    def _verify(self, wanted: control_pb2.Verification, moved: int) -> None:
         entry = self.sim.disk.find(self.host, wanted.ref.digest)
         if entry is None:
             self._handle(ev.VerificationDone(wanted.number, False, "not in sight", inconclusive=True))

@@ -15,6 +15,9 @@ if TYPE_CHECKING:
     from .world import Simulation
 
 FILES = 3
+# With a slow disk each file is seen to grow so often, that many seconds apart; a file takes longer than a stall.
+SLOW_PARTS = 6
+SLOW_PART = (20.0, 60.0)
 
 
 class Conversions:
@@ -25,6 +28,9 @@ class Conversions:
         self._jobs: dict[SimAgent, tuple[int, Timer]] = {}
         self.made = 0
         self.hung = False
+        # How many hung so far.
+        self.hangs = 0
+        self._parts = SLOW_PARTS if sim.plan.slow_disk else 1
 
     def start(self, agent: SimAgent, wanted: control_pb2.Conversion) -> None:
         """Begins; the outcome is decided as it goes."""
@@ -52,7 +58,10 @@ class Conversions:
         )
 
     def _schedule(self, agent: SimAgent, wanted: control_pb2.Conversion, done: int) -> None:
-        delay = self.sim.plan.convert_time / (FILES + 1) * self.sim.random.uniform(0.5, 1.5)
+        if self.sim.plan.slow_disk:
+            delay = self.sim.random.uniform(*SLOW_PART)
+        else:
+            delay = self.sim.plan.convert_time / (FILES + 1) * self.sim.random.uniform(0.5, 1.5)
         self._jobs[agent] = (wanted.lease, self.sim.clock.after(delay, agent.run, self._move, agent, wanted, done))
 
     def _move(self, agent: SimAgent, wanted: control_pb2.Conversion, done: int) -> None:
@@ -65,6 +74,7 @@ class Conversions:
             # No progress any more, and no end: the lease has to be taken away.
             sim.trace(agent.label, "its conversion hangs")
             self.hung = False
+            self.hangs += 1
             return
         if done == 0 and not sim.disk.begin(name):
             self._end(agent, wanted, control_pb2.CONVERSION_STATE_ENVIRONMENT, f"{name} exists")
@@ -76,9 +86,9 @@ class Conversions:
             self._end(agent, wanted, control_pb2.CONVERSION_STATE_SOURCE_BAD, "part-0.pt: checksum")
         elif sim.disk.full or sim.conversions_fail:
             self._end(agent, wanted, control_pb2.CONVERSION_STATE_ENVIRONMENT, "no space left on device")
-        elif done < FILES:
-            state = control_pb2.CONVERSION_STATE_WORKING
-            agent.deliver(ev.ConversionUpdate(wanted.lease, state, done + 1, FILES))
+        elif done < FILES * self._parts:
+            state, files = control_pb2.CONVERSION_STATE_WORKING, (done + 1) // self._parts
+            agent.deliver(ev.ConversionUpdate(wanted.lease, state, files, FILES, bytes_done=done + 1))
             if self._jobs.get(agent, (0,))[0] == wanted.lease:
                 self._schedule(agent, wanted, done + 1)
         else:

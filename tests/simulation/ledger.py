@@ -99,6 +99,11 @@ class Ledger:
             self.epoch = 0
             self.worlds.clear()
             self.sim.collectives.clear()
+        self.require(
+            self.sim.conversions.hangs > 0 or not any("no progress for" in notice.text for notice in job.notices),
+            "who moves keeps the lease",
+            "a conversion that moves was taken for a stalled one",
+        )
         self._commits(job)
         self._head(job)
         self._epochs(job)

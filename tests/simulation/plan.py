@@ -82,6 +82,8 @@ class Plan:
     happenings: list[tuple[float, str]]
     # A node without the directory comes while the first world forms.
     blind_start: bool
+    # Files are so large, or the disk is so slow, that each takes minutes to convert and all of them longer to verify.
+    slow_disk: bool
 
 
 def plan_of(seed: int) -> Plan:
@@ -140,4 +142,5 @@ def plan_of(seed: int) -> Plan:
         fault_time=fault_time,
         happenings=sorted(happenings),
         blind_start=kind in ("disk", "all") and random.random() < 0.2,
+        slow_disk=kind in ("disk", "convert") and random.random() < 0.1,
     )

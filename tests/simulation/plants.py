@@ -206,6 +206,23 @@ def never_replaces_a_converter(original: Any) -> Any:
     return check_owner
 
 
+def counts_only_files(original: Any) -> Any:
+    def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tuple[str, str]:
+        request.bytes_done = 0
+        answer: tuple[str, str] = original(turn, node, request)
+        return answer
+
+    return report
+
+
+def hears_only_verdicts(original: Any) -> Any:
+    def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) -> tuple[str, str]:
+        answer: tuple[str, str] = ("OK", "") if request.working else original(turn, node, request)
+        return answer
+
+    return verified
+
+
 def never_sees_a_stall(original: Any) -> Any:
     def stalled(turn: Turn) -> bool:
         return False
@@ -328,6 +345,8 @@ PLANTS: dict[str, Plant] = dict(
         plant(checkpoints, "loads_as_is", loads_another_shape_as_it_is, "loads"),
         plant(membership, "is_candidate", takes_the_blind, "members see the directory", kind="disk"),
         plant(conversion, "check_owner", never_replaces_a_converter, "liveness", kind="convert"),
+        plant(conversion, "report", counts_only_files, "who moves keeps the lease", kind="convert"),
+        plant(conversion, "verified", hears_only_verdicts, "liveness", kind="disk"),
         plant(phases, "stalled", never_sees_a_stall, "liveness", kind="crashes"),
         plant(conversion, "acquit", believes_the_first_reader, "no verifying checkpoint is skipped"),
         plant(checkpoints, "retire", retires_without_a_word, "committed steps grow"),

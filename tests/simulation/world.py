@@ -24,6 +24,8 @@ from .workers import Collective, Group
 MOST_EVENTS = 60_000
 # After the last fault: what a job may take beyond its work (retries of conversions pause up to 60 s), seconds.
 PATIENCE = 240.0
+# The same with a slow disk: a few conversions and verifications, each as long as `conversions` and `agents` make them.
+SLOW_PATIENCE, SLOW_MOST_EVENTS = 6000.0, 600_000
 
 
 class Simulation:
@@ -125,9 +127,10 @@ class Simulation:
         for at, name in plan.happenings:
             self.clock.after(at, self._happen, name)
         self.clock.after(plan.fault_time, self._heal)
-        give_up = plan.fault_time + PATIENCE + plan.steps * (1.3 * plan.step_time + 1.5 * plan.save_time)
+        patience, most_events = (SLOW_PATIENCE, SLOW_MOST_EVENTS) if plan.slow_disk else (PATIENCE, MOST_EVENTS)
+        give_up = plan.fault_time + patience + plan.steps * (1.3 * plan.step_time + 1.5 * plan.save_time)
         while not self._over():
-            if not self.clock.step() or self.clock.now > give_up or self.clock.events > MOST_EVENTS:
+            if not self.clock.step() or self.clock.now > give_up or self.clock.events > most_events:
                 raise Violation("liveness", self._where())
         if not self.ledger.elsewhere:
             self.ledger.finished()
