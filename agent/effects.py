@@ -62,8 +62,9 @@ class Effects:
         self.run_id = ""
         # In force: the job's, once the master has answered.
         self.settings = config.settings
-        self._disagreed = False
-        self.world_epoch = 0
+        self._told: control_pb2.Settings | None = None
+        self._disagreement = ""
+        self._epoch = 0
         self._head = ""
         self._step = 0
         self._refuse_timer: threading.Timer | None = None
@@ -150,10 +151,11 @@ class Effects:
                     settings=self._config.settings,
                     probe=survey.probe,
                     inventory=survey.inventory,
-                    epoch=self.world_epoch,
+                    epoch=self._epoch,
                     finished_runs=survey.finished_runs,
                     new_run=self._config.new_run and not previous,
                     previous_incarnation=previous,
+                    known_settings=self._told,
                 )
             )
 
@@ -185,15 +187,22 @@ class Effects:
         self._cancel_timer()
         self.run_id = reply.run_id or self.run_id
         if reply.HasField("settings"):
-            self.settings = reply.settings
-            disagreement = differences(self._config.settings, reply.settings)
-            if disagreement and not self._disagreed:
-                self._disagreed = True
-                self._say(disagreement, True)
+            self._in_force(reply.settings)
         self._mailbox.put(ev.Registered(incarnation, reply))
+
+    def _in_force(self, settings: control_pb2.Settings) -> None:
+        """The job's settings as the master tells them; the person hears once what their own flags say otherwise."""
+        self.settings = self._told = settings
+        disagreement = differences(self._config.settings, settings)
+        if disagreement and disagreement != self._disagreement:
+            self._disagreement = disagreement
+            self._say(disagreement, True)
 
     def _directed(self, directive: control_pb2.Directive) -> None:
         self.run_id = directive.run_id or self.run_id
+        self._epoch = max(self._epoch, directive.epoch)
+        if directive.HasField("settings") and directive.settings != self._told:
+            self._in_force(directive.settings)
         if directive.HasField("head"):
             self._head, self._step = directive.head.ref.digest, directive.head.step
         self._mailbox.put(ev.Directed(directive))

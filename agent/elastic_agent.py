@@ -200,7 +200,6 @@ class ElasticAgent(LocalElasticAgent):
         self._link.tell(drain=False, master_seen=False)
         try:
             self._place = place_of(world, self._state.incarnation)
-            self._effects.world_epoch = world.epoch
             store = self._effects.stores.use(world, mine=self._place.group_rank == 0)
             if self._place.group_rank == 0 and store is None:
                 raise OSError(f"the store of epoch {world.epoch} is not open any more")

@@ -215,7 +215,6 @@ class Rendezvous(RendezvousHandler):
             with self._changed:
                 match action:
                     case ev.StartWorkers():
-                        self._effects.world_epoch = action.world.epoch
                         mine = place_of(action.world, self._state.incarnation).group_rank == 0
                         self._world = (action.world, self._effects.stores.use(action.world, mine))
                     case ev.StopWorkers():

@@ -50,15 +50,16 @@ def forming(turn: Turn) -> bool:
 
 def listening(turn: Turn) -> bool:
     """The store was empty but agents remember a run: hear all of them out first."""
-    live = turn.live
+    job, live = turn.job, turn.live
     if live.listen_until is None:
-        live.listen_until = turn.now + turn.job.settings.node_timeout
+        live.listen_until = turn.now + job.settings.node_timeout
     if not turn.due(live.listen_until):
         return False
-    turn.job.listening = False
-    turn.job.epoch = max(turn.job.epoch, turn.job.listening_epoch)
+    job.listening = False
+    job.epoch = max(job.epoch, job.listening_epoch)
+    settings = f", with --nnodes={job.settings.min_nodes}:{job.settings.max_nodes}" if job.settings_epoch >= 0 else ""
     turn.notice(
-        f"the master's record was lost; the run was read back from its checkpoints ({len(turn.job.checkpoints)})"
+        f"the master's record was lost; the run was read back from its checkpoints ({len(job.checkpoints)}){settings}"
     )
     return True
 

@@ -23,21 +23,12 @@ def settings_proto(settings: Settings) -> control_pb2.Settings:
     return control_pb2.Settings(**{name: getattr(settings, name) for name in _FIELDS})
 
 
-def invalid(settings: Settings) -> str:
-    """What is wrong with the settings, in one line; empty where nothing is."""
-    if not 1 <= settings.min_nodes <= settings.max_nodes:
-        return f"--nnodes={settings.min_nodes}:{settings.max_nodes}: MIN must be at least 1 and at most MAX"
-    if settings.node_unit < 1 or settings.max_nodes < settings.node_unit:
-        return f"--node-unit={settings.node_unit} does not fit --nnodes={settings.min_nodes}:{settings.max_nodes}"
-    return ""
-
-
 def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
     """Let an agent in, under a name that no live node holds. Repeating with the same incarnation changes nothing."""
     job = turn.job
     if message.job_id != job.job_id:
         return Reply("INVALID_ARGUMENT", f"this master runs job {job.job_id!r}, not {message.job_id!r}: check --job-id")
-    wrong = invalid(settings_from(message.settings))
+    wrong = settings_from(message.settings).problem
     if wrong:
         return Reply("INVALID_ARGUMENT", wrong)
     known = job.node_by(message.incarnation)
@@ -134,6 +125,7 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
     job.message = ""
     job.quiet = True
     job.settled = job.fixed_nnodes
+    job.settings_epoch = -1
     if fresh_run:
         job.run += 1
         job.probe = message.probe
@@ -157,18 +149,29 @@ def is_there(turn: Turn, name: str) -> bool:
 def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
     """What the first agent of a job brings is the job's: settings, probe, and what an empty store has forgotten."""
     job = turn.job
-    if not job.nodes and (not job.settled or job.embedded):
-        settings = settings_from(message.settings)
-        if job.fixed_nnodes:
-            settings.min_nodes, settings.max_nodes = job.settings.min_nodes, job.settings.max_nodes
-        job.settings = settings
-        job.settled = True
+    being_read_back = job.listening and job.settings_epoch >= 0
+    if not job.nodes and (not job.settled or (job.embedded and not being_read_back)):
+        settle_for(job, message.settings)
     if not job.probe:
         job.probe = message.probe
     if job.epoch == 0 and (job.listening or message.epoch or message.generation or message.inventory):
-        remember(turn, message.epoch, message.inventory, message.finished_runs)
+        run = job.run
+        told = settings_from(message.known_settings) if message.HasField("known_settings") else None
+        remember(turn, message.epoch, message.inventory, message.finished_runs, told)
+        if job.run > run and job.settings_epoch < 0:
+            # The first to know of this run.
+            settle_for(job, message.settings)
     elif job.epoch == 0 and message.finished_runs:
         job.run = max(job.run, 1 + max(run_number(run) for run in message.finished_runs))
     # Equal is above only for an empty store: a fenced node of a running job brings the present generation.
     if message.generation > job.generation or (job.epoch == 0 and message.generation == job.generation):
         job.generation = message.generation + 1
+
+
+def settle_for(job: Job, settings: control_pb2.Settings) -> None:
+    """What this agent was told becomes the job's; --nnodes of the master's own command line stands."""
+    chosen = settings_from(settings)
+    if job.fixed_nnodes:
+        chosen.min_nodes, chosen.max_nodes = job.settings.min_nodes, job.settings.max_nodes
+    job.settings = chosen
+    job.settled = True

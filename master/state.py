@@ -59,6 +59,15 @@ class Settings:
     universal_checkpoint: bool = False
     keep_checkpoints: int = 3
 
+    @property
+    def problem(self) -> str:
+        """What is wrong with them, in one line; empty where nothing is."""
+        if not 1 <= self.min_nodes <= self.max_nodes:
+            return f"--nnodes={self.min_nodes}:{self.max_nodes}: MIN must be at least 1 and at most MAX"
+        if self.node_unit < 1 or self.max_nodes < self.node_unit:
+            return f"--node-unit={self.node_unit} does not fit --nnodes={self.min_nodes}:{self.max_nodes}"
+        return ""
+
 
 @dataclass
 class Joined:
@@ -241,6 +250,8 @@ class Job:
     # --nnodes was given to the master: agents do not set it.
     fixed_nnodes: bool = False
     settled: bool = False
+    # After a lost store: the epoch of which the settings in force are remembered; -1 where nobody's memory says them.
+    settings_epoch: int = -1
     run: int = 1
     phase: Phase = Phase.WAITING
     epoch: int = 0

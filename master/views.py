@@ -6,7 +6,8 @@ from dalsegno.protos import control_pb2
 
 from .checkpoints import prunable, resume_point, to_proto
 from .forming import missing
-from .state import Checkpoint, Job, Node, Part, Phase, Settings, State, World
+from .registration import settings_proto
+from .state import Checkpoint, Job, Node, Part, Phase, State, World
 from .turn import Turn
 
 PHASES = {
@@ -24,7 +25,11 @@ def view(state: State, name: str) -> control_pb2.Directive:
     job = state.job
     node = job.nodes[name]
     directive = control_pb2.Directive(
-        generation=job.generation, phase=PHASES[job.phase], epoch=job.epoch, run_id=job.run_id
+        generation=job.generation,
+        phase=PHASES[job.phase],
+        epoch=job.epoch,
+        run_id=job.run_id,
+        settings=settings_proto(job.settings),
     )
     order(state, node, directive)
     side_orders(job, node, directive)
@@ -177,6 +182,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         reason=missing(Turn(state, now)) if waiting else job.message,
         step=max([*live.steps.values(), job.left_step]),
         loss=live.loss,
+        settings=settings_proto(job.settings),
     )
     world = job.world
     for node in job.nodes.values():
@@ -205,6 +211,4 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
             first_step=record.first_step,
             last_step=record.last_step,
         )
-    for name in Settings.__dataclass_fields__:
-        setattr(reply.settings, name, getattr(job.settings, name))
     return reply

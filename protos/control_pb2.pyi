@@ -394,6 +394,7 @@ class RegisterRequest(google.protobuf.message.Message):
     FINISHED_RUNS_FIELD_NUMBER: builtins.int
     NEW_RUN_FIELD_NUMBER: builtins.int
     PREVIOUS_INCARNATION_FIELD_NUMBER: builtins.int
+    KNOWN_SETTINGS_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     incarnation: builtins.str
     protocol: builtins.int
@@ -418,6 +419,12 @@ class RegisterRequest(google.protobuf.message.Message):
     def finished_runs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Runs whose directory carries the mark of a finished run."""
 
+    @property
+    def known_settings(self) -> global___Settings:
+        """The job's settings as a master told them to this agent last; absent for a new agent. `settings` is what its own
+        command line says.
+        """
+
     def __init__(
         self,
         *,
@@ -435,9 +442,10 @@ class RegisterRequest(google.protobuf.message.Message):
         finished_runs: collections.abc.Iterable[builtins.str] | None = ...,
         new_run: builtins.bool = ...,
         previous_incarnation: builtins.str = ...,
+        known_settings: global___Settings | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "protocol", b"protocol", "settings", b"settings"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["known_settings", b"known_settings", "settings", b"settings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "protocol", b"protocol", "settings", b"settings"]) -> None: ...
 
 global___RegisterRequest = RegisterRequest
 
@@ -508,6 +516,7 @@ class Directive(google.protobuf.message.Message):
     PRUNE_FIELD_NUMBER: builtins.int
     HEAD_FIELD_NUMBER: builtins.int
     NOTICES_FIELD_NUMBER: builtins.int
+    SETTINGS_FIELD_NUMBER: builtins.int
     generation: builtins.int
     phase: global___Phase.ValueType
     epoch: builtins.int
@@ -559,6 +568,10 @@ class Directive(google.protobuf.message.Message):
     def notices(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Notice]:
         """What happened lately, for the console; sequence numbers only grow."""
 
+    @property
+    def settings(self) -> global___Settings:
+        """The settings in force. A master that lost its store may learn them only after this agent has registered."""
+
     def __init__(
         self,
         *,
@@ -578,9 +591,10 @@ class Directive(google.protobuf.message.Message):
         prune: collections.abc.Iterable[global___CheckpointRef] | None = ...,
         head: global___Checkpoint | None = ...,
         notices: collections.abc.Iterable[global___Notice] | None = ...,
+        settings: global___Settings | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "head", b"head", "order", b"order", "release", b"release", "run", b"run", "verify", b"verify", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "epoch", b"epoch", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "generation", b"generation", "head", b"head", "notices", b"notices", "order", b"order", "phase", b"phase", "prune", b"prune", "release", b"release", "run", b"run", "run_id", b"run_id", "verify", b"verify", "wait", b"wait"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "head", b"head", "order", b"order", "release", b"release", "run", b"run", "settings", b"settings", "verify", b"verify", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "epoch", b"epoch", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "generation", b"generation", "head", b"head", "notices", b"notices", "order", b"order", "phase", b"phase", "prune", b"prune", "release", b"release", "run", b"run", "run_id", b"run_id", "settings", b"settings", "verify", b"verify", "wait", b"wait"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["wait", "gather", "run", "drain", "finish", "fenced", "release"] | None: ...
 
 global___Directive = Directive

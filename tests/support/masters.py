@@ -77,6 +77,8 @@ class Node:
         for name, value in fields.items():
             if isinstance(value, list):
                 getattr(request, name).extend(value)
+            elif isinstance(value, Message):
+                getattr(request, name).CopyFrom(value)
             else:
                 setattr(request, name, value)
         reply = self.job.call(request)
@@ -278,6 +280,8 @@ class Driven:
             resumed_from=control_pb2.CheckpointRef(digest=world.resume),
             bytes=size,
             largest_file=largest_file,
+            min_nodes=self.job.settings.min_nodes,
+            max_nodes=self.job.settings.max_nodes,
         )
         self.sealed.append(made)
         return made

@@ -13,7 +13,7 @@ from dalsegno.agent.connection import Connector, Credentials
 from dalsegno.agent.effects import Effects
 from dalsegno.agent.lifeline import Lifeline
 from dalsegno.agent.mailbox import Mailbox
-from dalsegno.agent.storage import JobDirectory
+from dalsegno.agent.storage import JobDirectory, Survey
 from dalsegno.protos import control_pb2
 
 pytestmark = pytest.mark.timeout(60)
@@ -25,7 +25,12 @@ def mailbox() -> Mailbox[ev.Event]:
 
 
 @pytest.fixture
-def effects(tmp_path: Path, mailbox: Mailbox[ev.Event]) -> Iterator[Effects]:
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def effects(tmp_path: Path, mailbox: Mailbox[ev.Event], said: list[str]) -> Iterator[Effects]:
     """Of an agent whose master has no address yet."""
     directory = JobDirectory(tmp_path, "job")
     directory.prepare()
@@ -38,7 +43,7 @@ def effects(tmp_path: Path, mailbox: Mailbox[ev.Event]) -> Iterator[Effects]:
         "127.0.0.1:1",
         lifeline,
         mailbox,
-        lambda text, warning: None,
+        lambda text, warning: said.append(text),
     )
     one.run_id = "run-0001"
     yield one
@@ -78,3 +83,27 @@ def test_a_new_incarnation_begins_when_the_decision_falls(effects: Effects, monk
     monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable: order.append("survey"))
     assert effects.perform(ev.Register("before", "me"))
     assert order == ["session", "survey"]
+
+
+def test_a_master_without_memory_is_told_what_the_one_before_said(
+    effects: Effects, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    """The highest epoch seen, a spare's too, and the settings in force; what they change later is said once, and new
+    workers write it into manifests."""
+    registered: list[control_pb2.RegisterRequest] = []
+    monkeypatch.setattr(effects.client, "register", registered.append)
+    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable: ready(Survey("probe", (), ())))
+    effects.perform(ev.Register())
+    assert not registered[0].HasField("known_settings")
+    effects._registered("first", control_pb2.RegisterReply(settings=control_pb2.Settings(min_nodes=1, max_nodes=1)))
+    assert said == []
+    in_force = control_pb2.Settings(min_nodes=2, max_nodes=4)
+    for _ in range(2):
+        effects._directed(control_pb2.Directive(epoch=7, settings=in_force))
+    effects._registered("second", control_pb2.RegisterReply(settings=in_force))
+    effects._directed(control_pb2.Directive(epoch=0))
+    assert said == ["the job's settings count: --nnodes=2:4, not 1:1"]
+    assert effects.settings == in_force
+    effects.perform(ev.Register("first", "me"))
+    assert (registered[1].epoch, registered[1].known_settings) == (7, in_force)
+    assert registered[1].settings.max_nodes == 1

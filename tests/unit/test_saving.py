@@ -1,4 +1,4 @@
-"""A save in flight tells how far it is, in all its parts, so that a slow one is not taken for a stuck one."""
+"""A save in flight tells how far it is, so that a slow one is not taken for a stuck one; and what a save leaves."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from dalsegno.agent.worker_env import Place, worker_environment
 from dalsegno.elastic import saving
-from dalsegno.elastic.checkpoint import CheckpointStore, Position
+from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Position
 from dalsegno.elastic.collective import Solo
-from dalsegno.elastic.identity import Identity
-from dalsegno.protos import worker_pb2
+from dalsegno.elastic.identity import Identity, from_environment
+from dalsegno.protos import control_pb2, worker_pb2
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -67,3 +68,21 @@ def test_syncing_and_summing_are_seen_to_move(tmp_path: Path, monkeypatch: pytes
         assert sizes[-1] >= 3000 + manifest.total_bytes
         assert heard.said[-1].sealed.name == manifest.name
         heard.said.clear()
+
+
+def test_a_manifest_says_the_jobs_nodes(tmp_path: Path) -> None:
+    """A master that lost its store reads min and max nodes there, as the agent's environment gave them to the rank."""
+    settings = control_pb2.Settings(min_nodes=2, max_nodes=4)
+    place = Place(group_rank=0, first_rank=0, nproc=1, nodes=1, world_size=1, node="node")
+    world = control_pb2.World(epoch=1, run_id="run-0001")
+    (given,) = worker_environment(world, place, settings, 1, "job", tmp_path, "default", {})
+    identity = from_environment(given | {"LOCAL_RANK": "0", "DALSEGNO_SOCKET": "socket"})
+    saver = saving.Saver(identity, Solo(), CheckpointStore(tmp_path), Heard(), None)  # type: ignore[arg-type]
+
+    def write(path: Path) -> None:
+        (path / "a.pt").write_bytes(bytes(10))
+
+    manifest = saver.save(saving.Content(3, Position(0, 48)), write, create_directory=True, drain=False)
+    assert manifest is not None
+    written = Manifest.read(tmp_path / manifest.name).to_proto()
+    assert (written.min_nodes, written.max_nodes) == (2, 4)
