@@ -33,6 +33,9 @@ class SimAgent:
         self.host = host
         self.asked_name = name
         self.nproc = sim.plan.nproc
+        self.settings = sim.plan.other_settings if number % 2 else sim.plan.settings
+        # Those in force, as a master told them last.
+        self.told: control_pb2.Settings | None = None
         self.alive = True
         self.exit_code: int | None = None
         self.warm = False
@@ -75,9 +78,12 @@ class SimAgent:
 
     def directed(self, directive: control_pb2.Directive) -> None:
         self.seen_epoch = max(self.seen_epoch, directive.epoch)
+        self.told = directive.settings if directive.HasField("settings") else self.told
         self._handle(ev.Directed(directive))
 
     def _handle(self, event: ev.Event) -> None:
+        if isinstance(event, ev.Registered):
+            self.told = event.reply.settings
         if self.sim.tracing and not isinstance(event, ev.Directed | ev.Tick):
             self.sim.trace(self.label, "hears {}", short(event))
         self.state, actions = decisions.handle(self.state, event, self.sim.clock.now + self._offset)
@@ -173,7 +179,7 @@ class SimAgent:
 
     def _register(self, previous: str, node: str) -> None:
         self.registrations += 1
-        disk, plan = self.sim.disk, self.sim.plan
+        disk = self.sim.disk
         self.client.register(
             control_pb2.RegisterRequest(
                 job_id="job",
@@ -182,7 +188,8 @@ class SimAgent:
                 host=self.host,
                 node=node,
                 nproc=self.nproc,
-                settings=plan.settings,
+                settings=self.settings,
+                known_settings=self.told,
                 probe=disk.read_probe(self.host),
                 inventory=disk.inventory(self.host),
                 epoch=max(self.seen_epoch, self.state.started),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dalsegno.agent import decisions
 from dalsegno.agent import events as ev
 from dalsegno.master.checkpoints import in_use_digests, resume_point
-from dalsegno.master.state import Checkpoint, Job, Phase, World
+from dalsegno.master.state import Checkpoint, Job, Phase, Settings, World
 from dalsegno.protos import control_pb2
 
 from .masters import CODEC
@@ -38,6 +38,10 @@ class Opened:
     grown: bool
 
 
+def nnodes(settings: Settings | control_pb2.Settings) -> tuple[int, int]:
+    return settings.min_nodes, settings.max_nodes
+
+
 class Ledger:
     """Every check raises `Violation`."""
 
@@ -52,6 +56,10 @@ class Ledger:
         # The store was lost, and no world was opened since.
         self.amnesia = False
         self.stores_lost = 0
+        # Min and max nodes; who knew them when the store was lost; whether its successor still listens.
+        self.nnodes = (0, 0)
+        self.witnesses: set[str] = set()
+        self.listening = False
         # Something other than joins and notices happened.
         self.unplanned = False
         # Some node was out of the master's sight, or did not see what others had sealed.
@@ -77,7 +85,14 @@ class Ledger:
 
     def store_lost(self) -> None:
         self.amnesia = True
+        self.listening = False
         self.stores_lost += 1
+        last = max(self.worlds, default=0)
+        self.witnesses = {
+            agent.label
+            for agent in self.sim.agents
+            if agent.alive and agent.told is not None and agent.seen_epoch >= last and nnodes(agent.told) == self.nnodes
+        }
 
     def master_moved(self, job: Job) -> None:
         """After every event that may have changed durable state."""
@@ -92,6 +107,10 @@ class Ledger:
             return
         if job.arrivals != self.arrivals:
             self.arrivals, self.arrived_at = job.arrivals, self.sim.clock.now
+        if self.amnesia:
+            self._heard_out(job)
+        elif job.settled:
+            self.nnodes = nnodes(job.settings)
         if self.amnesia and (job.listening or job.world is None):
             return
         if self.amnesia and not self._remembered(job):
@@ -109,6 +128,28 @@ class Ledger:
         self._epochs(job)
         if job.phase.is_terminal:
             self._ended(job)
+
+    def _heard_out(self, job: Job) -> None:
+        """When a master with an empty store has listened to everybody, min is still min, and max still max."""
+        listened, self.listening = self.listening, job.listening
+        if not listened or job.listening:
+            return
+        agents = [self.sim.by_incarnation(node.incarnation) for node in job.nodes.values()]
+        last = max(self.worlds, default=0)
+        saved = [
+            e.message
+            for e in self.sim.disk.sealed.values()
+            if e.message.epoch == last and e.sealed_at < self.sim.master.started_at
+        ]
+        if any(agent is not None and agent.label in self.witnesses for agent in agents):
+            expected = self.nnodes
+        elif saved:
+            expected = saved[-1].min_nodes, saved[-1].max_nodes
+        else:
+            return
+        self.require(
+            nnodes(job.settings) == expected, "settings stand", f"--nnodes {nnodes(job.settings)}, it was {expected}"
+        )
 
     def _commits(self, job: Job) -> None:
         for record in job.checkpoints:

@@ -62,6 +62,8 @@ class Plan:
     seed: int
     kind: str
     settings: control_pb2.Settings
+    # What every other agent was told, now and then by a person who did not look closely.
+    other_settings: control_pb2.Settings
     steps: int
     save_every: int
     step_time: float
@@ -123,6 +125,7 @@ def plan_of(seed: int) -> Plan:
         seed=seed,
         kind=kind,
         settings=settings,
+        other_settings=otherwise(settings) if Random(f"others {seed}").random() < 0.3 else settings,
         steps=random.randint(12, 45),
         save_every=random.choice((3, 5, 8)),
         step_time=random.choice((0.3, 0.6, 1.0)),
@@ -144,3 +147,14 @@ def plan_of(seed: int) -> Plan:
         blind_start=kind in ("disk", "all") and random.random() < 0.2,
         slow_disk=kind in ("disk", "convert") and random.random() < 0.1,
     )
+
+
+def otherwise(settings: control_pb2.Settings) -> control_pb2.Settings:
+    """The same with another --nnodes."""
+    other = control_pb2.Settings()
+    other.CopyFrom(settings)
+    if settings.min_nodes > 1:
+        other.min_nodes -= 1
+    else:
+        other.max_nodes = max(settings.node_unit, settings.max_nodes - 1)
+    return other

@@ -259,6 +259,13 @@ def forgets_what_agents_remember(original: Any) -> Any:
     return remember
 
 
+def takes_the_first_agents_settings(original: Any) -> Any:
+    def restore_settings(*args: Any) -> None:
+        return None
+
+    return restore_settings
+
+
 def ends_with_the_first_who_finishes(original: Any) -> Any:
     def end_of_epoch(turn: Turn) -> bool:
         if any(member.part is Part.FINISHED for member in phases.world_of(turn).members):
@@ -352,6 +359,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(checkpoints, "retire", retires_without_a_word, "committed steps grow"),
         plant(phases, "hopeless", gives_up_at_the_first_failure, "no failure without a reason"),
         plant(recollection, "remember", forgets_what_agents_remember, "one world per epoch", "epochs grow"),
+        plant(recollection, "restore_settings", takes_the_first_agents_settings, "settings stand", kind="store"),
         plant(phases, "end_of_epoch", ends_with_the_first_who_finishes, "the end is saved"),
         plant(decisions, "report_ended", reports_the_end_before_the_commit, "the end is saved"),
         plant(leaving, "signalled", ignores_a_notice, "planned changes lose nothing"),

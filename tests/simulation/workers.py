@@ -26,6 +26,8 @@ class Group:
         self.frozen = False
         self.drain = False
         self.master_seen = False
+        # In force when these ranks were started.
+        self.settings = agent.told or agent.settings
 
     def tell(self, drain: bool, master_seen: bool) -> None:
         self.drain = drain
@@ -228,15 +230,15 @@ class Collective:
             else:
                 self._later(0.5, self._save, False)
             return
-        message = self._manifest(name)
         lead = next(group for group in self.groups.values() if group.first_rank == 0)
+        message = self._manifest(name, lead.settings)
         self.sim.disk.seal(message, self.history, lead.agent.host)
         self.sim.trace("workers", "epoch {} sealed {}", self.epoch, name)
         self.saved_step = self.step
         lead.says(0.003, 0, sealed=worker_pb2.Sealed(name=name, digest=message.ref.digest, step=self.step))
         self._later(0.004, self._saved, drain, message.ref)
 
-    def _manifest(self, name: str) -> control_pb2.Checkpoint:
+    def _manifest(self, name: str, settings: control_pb2.Settings) -> control_pb2.Checkpoint:
         message = control_pb2.Checkpoint(
             ref=control_pb2.CheckpointRef(name=name, digest=f"digest of {name}"),
             run_id=self.world.run_id,
@@ -250,8 +252,8 @@ class Collective:
             ),
             position=control_pb2.Position(data_epoch=0, samples=16 * self.step),
             bytes=1000,
-            min_nodes=self.sim.plan.settings.min_nodes,
-            max_nodes=self.sim.plan.settings.max_nodes,
+            min_nodes=settings.min_nodes,
+            max_nodes=settings.max_nodes,
         )
         if self.world.HasField("resume"):
             message.resumed_from.CopyFrom(self.world.resume.source.ref)
