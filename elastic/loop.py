@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -165,15 +166,16 @@ class _Run:
         )
 
 
-class _Source(Generic[T]):
+class _Source(ABC, Generic[T]):
     """Batches one after the other, and how many are certain to follow."""
 
+    @abstractmethod
     def take(self) -> T:
-        raise NotImplementedError
+        """The next batch, which ``ahead`` has promised."""
 
+    @abstractmethod
     def ahead(self, limit: int) -> int:
         """Batches not taken yet, at most ``limit``; never more than there are."""
-        raise NotImplementedError
 
 
 class _Counted(_Source[T]):
