@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 __all__ = ["UsageError", "build_parser", "ignored", "parse"]
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# The master asks the same; seconds.
+LEAST_NODE_TIMEOUT = 2.0
 _TRUE = ("1", "true", "yes", "on")
 # Accepted because scripts for DLRover or torchrun carry them: name, takes a value, why it is not needed here.
 _IGNORED: tuple[tuple[str, bool, str], ...] = (
@@ -61,6 +63,13 @@ def _more_than_none(text: str) -> float:
     value = _seconds(text)
     if value == 0:
         raise argparse.ArgumentTypeError("must be more than 0 seconds")
+    return value
+
+
+def _node_timeout(text: str) -> float:
+    value = _seconds(text)
+    if value < LEAST_NODE_TIMEOUT:
+        raise argparse.ArgumentTypeError(f"agents are heard once a second: must be at least {LEAST_NODE_TIMEOUT:g} s")
     return value
 
 
@@ -163,7 +172,7 @@ def _add_ours(group: _Group) -> None:
     group.value("--node-unit", default=1, type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
     group.value("--node-name", default="", metavar="NAME", help="default: the host name and a number")
     group.value(
-        "--node-timeout", default=15.0, type=_more_than_none, help="silence after which a node is dead", **seconds
+        "--node-timeout", default=15.0, type=_node_timeout, help="silence after which a node is dead", **seconds
     )
     group.value("--drain-timeout", default=30.0, type=_more_than_none, help="notice that SIGTERM gives", **seconds)
     group.value("--join-timeout", default=60.0, type=_more_than_none, help="time to stop workers and join", **seconds)

@@ -6,7 +6,7 @@ from collections import Counter
 
 from .checkpoints import resume_point
 from .state import Node, Part
-from .turn import CLOSED_GRACE, DEAF_AFTER, HEARTBEAT, Turn
+from .turn import CLOSED_GRACE, DEAF_AFTER, DEAF_LEAST, HEARTBEAT, Turn
 
 # A node lost this often within the window becomes a spare for a doubling time (seconds).
 LOSS_LIMIT = 3
@@ -109,7 +109,7 @@ def check_liveness(turn: Turn) -> bool:
     timeout = job.settings.node_timeout
     all_closed = all(node.name in live.closed for node in nodes)
     last_word = max(live.heard.get(node.name, turn.now) for node in nodes)
-    deaf = turn.due(last_word + min(DEAF_AFTER, timeout / 2))
+    deaf = turn.due(last_word + min(DEAF_AFTER, max(DEAF_LEAST, timeout / 2)))
     live.deaf = live.deaf or deaf
     for node in nodes:
         how = death_of(turn, node, timeout, all_closed)

@@ -40,6 +40,10 @@ class Part(str, Enum):
     LOST = "lost"
 
 
+# Two heartbeats: below that no word for a node-timeout says nothing. Agents refuse it in their own command line, too.
+LEAST_NODE_TIMEOUT = 2.0
+
+
 @dataclass
 class Settings:
     """As `dalsegno.control.v1.Settings`; durations in seconds, negative for "auto" or "for ever"."""
@@ -66,6 +70,8 @@ class Settings:
             return f"--nnodes={self.min_nodes}:{self.max_nodes}: MIN must be at least 1 and at most MAX"
         if self.node_unit < 1 or self.max_nodes < self.node_unit:
             return f"--node-unit={self.node_unit} does not fit --nnodes={self.min_nodes}:{self.max_nodes}"
+        if not self.node_timeout >= LEAST_NODE_TIMEOUT:
+            return f"--node-timeout={self.node_timeout:g}: agents are heard once a second, so at least 2 s are needed"
         return ""
 
 

@@ -10,8 +10,10 @@ from .state import Job, Live, Node, Notice, Part, Phase, State
 HEARTBEAT = 1.0
 # A closed stream counts as a death after this long, seconds.
 CLOSED_GRACE = 1.0
-# Without a word from anybody for this long the trouble is taken to be the master's own, seconds.
+# Without a word from anybody for this long the trouble is taken to be the master's own: the first at most, and before a
+# short node-timeout ends, but never so early that it is only the time between two heartbeats. Seconds.
 DEAF_AFTER = 2.5 * HEARTBEAT
+DEAF_LEAST = 1.5 * HEARTBEAT
 # Notices kept for agents that connect later.
 NOTICES = 40
 HISTORY = 500

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
+from dalsegno.master.state import LEAST_NODE_TIMEOUT
 from dalsegno.protos import control_pb2
 
 HOSTS = ("host-a", "host-b", "host-c", "host-d")
@@ -112,6 +113,8 @@ def plan_of(seed: int) -> Plan:
         universal_checkpoint=True,
         keep_checkpoints=random.choice((0, 1, 2, 3)),
     )
+    if Random(f"short {seed}").random() < 0.1:
+        settings.node_timeout = LEAST_NODE_TIMEOUT
     fault_time = random.uniform(8.0, 80.0 if kind == "away" else 35.0)
     count = random.randint(2, 9)
     # Many of them early, when the first worlds form and nothing is saved yet.

@@ -230,6 +230,10 @@ def never_sees_a_stall(original: Any) -> Any:
     return stalled
 
 
+def takes_the_time_between_heartbeats_for_deafness(original: Any) -> Any:
+    return 0.0
+
+
 def believes_the_first_reader(original: Any) -> Any:
     def acquit(turn: Turn, verification: Any, record: Checkpoint) -> None:
         checkpoints.retire(record, damaged=True)
@@ -355,6 +359,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(conversion, "report", counts_only_files, "who moves keeps the lease", kind="convert"),
         plant(conversion, "verified", hears_only_verdicts, "liveness", kind="disk"),
         plant(phases, "stalled", never_sees_a_stall, "liveness", kind="crashes"),
+        plant(membership, "DEAF_LEAST", takes_the_time_between_heartbeats_for_deafness, "liveness", kind="crashes"),
         plant(conversion, "acquit", believes_the_first_reader, "no verifying checkpoint is skipped"),
         plant(checkpoints, "retire", retires_without_a_word, "committed steps grow"),
         plant(phases, "hopeless", gives_up_at_the_first_failure, "no failure without a reason"),
