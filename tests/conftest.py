@@ -1,10 +1,12 @@
 """Options and environment of the whole test suite.
 
-`--full` also runs what is marked `full`; `--repeat N` runs every test of `tests/integration` N times.
+`--full` also runs what is marked `full`; `--repeat N` runs every test of `tests/integration` at least N times, where
+the cells of a parametrized test count together: a matrix of 48 cells has shown its mechanism 48 times.
 """
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 
@@ -21,11 +23,14 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extens
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked full")
-    parser.addoption("--repeat", type=int, default=1, metavar="N", help="run each process test N times")
+    parser.addoption(
+        "--repeat", type=int, default=1, metavar="N", help="run each process test N times, its cells together"
+    )
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    count: int = metafunc.config.getoption("repeat")
+    cells = math.prod(len(mark.args[1]) for mark in metafunc.definition.iter_markers("parametrize"))
+    count = math.ceil(metafunc.config.getoption("repeat") / cells)
     if count > 1 and ROOT / "tests" / "integration" in Path(metafunc.module.__file__ or "").resolve().parents:
         metafunc.fixturenames.append("repetition")
         metafunc.parametrize("repetition", range(count), indirect=True, ids=lambda number: f"run{number + 1}")

@@ -321,13 +321,15 @@ def test_only_the_newest_progress_counts(master: Master, agent: Agent) -> None:
     agent.expect("directed")
     agent.client.call("ReportProgress", pb.ProgressRequest(step=1))
     wait_for(lambda: len(master.servicer.of("ReportProgress")) == 1, 0.5)
+    began = time.monotonic()
     for step in range(2, 500):
         agent.client.call("ReportProgress", pb.ProgressRequest(caller=pb.Caller(epoch=4), step=step))
         time.sleep(0.001)
     wait_for(lambda: master.servicer.of("ReportProgress")[-1].step == 499)
     steps = [request.step for request in master.servicer.of("ReportProgress")]
     assert steps == sorted(steps)
-    assert len(steps) < 20
+    # Ten a second, however long a busy machine took for them.
+    assert len(steps) < 20 + 10 * (time.monotonic() - began)
     wait_for(lambda: len(master.servicer.of("Heartbeat")) >= 3, 4.0)
     assert master.servicer.of("Heartbeat")[-1].caller.epoch == 4
     assert agent.client.waiting() == 0

@@ -6,10 +6,7 @@ import json
 import os
 import socket
 import struct
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dalsegno.elastic.checkpoint import Manifest
 from dalsegno.protos import worker_pb2
+
+from .ranks import Rank, wait_all
 
 WORKER = Path(__file__).with_name("session_worker.py")
 
@@ -32,7 +31,7 @@ class FakeAgent:
         self.logs.mkdir(parents=True, exist_ok=True)
         self.messages: list[worker_pb2.ToAgent] = []
         self.changed = threading.Condition()
-        self.processes: list[subprocess.Popen[str]] = []
+        self.ranks: list[Rank] = []
         self._connections: list[socket.socket] = []
         self._path = str(directory / f"agent-{epoch}.sock")
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -45,10 +44,8 @@ class FakeAgent:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                process.kill()
-            process.communicate(timeout=10)
+        for rank in self.ranks:
+            rank.close()
         self._server.close()
         for connection in self._connections:
             connection.close()
@@ -56,21 +53,14 @@ class FakeAgent:
 
     def start(self, *flags: str, script: Path = WORKER) -> None:
         """Starts all ranks."""
-        for rank in range(self.world):
-            process = subprocess.Popen(
-                [sys.executable, str(script), "--log", str(self.logs), *flags],
-                env=self._environment(rank),
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-            self.processes.append(process)
+        command = [str(script), "--log", str(self.logs), *flags]
+        self.ranks += [Rank(command, self._environment(rank)) for rank in range(self.world)]
 
     def wait(self, seconds: float = 60.0) -> list[int]:
         """Exit codes of all ranks in rank order."""
-        deadline = time.monotonic() + seconds
-        self.outputs = [p.communicate(timeout=max(0.1, deadline - time.monotonic()))[0] for p in self.processes]
-        return [process.returncode for process in self.processes]
+        ended = wait_all(self.ranks, seconds)
+        self.outputs = [output for _, output in ended]
+        return [code for code, _ in ended]
 
     def drain(self, wanted: bool = True) -> None:
         data = worker_pb2.ToWorker(drain=wanted, master_seen=True).SerializeToString()

@@ -29,7 +29,7 @@ from dalsegno.elastic import Session, session
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 HOLD_LIMIT = 180.0
 # Seconds of a step, from this part of the run on.
-SLOW_STEPS = ((0.75, 2.0), (0.5, 1.0), (0.0, 0.0))
+SLOW_STEPS = ((0.9, 10.0), (0.75, 2.0), (0.5, 1.0), (0.0, 0.0))
 LOOK_EVERY = 0.02
 
 

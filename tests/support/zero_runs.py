@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +14,8 @@ import torch
 from torch import Tensor
 
 from dalsegno.elastic.checkpoint import Manifest, Position, Shape, describe, seal
+
+from .ranks import Rank, wait_all
 
 WORKER = Path(__file__).with_name("zero_worker.py")
 STATES = ("fp32", "exp_avg", "exp_avg_sq")
@@ -30,39 +29,23 @@ def worker_environment(**extra: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **extra}
 
 
-def run_world(world: int, command: Sequence[str], *, seconds: float = 120.0) -> list[subprocess.CompletedProcess[str]]:
-    """Runs ``command`` as ``world`` ranks and waits for all of them; kills all if one hangs."""
+def run_world(world: int, command: Sequence[str], *, seconds: float = 120.0) -> list[tuple[int, str]]:
+    """Runs ``command`` as ``world`` ranks; exit codes and outputs, in order of rank. Kills all if one hangs."""
     port = str(_free_port())
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, *command],
-            env=worker_environment(RANK=str(rank), LOCAL_RANK=str(rank), **common),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    deadline = time.monotonic() + seconds
-    results = []
+    ranks = [Rank(command, worker_environment(RANK=str(rank), LOCAL_RANK=str(rank), **common)) for rank in range(world)]
     try:
-        for process in processes:
-            output, _ = process.communicate(timeout=max(0.1, deadline - time.monotonic()))
-            results.append(subprocess.CompletedProcess(process.args, process.returncode, output))
+        return wait_all(ranks, seconds)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-    return results
+        for rank in ranks:
+            rank.close()
 
 
 def run_worker(world: int, task: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs one task of the ZeRO worker; returns each rank's result, and fails with the ranks' output if one failed."""
     Path(task["out"]).mkdir(parents=True, exist_ok=True)
     results = run_world(world, [str(WORKER), json.dumps(task)])
-    failed = [f"rank {rank}:\n{result.stdout}" for rank, result in enumerate(results) if result.returncode != 0]
+    failed = [f"rank {rank}: {code}\n{output}" for rank, (code, output) in enumerate(results) if code != 0]
     assert not failed, "\n".join(failed)
     return [json.loads((Path(task["out"]) / f"result-{rank}.json").read_text()) for rank in range(world)]
 
