@@ -31,6 +31,7 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
             saving(turn, event.rank, message.saving)
         case "draining":
             state.agreed = True
+            state.step = max(state.step, message.draining.step)
             turn.report_progress()
         case "save_failed":
             save_failed(turn, message.save_failed)
@@ -82,7 +83,8 @@ def save_failed(turn: Turn, failed: worker_pb2.SaveFailed) -> None:
             ev.Say(f"saving {failed.name} failed ({failed.reason}); training goes on, the last commit stands", True)
         )
     if failed.drain:
-        turn.call("ReportSaveFailed", control_pb2.SaveFailedRequest(caller=turn.caller(), reason=failed.reason))
+        request = control_pb2.SaveFailedRequest(caller=turn.caller(), reason=failed.reason, step=failed.step)
+        turn.call("ReportSaveFailed", request)
 
 
 def bad_checkpoint(turn: Turn, bad: worker_pb2.BadCheckpoint) -> None:

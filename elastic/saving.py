@@ -125,7 +125,7 @@ class Saver:
             files = self._describe(name)
             manifest = self._seal(name, content, files)
         except _Failed as failure:
-            self._give_up(name, str(failure), drain)
+            self._give_up(name, content.step, str(failure), drain)
             if failure.fatal:
                 raise SaveError(f"saving step {content.step} failed: {failure}") from failure
             return None
@@ -248,7 +248,7 @@ class Saver:
         except OSError as error:
             log.warning("%s is saved, but its note in latest.json is not: %s", manifest.name, error)
 
-    def _give_up(self, name: str, reason: str, drain: bool) -> None:
+    def _give_up(self, name: str, step: int, reason: str, drain: bool) -> None:
         if self._identity.rank == 0:
             log.warning("saving %s failed, the run goes on from the checkpoint before: %s", name or "a step", reason)
             try:
@@ -259,7 +259,7 @@ class Saver:
         # No rank may begin the next attempt while the leftovers of this one are being removed.
         self._collective.barrier()
         if self._link is not None:
-            failed = worker_pb2.SaveFailed(name=name, reason=reason[:4096], drain=drain)
+            failed = worker_pb2.SaveFailed(name=name, reason=reason[:4096], drain=drain, step=step)
             self._link.send(worker_pb2.ToAgent(save_failed=failed))
 
     def _agree(self, problem: dict[str, Any] | None) -> None:

@@ -117,19 +117,27 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> An
         return OK  # Late news of a closed epoch harms nothing.
     job.has_session = job.has_session or message.has_session
     live.longest = max(live.longest, message.longest)
-    known = live.steps.get(node.name, phases.world_of(turn).resumed_step)
-    if message.step > known:
-        live.steps[node.name] = message.step
-        live.advanced[node.name] = live.moved_at = turn.now
+    if made_step(turn, node, message.step):
         live.loss = message.loss
-        if live.first_step_at is None:
-            phases.first_step(turn)
     if message.saved_bytes > live.saved_bytes.get(node.name, 0):
         live.saved_bytes[node.name] = message.saved_bytes
         live.moved_at = turn.now
-    if message.draining and job.drain is not None:
+    # A copy that was long under way speaks of a drain before this one.
+    if message.draining and job.drain is not None and message.step > job.drain.after:
         job.drain.agreed = True
     return OK
+
+
+def made_step(turn: Turn, node: Node, step: int) -> bool:
+    """A node's ranks have come to this step of the open epoch. Returns whether that is news."""
+    live = turn.live
+    if step <= live.steps.get(node.name, phases.world_of(turn).resumed_step):
+        return False
+    live.steps[node.name] = step
+    live.advanced[node.name] = live.moved_at = turn.now
+    if live.first_step_at is None:
+        phases.first_step(turn)
+    return True
 
 
 def warm(turn: Turn, node: Node, message: control_pb2.WarmRequest) -> Answer:
@@ -150,9 +158,14 @@ def drained(turn: Turn, node: Node, message: control_pb2.DrainedRequest) -> Answ
 
 
 def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) -> Answer:
-    """The drain's save failed on all ranks alike."""
-    drain = turn.job.drain
-    if drain is None or member_of(turn, node, message.caller.epoch) is None:
+    """The drain's save failed on all ranks alike. Of an earlier drain it is known, or does not matter any more."""
+    job = turn.job
+    if member_of(turn, node, message.caller.epoch) is None or not job.phase.has_workers:
+        return OK
+    drain = job.drain
+    # A drain that begins from now on knows other nodes' reports of this boundary, however late, for what they are.
+    made_step(turn, node, message.step)
+    if drain is None or 0 < message.step <= drain.after:
         return OK
     drain.agreed = False
     if drain.growth:

@@ -164,9 +164,16 @@ def grow_interval(turn: Turn) -> float:
 
 def start_drain(turn: Turn, growth: bool, reason: str) -> None:
     """Everybody saves at one boundary and stops."""
-    turn.job.drain = Drain(growth=growth, reason=reason)
+    turn.job.drain = Drain(growth=growth, reason=reason, after=last_step(turn))
     turn.live.drain_deadline = turn.now + turn.job.settings.drain_timeout if growth else notice_end(turn)
     turn.enter(Phase.DRAINING)
+
+
+def last_step(turn: Turn) -> int:
+    """The last step that the open world is known to have made."""
+    world = world_of(turn)
+    committed = (record.step for record in turn.job.checkpoints if record.epoch == world.epoch)
+    return max([world.resumed_step, *turn.live.steps.values(), *committed])
 
 
 def notice_end(turn: Turn) -> float:

@@ -208,6 +208,8 @@ class Drain:
     growth: bool
     reason: str
     agreed: bool = False
+    # The last step known when it began: its boundary comes later, and what speaks of an earlier one is late news.
+    after: int = 0
 
 
 @dataclass

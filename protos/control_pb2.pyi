@@ -977,7 +977,7 @@ class ProgressRequest(google.protobuf.message.Message):
     """The highest step that a rank of this node has finished in the caller's epoch."""
     loss: builtins.float
     draining: builtins.bool
-    """The ranks agreed to stop at this boundary."""
+    """The ranks agreed to stop at this boundary, `step`."""
     has_session: builtins.bool
     """The workers use a session: they can drain."""
     longest: builtins.float
@@ -1053,7 +1053,12 @@ class SaveFailedRequest(google.protobuf.message.Message):
 
     CALLER_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
     reason: builtins.str
+    step: builtins.int
+    """The boundary at which the ranks had agreed to stop. It tells of which drain this speaks: a report may be late, and
+    a drain may have begun at an agent, so that the master knows no other name of it. 0: an older agent.
+    """
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1061,9 +1066,10 @@ class SaveFailedRequest(google.protobuf.message.Message):
         *,
         caller: global___Caller | None = ...,
         reason: builtins.str = ...,
+        step: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "reason", b"reason", "step", b"step"]) -> None: ...
 
 global___SaveFailedRequest = SaveFailedRequest
 

@@ -189,18 +189,22 @@ class SaveFailed(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     DRAIN_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
     name: builtins.str
     reason: builtins.str
     drain: builtins.bool
     """It was the drain's save."""
+    step: builtins.int
+    """The step boundary that was to be saved."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         reason: builtins.str = ...,
         drain: builtins.bool = ...,
+        step: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "name", b"name", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "name", b"name", "reason", b"reason", "step", b"step"]) -> None: ...
 
 global___SaveFailed = SaveFailed
 

@@ -124,7 +124,7 @@ def test_drain_whose_save_fails_trains_on_and_tries_again(tmp_path: Path) -> Non
         agent.wait_for_step(2)
         agent.drain()
         failed = agent.wait_for("save_failed", 2)
-        assert all(f.drain for f in failed)
+        assert all(f.drain and f.name == f"step-{f.step}.e1.1" for f in failed)
         assert agent.wait() == [83, 83], agent.outputs
         steps = sorted({d.step for d in agent.wait_for("draining", 4)})
     assert len(steps) == 2

@@ -135,8 +135,8 @@ class Node:
             )
         )
 
-    def save_failed(self) -> Reply:
-        return self.job.call(control_pb2.SaveFailedRequest(caller=self.caller(), reason="disk full"))
+    def save_failed(self, step: int = 0) -> Reply:
+        return self.job.call(control_pb2.SaveFailedRequest(caller=self.caller(), reason="disk full", step=step))
 
     def commit(self, checkpoint: control_pb2.Checkpoint) -> Reply:
         return self.job.call(control_pb2.CommitRequest(caller=self.caller(checkpoint.epoch), checkpoint=checkpoint))

@@ -86,3 +86,16 @@ def test_a_manifest_says_the_jobs_nodes(tmp_path: Path) -> None:
     assert manifest is not None
     written = Manifest.read(tmp_path / manifest.name).to_proto()
     assert (written.min_nodes, written.max_nodes) == (2, 4)
+
+
+def test_a_failed_save_names_its_boundary(tmp_path: Path) -> None:
+    """By which the master knows of which drain a late report speaks."""
+    heard = Heard()
+    saver = saving.Saver(Identity(epoch=1), Solo(), CheckpointStore(tmp_path), heard, None)  # type: ignore[arg-type]
+
+    def write(path: Path) -> None:
+        raise OSError("no space")
+
+    assert saver.save(saving.Content(7, Position(0, 112)), write, create_directory=True, drain=True) is None
+    failed = heard.said[-1].save_failed
+    assert (failed.step, failed.drain) == (7, True)
