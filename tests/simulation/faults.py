@@ -286,6 +286,51 @@ def disk_full(sim: Simulation) -> None:
     sim.clock.after(sim.random.uniform(1.0, 15.0), free_space, sim)
 
 
+def unheard_failure(sim: Simulation) -> None:
+    """The save of a growth's drain fails; one node cannot tell the master so before the growth is tried again."""
+    sim.ledger.unplanned = True
+    sim.ledger.hidden = True
+    victim: list[tuple[int, str]] = []
+
+    def drain_of_growth() -> bool:
+        job = sim.master.job
+        return job is not None and job.drain is not None and job.drain.growth
+
+    def begun() -> bool:
+        job = sim.master.job
+        members = job.world.members if job is not None and job.world is not None else []
+        hosts = [member.host for member in members]
+        others = [host for host in hosts[1:] if host != hosts[0] and host not in sim.network.cut]
+        if job is not None and others and drain_of_growth():
+            victim.append((job.epoch, others[0]))
+        return bool(victim)
+
+    def fail() -> None:
+        sim.trace("disk", "is full")
+        sim.disk.full = True
+        sim.network.cut_off(victim[0][1], "closed")
+        when(sim, lambda: victim[0][0] in sim.ledger.failed_drains, failed)
+
+    def failed() -> None:
+        free_space(sim)
+        when(sim, lambda: not drain_of_growth(), lambda: when(sim, drain_of_growth, heal))
+
+    def heal() -> None:
+        sim.clock.after(sim.random.uniform(0.0, 1.0), sim.network.heal, victim[0][1])
+
+    when(sim, begun, fail)
+
+
+def when(sim: Simulation, holds: Callable[[], bool], act: Callable[[], None], tries: int = 600) -> None:
+    """Acts once it holds, looking every 50 ms; after 30 s, or when faults are over, it never does."""
+    if sim.faults_over:
+        return
+    if holds():
+        act()
+    elif tries:
+        sim.clock.after(0.05, when, sim, holds, act, tries - 1)
+
+
 def free_space(sim: Simulation) -> None:
     sim.trace("disk", "has room again")
     sim.disk.full = False
@@ -394,6 +439,7 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         leave_while_away,
         lose_store,
         disk_full,
+        unheard_failure,
         damage_newest,
         damage_form,
         damage_source,

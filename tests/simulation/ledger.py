@@ -60,6 +60,10 @@ class Ledger:
         self.nnodes = (0, 0)
         self.witnesses: set[str] = set()
         self.listening = False
+        # The last step that was committed before the present drain began; boundaries whose saves failed, by epoch.
+        self.drained_after: int | None = None
+        self.failed_drains: dict[int, list[int]] = {}
+        self.noticed = 0
         # Something other than joins and notices happened.
         self.unplanned = False
         # Some node was out of the master's sight, or did not see what others had sealed.
@@ -118,6 +122,8 @@ class Ledger:
             self.epoch = 0
             self.worlds.clear()
             self.sim.collectives.clear()
+            self.failed_drains.clear()
+        self._drains(job)
         self.require(
             self.sim.conversions.hangs > 0 or not any("no progress for" in notice.text for notice in job.notices),
             "who moves keeps the lease",
@@ -128,6 +134,23 @@ class Ledger:
         self._epochs(job)
         if job.phase.is_terminal:
             self._ended(job)
+
+    def _drains(self, job: Job) -> None:
+        """A growth is put off by the failure of its own save, not by late news of an earlier one's."""
+        news = [notice.text for notice in job.notices if notice.sequence > self.noticed]
+        self.noticed = job.noticed
+        if self.drained_after is not None and any(text.startswith("growing is put off: its save") for text in news):
+            failed = self.failed_drains.get(job.epoch, [])
+            self.require(
+                any(step > self.drained_after for step in failed),
+                "its own save failed",
+                f"growing was put off after step {self.drained_after} was committed, saves failed at {failed}",
+            )
+        if job.drain is None:
+            self.drained_after = None
+        elif self.drained_after is None:
+            committed = [record.step for record in job.checkpoints if record.epoch == job.epoch]
+            self.drained_after = max(committed, default=job.world.resumed_step if job.world is not None else 0)
 
     def _heard_out(self, job: Job) -> None:
         """When a master with an empty store has listened to everybody, min is still min, and max still max."""

@@ -52,6 +52,7 @@ MENUS: dict[str, tuple[str, ...]] = {
     "budget": ("join", "crash_worker", "crash_worker", "failing_start", "weak_reader"),
     "away": ("join", "join", "leave", "all_leave", "master_unreachable", "master_unreachable", "long_pause_of_master"),
     "late": ("join", "leave", "late_commit", "late_commit", "crash_worker", "freeze_agent", "freeze_node"),
+    "unheard": ("join", "join", "join", "leave", "unheard_failure", "unheard_failure", "crash_master"),
     "all": PLANNED + CRASHES + NETWORK + MASTER + DISK,
 }
 

@@ -270,6 +270,13 @@ def takes_the_first_agents_settings(original: Any) -> Any:
     return restore_settings
 
 
+def takes_late_news_for_news(original: Any) -> Any:
+    def last_step(turn: Turn) -> int:
+        return 0
+
+    return last_step
+
+
 def ends_with_the_first_who_finishes(original: Any) -> Any:
     def end_of_epoch(turn: Turn) -> bool:
         if any(member.part is Part.FINISHED for member in phases.world_of(turn).members):
@@ -340,7 +347,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(forming, "open_world", opens_without_raising_the_epoch, "one world per epoch", "epochs grow"),
         plant(brain, "recover", forgets_an_epoch_on_restart, "epochs grow", kind="masters"),
         plant(brain, "recover", opens_another_world_in_the_same_epoch, "one world per epoch"),
-        plant(checkpoints, "record_commit", commits_for_closed_epochs, "closed epochs"),
+        plant(checkpoints, "record_commit", commits_for_closed_epochs, "closed epochs", kind="late"),
         plant(checkpoints, "adopt_sealed", adopts_what_older_epochs_sealed, "closed epochs"),
         plant(checkpoints, "prunable", prunes_everything, "deleted only when retired"),
         plant(checkpoints, "in_use_digests", retires_what_is_in_use, "what is in use stays", "InvariantBroken"),
@@ -365,6 +372,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(phases, "hopeless", gives_up_at_the_first_failure, "no failure without a reason"),
         plant(recollection, "remember", forgets_what_agents_remember, "one world per epoch", "epochs grow"),
         plant(recollection, "restore_settings", takes_the_first_agents_settings, "settings stand", kind="store"),
+        plant(phases, "last_step", takes_late_news_for_news, "its own save failed", kind="unheard"),
         plant(phases, "end_of_epoch", ends_with_the_first_who_finishes, "the end is saved"),
         plant(decisions, "report_ended", reports_the_end_before_the_commit, "the end is saved"),
         plant(leaving, "signalled", ignores_a_notice, "planned changes lose nothing"),

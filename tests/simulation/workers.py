@@ -222,7 +222,9 @@ class Collective:
     def _parts_written(self, name: str, drain: bool) -> None:
         if self.sim.disk.full:
             self.sim.trace("workers", "epoch {}: saving {} failed, disk full", self.epoch, name)
-            failed = worker_pb2.SaveFailed(name=name, reason="no space left on device", drain=drain)
+            if drain:
+                self.sim.ledger.failed_drains.setdefault(self.epoch, []).append(self.step)
+            failed = worker_pb2.SaveFailed(name=name, reason="no space left on device", drain=drain, step=self.step)
             for group in self.groups.values():
                 group.says(0.002, 0, save_failed=failed)
             if self.step < self.sim.plan.steps:
