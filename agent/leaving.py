@@ -26,7 +26,7 @@ def signalled(turn: Turn, number: int) -> None:
     turn.stop_conversion()
     if state.workers is Workers.RUNNING and not state.has_session:
         # Nothing of ours can save it: the script gets the signal and the notice, as under torchrun.
-        turn.do(ev.Say(f"{name}: passed on to the workers, which have no session; then leaving"))
+        turn.do(ev.Say(f"{name}: passed on to the workers, which have no session open; then leaving"))
         turn.stop_workers(state.settings.drain_timeout)
     elif state.workers is Workers.RUNNING:
         turn.do(ev.Say(f"{name}: saving at the next step boundary, then leaving"))

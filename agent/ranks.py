@@ -23,7 +23,7 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
         return
     match body:
         case "hello":
-            state.has_session = True
+            state.has_session = state.session_known = True
             turn.report_progress()
         case "progress":
             progress(turn, message.progress)

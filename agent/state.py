@@ -71,6 +71,8 @@ class AgentState:
     saving: str = ""
     saving_parts: Mapping[int, int] = field(default_factory=dict)
     has_session: bool = False
+    # Some rank that this agent ever started has opened a session: the script has one, even before its hello.
+    session_known: bool = False
     agreed: bool = False
     anyone_sees_master: bool = False
     bad_reported: bool = False

@@ -37,8 +37,7 @@ class Turn:
     def register_again(self) -> None:
         """After having been fenced: everything of the old incarnation is void."""
         state = self.state
-        saved = state.outcome in (Outcome.DRAINED, Outcome.FINISHED) and not state.refused
-        if state.leaving and state.unsaved and not saved:
+        if state.leaving and state.unsaved and not is_saved(state):
             self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice; the run goes on from its last commit")
             return
         if state.leaving:
@@ -114,22 +113,50 @@ class Turn:
 
     def exit_left(self) -> None:
         """Leave with the code that says whether everything is saved."""
-        state = self.state
-        nothing_made = state.world is None or state.step <= state.world.resume.source.step
-        # A rank says that it drained only once everything is sealed, even if its exit was not seen any more.
-        saved = state.drained is not None or state.outcome in (Outcome.DRAINED, Outcome.FINISHED)
-        if nothing_made or (not state.refused and (saved or not state.unsaved)):
-            self.exit(ev.EXIT_LEFT, "left on notice; everything is saved")
-        elif state.refused:
-            self.exit(
-                ev.EXIT_LEFT_UNSAVED,
-                "left on notice; the others had gone on from the last commit before this save was complete",
-            )
+        unsaved = what_is_unsaved(self.state)
+        if unsaved:
+            self.exit(ev.EXIT_LEFT_UNSAVED, f"left on notice; {unsaved}")
         else:
-            self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice without a save; the run goes on from its last commit")
+            self.exit(ev.EXIT_LEFT, f"left on notice; {what_is_safe(self.state)}")
 
     def exit(self, code: int, message: str) -> None:
         """The last action of this agent."""
         self.stop_conversion()
         self.state.ended = True
         self.do(ev.Exit(code, message))
+
+
+def is_saved(state: AgentState) -> bool:
+    """Whether the ranks that this node ran last left everything saved, or finished.
+
+    A rank names what it drained into only once that is sealed, even if its exit was not seen any more; one that drained
+    without a name had nothing that saves.
+    """
+    return not state.refused and (state.drained is not None or state.outcome is Outcome.FINISHED)
+
+
+def has_made_nothing(state: AgentState) -> bool:
+    """No step since the resume point. Only of scripts with a session is every step heard."""
+    return state.world is None or (state.session_known and state.step <= state.world.resume.source.step)
+
+
+def what_is_unsaved(state: AgentState) -> str:
+    """What a leaver leaves unsaved behind, for a person; empty if nothing."""
+    if is_saved(state) or has_made_nothing(state) or not (state.unsaved or state.refused):
+        return ""
+    if state.refused:
+        return "the others had gone on from the last commit before this save was complete"
+    if not state.session_known:
+        return "its workers had no session open: what their script saves by itself is all that is kept"
+    if state.outcome is Outcome.DRAINED:
+        return "its script saved nothing (steps() has no save=); the run goes on from its last commit"
+    return "nothing was saved in time; the run goes on from its last commit"
+
+
+def what_is_safe(state: AgentState) -> str:
+    """Why a leaver leaves nothing unsaved behind, for a person."""
+    if state.outcome is Outcome.FINISHED:
+        return "its part of the run is finished"
+    if state.drained is not None:
+        return "everything is saved"
+    return "no step was made here that could be lost" if state.unsaved else "no workers were running here"

@@ -366,8 +366,10 @@ class Ledger:
                     f"{agent.label}: step {run.step} of epoch {run.epoch} was made, {run.saved_step} saved",
                 )
             if code == ev.EXIT_LEFT_UNSAVED:
-                # Taken for dead after it had drained, it cannot know that everything was recorded.
-                excused = self.unplanned or (state.fenced and state.drained is not None)
+                # Taken for dead after it had drained, it cannot know that everything was recorded; before a rank's
+                # first hello it does not know a script that reports every step from one that reports none.
+                unknowing = (state.fenced and state.drained is not None) or not state.session_known
+                excused = self.unplanned or unknowing
                 self.require(excused, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:
             self.require(code == ev.EXIT_USAGE and bool(agent.asked_name), "exit codes", f"{agent.label} exits {code}")

@@ -476,6 +476,57 @@ def test_leaving_before_a_step_was_made_is_75() -> None:
     assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT
 
 
+def left(agent: Agent) -> tuple[int, str]:
+    """How it ends once its workers are gone."""
+    agent.waits(10.1)
+    agent.hear(ev.WorkersStopped(agent.state.started))
+    agent.waits(6)
+    (exit_,) = agent.did(ev.Exit)
+    return exit_.code, exit_.message
+
+
+def test_workers_without_a_session_are_never_called_saved() -> None:
+    """None of their steps is heard, so silence is no proof that nothing was made: 76, and what that means."""
+    agent = Agent().registered().running(session=False)
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    code, message = left(agent)
+    assert (code, "no session" in message, "saves by itself" in message) == (ev.EXIT_LEFT_UNSAVED, True, True)
+
+
+def test_before_the_hello_of_a_script_known_to_have_a_session_nothing_was_made() -> None:
+    """It opened one in an earlier epoch: 75."""
+    agent = Agent().registered().running()
+    agent.exits(1)
+    agent.hear(ev.WorkersStopped(1))
+    agent.running(epoch=2, session=False)
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    assert left(agent)[0] == ev.EXIT_LEFT
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_a_drain_of_a_loop_without_a_save_saved_nothing(step: int) -> None:
+    """It names no checkpoint: 76 with what to change, unless there was nothing to save."""
+    agent = Agent().registered().running()
+    if step:
+        agent.said(progress=worker_pb2.Progress(step=step))
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.said(drained=worker_pb2.Drained(step=step))
+    agent.exits(ev.WORKER_DRAINED)
+    agent.directed(release=control_pb2.Release())
+    (exit_,) = agent.did(ev.Exit)
+    assert exit_.code == (ev.EXIT_LEFT_UNSAVED if step else ev.EXIT_LEFT)
+    assert ("save=" in exit_.message) == bool(step)
+
+
+def test_a_leaver_without_workers_leaves_nothing_unsaved() -> None:
+    """What its ranks did before has ended by itself: 75, also for a script without a session."""
+    agent = Agent().registered().running(session=False)
+    agent.directed(gather=GATHER)
+    agent.hear(ev.WorkersStopped(1), ev.Signalled(signal.SIGTERM))
+    code, message = left(agent)
+    assert (code, "no workers" in message) == (ev.EXIT_LEFT, True)
+
+
 def test_a_second_signal_goes_at_once() -> None:
     """Without waiting for a save."""
     agent = Agent().registered().running()
