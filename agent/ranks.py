@@ -183,6 +183,10 @@ def workers_ended(turn: Turn) -> None:
     codes = [code for _, code in state.exits]
     drained = ev.WORKER_DRAINED in codes or any(has_drained(turn, rank) for rank, _ in state.exits)
     state.outcome = Outcome.DRAINED if drained else Outcome.FINISHED
+    if not state.link_up and not state.leaving:
+        # A leaver does not wait, and its last line says how it went.
+        how = "drained" if drained else "finished"
+        turn.do(ev.Say(f"the workers of this node have {how}; it waits for the master, which cannot be reached", True))
 
 
 def workers_stopped(turn: Turn, epoch: int) -> None:

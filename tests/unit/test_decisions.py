@@ -580,6 +580,23 @@ def test_an_absent_master_stops_nothing() -> None:
     assert not agent.did(ev.TellWorkers)[-1].drain
 
 
+@pytest.mark.parametrize(("body", "code", "word"), [("finished", 0, "finished"), ("drained", 83, "drained")])
+def test_workers_that_end_while_the_master_is_away_are_told_of(body: str, code: int, word: str) -> None:
+    """Otherwise the console would be silent until the master is back. A leaver just goes; with a master it is no news."""
+    said = {"finished": worker_pb2.Finished(step=4), "drained": DRAINED}[body]
+
+    def ends(*before: ev.Event) -> list[str]:
+        agent = Agent().registered().running()
+        agent.hear(*before)
+        agent.said(**{body: said})
+        return [action.text for action in agent.exits(code) if isinstance(action, ev.Say)]
+
+    (line,) = ends(ev.LinkChanged(False))
+    assert word in line
+    assert "waits for the master" in line
+    assert ends(ev.LinkChanged(True)) == ends(ev.LinkChanged(False), ev.Signalled(signal.SIGTERM)) == []
+
+
 def test_a_node_that_alone_is_cut_off_drains_after_the_outage_timeout() -> None:
     """The exchange shows that another node still reaches the master; when the link is back the flag goes."""
     agent = Agent(master_outage_timeout=60.0).registered().running()
