@@ -11,6 +11,8 @@ SHELL := bash
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 SEED ?= 1
+# Whose dalsegno the simulator runs: the checkout's, or the wheel's.
+SIMULATOR ?= $(PY)
 RUNS ?= 2000
 # Process tests mostly wait; files go to as many pytest processes.
 TEST_JOBS ?= 2
@@ -98,17 +100,17 @@ wheel: $(VENV)/.installed
 		> "$$($(WHEEL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
 
 simulate: $(VENV)/.installed
-	$(PY) -m tests.simulation --seed $(SEED) --runs $(RUNS)
+	$(SIMULATOR) -m tests.simulation --seed $(SEED) --runs $(RUNS)
 
 test: lint wheel tools
-	$(MAKE) --no-print-directory simulate
+	$(MAKE) --no-print-directory simulate SIMULATOR=$(WHEEL_VENV)/bin/python
 	$(PYTEST)
 
 # The schedules were all run by `simulate`: the test of the simulator itself needs few.
 test test-all: export SIM_RUNS ?= 100
 
 test-all: lint wheel tools
-	$(MAKE) --no-print-directory simulate RUNS=100000
+	$(MAKE) --no-print-directory simulate RUNS=100000 SIMULATOR=$(WHEEL_VENV)/bin/python
 	$(PYTEST) --full --repeat 20
 
 demo: $(VENV)/.installed
