@@ -101,6 +101,7 @@ def start(turn: Turn, world: control_pb2.World) -> None:
     state.outcome = Outcome.NONE
     state.exits = ()
     state.drained_ranks = frozenset()
+    state.finished_ranks = frozenset()
     state.drained = None
     state.refused = False
     state.step = world.resume.source.step if world.HasField("resume") else 0

@@ -41,6 +41,7 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
                 state.drained = control_pb2.CheckpointRef(name=message.drained.name, digest=message.drained.digest)
             state.step = max(state.step, message.drained.step)
         case "finished":
+            state.finished_ranks = state.finished_ranks | {event.rank}
             state.step = max(state.step, message.finished.step)
         case "bad_checkpoint":
             bad_checkpoint(turn, message.bad_checkpoint)
@@ -114,21 +115,37 @@ def worker_exited(turn: Turn, event: ev.WorkerExited) -> None:
     drained = event.code == ev.WORKER_DRAINED or (event.code == 0 and has_drained(turn, event.local_rank))
     if event.code != 0 and not drained:
         worker_failed(turn, event)
+    elif not drained and state.has_session and global_rank(turn, event.local_rank) not in state.finished_ranks:
+        worker_gave_up(turn, event.local_rank)
     elif len(state.exits) == state.settings.nproc:
         workers_ended(turn)
 
 
 def has_drained(turn: Turn, local_rank: int) -> bool:
     """Whether this rank said that it drained, whatever exit status the script made of it."""
+    return global_rank(turn, local_rank) in turn.state.drained_ranks
+
+
+def global_rank(turn: Turn, local_rank: int) -> int:
+    """A rank's number in the world that this node started last; -1 where it has no part in that."""
     world = turn.state.world
-    if world is None:
-        return False
     first = 0
-    for member in sorted(world.members, key=lambda m: m.group_rank):
+    for member in sorted(world.members, key=lambda m: m.group_rank) if world is not None else ():
         if member.incarnation == turn.state.incarnation:
-            return first + local_rank in turn.state.drained_ranks
+            return first + local_rank
         first += member.nproc
-    return False
+    return -1
+
+
+def worker_gave_up(turn: Turn, local_rank: int) -> None:
+    """A script with a session ended well but did not say that the training has: to call that success ends the run."""
+    turn.state.outcome = Outcome.FAILED
+    text = (
+        f"local rank {local_rank} exited with code 0 at step {turn.state.step}, but its training is not finished: "
+        "a script that leaves its loop early calls session.finish() when it is done"
+    )
+    report_failure(turn, text, 0)
+    turn.kill_workers()
 
 
 def worker_failed(turn: Turn, event: ev.WorkerExited) -> None:

@@ -62,6 +62,7 @@ class AgentState:
     outcome: Outcome = Outcome.NONE
     exits: tuple[tuple[int, int], ...] = ()
     drained_ranks: frozenset[int] = frozenset()
+    finished_ranks: frozenset[int] = frozenset()
     drained: control_pb2.CheckpointRef | None = None
     step: int = 0
     loss: float = 0.0

@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
-import re
-import signal
 import socket
 import subprocess
 import sys
-import sysconfig
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from tests.support.local_processes import carriers, command_line, send
-from tests.support.master_process import eventually, master_process
+from tests.support.master_process import master_process
+from tests.support.shell import Shell, expect_one_line
 
 pytestmark = pytest.mark.timeout(150)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-RUNNER = str(Path(sysconfig.get_path("scripts")) / "dlrover-run")
 SMALL = ("--steps=3", "--save-every=0", "--global-batch-size=4")
 # A client of tomorrow: the same agent, which says that it speaks a newer protocol.
 NEWER = """
@@ -34,72 +26,6 @@ from dalsegno.agent.cli import main
 sys.argv[0] = "dlrover-run"
 main()
 """
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a command ended; `said` are the agent's own lines, `text` is all of standard error."""
-
-    code: int
-    said: list[str]
-    text: str
-
-
-@dataclass(frozen=True)
-class Shell:
-    """Runs commands as a user would, in a directory of their own, and leaves nothing behind."""
-
-    directory: Path
-
-    @property
-    def mark(self) -> str:
-        """What every process of this test carries in its environment."""
-        return f"TEST_SHELL={self.directory}"
-
-    def environment(self) -> dict[str, str]:
-        kept = {key: value for key, value in os.environ.items() if not key.startswith(("DALSEGNO_", "PET_"))}
-        return {**kept, "TEST_SHELL": str(self.directory)}
-
-    def run(self, *arguments: str, command: tuple[str, ...] = (RUNNER,), seconds: float = 90.0) -> Ended:
-        process = subprocess.Popen(
-            [*command, *arguments],
-            cwd=self.directory,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env=self.environment(),
-        )
-        try:
-            _, text = process.communicate(timeout=seconds)
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        print(f"$ {' '.join(arguments)}\n{text}-> {process.returncode}")
-        said = [line for line in text.splitlines() if re.match(r"(dlrover-run|torchrun): ", line)]
-        return Ended(process.returncode, said, text)
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> Iterator[Shell]:
-    one = Shell(tmp_path)
-    yield one
-    # An embedded master stays for a moment after its job; nothing else may be left.
-    left = [pid for pid in carriers(one.mark) if "dalsegno.master" not in command_line(pid)]
-    said = [command_line(pid) for pid in left]
-    send(carriers(one.mark))
-    eventually(lambda: not carriers(one.mark))
-    assert not said
-
-
-def expect_one_line(ended: Ended, *substance: str, code: int = 2) -> None:
-    """One line, with the cause and what to change; a non-zero exit; nothing that only a developer can read."""
-    assert ended.code == code
-    assert "Traceback" not in ended.text
-    assert len(ended.text.splitlines()) == 1, ended.text
-    for words in substance:
-        assert words in ended.text
 
 
 def test_unknown_flag(shell: Shell) -> None:
@@ -215,6 +141,15 @@ def test_script_that_refuses_its_arguments(shell: Shell) -> None:
     assert "unrecognized arguments: --no-such-script-flag" in ended.text
     assert any("exited with code 2" in line for line in ended.said), ended.text
     assert "Traceback" not in ended.text
+
+
+def test_script_that_leaves_its_session_unfinished(shell: Shell) -> None:
+    """Exit status 0 in the middle of a run is no success: the line says what to call when the training is done."""
+    (shell.directory / "leaves.py").write_text("from dalsegno.elastic import session\nsession()\nraise SystemExit(0)\n")
+    ended = shell.run("--checkpoint-dir=checkpoints", "leaves.py")
+    assert ended.code == 1
+    assert any("exited with code 0" in line and "session.finish()" in line for line in ended.said), ended.text
+    assert not list(shell.directory.glob("checkpoints/*/*/FINISHED.json"))
 
 
 def test_script_that_ends_at_once(shell: Shell) -> None:

@@ -247,10 +247,40 @@ def test_finished_ranks_are_reported_after_the_commit() -> None:
     assert not agent.did(ev.Exit)
 
 
+def test_a_script_with_a_session_finishes_only_by_saying_so() -> None:
+    """A `break` or an early sys.exit(0) must not end the run as a success: one line says what to call."""
+    agent = Agent(nproc=2).registered().running(rank=1)
+    agent.said(rank=2, progress=worker_pb2.Progress(step=7))
+    agent.said(rank=2, finished=worker_pb2.Finished(step=7))
+    assert agent.exits(0) == []
+    assert kinds(agent.hear(ev.WorkerExited(1, 1, 0))) == ["ReportFailure", "StopWorkers"]
+    (report,) = agent.calls("ReportFailure")
+    assert "step 7" in report.message
+    assert "session.finish()" in report.message
+    assert agent.calls("ReportFinished") == []
+
+
+def test_every_rank_of_every_node_that_said_so_has_finished() -> None:
+    """Ranks are counted over all nodes; an epoch later nobody has finished yet."""
+    agent = Agent(nproc=2).registered().running(rank=1)
+    for rank in (2, 3):
+        agent.said(rank=rank, finished=worker_pb2.Finished(step=7))
+    assert kinds(agent.exits(0, 0)) == ["ReportFinished"]
+    agent.running(epoch=2, rank=1)
+    assert "ReportFailure" in kinds(agent.exits(0))
+
+
+def test_a_script_without_a_session_finishes_with_code_0() -> None:
+    """It has no other way to say so."""
+    agent = Agent().registered().running(session=False)
+    assert kinds(agent.exits(0)) == ["ReportFinished"]
+
+
 def test_a_manifest_that_cannot_be_read_holds_nothing_up() -> None:
     """It is said, and the end is reported."""
     agent = Agent().registered().running()
     agent.said(sealed=SEALED)
+    agent.said(finished=worker_pb2.Finished(step=4))
     agent.exits(0)
     assert kinds(agent.hear(ev.ManifestRead("step-4.e1.1", None, "gone"))) == ["Say", "ReportFinished"]
 
@@ -582,7 +612,7 @@ def test_an_absent_master_stops_nothing() -> None:
 
 @pytest.mark.parametrize(("body", "code", "word"), [("finished", 0, "finished"), ("drained", 83, "drained")])
 def test_workers_that_end_while_the_master_is_away_are_told_of(body: str, code: int, word: str) -> None:
-    """Otherwise the console would be silent until the master is back. A leaver just goes; with a master it is no news."""
+    """The console would be silent until the master is back. A leaver just goes; with a master it is no news."""
     said = {"finished": worker_pb2.Finished(step=4), "drained": DRAINED}[body]
 
     def ends(*before: ev.Event) -> list[str]:
