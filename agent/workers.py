@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -36,6 +37,8 @@ _KILL_TIMEOUT = 10.0
 # Of a worker's errors: how much of the file's end is looked at, and how much of its last line is told.
 _TAIL_BYTES = 8192
 _LONGEST_LINE = 300
+# How a traceback ends: the exception's name, not indented, alone or with its text.
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
 
 logger = logging.getLogger(__name__)
 
@@ -217,11 +220,11 @@ class WorkersContext(SubprocessContext):
         pid = handler.proc.pid
         if not self._link.flush(pid, _LAST_WORDS):
             logger.warning("the last messages of worker %d (process %d) did not come through", rank, pid)
-        self._on_exit(rank, code, self._reason(rank) if code else "")
+        self._on_exit(rank, code, self._reason(rank, code) if code else "")
 
-    def _reason(self, rank: int) -> str:
+    def _reason(self, rank: int, code: int) -> str:
         """Why a worker ended, in one line: what torch's `@record` wrote, or the last line of its errors."""
-        return error_message(self.error_files[rank]) or last_words(self.stderrs[rank])
+        return error_message(self.error_files[rank]) or last_words(self.stderrs[rank], code)
 
     def _wait_cold(self, handler: SubprocessHandler) -> int:
         pid = handler.proc.pid
@@ -238,8 +241,12 @@ class WorkersContext(SubprocessContext):
         return code
 
 
-def last_words(path: str) -> str:
-    """The last line of a worker's errors, and where the rest is; empty when its errors are not in a file."""
+def last_words(path: str, code: int) -> str:
+    """Why a worker ended with `code`, as the end of its errors has it, and where the rest is.
+
+    The last line, whatever it is, for a script that ended by itself. A signal (a negative code) ends a process wherever
+    it is, so its last line counts only where it is the error of Python itself. Empty when its errors are in no file.
+    """
     if not path:
         return ""
     try:
@@ -249,7 +256,19 @@ def last_words(path: str) -> str:
     except OSError as error:
         logger.warning("the errors of a worker in %s cannot be read: %s", path, error)
         return ""
-    return f"{lines[-1].strip()[:_LONGEST_LINE]} (see {path})" if lines else ""
+    if not lines:
+        return ""
+    line = lines[-1].strip() if code > 0 else _error_of_python(lines)
+    return f"{line[:_LONGEST_LINE]} (see {path})" if line else f"see {path}"
+
+
+def _error_of_python(lines: Sequence[str]) -> str:
+    """The line that names the exception of a traceback at the end, or of the interpreter's own death; "" without."""
+    for line in reversed(lines):
+        if line.startswith("Fatal Python error: "):
+            return line.strip()
+    traceback = any(line.startswith("Traceback (most recent call last):") for line in lines)
+    return lines[-1].strip() if traceback and _EXCEPTION.match(lines[-1]) else ""
 
 
 def error_message(path: str) -> str:

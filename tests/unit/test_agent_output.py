@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dalsegno.agent.arguments import parse
 from dalsegno.agent.workers import last_words
 
@@ -12,13 +14,33 @@ def test_the_last_line_of_the_errors_is_the_reason(tmp_path: Path) -> None:
     """Without torch's `@record` the traceback's last line says it, with the file that has the rest."""
     path = tmp_path / "stderr.log"
     path.write_text("Traceback (most recent call last):\n" + "x" * 20000 + "\nValueError: boom\n\n")
-    assert last_words(str(path)) == f"ValueError: boom (see {path})"
+    assert last_words(str(path), 1) == f"ValueError: boom (see {path})"
     path.write_text("y" * 20000)
-    assert len(last_words(str(path))) < 400
+    assert len(last_words(str(path), 1)) < 400
     path.write_text("")
-    assert last_words(str(path)) == ""
-    assert last_words("") == ""
-    assert last_words(str(tmp_path / "nothing")) == ""
+    assert last_words(str(path), 1) == last_words(str(path), -9) == ""
+    assert last_words("", 1) == ""
+    assert last_words(str(tmp_path / "nothing"), 1) == ""
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        ("a.py:1: UserWarning: old\n  return func(*args, **kwargs)\n", ""),
+        ("INFO: loading\n", ""),
+        ("Traceback (most recent call last):\n  File x\nOSError: retried\nINFO 12:00 step 4 done\n", ""),
+        ("Traceback (most recent call last):\n  File x\nmy.Error: no luck\n", "my.Error: no luck"),
+        ("Traceback (most recent call last):\n  File x\nKeyboardInterrupt\n", "KeyboardInterrupt"),
+        ("Fatal Python error: Segmentation fault\n\nThread 0x1:\n  File x\n", "Fatal Python error: Segmentation fault"),
+    ],
+)
+def test_the_reason_of_a_signal_is_not_what_was_printed_last(tmp_path: Path, errors: str, reason: str) -> None:
+    """A killed process printed that long before; only an error of Python's counts. The file is named in any case."""
+    path = tmp_path / "stderr.log"
+    path.write_text(errors)
+    assert last_words(str(path), -9) == (f"{reason} (see {path})" if reason else f"see {path}")
+    last = errors.strip().splitlines()[-1].strip()
+    assert last_words(str(path), 1) == f"{last} (see {path})"
 
 
 def test_errors_go_into_files_unless_told_otherwise() -> None:
