@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
-from . import checkpoints, conversion, membership, phases
+from . import announcements, checkpoints, conversion, membership, phases
 from .events import Reply
 from .recollection import remember
 from .registration import register
@@ -136,7 +136,7 @@ def made_step(turn: Turn, node: Node, step: int) -> bool:
     live.steps[node.name] = step
     live.advanced[node.name] = live.moved_at = turn.now
     if live.first_step_at is None:
-        phases.first_step(turn)
+        announcements.first_step(turn, phases.world_of(turn))
     return True
 
 

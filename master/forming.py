@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import conversion
+from . import announcements, conversion
 from .checkpoints import loads_as_is, resume_point
 from .membership import agree_on_directory, eligible, expected, has_answered, sees_resume, select
 from .phases import end, hopeless
@@ -189,6 +189,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     if first is None:
         raise AssertionError("a member has not joined")
     old = {member.incarnation for member in job.world.members} if job.world is not None else set()
+    unheard = job.world is not None and job.world.presented
     arrived = [node.name for node in nodes if node.incarnation not in old]
     causes = job.causes + ([f"{', '.join(arrived)} joined"] if arrived else [])
     size = sum(node.nproc for node in nodes)
@@ -215,9 +216,11 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     job.causes = []
     job.grown = False
     live.steps, live.advanced, live.asked_at = {}, {}, {}
-    live.unexpected = set()
+    live.unexpected, live.growth_told = set(), set()
     live.saved_bytes = {}
     live.trouble = False
     live.first_step_at, live.drain_deadline = None, None
     live.moved_at = turn.now
     turn.enter(Phase.RUNNING)
+    if unheard:
+        announcements.without_steps(turn, job.world)

@@ -32,7 +32,8 @@ def lose(turn: Turn, node: Node, how: str) -> None:
     job = turn.job
     world = job.world
     member = world.member(node.incarnation) if world is not None else None
-    stepped = turn.live.first_step_at is not None
+    # Of a script without a session nobody hears the first step.
+    stepped = turn.live.first_step_at is not None or (world is not None and world.presented)
     drop(turn, node)
     if member is None or member.part is Part.LOST:
         if member is None and not node.leaving:

@@ -5,9 +5,10 @@ WAITING <-> FORMING (gathering beside the conversion gate -> open) -> RUNNING <-
 
 from __future__ import annotations
 
+from . import announcements
 from .membership import newcomers, select
-from .state import Drain, EpochRecord, Failure, Part, Phase, World
-from .turn import HISTORY, Turn
+from .state import Drain, Failure, Node, Part, Phase, World
+from .turn import Turn
 
 # Newcomers that are not warm by then are taken as they are (seconds after their Join).
 WARM_LIMIT = 30.0
@@ -35,12 +36,18 @@ def running(turn: Turn) -> bool:
     if stalled(turn):
         return True
     if wants_to_grow(turn):
+        new = newcomers(turn)
         if turn.job.has_session:
             job.grown = True
-            start_drain(turn, growth=True, reason=f"{', '.join(n.name for n in newcomers(turn))} joins")
+            start_drain(turn, growth=True, reason=f"{', '.join(n.name for n in new)} joins")
         else:
+            # The next world is presented when it opens: this one was not heard of either.
+            world_of(turn).presented = True
+            announcements.restart_to_grow(turn, new, turn.live.committed_at > unheard_since(turn, new))
             regroup(turn)
         return True
+    if not job.has_session and turn.due(turn.live.phase_since + announcements.SESSION_WITHIN):
+        announcements.without_steps(turn, world_of(turn))
     return False
 
 
@@ -76,7 +83,12 @@ def end_of_epoch(turn: Turn) -> bool:
 def hopeless(turn: Turn) -> bool:
     """Every node's workers failed before the run ever made a step: trying again would not help."""
     parts = [member.part for member in world_of(turn).members]
-    return not turn.job.ever_stepped and all(part is Part.FAILED for part in parts) and turn.job.verification is None
+    return (
+        not turn.job.ever_stepped
+        and not world_of(turn).presented
+        and all(part is Part.FAILED for part in parts)
+        and turn.job.verification is None
+    )
 
 
 def unplanned(turn: Turn) -> None:
@@ -91,8 +103,7 @@ def regroup(turn: Turn) -> None:
     job, live = turn.job, turn.live
     job.left_step = max([*live.steps.values(), world_of(turn).resumed_step])
     live.paused_since = max(live.advanced.values(), default=turn.now)
-    if world_of(turn).announced and job.history:
-        job.history[-1].last_step = job.left_step
+    announcements.close_record(turn, world_of(turn), job.left_step)
     job.drain = None
     live.drain_deadline = None
     live.asked_at, live.unexpected = {}, set()
@@ -137,18 +148,33 @@ def wants_to_grow(turn: Turn) -> bool:
         return False
     if len(select(turn, members + new)) <= len(world.members):
         return False
-    oldest = min(live.joined_at.get(node.name, turn.now) for node in new)
     if not job.has_session:
-        # Nor has one said hello yet: what an earlier epoch committed does not count, or no world would ever start.
-        since = max(oldest, live.phase_since, live.forgiven_at)
+        since = unheard_since(turn, new)
         # After an outage a hello may still be on its way.
         heard = turn.due(max(live.phase_since, live.forgiven_at) + job.settings.node_timeout)
-        return (heard and live.committed_at > since) or turn.due(since + job.settings.grow_wait)
+        if (heard and live.committed_at > since) or turn.due(since + job.settings.grow_wait):
+            return True
+        if world.presented:
+            announcements.waiting_to_grow(turn, new, since + job.settings.grow_wait)
+        return False
     if live.first_step_at is None or live.grow_after_commit:
         return False
     if not turn.due(max(live.grow_hold_until, (live.growth_done_at or float("-inf")) + grow_interval(turn))):
         return False
-    return all(node.warm for node in new) or turn.due(oldest + WARM_LIMIT)
+    return all(node.warm for node in new) or turn.due(oldest_join(turn, new) + WARM_LIMIT)
+
+
+def oldest_join(turn: Turn, new: list[Node]) -> float:
+    """When the first of the newcomers announced itself."""
+    return min(turn.live.joined_at.get(node.name, turn.now) for node in new)
+
+
+def unheard_since(turn: Turn, new: list[Node]) -> float:
+    """From when on a script without a session is waited for: its commits before that are no reason to restart.
+
+    Nor has one with a session said hello yet: if what an earlier epoch committed counted, no world would ever start.
+    """
+    return max(oldest_join(turn, new), turn.live.phase_since, turn.live.forgiven_at)
 
 
 def grow_interval(turn: Turn) -> float:
@@ -227,49 +253,7 @@ def withdraw(turn: Turn, why: str) -> None:
     turn.enter(Phase.RUNNING)
 
 
-# ---- the first step, and the end ------------------------------------------------------------------------------------
-
-
-def first_step(turn: Turn) -> None:
-    """The open epoch has made its first step: say what the change cost."""
-    job, live = turn.job, turn.live
-    world = world_of(turn)
-    live.first_step_at = turn.now
-    job.ever_stepped = True
-    if world.announced:
-        return
-    world.announced = True
-    paused = turn.now - live.paused_since if live.paused_since is not None else 0.0
-    lost = max(0, world.left_step - world.resumed_step)
-    if world.grown:
-        job.growths += 1
-        job.growth_cost = paused
-        live.growth_done_at = turn.now
-    cause = ", ".join(world.causes)
-    count = len(world.members)
-    text = f"epoch {world.epoch}: {cause}, {count} node{'s' if count != 1 else ''}"
-    if world.resume:
-        text += f", resumed at step {world.resumed_step}" + (" (universal)" if world.universal else "")
-    else:
-        text += ", from step 0"
-    if world.epoch > 1 and live.paused_since is not None:
-        text += f", paused {paused:.1f} s, lost {lost} step{'s' if lost != 1 else ''}"
-    turn.notice(text)
-    job.history.append(
-        EpochRecord(
-            world.epoch,
-            count,
-            world.size,
-            cause,
-            world.resumed_step,
-            world.universal,
-            round(paused, 3),
-            lost,
-            world.resumed_step + 1,
-            world.resumed_step + 1,
-        )
-    )
-    del job.history[:-HISTORY]
+# ---- the end --------------------------------------------------------------------------------------------------------
 
 
 def end(turn: Turn, phase: Phase, message: str) -> None:
@@ -279,7 +263,7 @@ def end(turn: Turn, phase: Phase, message: str) -> None:
     job.conversion = None
     job.verification = None
     job.drain = None
-    if job.world is not None and job.history and job.world.announced:
-        job.history[-1].last_step = max([*turn.live.steps.values(), job.world.resumed_step])
+    if job.world is not None:
+        announcements.close_record(turn, job.world, max([*turn.live.steps.values(), job.world.resumed_step]))
     turn.notice(message, phase is Phase.FAILED)
     turn.enter(phase)

@@ -137,7 +137,10 @@ class World:
     # The step that the run had reached when the world before this one ended.
     left_step: int = 0
     grown: bool = False
+    # Its first step was heard, and said.
     announced: bool = False
+    # It was said to have started, as nothing is heard of its steps.
+    presented: bool = False
 
     @property
     def size(self) -> int:
@@ -347,6 +350,8 @@ class Live:
     growth_done_at: float | None = None
     grow_hold_until: float = 0.0
     grow_after_commit: bool = False
+    # Newcomers of which was said when everybody is restarted for them.
+    growth_told: set[str] = field(default_factory=set)
     committed_at: float = 0.0
     conversion_moved: float = 0.0
     # The most that the lease's owner has reported: files finished, bytes moved.

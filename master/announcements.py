@@ -1,0 +1,105 @@
+"""What people are told of an opened world, and what the job's history keeps of it."""
+
+from __future__ import annotations
+
+from .state import EpochRecord, Node, World
+from .turn import HISTORY, Turn
+
+# A script that has not called `session()` so long after its workers were started may have none (seconds).
+SESSION_WITHIN = 30.0
+UNHEARD = "no steps are heard: the script has not called session()"
+
+
+def first_step(turn: Turn, world: World) -> None:
+    """The open epoch has made its first step: say what the change cost."""
+    job, live = turn.job, turn.live
+    live.first_step_at = turn.now
+    job.ever_stepped = True
+    if world.announced:
+        return
+    world.announced = True
+    paused = turn.now - live.paused_since if live.paused_since is not None else 0.0
+    lost = max(0, world.left_step - world.resumed_step)
+    if world.grown:
+        job.growths += 1
+        job.growth_cost = paused
+        live.growth_done_at = turn.now
+    text = headline(world)
+    if world.epoch > 1 and live.paused_since is not None:
+        text += f", paused {paused:.1f} s, lost {lost} step{'s' if lost != 1 else ''}"
+    turn.notice(text)
+    record(turn, world, paused, lost)
+
+
+def without_steps(turn: Turn, world: World) -> None:
+    """Nobody will say that the script makes steps: once a world, say that it was started, and why so little is known.
+
+    The next worlds of such a script are presented when they open.
+    """
+    live = turn.live
+    if turn.job.has_session or world.presented:
+        return
+    world.presented = True
+    turn.notice(f"{headline(world)}; {UNHEARD}")
+    paused = live.phase_since - live.paused_since if live.paused_since is not None else 0.0
+    record(turn, world, max(0.0, paused), 0)
+
+
+def waiting_to_grow(turn: Turn, new: list[Node], until: float) -> None:
+    """The newcomers of a script that cannot be drained: when everybody will be restarted for them."""
+    names = {node.name for node in new}
+    if names <= turn.live.growth_told:
+        return
+    turn.live.growth_told = names
+    turn.notice(
+        f"{', '.join(sorted(names))} joined: the script has no session() and cannot be drained, so all workers restart"
+        f" with the next commit, or in {until - turn.now:.0f} s (--grow-wait)"
+    )
+
+
+def restart_to_grow(turn: Turn, new: list[Node], committed: bool) -> None:
+    """Now they are."""
+    names = ", ".join(sorted(node.name for node in new))
+    if committed:
+        why = "the commit that was waited for is there"
+    else:
+        why = f"no commit came within {turn.job.settings.grow_wait:.0f} s (--grow-wait)"
+    turn.notice(f"all workers restart to take {names} in; {why}", not committed)
+
+
+def headline(world: World) -> str:
+    """Which world, why, how large, from where."""
+    count = len(world.members)
+    text = f"epoch {world.epoch}: {', '.join(world.causes)}, {count} node{'s' if count != 1 else ''}"
+    if world.resume:
+        return f"{text}, resumed at step {world.resumed_step}" + (" (universal)" if world.universal else "")
+    return f"{text}, from step 0"
+
+
+def record(turn: Turn, world: World, paused: float, lost: int) -> None:
+    """One entry for a world, also when its first step is heard after all."""
+    history = turn.job.history
+    if history and history[-1].epoch == world.epoch:
+        del history[-1]
+    history.append(
+        EpochRecord(
+            world.epoch,
+            len(world.members),
+            world.size,
+            ", ".join(world.causes),
+            world.resumed_step,
+            world.universal,
+            round(paused, 3),
+            lost,
+            world.resumed_step + 1,
+            world.resumed_step + 1,
+        )
+    )
+    del history[:-HISTORY]
+
+
+def close_record(turn: Turn, world: World, last_step: int) -> None:
+    """The world is over."""
+    history = turn.job.history
+    if history and history[-1].epoch == world.epoch:
+        history[-1].last_step = last_step
