@@ -38,7 +38,8 @@ __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
 # Seconds that a member looks again for a resume point which it does not see (NFS caches attributes for up to 60 s, but
 # opening the directory revalidates it; the master waits for this answer).
 LOOK_SECONDS = 10.0
-_FIRST_PAUSE, _LAST_PAUSE = 0.1, 1.0
+# Between two looks: the master waits for a member; a spare may look for days, and each look reads all manifests.
+_FIRST_PAUSE, _LAST_PAUSE, _LAST_PATIENT_PAUSE = 0.1, 1.0, 8.0
 # Between the tries of a verification that the file system spoils (ESTALE, EIO, a mount that is away), seconds.
 _VERIFY_PAUSES = (1.0, 3.0, 6.0, 10.0)
 # Between two words on how far a verification is, seconds.
@@ -191,7 +192,7 @@ class Storage:
 
         def work() -> None:
             deadline = time.monotonic() + seconds
-            pause = _FIRST_PAUSE
+            pause, longest = _FIRST_PAUSE, _LAST_PATIENT_PAUSE if patient else _LAST_PAUSE
             while self._current(number):
                 survey = self._survey_or_nothing()
                 seen = resume is None or not resume.digest or self._sees(survey, resume)
@@ -201,7 +202,7 @@ class Storage:
                     return
                 # A file that another machine makes gives no event over NFS.
                 self._closing.wait(pause)
-                pause = min(pause * 2, _LAST_PAUSE)
+                pause = min(pause * 2, longest)
 
         # On a thread of its own: it may take for ever.
         threading.Thread(target=work, name="storage-look", daemon=True).start()

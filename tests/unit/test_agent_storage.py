@@ -139,6 +139,39 @@ def test_a_resume_point_that_comes_late_is_waited_for(directory: JobDirectory, s
     assert seen.get(timeout=5)[0] == "none"
 
 
+class Pauses:
+    """Stands in for the event that ends a storage: notes each wait instead of waiting, and ends it after some."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.seconds = most, list[float]()
+        self.over = threading.Event()
+
+    def wait(self, seconds: float) -> bool:
+        self.seconds.append(seconds)
+        if len(self.seconds) == self.most:
+            self.over.set()
+        return self.over.is_set()
+
+    def is_set(self) -> bool:
+        return self.over.is_set()
+
+    def set(self) -> None:
+        self.over.set()
+
+
+@pytest.mark.parametrize(("patient", "longest"), [(False, 1.0), (True, 8.0)])
+def test_a_patient_look_becomes_rare(directory: JobDirectory, patient: bool, longest: float) -> None:
+    """A spare that may look for days does not read all manifests every second; a member, whom all wait for, does."""
+    storage = Storage(directory)
+    pauses: Any = Pauses(12)
+    storage._closing = pauses
+    ref = pb.CheckpointRef(name="step-3.e1.1", digest="d")
+    storage.look("run-0001", ref, patient, lambda survey: None, seconds=1000)
+    assert pauses.over.wait(20)
+    storage.close()
+    assert pauses.seconds == [min(0.1 * 2**look, longest) for look in range(12)]
+
+
 def test_manifest_and_verification(directory: JobDirectory, storage: Storage) -> None:
     """A sealed checkpoint is described and verifies; a flipped byte and a wrong digest are told."""
     run = directory.run("run-0001")
