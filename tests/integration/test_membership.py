@@ -276,6 +276,23 @@ def test_a_mixed_scene(clusters: Clusters, undisturbed: Undisturbed) -> None:
 
 
 @pytest.mark.full
+def test_nodes_with_different_numbers_of_workers(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """ZeRO-1 with two ranks on one node and one on the other: a join, a crash of a rank, a leave."""
+    job = clusters(training=ZERO)
+    job.start("a", environment={"PET_NPROC_PER_NODE": "2"})
+    first = job.wait_world(2, steps=2)
+    job.start("b", environment={"PET_NPROC_PER_NODE": "1"})
+    second = job.wait_world(3, steps=2, after=first)
+    os.kill(job.worker_pid(job.node("b")), signal.SIGKILL)
+    third = job.wait_world(3, steps=2, after=second)
+    job.assert_crash(third)
+    job.leave(job.node("b"))
+    job.wait_exit(job.node("b"))
+    job.wait_world(2, steps=2, after=third)
+    end(job, undisturbed, lost={third: any_number(job)})
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_other_stages(clusters: Clusters, undisturbed: Undisturbed, stage: int) -> None:
     """ZeRO 0, 2 and 3 through a join, a leave and a kill."""
