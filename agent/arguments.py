@@ -18,8 +18,10 @@ _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # The master asks the same; seconds.
 LEAST_NODE_TIMEOUT = 2.0
 _TRUE = ("1", "true", "yes", "on")
-# Accepted because scripts for DLRover or torchrun carry them: name, takes a value, why it is not needed here.
+# Accepted because scripts for DLRover or torchrun carry them: name, takes a value, why it is not needed here. With ours
+# that are called the same, these are all of DLRover's.
 _IGNORED: tuple[tuple[str, bool, str], ...] = (
+    ("--precheck", True, "see --network-check"),
     ("--network-check", False, "a node that cannot take part is noticed and named while the run goes on"),
     ("--comm-perf-test", False, "see --network-check"),
     ("--node-check", False, "see --network-check"),
@@ -35,6 +37,16 @@ _IGNORED: tuple[tuple[str, bool, str], ...] = (
     ("--node-rank", True, "the master gives the ranks"),
     ("--master-addr", True, "use --master HOST:PORT"),
     ("--master-port", True, "use --master HOST:PORT"),
+)
+
+
+# Of torchrun, read by torch's launcher but by nothing that runs here: name, torch's default, why.
+_UNUSED: tuple[tuple[str, Any, str], ...] = (
+    ("rdzv-conf", "", "the rendezvous is the master's, with flags of its own such as --join-timeout and --quiet-time"),
+    ("monitor-interval", 0.1, "a worker's exit is noticed at once"),
+    ("start-method", "spawn", "workers are programs of their own"),
+    ("shutdown-timeout", None, "workers have --drain-timeout to save, and have ended then"),
+    ("run-path", False, "workers run the script that way anyway"),
 )
 
 
@@ -206,17 +218,15 @@ def _add_torchrun(group: _Group) -> None:
     group.value("--rdzv-backend", default="dalsegno", help="only dalsegno")
     group.value("--rdzv-endpoint", default="", metavar="HOST:PORT", help="as --master")
     group.value("--rdzv-id", default="none", help="as --job-id")
-    group.value("--rdzv-conf", default="", help="for plain torchrun")
+    group.value("--rdzv-conf", default=None, help="no effect: for plain torchrun")
     group.switch("--standalone", help="a master of its own (the default)")
-    group.value("--monitor-interval", default=0.1, type=float, help="no effect: exits are events")
-    group.value(
-        "--start-method", default="spawn", choices=["spawn", "fork", "forkserver"], help="no effect for scripts"
-    )
+    group.value("--monitor-interval", default=None, type=float, help="no effect: exits are events")
+    group.value("--start-method", default=None, choices=["spawn", "fork", "forkserver"], help="no effect for scripts")
     group.value("--event-log-handler", default="null", help="as torchrun")
     group.value("--role", default="default", help="name of the workers in logs")
     group.switch("-m", "--module", help="run the script as a module, like python -m")
     group.switch("--no-python", help="run the script as a program of its own")
-    group.switch("--run-path", help="as torchrun; workers run that way anyway")
+    group.switch("--run-path", help="no effect: workers run that way anyway")
     group.value("--log-dir", default=None, metavar="DIR", help="default: below the checkpoint directory")
     group.value("-r", "--redirects", default="2", type=_std, help="output into files: 0 none, 1 out, 2 err, 3 both")
     group.value("-t", "--tee", default="0", type=_std, help="output into files and to the console")
@@ -266,6 +276,7 @@ def ignored(options: argparse.Namespace) -> list[str]:
     for flag, _, why in _IGNORED:
         if getattr(options, "ignored_" + flag.lstrip("-").replace("-", "_")) is not None:
             lines.append(f"{flag} is not needed and has no effect: {why}")
+    lines += [f"--{flag} has no effect: {why}" for flag, _, why in _UNUSED if flag in options.unused]
     if options.rdzv_backend not in ("dalsegno", "static", "c10d"):
         lines.append(f"--rdzv-backend={options.rdzv_backend} has no effect: dlrover-run has a rendezvous of its own")
     return lines
@@ -278,6 +289,14 @@ def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.envir
         UsageError: bad input.
     """
     options = build_parser(environ).parse_args(arguments)
+    options.unused = []
+    for flag, default, _ in _UNUSED:
+        name = flag.replace("-", "_")
+        given = getattr(options, name)
+        if given is None or given is False:
+            setattr(options, name, default)
+        else:
+            options.unused.append(flag)
     if options.module and options.no_python:
         raise UsageError("--module and --no-python exclude each other: drop one")
     if options.rdzv_endpoint and not options.master:

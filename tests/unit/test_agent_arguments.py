@@ -101,6 +101,45 @@ def test_flags_of_dlrover_are_accepted_with_a_word() -> None:
     assert ignored(parse(["x.py"], {})) == []
 
 
+# Those that dlrover-run of DLRover's main branch adds to torchrun's, each as its help spells it first.
+DLROVER = (
+    *("--precheck=1", "--node_unit=1", "--auto_config", "--auto_tunning", "--exclude-straggler"),
+    *("--save_at_breakpoint", "--accelerator=nvidia.com/gpu", "--training_port=60000", "--numa-affinity"),
+    *("--membind-policy=bind", "--network-check", "--comm-perf-test", "--ucp_device_type=cpu"),
+)
+
+
+@pytest.mark.parametrize("flag", DLROVER)
+def test_every_flag_of_dlrover_is_known(flag: str) -> None:
+    """A command line written for it is not refused, and each flag but our own --node-unit says that it does nothing."""
+    name = flag.split("=")[0].replace("_", "-")
+    said = [line.split()[0] for line in ignored(parse([flag, "x.py"], {}))]
+    assert said == ([] if name == "--node-unit" else [name])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("rdzv-conf", "timeout=9"), ("monitor-interval", "5"), ("start-method", "fork"), ("shutdown-timeout", "7")],
+)
+def test_flags_of_torchrun_without_effect_say_so(flag: str, value: str) -> None:
+    """Given as a flag or by environment, even with torch's default; torch's launcher reads what was given."""
+    name = flag.replace("-", "_")
+    for options in (
+        parse([f"--{flag}={value}", "x.py"], {}),
+        parse(["x.py"], {f"PET_{name.upper()}": value}),
+    ):
+        assert [line.split()[0] for line in ignored(options)] == [f"--{flag}"]
+        assert str(getattr(options, name)).removesuffix(".0") == value
+    default = getattr(torchrun.get_args_parser().parse_args(["x.py"]), name)
+    assert getattr(parse(["x.py"], {}), name) == default
+
+
+def test_a_switch_of_torchrun_without_effect_says_so() -> None:
+    """--run-path."""
+    assert [line.split()[0] for line in ignored(parse(["--run-path", "x.py"], {}))] == ["--run-path"]
+    assert ignored(parse(["--start-method=spawn", "--shutdown-timeout=0", "x.py"], {}))[1:] != []
+
+
 def options_for(script: str, *arguments: str, module: bool = False) -> argparse.Namespace:
     return parse([*(["-m"] if module else []), script, *arguments], {})
 
