@@ -43,6 +43,7 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
         case "finished":
             state.finished_ranks = state.finished_ranks | {event.rank}
             state.step = max(state.step, message.finished.step)
+            turn.report_progress()
         case "bad_checkpoint":
             bad_checkpoint(turn, message.bad_checkpoint)
 

@@ -104,6 +104,7 @@ class Turn:
                 has_session=state.has_session,
                 longest=state.longest,
                 saved_bytes=state.saved_bytes,
+                training_ended=bool(state.finished_ranks),
             ),
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .state import EpochRecord, Node, World
+from .state import EpochRecord, Node, Part, World
 from .turn import HISTORY, Turn
 
 # A script that has not called `session()` so long after its workers were started may have none (seconds).
@@ -43,6 +43,21 @@ def without_steps(turn: Turn, world: World) -> None:
     turn.notice(f"{headline(world)}; {UNHEARD}")
     paused = live.phase_since - live.paused_since if live.paused_since is not None else 0.0
     record(turn, world, max(0.0, paused), 0)
+
+
+def perhaps_stalled(turn: Turn, world: World) -> None:
+    """A script without a session is silent for --stall-timeout: once a world, that nothing will be done about it."""
+    if world.doubted:
+        return
+    world.doubted = True
+    limit = f"{turn.job.settings.stall_timeout:.0f} s (--stall-timeout)"
+    finished = [member.node for member in world.members if member.part is Part.FINISHED]
+    if finished:
+        others = [member.node for member in world.members if member.part is not Part.FINISHED]
+        what = f"{', '.join(finished)} finished, {', '.join(others)} did not for {limit}"
+    else:
+        what = f"no rank called session() for {limit}"
+    turn.notice(f"{what}: whether the script is at work or stuck cannot be told; it is left alone", True)
 
 
 def waiting_to_grow(turn: Turn, new: list[Node], until: float) -> None:

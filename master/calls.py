@@ -119,6 +119,9 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> An
     live.longest = max(live.longest, message.longest)
     if made_step(turn, node, message.step):
         live.loss = message.loss
+    if message.training_ended and node.name not in live.ended:
+        live.ended.add(node.name)
+        live.moved_at = turn.now
     if message.saved_bytes > live.saved_bytes.get(node.name, 0):
         live.saved_bytes[node.name] = message.saved_bytes
         live.moved_at = turn.now
@@ -179,6 +182,8 @@ def finished(turn: Turn, node: Node, message: control_pb2.FinishedRequest) -> An
     if member is None:
         return closed(message.caller.epoch)
     if turn.job.phase.has_workers:
+        if member.part is not Part.FINISHED:
+            turn.live.moved_at = turn.now
         member.part = Part.FINISHED
         turn.live.steps[node.name] = max(turn.live.steps.get(node.name, 0), message.step)
     return OK

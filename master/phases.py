@@ -116,19 +116,24 @@ def regroup(turn: Turn) -> None:
 
 
 def stalled(turn: Turn) -> bool:
-    """No rank advances and no save grows for too long."""
+    """No rank advances, no save grows and, after the training's end, nobody finishes for too long."""
     job, live = turn.job, turn.live
     limit = job.settings.stall_timeout
-    if limit <= 0 or live.deaf or any(m.part is not Part.RUNNING for m in world_of(turn).members):
+    if limit <= 0 or live.deaf:
         return False
-    if live.first_step_at is not None:
+    if not job.has_session:
+        # Nobody hears of steps: their absence says nothing.
+        if turn.due(max(live.moved_at, live.phase_since) + limit):
+            announcements.perhaps_stalled(turn, world_of(turn))
+        return False
+    ended = bool(live.ended) or any(member.part is Part.FINISHED for member in world_of(turn).members)
+    if live.first_step_at is not None and not ended:
         # What was taken for a stall may have been the first evaluation: each time more patience, up to the setting.
         limit = min(limit, max(STALL_MIN, STALL_FACTOR * live.longest) * 2.0**job.stalls)
-    elif not job.has_session:
-        return False  # Without a session nobody hears of steps: their absence says nothing.
     if not turn.due(live.moved_at + limit):
         return False
-    text = f"no rank made a step for {limit:.0f} s (--stall-timeout)"
+    what = "the training ended, but not all ranks finished" if ended else "no rank made a step"
+    text = f"{what} for {limit:.0f} s (--stall-timeout)"
     turn.notice(text, True)
     job.causes.append("stalled")
     job.stalls += 1
@@ -144,7 +149,7 @@ def wants_to_grow(turn: Turn) -> bool:
     new = newcomers(turn)
     world = world_of(turn)
     members = [n for n in (job.node_by(m.incarnation) for m in world.members) if n is not None]
-    if not new or any(m.part is not Part.RUNNING for m in world.members):
+    if not new or live.ended or any(m.part is not Part.RUNNING for m in world.members):
         return False
     if len(select(turn, members + new)) <= len(world.members):
         return False

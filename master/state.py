@@ -141,6 +141,8 @@ class World:
     announced: bool = False
     # It was said to have started, as nothing is heard of its steps.
     presented: bool = False
+    # It was said that nobody can tell whether it is stuck.
+    doubted: bool = False
 
     @property
     def size(self) -> int:
@@ -339,6 +341,8 @@ class Live:
     loss: float = 0.0
     longest: float = 0.0
     saved_bytes: dict[str, int] = field(default_factory=dict)
+    # Nodes whose ranks have no step left to make: what the script still does, it does without steps.
+    ended: set[str] = field(default_factory=set)
     trouble: bool = False
     first_step_at: float | None = None
     moved_at: float = 0.0

@@ -973,6 +973,7 @@ class ProgressRequest(google.protobuf.message.Message):
     HAS_SESSION_FIELD_NUMBER: builtins.int
     LONGEST_FIELD_NUMBER: builtins.int
     SAVED_BYTES_FIELD_NUMBER: builtins.int
+    TRAINING_ENDED_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The highest step that a rank of this node has finished in the caller's epoch."""
     loss: builtins.float
@@ -986,6 +987,8 @@ class ProgressRequest(google.protobuf.message.Message):
     """What the saves of this epoch have written, synced and summed on this node so far, bytes; it only grows within an
     epoch. So a slow save is told from a stuck one.
     """
+    training_ended: builtins.bool
+    """The training reached its end on a rank of this node: what its script does from here on makes no steps."""
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -998,9 +1001,10 @@ class ProgressRequest(google.protobuf.message.Message):
         has_session: builtins.bool = ...,
         longest: builtins.float = ...,
         saved_bytes: builtins.int = ...,
+        training_ended: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "draining", b"draining", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "draining", b"draining", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended"]) -> None: ...
 
 global___ProgressRequest = ProgressRequest
 

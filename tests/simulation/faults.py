@@ -119,6 +119,13 @@ def hung_worker(sim: Simulation) -> None:
         agent.group.hang()
 
 
+def hung_end(sim: Simulation) -> None:
+    """One node's ranks make the last step, and hang in what the script does after it."""
+    sim.ledger.unplanned = True
+    sim.ledger.script_failures += 1
+    sim.ends_hang += 1
+
+
 def impatient_leave(sim: Simulation) -> None:
     """SIGTERM, and again."""
     agent = sim.pick(sim.living())
@@ -447,6 +454,7 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         weak_reader,
         flapping_node,
         hung_worker,
+        hung_end,
         impatient_leave,
         failing_start,
         blind_host,

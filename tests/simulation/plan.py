@@ -23,6 +23,7 @@ CRASHES = (
     "hung_worker",
     "impatient_leave",
     "failing_start",
+    "hung_end",
 )
 NETWORK = ("cut_closed", "cut_silent", "freeze_agent", "freeze_node", "cut_all")
 MASTER = ("crash_master", "crash_handled", "crash_saved", "pause_master", "leave_while_away")

@@ -230,6 +230,14 @@ def never_sees_a_stall(original: Any) -> Any:
     return stalled
 
 
+def counts_the_finished_as_at_work(original: Any) -> Any:
+    def stalled(turn: Turn) -> bool:
+        parts = {member.part for member in phases.world_of(turn).members}
+        return Part.FINISHED not in parts and original(turn)
+
+    return stalled
+
+
 def takes_the_time_between_heartbeats_for_deafness(original: Any) -> Any:
     return 0.0
 
@@ -366,6 +374,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(conversion, "report", counts_only_files, "who moves keeps the lease", kind="convert"),
         plant(conversion, "verified", hears_only_verdicts, "liveness", kind="disk"),
         plant(phases, "stalled", never_sees_a_stall, "liveness", kind="crashes"),
+        plant(phases, "stalled", counts_the_finished_as_at_work, "liveness", kind="crashes"),
         plant(membership, "DEAF_LEAST", takes_the_time_between_heartbeats_for_deafness, "liveness", kind="crashes"),
         plant(conversion, "acquit", believes_the_first_reader, "no verifying checkpoint is skipped"),
         plant(checkpoints, "retire", retires_without_a_word, "committed steps grow"),

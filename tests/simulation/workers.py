@@ -285,7 +285,15 @@ class Collective:
     def _end(self) -> None:
         """The script's training reached its end; the last step is saved."""
         self.sim.trace("workers", "epoch {} finished at step {}", self.epoch, self.step)
+        hanging = None
+        if self.sim.ends_hang:
+            self.sim.ends_hang -= 1
+            hanging = self.sim.random.choice(list(self.groups.values()))
         for group in self.groups.values():
             for rank in range(group.agent.nproc):
                 group.says(0.002, rank, finished=worker_pb2.Finished(step=self.step))
-            group.exits(self.sim.random.uniform(0.01, 0.5), 0)
+            if group is hanging:
+                self.sim.trace(group.agent.label, "its ranks hang after their last step")
+                group.hang()
+            else:
+                group.exits(self.sim.random.uniform(0.01, 0.5), 0)

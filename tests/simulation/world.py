@@ -45,6 +45,8 @@ class Simulation:
         # (host, digest): what one host's workers cannot load although it verifies.
         self.misread: set[tuple[str, str]] = set()
         self.starts_fail = 0
+        # So many worlds have a node that does not come to its end.
+        self.ends_hang = 0
         self.ledger = Ledger(self)
         self.collectives: dict[int, Collective] = {}
         self.agents: list[SimAgent] = []
@@ -160,7 +162,7 @@ class Simulation:
             if agent.host in self.disk.blind:
                 agent.kill()
         self.disk.full = self.conversions_fail = False
-        self.starts_fail = 0
+        self.starts_fail = self.ends_hang = 0
         self.misread.clear()
         self.conversions.hung = False
         self.disk.blind.clear()

@@ -110,12 +110,11 @@ class Node:
     def leave(self, notice: float = 10.0) -> Reply:
         return self.job.call(control_pb2.LeaveRequest(caller=self.caller(), notice=notice))
 
-    def step(self, step: int, session: bool = True, draining: bool = False, epoch: int | None = None) -> Reply:
-        return self.job.call(
-            control_pb2.ProgressRequest(
-                caller=self.caller(epoch, 0), step=step, has_session=session, draining=draining, longest=0.5
-            )
-        )
+    def step(self, step: int, epoch: int | None = None, **said: bool) -> Reply:
+        """`said`: of the report's other fields."""
+        report = control_pb2.ProgressRequest(caller=self.caller(epoch, 0), step=step, has_session=True, longest=0.5)
+        report.MergeFrom(control_pb2.ProgressRequest(**said))  # type: ignore[arg-type]
+        return self.job.call(report)
 
     def drained(self, step: int, epoch: int | None = None, digest: str = "") -> Reply:
         saved = control_pb2.CheckpointRef(digest=digest)

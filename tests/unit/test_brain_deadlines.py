@@ -47,3 +47,89 @@ def test_a_node_timeout_shorter_than_two_heartbeats_is_refused_at_the_door() -> 
     assert reply.code == "INVALID_ARGUMENT"
     assert "--node-timeout=1.9" in reply.detail
     assert LEAST_OF_AGENTS == LEAST_NODE_TIMEOUT
+
+
+# ---- after the training ---------------------------------------------------------------------------------------------
+
+
+def test_a_world_of_which_one_node_finished_and_another_hangs_ends() -> None:
+    """The full --stall-timeout counts from the last finish, however short the steps were."""
+    job = Driven(settings(stall_timeout=200))
+    a, b, c = job.start(3)
+    for node in (a, b, c):
+        node.step(2)
+    a.finished(2)
+    job.wait(150)
+    b.finished(2)
+    job.wait(199)
+    assert job.phase is Phase.RUNNING
+    job.wait(2)
+    assert job.phase is Phase.FORMING
+    assert "not all ranks finished for 200 s (--stall-timeout)" in job.notices
+
+
+def test_a_repeated_finish_is_no_sign_of_life() -> None:
+    """The count goes on from the first."""
+    job = Driven(settings(stall_timeout=200))
+    a, b = job.start(2)
+    b.step(2)
+    a.finished(2)
+    job.wait(150)
+    a.finished(2)
+    job.wait(51)
+    assert job.phase is Phase.FORMING
+
+
+def test_what_a_script_does_after_its_training_has_the_full_stall_timeout() -> None:
+    """An export of minutes after steps of less than a second is no stall."""
+    job = Driven(settings(stall_timeout=600))
+    (a,) = job.start(1)
+    a.step(5)
+    a.step(5, training_ended=True)
+    job.wait(300)
+    a.step(5, training_ended=True)
+    job.wait(299)
+    assert job.phase is Phase.RUNNING
+    job.wait(2)
+    assert job.phase is Phase.FORMING
+
+
+def test_a_training_that_ended_does_not_grow() -> None:
+    """There is no boundary left at which it could drain."""
+    job = Driven()
+    (a,) = job.start(1)
+    a.step(5)
+    a.step(5, training_ended=True)
+    late = job.node()
+    late.join()
+    late.warm()
+    assert job.phase is Phase.RUNNING
+    job.wait(30)
+    assert "put off" not in job.notices
+
+
+# ---- scripts that nobody hears --------------------------------------------------------------------------------------
+
+
+def test_a_script_that_never_says_hello_is_doubted_once_and_left_alone() -> None:
+    """It may have no session, or hang before it: that cannot be told, and one line says so."""
+    job = Driven(settings(stall_timeout=200))
+    job.start(2)
+    job.wait(199)
+    assert "--stall-timeout" not in job.notices
+    job.wait(1000)
+    assert job.notices.count("no rank called session() for 200 s (--stall-timeout)") == 1
+    assert job.phase is Phase.RUNNING
+
+
+def test_a_silent_script_of_which_one_node_finished_is_doubted_by_name() -> None:
+    """Who finished, and who did not."""
+    job = Driven(settings(stall_timeout=200))
+    a, b = job.start(2)
+    job.wait(100)
+    a.finished(0)
+    job.wait(199)
+    assert "--stall-timeout" not in job.notices
+    job.wait(2)
+    assert f"{a.name} finished, {b.name} did not for 200 s" in job.notices
+    assert job.phase is Phase.RUNNING

@@ -219,6 +219,19 @@ def test_an_agreed_boundary_is_reported() -> None:
     assert (report.draining, report.step) == (True, 4)
 
 
+def test_the_end_of_the_training_is_reported_before_the_ranks_exit() -> None:
+    """What the script does after it makes no steps, and is no stall."""
+    agent = Agent().registered().running()
+    agent.said(progress=worker_pb2.Progress(step=4))
+    assert not agent.calls("ReportProgress")[-1].training_ended
+    agent.said(finished=worker_pb2.Finished(step=4))
+    assert agent.calls("ReportProgress")[-1].training_ended
+    agent.exits(0)
+    agent.running(epoch=2)
+    agent.said(epoch=2, progress=worker_pb2.Progress(step=5))
+    assert not agent.calls("ReportProgress")[-1].training_ended
+
+
 def test_drained_ranks_are_reported_after_the_commit() -> None:
     """First the checkpoint, then the drain."""
     agent = Agent(nproc=2).registered().running()
