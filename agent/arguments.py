@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from .signals import signals_of
+
 __all__ = ["UsageError", "build_parser", "ignored", "parse"]
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -136,6 +138,14 @@ def _std(text: str) -> str:
     return text
 
 
+def _signals(text: str) -> str:
+    try:
+        signals_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
 def _commas(text: str) -> list[str]:
     return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
 
@@ -236,7 +246,7 @@ def _add_torchrun(group: _Group) -> None:
     group.value("--local-addr", default=None, metavar="HOST", help="where other nodes reach this one")
     group.value("--logs-specs", default=None, help="as torchrun")
     group.value("--numa-binding", default=None, help="as torchrun")
-    group.value("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", help="as torchrun")
+    group.value("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", type=_signals, help="notices to leave")
     group.value("--shutdown-timeout", default=None, type=int, help="no effect: workers have saved before they stop")
     group.switch("--virtual-local-rank", help="as torchrun")
 

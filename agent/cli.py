@@ -6,6 +6,7 @@ Nothing here needs torch, so that help and bad input are answered at once; `laun
 from __future__ import annotations
 
 import argparse
+import contextlib
 import getpass
 import hashlib
 import importlib.util
@@ -13,12 +14,15 @@ import logging
 import os
 import re
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from .arguments import UsageError, ignored, parse
-from .events import EXIT_USAGE
+from .exits import EXIT_LEFT, EXIT_USAGE
+from .signals import SignalWatch, signals_of
 
 __all__ = ["default_job_id", "main", "run"]
 
@@ -68,29 +72,51 @@ def check_installation() -> None:
         raise UsageError("torch is missing; install the trainer's extra: pip install 'dalsegno[train]'")
 
 
+def leave_early(number: int) -> NoReturn:
+    """A signal before there is an agent: no worker runs, no master knows this node, and what was started ends with it.
+
+    Not by an exception: most of that time passes inside the imports of others.
+    """
+    line = f"{signal.Signals(number).name}: left on notice; no workers were running here"
+    with contextlib.suppress(OSError):  # The terminal may be gone.
+        print(f"dlrover-run: {line}", file=sys.stderr, flush=True)
+    os._exit(EXIT_LEFT)
+
+
 def run(arguments: Sequence[str] | None) -> int:
-    """Runs one agent and returns its exit code (docs/contracts.md)."""
+    """Runs one agent and returns its exit code (docs/contracts.md). Main thread only."""
     try:
         options = parse(arguments)
-        check_script(options)
-        check_installation()
-        if options.job_id is None:
-            options.job_id = default_job_id(options, getpass.getuser())
-            options.job_id_is_default = True
-        from . import launch  # Imports torch: not before the checks above.
-
-        return launch.launch(options, ignored(options))
+        with SignalWatch(signals_of(options.signals_to_handle), leave_early) as watch:
+            return run_checked(options, watch)
     except UsageError as error:
         print(f"dlrover-run: error: {error}", file=sys.stderr)
         return EXIT_USAGE
+
+
+def run_checked(options: argparse.Namespace, watch: SignalWatch) -> int:
+    """The same for a command line that can be parsed.
+
+    Raises:
+        UsageError: bad input that only now came to light.
+    """
+    check_script(options)
+    check_installation()
+    if options.job_id is None:
+        options.job_id = default_job_id(options, getpass.getuser())
+        options.job_id_is_default = True
+    from . import launch  # Imports torch: not before the checks above.
+
+    return launch.launch(options, ignored(options), watch)
 
 
 def main() -> None:
     """The console script."""
     code = run(None)
     logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # Nobody may read them any more; the exit code still counts.
+            stream.flush()
     # Everything was ended in order; what is left is a thread that reads a hanging file system, and nobody waits for it.
     os._exit(code)
 

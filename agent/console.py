@@ -10,6 +10,8 @@ from pathlib import Path
 
 __all__ = ["Console", "set_up_logging"]
 
+logger = logging.getLogger(__name__)
+
 
 class Console:
     """One line per thing that happened to the run, on standard error, so that the script's output stays its own."""
@@ -26,7 +28,11 @@ class Console:
                 return
             self._last = text
             mark = "warning: " if warning else ""
-            print(f"{self._name}: {mark}{text}", file=sys.stderr, flush=True)
+            try:
+                print(f"{self._name}: {mark}{text}", file=sys.stderr, flush=True)
+            except OSError as error:
+                # The terminal was closed or its reader is gone: the run goes on, and the log has the line.
+                logger.info("the console cannot be written: %s", error)
         logging.getLogger("dalsegno.agent.console").log(logging.WARNING if warning else logging.INFO, "%s", text)
 
 

@@ -73,6 +73,7 @@ class ElasticAgent(LocalElasticAgent):
         mailbox: where all events arrive.
         effects: made for the same mailbox.
         lifeline: of the node.
+        watch: for signals.
         prefix: torch's template for lines that are shown of a worker's file.
     """
 
@@ -85,6 +86,7 @@ class ElasticAgent(LocalElasticAgent):
         mailbox: Mailbox[ev.Event],
         effects: Effects,
         lifeline: Lifeline,
+        watch: SignalWatch,
         prefix: str | None = None,
     ) -> None:
         super().__init__(spec, logs_specs, log_line_prefix_template=prefix)
@@ -93,6 +95,7 @@ class ElasticAgent(LocalElasticAgent):
         self._mailbox = mailbox
         self._effects = effects
         self._lifeline = lifeline
+        self._watch = watch
         self._ending: Ending | None = None
         self._context: WorkersContext | None = None
         self._place: Place | None = None
@@ -127,7 +130,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _invoke_run(self, role: str = "default") -> RunResult:
         """Runs until the decisions say Exit. Torch's `run` calls this and records what comes out of it."""
-        with SignalWatch((signal.SIGTERM, signal.SIGINT), self._signalled):
+        with self._watch.to(self._signalled):
             # Before the registration: the imports run while the master answers.
             if self._pool is not None:
                 self._pool.fill(low_priority=False)

@@ -8,6 +8,14 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2, worker_pb2
 
+from .exits import EXIT_FAILED as EXIT_FAILED
+from .exits import EXIT_FINISHED as EXIT_FINISHED
+from .exits import EXIT_LEFT as EXIT_LEFT
+from .exits import EXIT_LEFT_UNSAVED as EXIT_LEFT_UNSAVED
+from .exits import EXIT_USAGE as EXIT_USAGE
+from .exits import WORKER_BAD_CHECKPOINT as WORKER_BAD_CHECKPOINT
+from .exits import WORKER_DRAINED as WORKER_DRAINED
+
 # ---- events ---------------------------------------------------------------------------------------------------------
 
 
@@ -91,7 +99,7 @@ class StartFailed:
 
 @dataclass(frozen=True)
 class Signalled:
-    """SIGTERM or SIGINT reached the agent."""
+    """One of --signals-to-handle reached the agent: a notice to leave."""
 
     number: int
 
@@ -331,13 +339,3 @@ Action = (
     | Say
     | Exit
 )
-
-# ---- exit codes (docs/contracts.md) ---------------------------------------------------------------------------------
-
-EXIT_FINISHED = 0
-EXIT_FAILED = 1
-EXIT_USAGE = 2
-EXIT_LEFT = 75
-EXIT_LEFT_UNSAVED = 76
-WORKER_DRAINED = 83
-WORKER_BAD_CHECKPOINT = 84

@@ -27,6 +27,7 @@ from .events import EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE, Event
 from .lifeline import Lifeline
 from .mailbox import Mailbox
 from .rendezvous import NamedRendezvous
+from .signals import SignalWatch
 from .storage import JobDirectory, StorageError
 from .workers import Script
 
@@ -36,8 +37,8 @@ __all__ = ["launch"]
 _NOT_FOR_WORKERS = ("DLROVER_MASTER_ADDR", "DALSEGNO_TOKEN")
 
 
-def launch(options: argparse.Namespace, notices: Sequence[str]) -> int:
-    """Runs one agent to its end.
+def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWatch) -> int:
+    """Runs one agent to its end. Signals are the agent's once it has a loop that can hear them.
 
     Raises:
         UsageError: bad input that only now came to light.
@@ -60,7 +61,7 @@ def launch(options: argparse.Namespace, notices: Sequence[str]) -> int:
     config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir)
     source = _connect(options, token, directory, console)
     try:
-        ending = _run(config, directory, torch_config, script, source, console, where)
+        ending = _run(config, directory, torch_config, script, source, console, where, watch)
     finally:
         source.close()
     if ending.message:
@@ -198,6 +199,7 @@ def _run(
     source: _Source,
     console: Console,
     where: _Where,
+    watch: SignalWatch,
 ) -> Ending:
     mailbox: Mailbox[Event] = Mailbox()
     lifeline = Lifeline()
@@ -227,6 +229,7 @@ def _run(
         mailbox,
         effects,
         lifeline,
+        watch,
         torch_config.log_line_prefix_template,
     )
     where.now = agent.where

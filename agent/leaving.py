@@ -15,6 +15,8 @@ def signalled(turn: Turn, number: int) -> None:
     """The first signal is a leave notice, the second one means now."""
     state = turn.state
     name = signal.Signals(number).name
+    if state.leaving and number == signal.SIGHUP:
+        return  # A closed terminal says it several times: kernel and shell each do. Nobody there is in a hurry.
     if state.leaving:
         turn.do(ev.Say(f"{name} again: this node goes at once"))
         turn.kill_workers()

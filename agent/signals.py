@@ -6,14 +6,37 @@ A Python signal handler runs between two instructions of the main thread, wherev
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["SignalWatch"]
+__all__ = ["SignalWatch", "signals_of"]
+
+# Whoever has them ignored when we start (nohup; a shell, for a job in the background) wants them to stay so. The others
+# are sent to somebody on purpose.
+_MAY_STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGQUIT})
+_NOBODY_CAN_HANDLE = frozenset({signal.SIGKILL, signal.SIGSTOP})
+
+
+def signals_of(text: str) -> tuple[signal.Signals, ...]:
+    """The signals of a list like "SIGTERM,SIGINT", as torchrun's --signals-to-handle has it.
+
+    Raises:
+        ValueError: one of them does not exist or cannot be handled.
+    """
+    found = []
+    for name in text.split(","):
+        number = signal.Signals.__members__.get(name.strip())
+        if number is None:
+            raise ValueError(f"{name.strip()!r} is no signal's name, as SIGTERM is")
+        if number in _NOBODY_CAN_HANDLE:
+            raise ValueError(f"{number.name} cannot be handled by anybody")
+        found.append(number)
+    return tuple(found)
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
@@ -21,11 +44,17 @@ def _nothing(signum: int, frame: FrameType | None) -> None:
 
 
 class SignalWatch:
-    """While open, calls `deliver(number)` on a thread of its own for each of `signals`. Main thread only."""
+    """While open, each of `signals` is given to `first`, later to whom `to` says. Main thread only.
 
-    def __init__(self, signals: Sequence[signal.Signals], deliver: Callable[[int], None]) -> None:
+    Args:
+        signals: those to watch for.
+        first: called with the number on a thread of the watch's own until the first `to`; it may end the process.
+    """
+
+    def __init__(self, signals: Sequence[signal.Signals], first: Callable[[int], None]) -> None:
         self._wanted = frozenset(int(number) for number in signals)
-        self._deliver = deliver
+        self._deliver = first
+        self._lock = threading.Lock()
         self._reader, self._writer = socket.socketpair()
         self._writer.setblocking(False)
         self._before: dict[int, Any] = {}
@@ -33,10 +62,12 @@ class SignalWatch:
         self._thread = threading.Thread(target=self._read, name="signals", daemon=True)
 
     def __enter__(self) -> SignalWatch:
+        self._thread.start()
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno(), warn_on_full_buffer=False)
         for number in sorted(self._wanted):
+            if number in _MAY_STAY_IGNORED and signal.getsignal(number) is signal.SIG_IGN:
+                continue
             self._before[number] = signal.signal(number, _nothing)
-        self._thread.start()
         return self
 
     def __exit__(
@@ -49,8 +80,20 @@ class SignalWatch:
         self._thread.join(5.0)
         self._reader.close()
 
+    @contextlib.contextmanager
+    def to(self, deliver: Callable[[int], None]) -> Iterator[None]:
+        """Gives signals to `deliver` instead. Afterwards nobody gets them: whoever got them has ended, and so do we."""
+        with self._lock:
+            self._deliver = deliver
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._deliver = lambda number: None
+
     def _read(self) -> None:
         while data := self._reader.recv(64):
             for number in data:
                 if number in self._wanted:
-                    self._deliver(number)
+                    with self._lock:
+                        self._deliver(number)

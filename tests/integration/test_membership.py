@@ -77,10 +77,11 @@ def test_a_leave_loses_nothing(clusters: Clusters, undisturbed: Undisturbed) -> 
 
 
 def test_all_nodes_leave_at_once(clusters: Clusters, undisturbed: Undisturbed) -> None:
-    """The run is saved where it stood; the same command later goes on at that step."""
+    """The run is saved where it stood, whichever notice came; the same command later goes on at that step."""
     job, _ = together(clusters, "a", "b", "c")
-    for node in job.alive():
-        job.leave(node)
+    for node, notice in zip(job.alive(), (signal.SIGTERM, signal.SIGINT, signal.SIGHUP), strict=True):
+        node.expected = LEFT
+        node.process.send_signal(notice)
     job.wait_exit()
     stopped = max(line.step for line in job.poll())
     assert job.sealed()[-1].step == stopped

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import os
 from pathlib import Path
 
 import pytest
 
 from dalsegno.agent.arguments import parse
+from dalsegno.agent.console import Console
 from dalsegno.agent.workers import last_words
 
 
@@ -47,3 +51,18 @@ def test_errors_go_into_files_unless_told_otherwise() -> None:
     """The console is for what happened to the run; a peer's death would fill it with tracebacks."""
     assert parse(["train.py"]).redirects == "2"
     assert parse(["--redirects=0", "train.py"]).redirects == "0"
+
+
+class Gone(io.StringIO):
+    """A terminal that was closed."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+def test_a_closed_terminal_harms_nobody(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The drain that follows its SIGHUP goes on; what would have been said is in the log."""
+    monkeypatch.setattr("sys.stderr", Gone())
+    with caplog.at_level("INFO"):
+        Console().say("saving at the next step boundary")
+    assert "saving at the next step boundary" in caplog.text

@@ -578,6 +578,20 @@ def test_a_second_signal_goes_at_once() -> None:
     assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
 
 
+def test_a_closed_terminal_is_never_in_a_hurry() -> None:
+    """Kernel and shell each send SIGHUP, also after somebody's SIGTERM: the save is waited for all the same."""
+    agent = Agent().registered().running()
+    agent.hear(ev.Signalled(signal.SIGHUP), ev.Signalled(signal.SIGHUP))
+    assert agent.did(ev.StopWorkers) == []
+    agent.said(drained=DRAINED)
+    agent.exits(ev.WORKER_DRAINED)
+    agent.directed(release=control_pb2.Release())
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT
+    agent = Agent().registered().running()
+    agent.hear(ev.Signalled(signal.SIGHUP), ev.Signalled(signal.SIGINT))
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
+
+
 def test_a_leaver_that_is_given_a_world_goes_at_once() -> None:
     """Its peers would wait for ranks that never start."""
     agent = Agent().registered()
