@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.cluster import Cluster, Undisturbed
+from tests.support.shell import Shell
 
 FAILED = pytest.StashKey[bool]()
 
@@ -42,3 +43,11 @@ def clusters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callabl
             print(cluster.diagnosis())
     for cluster in made:
         cluster.close()
+
+
+@pytest.fixture
+def shell(tmp_path: Path) -> Iterator[Shell]:
+    """Runs commands in the test's directory; nothing of them may be left behind."""
+    one = Shell(tmp_path)
+    yield one
+    one.close()
