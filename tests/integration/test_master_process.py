@@ -16,6 +16,7 @@ import grpc
 import pytest
 
 from dalsegno.protos import control_pb2 as pb
+from tests.support.certificates import Authority
 from tests.support.master_process import Agent, command, eventually, master_process, open_world, settings
 
 pytestmark = pytest.mark.timeout(120)
@@ -213,30 +214,15 @@ def test_the_log_file_tells_what_happened(tmp_path: Path) -> None:
     assert [line.partition("[job/master] ")[2] for line in lines[1:]] == notices
 
 
-def certificates(folder: Path) -> None:
-    """An authority, and a certificate for 127.0.0.1 and one for an agent signed by it."""
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], check=True, capture_output=True, cwd=folder, timeout=30)
-
-    key = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=authority", "-days", "2")
-    (folder / "san").write_text("subjectAltName=IP:127.0.0.1\n")
-    for name in ("master", "agent"):
-        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        signing = ("-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "2", "-extfile", "san")
-        openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signing)
-
-
 def test_mutual_tls(tmp_path: Path) -> None:
     """With --tls-ca only a client with a certificate of that authority is served, and nobody without TLS."""
-    certificates(tmp_path)
-    files = {name: (tmp_path / name).read_bytes() for name in ("ca.pem", "agent.key", "agent.pem")}
-    tls = [f"--tls-{name}={tmp_path / file}" for name, file in (("cert", "master.pem"), ("key", "master.key"))]
-    with master_process(tmp_path / "s.sqlite", *tls, f"--tls-ca={tmp_path / 'ca.pem'}") as master:
-        good = grpc.ssl_channel_credentials(files["ca.pem"], files["agent.key"], files["agent.pem"])
+    authority = Authority(tmp_path / "authority")
+    mine, theirs, root = authority.issue("master"), authority.issue("agent"), authority.path.read_bytes()
+    tls = (f"--tls-cert={mine.path}", f"--tls-key={mine.key}", f"--tls-ca={authority.path}")
+    with master_process(tmp_path / "s.sqlite", *tls) as master:
+        good = grpc.ssl_channel_credentials(root, theirs.key.read_bytes(), theirs.path.read_bytes())
         assert Agent(master.address, "a", credentials=good).status().job_id == "job"
-        for credentials in (None, grpc.ssl_channel_credentials(files["ca.pem"])):
+        for credentials in (None, grpc.ssl_channel_credentials(root)):
             with pytest.raises(grpc.RpcError) as error:
                 Agent(master.address, "a", credentials=credentials).status()
             assert error.value.code() is grpc.StatusCode.UNAVAILABLE
