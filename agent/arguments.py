@@ -42,6 +42,8 @@ _IGNORED: tuple[tuple[str, bool, str], ...] = (
 )
 
 
+# What shows this node to a master that is a service.
+_FOR_A_SERVICE = ("--token-file", "--tls-ca", "--tls-cert", "--tls-key")
 # Of torchrun, read by torch's launcher but by nothing that runs here: name, torch's default, why.
 _UNUSED: tuple[tuple[str, Any, str], ...] = (
     ("rdzv-conf", "", "the rendezvous is the master's, with flags of its own such as --join-timeout and --quiet-time"),
@@ -216,8 +218,8 @@ def _add_ours(group: _Group) -> None:
         "--max-restarts", default=3, type=_count(0), metavar="N", help="failures without progress that the job survives"
     )
     group.switch("--new-run", help="start over although the job's last run is finished")
-    group.value("--token-file", default=None, metavar="FILE", help="token for --master (also DALSEGNO_TOKEN)")
-    group.value("--tls-ca", default=None, metavar="FILE", help="check the master's certificate against this (PEM)")
+    group.value("--token-file", default=None, metavar="FILE", help="token for --master (or DALSEGNO_TOKEN: itself)")
+    group.value("--tls-ca", default=None, metavar="FILE", help="speak TLS; the master's authority (PEM)")
     group.value("--tls-cert", default=None, metavar="FILE", help="this agent's certificate (PEM)")
     group.value("--tls-key", default=None, metavar="FILE", help="its key (PEM)")
 
@@ -287,6 +289,9 @@ def ignored(options: argparse.Namespace) -> list[str]:
         if getattr(options, "ignored_" + flag.lstrip("-").replace("-", "_")) is not None:
             lines.append(f"{flag} is not needed and has no effect: {why}")
     lines += [f"--{flag} has no effect: {why}" for flag, _, why in _UNUSED if flag in options.unused]
+    given = [flag for flag in _FOR_A_SERVICE if getattr(options, flag[2:].replace("-", "_")) is not None]
+    if given and not options.master:
+        lines.append(f"{', '.join(given)} without --master: no effect, the embedded master has a token of its own")
     if options.rdzv_backend not in ("dalsegno", "static", "c10d"):
         lines.append(f"--rdzv-backend={options.rdzv_backend} has no effect: dlrover-run has a rendezvous of its own")
     return lines

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from .arguments import UsageError, ignored, parse
 from .exits import EXIT_LEFT, EXIT_USAGE
+from .grpc_logs import quiet_grpc
 from .signals import SignalWatch, signals_of
 
 __all__ = ["default_job_id", "main", "run"]
@@ -105,7 +106,8 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch) -> int:
     if options.job_id is None:
         options.job_id = default_job_id(options, getpass.getuser())
         options.job_id_is_default = True
-    from . import launch  # Imports torch: not before the checks above.
+    with quiet_grpc():
+        from . import launch  # Imports torch: not before the checks above.
 
     return launch.launch(options, ignored(options), watch)
 

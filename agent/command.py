@@ -12,18 +12,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import grpc
-
 from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, finished_runs, inspect, is_checkpoint_name, verify
-from dalsegno.protos import control_pb2, control_pb2_grpc
 
-from .claim import ClaimFile
-from .connection import PROTOCOL, Credentials, code_of, detail_of
 from .events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
+from .grpc_logs import quiet_grpc
 
 __all__ = ["main"]
 
-_TIMEOUT = 5.0
 _SCRIPTS = ("dlrover-run", "dalsegno-run", "dalsegno", "dlrover-master")
 _PARTS = {
     "": ("grpcio", "protobuf", "pydantic", "xxhash", "rich"),
@@ -42,68 +37,14 @@ class _Parser(argparse.ArgumentParser):
         raise _UsageError(f"{message} (see {self.prog} --help)")
 
 
-# ---- status ----------------------------------------------------------------------------------------------------------
-
-
-def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
-    """Address and credentials: those given, or those of the embedded master's claim."""
-    if options.master:
-        token = Path(options.token_file).read_text(encoding="ascii").strip() if options.token_file else None
-        ca = Path(options.tls_ca) if options.tls_ca else None
-        return options.master.split(",")[0], Credentials(token or os.environ.get("DALSEGNO_TOKEN"), ca)
-    private = Path(options.checkpoint_dir) / ".dalsegno"
-    jobs = sorted(path.parent.name for path in private.glob("*/claim.json"))
-    job = options.job_id or (jobs[0] if len(jobs) == 1 else None)
-    if job is None:
-        known = f"known here: {', '.join(jobs)}" if jobs else f"no embedded master has left a claim in {private}"
-        raise _UsageError(f"name a job with --job-id, or a master with --master HOST:PORT ({known})")
-    options.job_id = job
-    claim = ClaimFile(private / job).read()
-    if claim is None:
-        raise _UsageError(f"job {job} has no embedded master's claim in {private}; use --master HOST:PORT")
-    return claim.address, Credentials((private / job / "token").read_text(encoding="ascii").strip())
-
-
 def _status(options: argparse.Namespace) -> int:
+    with quiet_grpc():
+        from .status import status
+
     try:
-        address, credentials = _master_of(options)
-    except OSError as error:
+        return status(options)
+    except (ValueError, OSError) as error:
         raise _UsageError(str(error)) from error
-    with credentials.channel(address) as channel:
-        try:
-            reply = control_pb2_grpc.ControlStub(channel).GetStatus(
-                control_pb2.StatusRequest(job_id=options.job_id or "", protocol=PROTOCOL),
-                timeout=_TIMEOUT,
-                metadata=credentials.metadata,
-            )
-        except grpc.RpcError as error:
-            text = f"the master at {address} does not answer: {code_of(error).name}: {detail_of(error)}"
-            print(f"dalsegno: {text}", file=sys.stderr)
-            return EXIT_FAILED
-    for line in status_lines(reply):
-        print(line)
-    return EXIT_FINISHED
-
-
-def status_lines(reply: control_pb2.StatusReply) -> list[str]:
-    """A job as a person wants to see it."""
-    phase = control_pb2.Phase.Name(reply.phase).removeprefix("PHASE_").lower()
-    lines = [
-        f"job {reply.job_id}, {reply.run_id or 'no run yet'}: {phase}, epoch {reply.epoch}, step {reply.step}, "
-        f"loss {reply.loss:.4f}" + (f" ({reply.reason})" if reply.reason else "")
-    ]
-    for node in reply.nodes:
-        rank = f" {node.group_rank}" if node.role == "member" else ""
-        why = f": {node.reason}" if node.reason else ""
-        lines.append(f"  {node.role}{rank}  {node.node} on {node.host}, {node.nproc} workers{why}")
-    if reply.head.ref.name:
-        lines.append(f"  newest commit: {reply.head.ref.name}, {reply.head.bytes / 1e6:.1f} MB")
-    for record in reply.history:
-        lines.append(
-            f"  epoch {record.epoch}: {record.cause}, {record.nodes} nodes, steps {record.first_step} to "
-            f"{record.last_step}, paused {record.paused:.1f} s, lost {record.lost_steps} steps"
-        )
-    return lines
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -214,8 +155,11 @@ def _parser() -> argparse.ArgumentParser:
     status.add_argument("--master", default=os.environ.get("DLROVER_MASTER_ADDR"), metavar="HOST:PORT")
     status.add_argument("--job-id")
     status.add_argument("--checkpoint-dir", default="checkpoints", metavar="DIR", help="where an embedded master lives")
-    status.add_argument("--token-file", metavar="FILE")
-    status.add_argument("--tls-ca", metavar="FILE")
+    for name in ("token-file", "tls-ca", "tls-cert", "tls-key"):
+        variable = f"PET_{name.upper().replace('-', '_')}"
+        status.add_argument(
+            f"--{name}", metavar="FILE", default=os.environ.get(variable), help="as dlrover-run's; also its variable"
+        )
     status.set_defaults(act=_status)
     checkpoints = commands.add_parser("checkpoints", help="what is in a checkpoint directory")
     actions = checkpoints.add_subparsers(dest="action", required=True, parser_class=_Parser)

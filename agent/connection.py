@@ -28,6 +28,8 @@ RETRIED = frozenset(
         grpc.StatusCode.CANCELLED,
     }
 )
+# A handshake that breaks off once proves nothing: the master may be ending.
+_LOOKS = 3
 # Bytes. Inventories name every checkpoint of a run.
 _MESSAGE_LIMIT = 16 << 20
 
@@ -97,6 +99,10 @@ class Credentials:
     tls_key: Path | None = None
 
     @property
+    def tls(self) -> bool:
+        return self.tls_ca is not None or self.tls_cert is not None
+
+    @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Sent with every call."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
@@ -107,7 +113,7 @@ class Credentials:
         Raises:
             OSError: a file cannot be read.
         """
-        if self.tls_ca is None and self.tls_cert is None:
+        if not self.tls:
             return grpc.insecure_channel(address, options=channel_options())
         roots, key, cert = (
             None if path is None else path.read_bytes() for path in (self.tls_ca, self.tls_key, self.tls_cert)
@@ -133,6 +139,7 @@ class Connector:
         credentials: for every channel; asked anew for each, so that a token can be changed. While it raises OSError or
             ValueError (a file system that is away) the last ones count.
         on_missing: called whenever a link was found broken (an embedded master may have to be started).
+        explain: says why credentials cannot work with an address, "" where that is not known; may block.
     """
 
     def __init__(
@@ -140,7 +147,11 @@ class Connector:
         locate: Callable[[], Sequence[str]],
         credentials: Callable[[], Credentials],
         on_missing: Callable[[], None] = lambda: None,
+        explain: Callable[[str, Credentials], str] = lambda address, credentials: "",
     ) -> None:
+        self._explain = explain
+        # What `hopeless` has found last, and how often in a row.
+        self._found, self._looks = "", 0
         self._locate = locate
         self._credentials = credentials
         self._on_missing = on_missing
@@ -168,6 +179,21 @@ class Connector:
                     if channel is not None:
                         self._link = Link(channel, control_pb2_grpc.ControlStub(channel), address)
             return self._link
+
+    def hopeless(self) -> str:
+        """Why none of the addresses will ever answer, once several looks in a row have found the same.
+
+        Empty where one of them may. Blocks for some seconds; for one thread.
+        """
+        with self._lock:
+            credentials = self._last
+        if credentials is None:
+            return ""
+        reasons = [self._explain(address, credentials) for address in self._locate()]
+        found = reasons[0] if reasons and all(reasons) else ""
+        self._looks = self._looks + 1 if found == self._found else 1
+        self._found = found
+        return found if self._looks >= _LOOKS else ""
 
     def _open(self, address: str) -> grpc.Channel | None:
         """A channel with the newest credentials that can be had; the caller holds the lock."""

@@ -37,6 +37,8 @@ _RENEWAL = 2.0
 _LEAST_WATCH = 10.0
 # Between two attempts after one failed.
 _RETRY_PAUSE = 1.0
+# What the environment variables of `dlrover-master` begin with.
+_SERVICE_VARIABLES = "DALSEGNO_MASTER_"
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +263,9 @@ class EmbeddedMaster:
             *("--token-file", str(self.token_file), "--log-file", str(log), "--embedded"),
         ]
         # It outlives this agent: no lifeline, no terminal, no output but its first line.
-        environment = {key: value for key, value in os.environ.items() if key != LIFELINE_VARIABLE}
+        # Nor does it listen to what is meant for a master that is a service.
+        ours = (LIFELINE_VARIABLE, _SERVICE_VARIABLES)
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
         with open(log, "ab") as errors:
             begin = errors.tell()
             process = subprocess.Popen(

@@ -18,12 +18,14 @@ from dalsegno.protos import control_pb2
 
 from .arguments import UsageError
 from .config import AgentConfig
-from .connection import Connector, Credentials
+from .connection import Connector
 from .console import Console, set_up_logging
+from .credentials import TOKEN_VARIABLE, CredentialFiles, CredentialsError
 from .effects import Effects
 from .elastic_agent import ElasticAgent, Ending
 from .embedded import EmbeddedMaster, MasterError
-from .events import EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE, Event
+from .events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE, Event
+from .handshake import mismatch
 from .lifeline import Lifeline
 from .mailbox import Mailbox
 from .rendezvous import NamedRendezvous
@@ -34,7 +36,7 @@ from .workers import Script
 __all__ = ["launch"]
 
 # DLRover's client library, used in a script, would take our master for its own.
-_NOT_FOR_WORKERS = ("DLROVER_MASTER_ADDR", "DALSEGNO_TOKEN")
+_NOT_FOR_WORKERS = ("DLROVER_MASTER_ADDR", TOKEN_VARIABLE)
 
 
 def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWatch) -> int:
@@ -44,7 +46,7 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
         UsageError: bad input that only now came to light.
     """
     console = Console()
-    token = os.environ.get("DALSEGNO_TOKEN")
+    token = os.environ.get(TOKEN_VARIABLE)
     for name in _NOT_FOR_WORKERS:
         os.environ.pop(name, None)
     directory = JobDirectory(Path(options.checkpoint_dir).absolute(), options.job_id)
@@ -64,9 +66,24 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
         ending = _run(config, directory, torch_config, script, source, console, where, watch)
     finally:
         source.close()
-    if ending.message:
-        console.say(ending.message, warning=ending.code not in (EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE))
+    message = ending.message
+    if ending.code == EXIT_FAILED:
+        message = verdict(message, log_dir, embedded=source.embedded is not None)
+    if message:
+        console.say(message, warning=ending.code not in (EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE))
     return ending.code
+
+
+def verdict(reason: str, log_dir: Path, embedded: bool) -> str:
+    """The last line of a job that failed: why, where more is, and what to do."""
+    # An embedded master takes a failed run up again; a service answers every late agent with how its job ended.
+    again = "the same command tries again, from the newest checkpoint if there is one"
+    if not embedded:
+        again = (
+            "this master keeps it failed: one with a new --store goes on from the newest checkpoint, "
+            "--new-run starts over"
+        )
+    return f"the job failed: {reason}; logs in {log_dir}; {again}"
 
 
 class _Where:
@@ -82,9 +99,9 @@ class _Where:
 class _Source:
     """Where the master is: given by the user, or embedded."""
 
-    def __init__(self, addresses: Sequence[str], credentials: Credentials, embedded: EmbeddedMaster | None) -> None:
+    def __init__(self, addresses: Sequence[str], files: CredentialFiles, embedded: EmbeddedMaster | None) -> None:
         self._addresses = tuple(addresses)
-        self._credentials = credentials
+        self._files = files
         self.embedded = embedded
         self.generation = embedded.abandoned_generation if embedded is not None else 0
 
@@ -95,7 +112,7 @@ class _Source:
         embedded = self.embedded
         if embedded is not None:
             return Connector(embedded.addresses, embedded.credentials, embedded.missing)
-        return Connector(lambda: self._addresses, lambda: self._credentials)
+        return Connector(lambda: self._addresses, self._files.read, explain=mismatch)
 
     def close(self) -> None:
         if self.embedded is not None:
@@ -170,16 +187,12 @@ def _knows_us(options: argparse.Namespace) -> bool:
 def _connect(options: argparse.Namespace, token: str | None, directory: JobDirectory, console: Console) -> _Source:
     """Finds the master's address, starting an embedded master if there is to be one."""
     if options.master:
-        if options.token_file:
-            try:
-                token = Path(options.token_file).read_text(encoding="ascii").strip()
-            except (OSError, ValueError) as error:
-                raise UsageError(f"the token file {options.token_file} cannot be read: {error}") from error
-        files = [None if path is None else Path(path) for path in (options.tls_ca, options.tls_cert, options.tls_key)]
-        for path in files:
-            if path is not None and not path.is_file():
-                raise UsageError(f"the TLS file {path} does not exist")
-        return _Source(options.master.split(","), Credentials(token, *files), None)
+        files = CredentialFiles.given(options, token)
+        try:
+            files.check()
+        except CredentialsError as error:
+            raise UsageError(str(error)) from error
+        return _Source(options.master.split(","), files, None)
     if getattr(options, "job_id_is_default", False):
         console.say(f"job {options.job_id} (the same command in another terminal joins it)")
     embedded = EmbeddedMaster(directory.private, options.job_id, options.node_timeout, console.say)
@@ -188,7 +201,7 @@ def _connect(options: argparse.Namespace, token: str | None, directory: JobDirec
     except (MasterError, OSError) as error:
         embedded.close()
         raise UsageError(str(error)) from error
-    return _Source((), Credentials(), embedded)
+    return _Source((), CredentialFiles(), embedded)
 
 
 def _run(

@@ -55,7 +55,8 @@ class Listener:
 
     Attributes:
         registered: (incarnation, reply) after `register`.
-        refused: (code, detail): `register` was answered with an error that repeating does not cure.
+        refused: (code, detail): `register` was answered with an error that repeating does not cure, or can never be
+            answered, because master and agent do not agree on TLS (code "TLS").
         directed: a directive of at least the highest generation seen.
         failed: (method, code, detail): a call was answered with an error. Also for the stream ("Watch").
         link: the master is heard (again), or no longer.
@@ -322,9 +323,9 @@ class MasterClient:
             logger.info("%s: %s: %s; it is repeated", waiting.method, code.name, detail)
             if waiting.method == "Register" and code is grpc.StatusCode.ABORTED:
                 self._listener.postponed(detail)
-            else:
-                self._unheard(link, detail)
-            return False
+                return False
+            self._unheard(link, detail)
+            return self._can_never_register(waiting)
         if code in _INTERNAL and waiting.internal_errors < _MOST_INTERNAL_ERRORS:
             waiting.internal_errors += 1
             logger.warning("%s: the master has an error (%s); the call is repeated", waiting.method, detail)
@@ -338,6 +339,15 @@ class MasterClient:
         else:
             self._listener.failed(waiting.method, code.name, detail)
         return True
+
+    def _can_never_register(self, waiting: _Waiting) -> bool:
+        """Whether the first registration is hopeless. A master that was heard once is waited for: it may be mended."""
+        if waiting.method != "Register" or self._heard_at is not None:
+            return False
+        why = self._connector.hopeless()
+        if why:
+            self._listener.refused("TLS", why)
+        return bool(why)
 
     def _opened(self, waiting: _Waiting, reply: control_pb2.RegisterReply) -> None:
         with self._changed:

@@ -27,9 +27,11 @@ from dalsegno.protos import control_pb2
 from . import decisions
 from . import events as ev
 from .config import DEFAULT_SETTINGS, AgentConfig
-from .connection import Connector, Credentials
+from .connection import Connector
 from .console import Console, set_up_logging
+from .credentials import TOKEN_VARIABLE, CredentialFiles
 from .effects import Effects
+from .handshake import mismatch
 from .lifeline import Lifeline
 from .mailbox import Mailbox
 from .storage import JobDirectory
@@ -83,11 +85,11 @@ class Rendezvous(RendezvousHandler):
     Args:
         config: of this node.
         addresses: of the master.
-        token: to show it.
+        files: token and certificates.
         timeout: seconds that one `next_rendezvous` may take.
     """
 
-    def __init__(self, config: AgentConfig, addresses: list[str], token: str | None, timeout: float) -> None:
+    def __init__(self, config: AgentConfig, addresses: list[str], files: CredentialFiles, timeout: float) -> None:
         self._config = config
         self._timeout = timeout
         self._changed = threading.Condition()
@@ -113,7 +115,7 @@ class Rendezvous(RendezvousHandler):
         config.log_dir.mkdir(parents=True, exist_ok=True)
         # Torch's own log is torchrun's business.
         set_up_logging(config.log_dir / "agent.log", self._where, names=("dalsegno",))
-        connector = Connector(lambda: addresses, lambda: Credentials(token))
+        connector = Connector(lambda: addresses, files.read, explain=mismatch)
         console = Console("torchrun")
         self._effects = Effects(config, directory, connector, addresses[0], self._lifeline, self._mailbox, console.say)
         self._thread = threading.Thread(target=self._loop, name="dalsegno-rendezvous", daemon=True)
@@ -235,16 +237,18 @@ class Rendezvous(RendezvousHandler):
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Makes the handler for `torchrun --rdzv-backend=dalsegno --rdzv-endpoint=HOST:PORT --rdzv-id=JOB`.
 
-    `--rdzv-conf` takes `nproc` (as `--nproc-per-node`), `checkpoint_dir`, `node_name`, `token_file` and `timeout`.
+    `--rdzv-conf` takes `nproc` (as `--nproc-per-node`), `checkpoint_dir`, `node_name`, `timeout`, and `token_file`,
+    `tls_ca`, `tls_cert`, `tls_key` as dlrover-run's flags.
 
     Raises:
-        ValueError: the endpoint is missing.
+        ValueError: the endpoint is missing, or token or certificates cannot be used.
     """
     if not params.endpoint:
         raise ValueError("--rdzv-endpoint=HOST:PORT of the master is needed with --rdzv-backend=dalsegno")
     root = Path(params.get("checkpoint_dir", "checkpoints")).absolute()
-    token_file = params.get("token_file")
-    token = Path(token_file).read_text(encoding="ascii").strip() if token_file else os.environ.get("DALSEGNO_TOKEN")
+    named = {name: params.get(name) for name in ("token_file", "tls_ca", "tls_cert", "tls_key")}
+    files = CredentialFiles.given(named, os.environ.get(TOKEN_VARIABLE))
+    files.check()
     settings = control_pb2.Settings(min_nodes=params.min_nodes, max_nodes=params.max_nodes, **DEFAULT_SETTINGS)
     config = AgentConfig(
         job_id=params.run_id,
@@ -256,7 +260,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         local_addr=params.local_addr,
     )
     timeout = float(params.get_as_int("timeout", 900) or 900)
-    return Rendezvous(config, params.endpoint.split(","), token, timeout)
+    return Rendezvous(config, params.endpoint.split(","), files, timeout)
 
 
 def factory() -> RendezvousHandlerCreator:

@@ -99,6 +99,9 @@ def test_flags_of_dlrover_are_accepted_with_a_word() -> None:
     lines = ignored(options)
     assert [line.split()[0] for line in lines] == ["--network-check", "--save-at-breakpoint", "--master-port"]
     assert ignored(parse(["x.py"], {})) == []
+    (line,) = ignored(parse(["--tls-ca=ca.pem", "x.py"], {"PET_TOKEN_FILE": "token"}))
+    assert line.startswith("--token-file, --tls-ca without --master: no effect")
+    assert ignored(parse(["--tls-ca=ca.pem", "--master=h:1", "x.py"], {})) == []
 
 
 # Those that dlrover-run of DLRover's main branch adds to torchrun's, each as its help spells it first.

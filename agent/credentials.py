@@ -1,0 +1,92 @@
+"""Token and certificates as a person gives them: files and environment, read and checked."""
+
+from __future__ import annotations
+
+import argparse
+import ssl
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .connection import Credentials
+
+__all__ = ["TOKEN_VARIABLE", "CredentialFiles", "CredentialsError"]
+
+# The token itself, where no file has it.
+TOKEN_VARIABLE = "DALSEGNO_TOKEN"
+
+
+class CredentialsError(ValueError):
+    """One line that says what is wrong with a file, and what to change."""
+
+
+@dataclass(frozen=True)
+class CredentialFiles:
+    """Where token and certificates are. `token` counts where there is no `token_file`."""
+
+    token_file: Path | None = None
+    token: str | None = None
+    tls_ca: Path | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+
+    @classmethod
+    def given(cls, options: argparse.Namespace | Mapping[str, str | None], token: str | None) -> CredentialFiles:
+        """What a command line names `token_file`, `tls_ca`, `tls_cert`, `tls_key`; `token` is the variable's."""
+        values = options if isinstance(options, Mapping) else vars(options)
+        named = {name: values.get(name) for name in ("token_file", "tls_ca", "tls_cert", "tls_key")}
+        return cls(token=token or None, **{name: Path(path) for name, path in named.items() if path})
+
+    def read(self) -> Credentials:
+        """The token of this moment: it may change while the agent lives. Certificates are read by every channel.
+
+        Raises:
+            CredentialsError: it cannot be read, or cannot be sent.
+        """
+        token, where = self.token, TOKEN_VARIABLE
+        if self.token_file is not None:
+            where = f"the token file {self.token_file}"
+            try:
+                token = self.token_file.read_text(encoding="utf-8").strip()
+            except (OSError, UnicodeDecodeError) as error:
+                raise CredentialsError(f"{where} cannot be read: {_reason(error)}") from error
+        # What no HTTP header can carry would fail with every call, and never say why.
+        if token is not None and (not token or " " in token or not token.isascii() or not token.isprintable()):
+            raise CredentialsError(f"{where} must hold the job's token, one word of printable ASCII")
+        return Credentials(token, self.tls_ca, self.tls_cert, self.tls_key)
+
+    def check(self) -> None:
+        """Reads everything once. OpenSSL says what is wrong with a certificate; gRPC would only fail to connect.
+
+        Raises:
+            CredentialsError: something cannot be used.
+        """
+        self.read()
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise CredentialsError("--tls-cert and --tls-key belong together")
+        for flag, path in (("ca", self.tls_ca), ("cert", self.tls_cert), ("key", self.tls_key)):
+            try:
+                if path is not None:
+                    path.read_bytes()
+            except OSError as error:
+                raise CredentialsError(f"--tls-{flag} {path} cannot be read: {_reason(error)}") from error
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        try:
+            if self.tls_ca is not None:
+                context.load_verify_locations(self.tls_ca)
+        except ssl.SSLError as error:
+            reason = error.reason or "not PEM"
+            raise CredentialsError(f"--tls-ca {self.tls_ca} holds no PEM certificate ({reason})") from error
+        try:
+            if self.tls_cert is not None:
+                # The password is for a key that is encrypted: fail instead of asking at the terminal.
+                context.load_cert_chain(self.tls_cert, self.tls_key, password=lambda: "")
+        except ssl.SSLError as error:
+            raise CredentialsError(
+                f"--tls-cert {self.tls_cert} and --tls-key {self.tls_key} are no PEM certificate chain with its"
+                f" unencrypted key ({error.reason or 'not PEM'})"
+            ) from error
+
+
+def _reason(error: OSError | UnicodeDecodeError) -> str:
+    return str(getattr(error, "strerror", None) or error)

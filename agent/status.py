@@ -1,0 +1,90 @@
+"""`dalsegno status`: a job as its master sees it."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import grpc
+
+from dalsegno.protos import control_pb2, control_pb2_grpc
+
+from .claim import ClaimFile
+from .connection import PROTOCOL, Credentials, code_of, detail_of
+from .credentials import TOKEN_VARIABLE, CredentialFiles
+from .events import EXIT_FAILED, EXIT_FINISHED
+from .handshake import mismatch
+
+__all__ = ["status"]
+
+_TIMEOUT = 5.0
+
+
+def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
+    """Address and credentials: those given, or those of the embedded master's claim.
+
+    Raises:
+        ValueError: there is none to ask, or what was given cannot be used; one line.
+        OSError: a file cannot be read.
+    """
+    if options.master:
+        files = CredentialFiles.given(options, os.environ.get(TOKEN_VARIABLE))
+        files.check()
+        return options.master.split(",")[0], files.read()
+    private = Path(options.checkpoint_dir) / ".dalsegno"
+    jobs = sorted(path.parent.name for path in private.glob("*/claim.json"))
+    job = options.job_id or (jobs[0] if len(jobs) == 1 else None)
+    if job is None:
+        known = f"known here: {', '.join(jobs)}" if jobs else f"no embedded master has left a claim in {private}"
+        raise ValueError(f"name a job with --job-id, or a master with --master HOST:PORT ({known})")
+    options.job_id = job
+    claim = ClaimFile(private / job).read()
+    if claim is None:
+        raise ValueError(f"job {job} has no embedded master's claim in {private}; use --master HOST:PORT")
+    return claim.address, Credentials((private / job / "token").read_text(encoding="ascii").strip())
+
+
+def status(options: argparse.Namespace) -> int:
+    """Asks the master and prints what it says; the exit code.
+
+    Raises:
+        ValueError, OSError: see `_master_of`.
+    """
+    address, credentials = _master_of(options)
+    with credentials.channel(address) as channel:
+        try:
+            reply = control_pb2_grpc.ControlStub(channel).GetStatus(
+                control_pb2.StatusRequest(job_id=options.job_id or "", protocol=PROTOCOL),
+                timeout=_TIMEOUT,
+                metadata=credentials.metadata,
+            )
+        except grpc.RpcError as error:
+            text = f"the master at {address} does not answer: {code_of(error).name}: {detail_of(error)}"
+            print(f"dalsegno: {mismatch(address, credentials) or text}", file=sys.stderr)
+            return EXIT_FAILED
+    for line in status_lines(reply):
+        print(line)
+    return EXIT_FINISHED
+
+
+def status_lines(reply: control_pb2.StatusReply) -> list[str]:
+    """A job as a person wants to see it."""
+    phase = control_pb2.Phase.Name(reply.phase).removeprefix("PHASE_").lower()
+    lines = [
+        f"job {reply.job_id}, {reply.run_id or 'no run yet'}: {phase}, epoch {reply.epoch}, step {reply.step}, "
+        f"loss {reply.loss:.4f}" + (f" ({reply.reason})" if reply.reason else "")
+    ]
+    for node in reply.nodes:
+        rank = f" {node.group_rank}" if node.role == "member" else ""
+        why = f": {node.reason}" if node.reason else ""
+        lines.append(f"  {node.role}{rank}  {node.node} on {node.host}, {node.nproc} workers{why}")
+    if reply.head.ref.name:
+        lines.append(f"  newest commit: {reply.head.ref.name}, {reply.head.bytes / 1e6:.1f} MB")
+    for record in reply.history:
+        lines.append(
+            f"  epoch {record.epoch}: {record.cause}, {record.nodes} nodes, steps {record.first_step} to "
+            f"{record.last_step}, paused {record.paused:.1f} s, lost {record.lost_steps} steps"
+        )
+    return lines
