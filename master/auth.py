@@ -13,9 +13,11 @@ from typing import Any, Optional
 import grpc
 import grpc.aio
 
-__all__ = ("AuthError", "TlsFiles", "TokenInterceptor", "check_exposure", "is_loopback", "read_token")
+__all__ = ("TOKEN_VARIABLE", "AuthError", "TlsFiles", "TokenInterceptor", "check_exposure", "is_loopback", "read_token")
 
 TOKEN_MIN_LENGTH = 16
+# The token itself, for agents and master alike.
+TOKEN_VARIABLE = "DALSEGNO_TOKEN"
 
 Handler = Optional["grpc.RpcMethodHandler[Any, Any]"]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
@@ -25,21 +27,27 @@ class AuthError(Exception):
     """One line for a person: what is missing or wrong about token, TLS or address."""
 
 
-def read_token(path: Path) -> str:
-    """The token in a file, without the white space around it.
+def read_token(path: Path | None, variable: str = "") -> str | None:
+    """The token in a file, or else in the environment variable's value, without the white space around it.
 
-    Raises AuthError for a file that cannot be read, is empty, or holds what no HTTP header can carry.
+    Raises AuthError for a file that cannot be read, and a token that is short or that no HTTP header can carry.
     """
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise AuthError(f"cannot read the token file {path}: {getattr(error, 'strerror', None) or error}") from error
+    if path is None and not variable:
+        return None
+    token, where = variable.strip(), TOKEN_VARIABLE
+    if path is not None:
+        where = str(path)
+        try:
+            token = path.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise AuthError(f"cannot read the token file {path}: {reason}") from error
     if len(token) < TOKEN_MIN_LENGTH:
         raise AuthError(
-            f"the token in {path} is shorter than {TOKEN_MIN_LENGTH} characters: use `openssl rand -hex 32`"
+            f"the token in {where} is shorter than {TOKEN_MIN_LENGTH} characters: use `openssl rand -hex 32`"
         )
     if not token.isascii() or not token.isprintable() or " " in token:
-        raise AuthError(f"the token in {path} must be one word of printable ASCII: use `openssl rand -hex 32`")
+        raise AuthError(f"the token in {where} must be one word of printable ASCII: use `openssl rand -hex 32`")
     return token
 
 

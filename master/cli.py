@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import re
 import signal
 import sys
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from .auth import AuthError, TlsFiles, check_exposure, is_loopback, read_token
+from .auth import TOKEN_VARIABLE, AuthError, TlsFiles, check_exposure, is_loopback, read_token
 from .job_brain import JobBrain
 from .lifetime import Lifetime
 from .server import BindError, ControlServer, ServerOptions
@@ -60,7 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    token = None if options.token_file is None else read_token(options.token_file)
+    token = read_token(options.token_file, os.environ.get(TOKEN_VARIABLE, ""))
     server_options = ServerOptions(
         host=options.host, port=options.port, token=token, tls=_tls(options), insecure=options.insecure
     )
@@ -118,7 +119,12 @@ def _edge(server: ControlServer, options: argparse.Namespace, token: str | None)
         raise UsageError(f"--http-port needs the extra `http`: pip install 'dalsegno[http]' ({error})") from error
     try:
         return Edge(
-            lambda: server.driver.status(), options.host, options.http_port, token, loopback=is_loopback(options.host)
+            lambda: server.driver.status(),
+            options.host,
+            options.http_port,
+            token,
+            loopback=is_loopback(options.host),
+            tls=_tls(options),
         )
     except OSError as error:
         raise UsageError(
@@ -212,10 +218,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--nnodes", type=_nnodes, metavar="MIN:MAX", help="nodes of the job (default: what the first agent says)")
     add("--node_num", dest="nnodes", type=_nnodes, metavar="N", help="as --nnodes N (DLRover's name)")
     add("--platform", help="accepted for DLRover's command lines; no effect")
-    add("--token-file", type=Path, metavar="FILE", help="file with the token that agents must show")
-    add("--tls-cert", type=Path, metavar="FILE", help="the server's certificate chain (PEM)")
-    add("--tls-key", type=Path, metavar="FILE", help="its key (PEM)")
-    add("--tls-ca", type=Path, metavar="FILE", help="let in only clients with a certificate of this authority (PEM)")
+    for flag, text in (
+        ("--token-file", f"file with the token that agents must show (or {TOKEN_VARIABLE}: the token itself)"),
+        ("--tls-cert", "the server's certificate chain (PEM)"),
+        ("--tls-key", "its key (PEM)"),
+        ("--tls-ca", "let in only clients with a certificate of this authority (PEM)"),
+    ):
+        # Not the agents' PET_...: there --tls-ca is the authority of the master.
+        variable = f"DALSEGNO_MASTER_{flag[2:].upper().replace('-', '_')}"
+        add(flag, type=Path, metavar="FILE", default=os.environ.get(variable) or None, help=f"{text}; also {variable}")
     add("--insecure", action="store_true", help="listen beyond this machine without a token")
     add("--log-file", type=Path, metavar="FILE", help="write the log there")
     add("--embedded", action="store_true", help="end with the job, or when no agent is left (dlrover-run's own master)")

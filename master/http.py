@@ -12,6 +12,7 @@ import hmac
 import logging
 import math
 import socket
+import ssl
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
@@ -26,6 +27,7 @@ from google.protobuf.json_format import MessageToDict
 
 from dalsegno.protos import control_pb2
 
+from .auth import TlsFiles
 from .events import Reply
 from .page import PAGE, PAGE_POLICY
 
@@ -116,7 +118,9 @@ class _Server(uvicorn.Server):
 class Edge:
     """Serves from `start` to `close`."""
 
-    def __init__(self, status: Status, host: str, port: int, token: str | None, *, loopback: bool) -> None:
+    def __init__(
+        self, status: Status, host: str, port: int, token: str | None, *, loopback: bool, tls: TlsFiles | None = None
+    ) -> None:
         """Listens at once (port 0: any free one). `token`, where given, is asked of all that shows the job.
 
         Raises OSError where the address cannot be had.
@@ -131,7 +135,9 @@ class Edge:
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         # Its loggers stay unconfigured: errors reach the master's log, requests nobody's.
         self._server = _Server(
-            uvicorn.Config(self._application(loopback), log_config=None, access_log=False, lifespan="off")
+            uvicorn.Config(
+                self._application(loopback), log_config=None, access_log=False, lifespan="off", **_ssl_options(tls)
+            )
         )
 
     def start(self) -> None:
@@ -198,6 +204,16 @@ class Edge:
             with contextlib.suppress(HTTPException):
                 await self._now()
             await asyncio.sleep(SAMPLE_INTERVAL)
+
+
+def _ssl_options(tls: TlsFiles | None) -> dict[str, Any]:
+    """The same for uvicorn: the token must not go over the network in the clear."""
+    if tls is None:
+        return {}
+    options: dict[str, Any] = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
+    if tls.client_ca is not None:
+        options |= {"ssl_ca_certs": str(tls.client_ca), "ssl_cert_reqs": ssl.CERT_REQUIRED}
+    return options
 
 
 async def _page() -> HTMLResponse:
