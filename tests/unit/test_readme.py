@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 import pytest
 
 from dalsegno.agent import events
 from dalsegno.agent.arguments import build_parser
+from dalsegno.master.cli import _parser as master_parser
 from tests.support.sources import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+TABLE = README[README.index("| flag |") : README.index("| exit code |")]
 
 
 def our_flags() -> list[argparse.Action]:
@@ -24,7 +27,7 @@ def our_flags() -> list[argparse.Action]:
 def test_every_flag_of_ours_is_listed(action: argparse.Action) -> None:
     """Each flag has a row, and the row has the default where that is a number above 0."""
     flag = action.option_strings[0]
-    rows = [line for line in README.splitlines() if line.startswith("|") and re.search(rf"`{flag}[ `]", line)]
+    rows = [line for line in TABLE.splitlines() if re.search(rf"^\| `{flag}[ `]", line)]
     assert len(rows) == 1
     if isinstance(action.default, int | float) and not isinstance(action.default, bool) and action.default > 0:
         assert rows[0].split("|")[2].strip() == f"{action.default:g}"
@@ -32,9 +35,27 @@ def test_every_flag_of_ours_is_listed(action: argparse.Action) -> None:
 
 def test_no_flag_is_invented() -> None:
     """Each flag in the table exists."""
-    table = README[README.index("| flag |") : README.index("| exit code |")]
     known = set(build_parser({})._option_string_actions)
-    assert set(re.findall(r"--[a-z][a-z-]+", table)) <= known
+    assert set(re.findall(r"--[a-z][a-z-]+", TABLE)) <= known
+
+
+def test_flags_and_variables_of_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each flag in its table exists; each variable beside it does the same, and the flag wins."""
+    table = README[README.index("| flag of `dlrover-master` |") :].split("\n\n")[0]
+    rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
+    pairs = []
+    for flags, variables in rows:
+        named = re.findall(r"--[a-z-]+", flags)
+        assert set(named) <= set(master_parser()._option_string_actions)
+        if variables.strip():
+            pairs += list(zip(named, re.findall(r"[A-Z_]+", variables), strict=True))
+    assert len(pairs) == 4
+    for flag, variable in pairs:
+        monkeypatch.setenv(variable, "from the environment")
+        options = ["--job-id=job", "--store=sqlite:///x"]
+        name = flag[2:].replace("-", "_")
+        assert getattr(master_parser().parse_args(options), name) == Path("from the environment")
+        assert getattr(master_parser().parse_args([*options, f"{flag}=given"]), name) == Path("given")
 
 
 def test_exit_codes_are_the_agent_s() -> None:
