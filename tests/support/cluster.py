@@ -156,6 +156,7 @@ class Cluster:
     nnodes: str = "1:4"
     step_time: float = 0.1
     agent_flags: Sequence[str] = ()
+    agent_environment: Mapping[str, str] = field(default_factory=dict)
     # Run the example through `hooked.py`: its second half is slow until `hurry`, and workers can be held.
     hooked: bool = True
     job: str = field(default_factory=lambda: f"test-{secrets.token_hex(4)}")
@@ -198,6 +199,7 @@ class Cluster:
             NODE_MARK: mark,
             "DALSEGNO_TEST_HOLD": hold,
             "DALSEGNO_TEST_HOLDS": str(self.holds),
+            **self.agent_environment,
             **environment,
         }
         with console.open("wb") as file:

@@ -7,13 +7,14 @@ import os
 import resource
 import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import grpc
 import pytest
 
+from dalsegno.agent.connection import Credentials
 from dalsegno.elastic.checkpoint import Manifest
 from dalsegno.protos import control_pb2, control_pb2_grpc
 
@@ -29,6 +30,9 @@ class Service(Cluster):
     """A cluster whose master is a service: started here, killed and started again at the same port and store."""
 
     master_flags: tuple[str, ...] = ()
+    master_environment: Mapping[str, str] = field(default_factory=dict)
+    # What `status` shows and checks; agents have theirs from flags and environment.
+    credentials: Credentials = field(default_factory=Credentials)
     masters: list[MasterProcess] = field(default_factory=list)
 
     def start_master(self) -> MasterProcess:
@@ -37,7 +41,7 @@ class Service(Cluster):
         flags = (f"--port={port}", f"--log-file={self.directory / 'service.log'}", *self.master_flags)
         line = command(self.directory / "job.sqlite", *flags, job_id=self.job)
         # The mark lets `close` find it, whatever happens here.
-        environment = {**os.environ, "DALSEGNO_TEST_CLUSTER": self.job}
+        environment = {**os.environ, "DALSEGNO_TEST_CLUSTER": self.job, **self.master_environment}
         process = subprocess.Popen(
             line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
         )
@@ -54,10 +58,13 @@ class Service(Cluster):
         return self.masters[-1].process.pid
 
     def status(self) -> control_pb2.StatusReply | None:
-        with grpc.insecure_channel(self.masters[-1].address) as channel:
+        with self.credentials.channel(self.masters[-1].address) as channel:
             try:
-                request = control_pb2.StatusRequest(job_id=self.job, protocol=1)
-                reply: control_pb2.StatusReply = control_pb2_grpc.ControlStub(channel).GetStatus(request, timeout=5.0)
+                reply: control_pb2.StatusReply = control_pb2_grpc.ControlStub(channel).GetStatus(
+                    control_pb2.StatusRequest(job_id=self.job, protocol=1),
+                    timeout=5.0,
+                    metadata=self.credentials.metadata,
+                )
             except grpc.RpcError:
                 return None
         return reply

@@ -1,0 +1,338 @@
+"""Token and TLS with the real programs: a job over them from end to end, and one line for all that cannot work."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import secrets
+import shlex
+import signal
+import ssl
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.agent.connection import Credentials
+from dalsegno.protos import control_pb2
+from tests.support import local_processes as processes
+from tests.support.certificates import Authority, Certificate
+from tests.support.cluster import ROOT, Training, Undisturbed
+from tests.support.faults import Service
+from tests.support.master_process import master_process
+from tests.support.shell import Ended, Shell, expect_one_line
+
+pytestmark = pytest.mark.timeout(300)
+
+SCRIPT = str(ROOT / "examples" / "ddp.py")
+SHORT = ("--steps=3", "--save-every=0", "--global-batch-size=4")
+TRAINING = Training(steps=40, save_every=5)
+# The agent's own default would let an endless wait pass for a long one.
+CONNECT_TIMEOUT = 60.0
+
+
+@dataclass(frozen=True)
+class Keys:
+    """What an operator has made: an authority, a certificate each for master and agents, a token."""
+
+    authority: Authority
+    master: Certificate
+    agent: Certificate
+    token: str
+    token_file: Path
+
+    def server(self, mutual: bool = False) -> dict[str, str]:
+        """Flags of the master, without the two dashes."""
+        named = {"token-file": self.token_file, "tls-cert": self.master.path, "tls-key": self.master.key}
+        return {key: str(path) for key, path in named.items()} | ({"tls-ca": str(self.ca)} if mutual else {})
+
+    def client(self, mutual: bool = False) -> dict[str, str]:
+        """Flags of an agent, without the two dashes."""
+        own = {"tls-cert": str(self.agent.path), "tls-key": str(self.agent.key)} if mutual else {}
+        return {"token-file": str(self.token_file), "tls-ca": str(self.ca), **own}
+
+    @property
+    def ca(self) -> Path:
+        return self.authority.path
+
+
+def make_keys(folder: Path) -> Keys:
+    authority = Authority(folder)
+    token = secrets.token_hex(32)
+    token_file = folder / "token"
+    token_file.write_text(token + "\n", encoding="ascii")
+    return Keys(authority, authority.issue("master"), authority.issue("agent"), token, token_file)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Keys:
+    return make_keys(tmp_path / "keys")
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> Keys:
+    """Of another operator."""
+    return make_keys(tmp_path / "others")
+
+
+def as_flags(values: dict[str, str]) -> tuple[str, ...]:
+    return tuple(f"--{name}={value}" for name, value in values.items())
+
+
+def as_variables(prefix: str, values: dict[str, str]) -> dict[str, str]:
+    return {f"{prefix}_{name.upper().replace('-', '_')}": value for name, value in values.items()}
+
+
+# ---- what works ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["TLS by flags", "mutual TLS by variables"])
+def job(request: pytest.FixtureRequest, tmp_path: Path, keys: Keys) -> Iterator[Service]:
+    """A job whose master asks for all of it, and which tells its agents by flags or by environment variables."""
+    mutual = request.param == "mutual TLS by variables"
+    server, client = keys.server(mutual), keys.client(mutual)
+    own = keys.agent if mutual else None
+    service = Service(
+        tmp_path / "job",
+        TRAINING,
+        master_flags=() if mutual else as_flags(server),
+        master_environment=as_variables("DALSEGNO_MASTER", server) if mutual else {},
+        agent_flags=() if mutual else as_flags(client),
+        agent_environment=as_variables("PET", client) if mutual else {},
+        credentials=Credentials(
+            keys.token, keys.ca, None if own is None else own.path, None if own is None else own.key
+        ),
+    )
+    with service:
+        service.start_master()
+        yield service
+
+
+def test_a_second_node_joins_and_the_master_comes_back(job: Service, undisturbed: Undisturbed) -> None:
+    """The run grows over TLS; after a kill of the master the same workers go on, and both agents find the next one."""
+    (a,) = job.start("a")
+    job.wait_world(1, 3)
+    (b,) = job.start("b")
+    epoch = job.wait_world(2, 3)
+    before = job.wait_status(lambda status: status.epoch == epoch, "the status over TLS")
+    workers = [job.worker_pid(a), job.worker_pid(b)]
+    job.masters[-1].kill()
+    job.wait_line("the master cannot be reached", a)
+    job.wait_line("the master cannot be reached", b)
+    job.start_master()
+    after = job.wait_status(
+        lambda status: status.generation > before.generation and status.head.step > before.head.step,
+        "a commit under the next master",
+    )
+    assert (after.epoch, after.phase) == (epoch, control_pb2.PHASE_RUNNING)
+    assert [job.worker_pid(a), job.worker_pid(b)] == workers
+    job.finish()
+    job.assert_lost({})
+    job.assert_undisturbed(undisturbed)
+    for node in (a, b):
+        assert "the master is back" in node.said()
+        # Neither token nor gRPC's own complaints are for the console.
+        assert "ssl_transport" not in node.text()
+
+
+def test_a_token_by_variable(shell: Shell, keys: Keys) -> None:
+    """Master and agent take the token itself from the environment; the workers don't see it."""
+    script = shell.directory / "peeks.py"
+    script.write_text("import os, sys\nsys.exit('DALSEGNO_TOKEN' in os.environ)\n")
+    job = Service(
+        shell.directory / "job",
+        master_flags=as_flags(without(keys.server(), "token-file")),
+        master_environment={"DALSEGNO_TOKEN": keys.token},
+    )
+    with job:
+        address = job.start_master().address
+        arguments = (f"--master={address}", f"--job-id={job.job}", f"--tls-ca={keys.ca}", str(script))
+        assert shell.run(*arguments, DALSEGNO_TOKEN=keys.token).code == 0
+        refused = shell.run(*arguments)
+    expect_one_line(refused, "missing or wrong token", "--token-file")
+
+
+def test_an_embedded_master_is_not_meant(shell: Shell, keys: Keys) -> None:
+    """Variables of a master that is a service, and of agents that go to one, do not reach the embedded one."""
+    variables = as_variables("DALSEGNO_MASTER", keys.server(True)) | as_variables("PET", keys.client(True))
+    ended = shell.run("--checkpoint-dir=checkpoints", SCRIPT, *SHORT, DALSEGNO_TOKEN=keys.token, **variables)
+    assert ended.code == 0, ended.text
+
+
+def test_a_token_that_is_changed(tmp_path: Path, keys: Keys, undisturbed: Undisturbed) -> None:
+    """The token file is read for every connection: with a new token the master comes back to the same workers."""
+    job = Service(
+        tmp_path / "job",
+        TRAINING,
+        master_flags=as_flags(keys.server()),
+        agent_flags=as_flags(keys.client()),
+        credentials=Credentials(keys.token, keys.ca),
+    )
+    with job:
+        job.start_master()
+        (a,) = job.start("a")
+        epoch = job.wait_world(1, 3)
+        job.masters[-1].kill()
+        token = secrets.token_hex(32)
+        keys.token_file.write_text(token, encoding="ascii")
+        job.wait_line("the master cannot be reached", a)
+        job.start_master()
+        job.wait_line("the master is back", a)
+        job.credentials = Credentials(token, keys.ca)
+        assert job.wait_status(lambda status: True, "the status").epoch == epoch
+        job.finish()
+        job.assert_undisturbed(undisturbed)
+
+
+def test_the_line_of_the_readme(shell: Shell, keys: Keys) -> None:
+    """One certificate that signs itself, made as the README says, is enough for both sides."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    (line,) = re.findall(r"^    (openssl req .*)$", readme, re.MULTILINE)
+    command = shlex.split(line.replace("DNS:HOST", "IP:127.0.0.1"))
+    subprocess.run(command, check=True, capture_output=True, cwd=shell.directory, timeout=60)
+    cert = shell.directory / "cert.pem"
+    server = keys.server() | {"tls-cert": str(cert), "tls-key": str(shell.directory / "key.pem")}
+    with master_process(shell.directory / "job.sqlite", *as_flags(server)) as master:
+        client = as_flags(keys.client() | {"tls-ca": str(cert)})
+        ended = shell.run(f"--master={master.address}", "--job-id=job", *client, SCRIPT, *SHORT)
+    assert ended.code == 0, ended.text
+
+
+def test_the_http_edge_speaks_tls_too(tmp_path: Path, keys: Keys) -> None:
+    """The token is not readable on its way there; with an authority for agents, certificates are asked for here too."""
+    pytest.importorskip("fastapi", reason="needs the extra http")
+    context = ssl.create_default_context(cafile=str(keys.ca))
+
+    def ask(scheme: str) -> bytes:
+        with urllib.request.urlopen(f"{scheme}://{master.http}/healthz", timeout=10, **trust[scheme]) as answer:
+            content: bytes = answer.read()
+            return content
+
+    trust: dict[str, dict[str, Any]] = {"http": {}, "https": {"context": context}}
+    with master_process(tmp_path / "s.sqlite", "--http-port=0", *as_flags(keys.server())) as master:
+        assert ask("https") == b"ok\n"
+        with pytest.raises((urllib.error.URLError, ConnectionError, http.client.HTTPException)):
+            ask("http")
+    with master_process(tmp_path / "t.sqlite", "--http-port=0", *as_flags(keys.server(mutual=True))) as master:
+        with pytest.raises((urllib.error.URLError, ConnectionError, ssl.SSLError)):
+            ask("https")
+        context.load_cert_chain(keys.agent.path, keys.agent.key)
+        assert ask("https") == b"ok\n"
+
+
+def test_status_over_tls(shell: Shell, keys: Keys, others: Keys) -> None:
+    """`dalsegno status` takes the same flags, and says the same when they are wrong."""
+    command = (sys.executable, "-m", "dalsegno.agent.command", "status")
+    with master_process(shell.directory / "job.sqlite", *as_flags(keys.server(True))) as master:
+        good = shell.run(f"--master={master.address}", *as_flags(keys.client(True)), command=command)
+        assert (good.code, good.text) == (0, "")
+        bad = keys.client(True) | {"tls-ca": str(others.ca)}
+        expect_one_line(
+            shell.run(f"--master={master.address}", *as_flags(bad), command=command),
+            "does not accept",
+            "--tls-ca",
+            code=1,
+        )
+
+
+# ---- what cannot work ------------------------------------------------------------------------------------------------
+
+
+def without(values: dict[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in values.items() if name not in names}
+
+
+def refusal(shell: Shell, server: dict[str, str], client: dict[str, str], host: str = "127.0.0.1") -> Ended:
+    """What an agent with these flags says to a master with those, and that it does not wait."""
+    with master_process(shell.directory / "job.sqlite", *as_flags(server)) as master:
+        began = time.monotonic()
+        address = f"{host}:{master.address.rpartition(':')[2]}"
+        ended = shell.run(f"--master={address}", "--job-id=job", *as_flags(client), SCRIPT, *SHORT)
+        assert time.monotonic() - began < CONNECT_TIMEOUT - 5
+        # Nobody was let in.
+        master.process.send_signal(signal.SIGTERM)
+        master.process.wait(10)
+    assert processes.carriers(shell.mark) == []
+    return ended
+
+
+def test_an_authority_that_did_not_sign(shell: Shell, keys: Keys, others: Keys) -> None:
+    """Named, with the flag to change."""
+    ended = refusal(shell, keys.server(), keys.client() | {"tls-ca": str(others.ca)})
+    expect_one_line(ended, "the master at 127.0.0.1:", f"--tls-ca {others.ca} does not accept", "signed it")
+
+
+def test_an_agent_without_tls(shell: Shell, keys: Keys) -> None:
+    """Told to give the authority."""
+    expect_one_line(refusal(shell, keys.server(), without(keys.client(), "tls-ca")), "speaks TLS", "--tls-ca")
+
+
+def test_an_agent_without_tls_where_certificates_are_asked_for(shell: Shell, keys: Keys) -> None:
+    """The same, one thing after the other."""
+    expect_one_line(refusal(shell, keys.server(True), without(keys.client(), "tls-ca")), "speaks TLS", "--tls-ca")
+
+
+def test_a_master_without_tls(shell: Shell, keys: Keys) -> None:
+    """Told to change the one or the other."""
+    ended = refusal(shell, {"token-file": str(keys.token_file)}, keys.client())
+    expect_one_line(ended, "does not speak TLS", "--tls-cert and --tls-key", "drop --tls-ca")
+
+
+@pytest.mark.parametrize("kind", ["wrong", "missing"])
+def test_a_wrong_token(shell: Shell, keys: Keys, others: Keys, kind: str) -> None:
+    """The master's own word, with the flag to change."""
+    client = without(keys.client(), "token-file")
+    if kind == "wrong":
+        client["token-file"] = str(others.token_file)
+    expect_one_line(refusal(shell, keys.server(), client), "missing or wrong token", "--token-file")
+
+
+@pytest.mark.parametrize("kind", ["foreign", "missing"])
+def test_a_certificate_that_is_asked_for(shell: Shell, keys: Keys, others: Keys, kind: str) -> None:
+    """A master with an authority of its own says no only by hanging up: told what it wants."""
+    client, words = keys.client(), "lets in only nodes with a certificate"
+    if kind == "foreign":
+        client |= {"tls-cert": str(others.agent.path), "tls-key": str(others.agent.key)}
+        words = f"does not accept --tls-cert {others.agent.path}"
+    expect_one_line(refusal(shell, keys.server(True), client), words, "--tls-cert")
+
+
+@pytest.mark.parametrize("kind", ["name", "expired"])
+def test_a_certificate_that_does_not_fit(shell: Shell, keys: Keys, kind: str) -> None:
+    """For another name, or of another time."""
+    names = ("DNS:elsewhere.example", 2) if kind == "name" else ("IP:127.0.0.1", 0)
+    made = keys.authority.issue("misfit", *names)
+    server = keys.server() | {"tls-cert": str(made.path), "tls-key": str(made.key)}
+    ended = refusal(shell, server, keys.client())
+    if kind == "name":
+        expect_one_line(ended, "another name", "subjectAltName=IP:127.0.0.1")
+    else:
+        expect_one_line(ended, "not valid now", "expired", "renew it")
+
+
+@pytest.mark.parametrize(
+    ("flag", "content", "words"),
+    [
+        ("tls-ca", None, "cannot be read: No such file"),
+        ("tls-ca", "no certificate", "holds no PEM certificate"),
+        ("tls-cert", "no certificate", "are no PEM certificate chain"),
+        ("token-file", "two words", "one word of printable ASCII"),
+        ("token-file", "", "one word of printable ASCII"),
+        ("token-file", None, "cannot be read: No such file"),
+    ],
+)
+def test_files_that_cannot_be_used(shell: Shell, keys: Keys, flag: str, content: str | None, words: str) -> None:
+    """Before anything is tried."""
+    file = shell.directory / "file"
+    if content is not None:
+        file.write_text(content, encoding="ascii")
+    client = keys.client(True) | {flag: str(file)}
+    ended = shell.run("--master=127.0.0.1:1", "--job-id=job", *as_flags(client), SCRIPT)
+    expect_one_line(ended, str(file), words)
