@@ -130,6 +130,12 @@ def test_script_that_fails_at_once(shell: Shell) -> None:
     assert ended.code == 1
     assert "no such column: price" in ended.text
     assert any("exited with code 1" in line for line in ended.said), ended.text
+    # The last word is the verdict, and what to do.
+    last = ended.said[-1]
+    assert last.startswith("dlrover-run: warning: the job failed: "), ended.text
+    assert "no such column: price" in last
+    assert str(shell.directory) in last
+    assert "the same command tries again" in last
     # The traceback is the script's; none is ours.
     assert not [line for line in ended.text.splitlines() if "dalsegno" in line and "File" in line], ended.text
 

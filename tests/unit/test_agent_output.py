@@ -11,6 +11,7 @@ import pytest
 
 from dalsegno.agent.arguments import parse
 from dalsegno.agent.console import Console
+from dalsegno.agent.launch import verdict
 from dalsegno.agent.workers import last_words
 
 
@@ -45,6 +46,18 @@ def test_the_reason_of_a_signal_is_not_what_was_printed_last(tmp_path: Path, err
     assert last_words(str(path), -9) == (f"{reason} (see {path})" if reason else f"see {path}")
     last = errors.strip().splitlines()[-1].strip()
     assert last_words(str(path), 1) == f"{last} (see {path})"
+
+
+def test_the_verdict_of_a_failed_job_says_what_to_do(tmp_path: Path) -> None:
+    """An embedded master takes the run up again with the same command; a service never does."""
+    embedded, service = (verdict("a: no luck", tmp_path, embedded=embedded) for embedded in (True, False))
+    for line in (embedded, service):
+        assert line.startswith("the job failed: a: no luck; ")
+        assert str(tmp_path) in line
+    assert "the same command tries again" in embedded
+    assert "the same command" not in service
+    assert "--store" in service
+    assert "--new-run" in service
 
 
 def test_errors_go_into_files_unless_told_otherwise() -> None:
