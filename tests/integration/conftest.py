@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,18 @@ def clusters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callabl
             print(cluster.diagnosis())
     for cluster in made:
         cluster.close()
+
+
+@pytest.fixture
+def hang_ups() -> Iterator[None]:
+    """SIGHUP and SIGQUIT reach what a test starts, also where the tests themselves run under nohup."""
+    ignored = [number for number in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        # A handler, which no new program inherits: this process stays safe from them.
+        signal.signal(number, lambda *_: None)
+    yield
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.fixture

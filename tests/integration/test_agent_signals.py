@@ -14,7 +14,7 @@ import pytest
 from dalsegno.agent.events import EXIT_LEFT
 from tests.support.master_process import eventually
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("hang_ups")]
 
 NEVER_ENDS = """
 import pathlib, threading

@@ -76,6 +76,7 @@ def test_a_leave_loses_nothing(clusters: Clusters, undisturbed: Undisturbed) -> 
     assert shares == {5, 6}
 
 
+@pytest.mark.usefixtures("hang_ups")
 def test_all_nodes_leave_at_once(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The run is saved where it stood, whichever notice came; the same command later goes on at that step."""
     job, _ = together(clusters, "a", "b", "c")
