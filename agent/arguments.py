@@ -192,7 +192,11 @@ def _add_ours(group: _Group) -> None:
         help="the job's master, several with commas (also DLROVER_MASTER_ADDR); default: an embedded one",
     )
     group.value("--checkpoint-dir", default="checkpoints", metavar="DIR", help="one file system that all nodes see")
-    group.switch("--universal-checkpoint", help="changes of the world go through universal checkpoint files")
+    group.switch(
+        "--universal-checkpoint",
+        help="hand this flag to the script, too, when it resumes from universal files (one with a session needs none); "
+        "such files are made where a new number of ranks needs them in any case",
+    )
     group.value("--node-unit", default=1, type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
     group.value("--node-name", default="", metavar="NAME", help="default: the host name and a number")
     group.value(

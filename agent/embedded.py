@@ -202,6 +202,7 @@ class EmbeddedMaster:
                 return True
             if not is_same_process(claim.pid, claim.start_time) or process_state(claim.pid) in ("T", "t"):
                 return False
+            # It is not our child and may not listen yet: nothing tells when it answers, or ends.
             if time.monotonic() >= deadline or self._closing.wait(0.2):
                 return False
 

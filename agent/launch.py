@@ -186,14 +186,17 @@ def _knows_us(options: argparse.Namespace) -> bool:
 
 def _connect(options: argparse.Namespace, token: str | None, directory: JobDirectory, console: Console) -> _Source:
     """Finds the master's address, starting an embedded master if there is to be one."""
+    by_default = getattr(options, "job_id_is_default", False)
     if options.master:
         files = CredentialFiles.given(options, token)
         try:
             files.check()
         except CredentialsError as error:
             raise UsageError(str(error)) from error
+        if by_default:
+            console.say(f"job {options.job_id} (from user, script and arguments; --job-id names another)")
         return _Source(options.master.split(","), files, None)
-    if getattr(options, "job_id_is_default", False):
+    if by_default:
         console.say(f"job {options.job_id} (the same command in another terminal joins it)")
     embedded = EmbeddedMaster(directory.private, options.job_id, options.node_timeout, console.say)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import subprocess
 import sys
@@ -163,5 +164,6 @@ def test_script_that_ends_at_once(shell: Shell) -> None:
     (shell.directory / "nothing_to_do.py").write_text("print('nothing to do')\n")
     ended = shell.run("--checkpoint-dir=checkpoints", "nothing_to_do.py")
     assert ended.code == 0
+    assert re.match(r"dlrover-run: job nothing_to_do-[0-9a-f]{8} \(the same command ", ended.said[0]), ended.text
     assert any("finished" in line for line in ended.said), ended.text
     assert "Traceback" not in ended.text

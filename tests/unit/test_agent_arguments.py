@@ -172,7 +172,7 @@ def test_the_default_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         (["--no-python", "no-such-program-here"], "no-such-program-here does not exist"),
         (["--nnodes=4:1", "x.py"], "did you mean 1:4"),
         (["--checkpoint-dir", "/proc/nowhere", "SELF"], "cannot be written"),
-        (["--master", "127.0.0.1:9", "--connect-timeout", "1", "--checkpoint-dir", "ck", "SELF"], "127.0.0.1:9"),
+        (["--master=127.0.0.1:9", "--connect-timeout=1", "--checkpoint-dir=ck", "--job-id=j", "SELF"], "127.0.0.1:9"),
         (["--master", "127.0.0.1:9", "--tls-ca", "no.pem", "--checkpoint-dir", "ck", "SELF"], "no.pem"),
         (["--master", "127.0.0.1:9", "--token-file", "no", "--checkpoint-dir", "ck", "SELF"], "token file no"),
         (["--nproc-per-node", "many", "--checkpoint-dir", "ck", "SELF"], "many"),
@@ -217,3 +217,5 @@ def test_help_does_not_wait_for_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0
     assert "--universal-checkpoint" in done.stdout
+    # What it does, not only what it is about.
+    assert "hand this flag to the script" in " ".join(done.stdout.split())
