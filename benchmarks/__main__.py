@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import changes, checksums
+from benchmarks import changes, checksums, peers
 
-BENCHMARKS: dict[str, Callable[[], int]] = {"checksums": checksums.main, "changes": changes.main}
+BENCHMARKS: dict[str, Callable[[], int]] = {"checksums": checksums.main, "changes": changes.main, "peers": peers.main}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,0 +1,247 @@
+"""How long a change of membership stops training: dlrover-run beside torchrun, the same script on the same machine.
+
+Plain DDP (`examples/ddp.py`), one process per node. Three scenes, each from its event to the first step that every rank
+of the new world has done: a node joins (1 to 2), a node is killed with SIGKILL (3 to 2, not node 0, whose death ends a
+torchrun job), a worker crashes (2 nodes). torchrun runs with its defaults and tuned: last call 2 s, keep-alive 3 x 2 s,
+a store of its own for the workers. With `DLROVER_PYTHON`, an interpreter that has DLRover and this package, DLRover
+runs too, its last call at 5 s.
+
+What is measured is the longest time without a step after the event; for a join also until the newcomer takes part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.results import report
+from examples.history import StepLine, StepLogReader
+from tests.support import local_processes as processes
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "examples" / "ddp.py"
+REPEATS = 3
+# Seconds: a step, how long a peer may take for a change, and how often the step logs are read.
+STEP_TIME, PATIENCE, LOOK_EVERY = 0.1, 120.0, 0.1
+WARM_STEPS = 10
+MARK = "DALSEGNO_BENCHMARK"
+TUNED = "last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=3"
+
+
+@dataclass
+class Job:
+    """One job below one directory: nodes are started, killed, and read by what their ranks logged."""
+
+    launcher: str
+    directory: Path
+    port: int
+    name: str = field(default_factory=lambda: f"peers-{secrets.token_hex(4)}")
+    nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    # Processes that are no nodes: a peer's master.
+    others: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    lines: list[StepLine] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._reader = StepLogReader(self.directory / "steps")
+
+    def start_node(self) -> subprocess.Popen[bytes]:
+        number = len(self.nodes)
+        command, extra = LAUNCHERS[self.launcher](self, number)
+        flags = [
+            *("--steps=100000", "--save-every=10", f"--step-time={STEP_TIME}"),
+            f"--step-log={self.directory / 'steps'}",
+            *(() if self.launcher == "dlrover-run" else (f"--checkpoint-dir={self.directory / 'checkpoints'}",)),
+        ]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", MARK: self.name, f"{MARK}_NODE": f"{self.name}.{number}", **extra}
+        with (self.directory / f"{number}.console").open("wb") as console:
+            node = subprocess.Popen(
+                [*command, str(SCRIPT), *flags], stdout=console, stderr=console, env=env, start_new_session=True
+            )
+        self.nodes.append(node)
+        return node
+
+    def start_other(self, *command: str) -> None:
+        with (self.directory / f"other-{len(self.others)}.console").open("wb") as console:
+            env = {**os.environ, MARK: self.name}
+            self.others.append(
+                subprocess.Popen(command, stdout=console, stderr=console, env=env, start_new_session=True)
+            )
+
+    def node_processes(self, number: int) -> list[int]:
+        return processes.carriers(f"{MARK}_NODE={self.name}.{number}")
+
+    def poll(self) -> list[StepLine]:
+        self.lines += self._reader.poll()
+        return self.lines
+
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            if time.monotonic() > deadline or not any(node.poll() is None for node in self.nodes):
+                raise TimeoutError(f"{self.launcher}: {what}: not within {PATIENCE:.0f} s, or all nodes ended")
+            time.sleep(LOOK_EVERY)  # Files of other processes: there is no event.
+
+    def steps_of_world(self, size: int, since: float) -> list[float]:
+        """Times at which all ranks of a world of this size had done a step, from `since` on."""
+        done: dict[tuple[int, int], list[float]] = {}
+        for line in self.poll():
+            if line.world_size == size and line.time > since:
+                done.setdefault((line.epoch, line.step), []).append(line.time)
+        return sorted(max(times) for times in done.values() if len(times) >= size)
+
+    def close(self) -> None:
+        for process in (*self.nodes, *self.others):
+            process.kill()
+        processes.send(processes.carriers(f"{MARK}={self.name}"))
+        for process in (*self.nodes, *self.others):
+            process.wait(30)
+
+
+def _torchrun(job: Job, *more: str) -> list[str]:
+    return [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=100"),
+        *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{job.port}", f"--rdzv-id={job.name}", *more),
+    ]
+
+
+def _dalsegno(job: Job, number: int) -> tuple[list[str], dict[str, str]]:
+    command = [
+        *(str(Path(sysconfig.get_path("scripts")) / "dlrover-run"), "--nnodes=1:4", f"--job-id={job.name}"),
+        *(f"--node-name=n{number}", f"--checkpoint-dir={job.directory / 'checkpoints'}"),
+    ]
+    return command, {}
+
+
+def _dlrover(job: Job, number: int) -> tuple[list[str], dict[str, str]]:
+    if not job.others:
+        job.start_other(
+            *(os.environ["DLROVER_PYTHON"], "-m", "dlrover.python.master.main", "--platform=local"),
+            *(f"--port={job.port}", "--node_num=4", f"--job_name={job.name}"),
+        )
+    command = [
+        *(os.environ["DLROVER_PYTHON"], "-m", "dlrover.trainer.torch.main", "--nnodes=1:4", "--nproc_per_node=1"),
+        *("--max_restarts=100", "--rdzv_conf=join_timeout=60,lastcall_timeout=5"),
+    ]
+    return command, {
+        "DLROVER_MASTER_ADDR": f"127.0.0.1:{job.port}",
+        "NODE_ID": str(number),
+        "NODE_RANK": str(number),
+        "NODE_NUM": "4",
+    }
+
+
+LAUNCHERS: dict[str, Callable[[Job, int], tuple[list[str], dict[str, str]]]] = {
+    "dlrover-run": _dalsegno,
+    "torchrun": lambda job, _: (_torchrun(job), {}),
+    "torchrun, tuned": lambda job, _: (
+        _torchrun(job, f"--rdzv-conf={TUNED}", "--monitor-interval=0.1"),
+        {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+    ),
+}
+
+
+@contextlib.contextmanager
+def _job(launcher: str) -> Iterator[Job]:
+    with tempfile.TemporaryDirectory(prefix="peers-") as folder, socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = int(server.getsockname()[1])
+        server.close()
+        job = Job(launcher, Path(folder), port)
+        try:
+            yield job
+        finally:
+            job.close()
+
+
+def _open(job: Job, count: int) -> None:
+    began = time.time()
+    for _ in range(count):
+        job.start_node()
+    job.wait(lambda: len(job.steps_of_world(count, began)) >= WARM_STEPS, f"a first world of {count}")
+
+
+def _pause(job: Job, size: int, event: float) -> float:
+    """Longest time without a step, from the last one before the event to some after the world has `size` ranks."""
+    job.wait(lambda: len(job.steps_of_world(size, event + 2 * STEP_TIME)) >= WARM_STEPS, f"a world of {size}")
+    before = max(line.time for line in job.lines if line.time <= event)
+    after = sorted({line.time for line in job.lines if line.time > event})
+    return max(later - earlier for earlier, later in zip([before, *after], after, strict=False))
+
+
+def joined(launcher: str) -> tuple[float, float]:
+    """Longest time without a step, and the time until the newcomer had done one."""
+    with _job(launcher) as job:
+        _open(job, 1)
+        event = time.time()
+        job.start_node()
+        pause = _pause(job, 2, event)
+        return pause, job.steps_of_world(2, event)[0] - event
+
+
+def killed(launcher: str) -> tuple[float, float]:
+    """A node that is not node 0 is killed; the same number twice."""
+    with _job(launcher) as job:
+        _open(job, 3)
+        event = time.time()
+        job.nodes[2].kill()
+        processes.send(job.node_processes(2))
+        pause = _pause(job, 2, event)
+        return pause, pause
+
+
+def crashed(launcher: str) -> tuple[float, float]:
+    """The worker of one of two nodes is killed; the same number twice."""
+    with _job(launcher) as job:
+        _open(job, 2)
+        (worker,) = [
+            pid
+            for pid in job.node_processes(1)
+            if any(p.parent == job.directory / "steps" for p in processes.open_files(pid))
+        ]
+        event = time.time()
+        os.kill(worker, signal.SIGKILL)
+        pause = _pause(job, 2, event)
+        return pause, pause
+
+
+SCENES = {"a node joins, 1 to 2": joined, "a node is killed, 3 to 2": killed, "a worker crashes": crashed}
+
+
+def _row(scene: str, launcher: str) -> dict[str, object]:
+    """One line of the table: medians over the repeats that came to an end."""
+    found, failed = [], 0
+    for _ in range(REPEATS):
+        try:
+            found.append(SCENES[scene](launcher))
+        except TimeoutError as error:
+            failed += 1
+            print(f"{scene}: {error}", flush=True)
+    row: dict[str, object] = {"scene": scene, "launcher": launcher, "not within the limit": failed}
+    if found:
+        pauses = [pause for pause, _ in found]
+        row |= {"no step for, median s": statistics.median(pauses), "min s": min(pauses), "max s": max(pauses)}
+        if SCENES[scene] is joined:
+            row["newcomer trains after, median s"] = statistics.median(after for _, after in found)
+    return row
+
+
+def main() -> int:
+    """Prints a table and writes its JSON."""
+    if os.environ.get("DLROVER_PYTHON"):
+        LAUNCHERS["DLRover"] = _dlrover
+    rows = [_row(scene, launcher) for scene in SCENES for launcher in LAUNCHERS]
+    title = "What a change of membership costs: plain DDP, one rank per node, all nodes on one machine"
+    report("peers", rows, title=title, settings={"repeats": REPEATS, "limit_s": PATIENCE, "step_s": STEP_TIME})
+    return 0
