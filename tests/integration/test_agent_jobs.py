@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import re
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.agent.arguments import parse
+from dalsegno.agent.cli import default_job_id
 from dalsegno.agent.processes import is_same_process, process_state, start_time
 from tests.support.master_process import master_process
 
@@ -200,6 +203,34 @@ def test_plain_torchrun(programs: Programs) -> None:
     assert [rows[-1] for rows in finished] == [(500, 1)]
     text = programs.log("first")
     assert re.search(r"torchrun: .*worker failed", text), text
+
+
+def test_workers_do_not_see_the_master(programs: Programs) -> None:
+    """Address and token are the agent's: DLRover's client library, used in a script, would call our master.
+
+    The variable names the master, and the console the job that nobody named.
+    """
+    script = programs.directory / "environment.py"
+    script.write_text("import json, os\nprint('ENVIRONMENT', json.dumps(dict(os.environ)), flush=True)\n")
+    (programs.directory / "token").write_text("sesame-sesame-sesame-sesame-sesame\n")
+    job = default_job_id(parse([str(script)], {}), getpass.getuser())
+    with master_process(
+        programs.directory / "job.sqlite", "--token-file", str(programs.directory / "token"), job_id=job
+    ) as master:
+        agent = programs.start(
+            "agent",
+            *(sys.executable, "-m", "dalsegno.agent.cli", "--checkpoint-dir", "ck", str(script)),
+            DLROVER_MASTER_ADDR=master.address,
+            DALSEGNO_TOKEN="sesame-sesame-sesame-sesame-sesame",
+        )
+        assert agent.wait(90) == 0, programs.log("agent")
+    text = programs.log("agent")
+    (line,) = [line for line in text.splitlines() if line.startswith("ENVIRONMENT ")]
+    environment = json.loads(line.removeprefix("ENVIRONMENT "))
+    assert environment["DALSEGNO_JOB_ID"] == job
+    assert "DLROVER_MASTER_ADDR" not in environment
+    assert not [name for name, value in environment.items() if "sesame" in value or master.address in value]
+    assert f"dlrover-run: job {job} (from user, script and arguments" in text
 
 
 def test_status_of_an_embedded_job(programs: Programs) -> None:
