@@ -24,6 +24,7 @@ _PARTS = {
     "": ("grpcio", "protobuf", "pydantic", "xxhash", "rich"),
     "train": ("torch", "deepspeed", "numpy"),
     "etcd": ("aetcd",),
+    "http": ("fastapi", "uvicorn"),
     "swift": ("ms-swift",),
 }
 
@@ -90,6 +91,8 @@ def _verify(options: argparse.Namespace) -> int:
             for name in sorted(filter(is_checkpoint_name, os.listdir(run)))
         ]
     )
+    if not paths:
+        print(f"no checkpoints in {directory}")
     damaged = 0
     for path in paths:
         try:

@@ -1,0 +1,144 @@
+"""`dalsegno`: what it says of checkpoints and of the installation, and its exit codes."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.metadata
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dalsegno.agent import command
+from tests.support.sources import ROOT
+from tests.unit.test_agent_storage import make_checkpoint
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """A checkpoint directory: a finished run of one checkpoint, and one with a sealed and an unsealed one."""
+    make_checkpoint(tmp_path / "job" / "run-0001", "step-3.e1.1")
+    (tmp_path / "job" / "run-0001" / "FINISHED.json").write_text("{}")
+    make_checkpoint(tmp_path / "job" / "run-0002", "step-5.e2.1")
+    (tmp_path / "job" / "run-0002" / "step-6.e2.1").mkdir()
+    (tmp_path / ".dalsegno" / "job").mkdir(parents=True)
+    return tmp_path
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", ["", "job", "job/run-0002"])
+def test_ls_finds_the_runs_from_any_level(checkpoints: Path, capsys: Output, below: str) -> None:
+    """Each run with its checkpoints, their form and shape; what is not sealed, and why it does not count."""
+    assert command.run(["checkpoints", "ls", str(checkpoints / below)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    run = lines.index(str(checkpoints / "job" / "run-0002"))
+    assert lines[run + 1].split(", ")[:2] == ["  step-5.e2.1  sharded", "ddp"]
+    assert lines[run + 2].startswith("  step-6.e2.1  not usable: ")
+    assert (f"{checkpoints}/job/run-0001 (finished)" in lines) == (below != "job/run-0002")
+    assert not any(".dalsegno" in line for line in lines)
+
+
+@pytest.mark.parametrize("action", ["ls", "verify"])
+def test_an_empty_directory_says_so(tmp_path: Path, capsys: Output, action: str) -> None:
+    """Silence could be taken for "all is well"; a directory that does not exist is bad usage."""
+    assert command.run(["checkpoints", action, str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"no checkpoints in {tmp_path}\n"
+    assert command.run(["checkpoints", action, str(tmp_path / "nothing")]) == 2
+    assert capsys.readouterr().err == f"dalsegno: error: {tmp_path / 'nothing'} is no directory\n"
+
+
+def test_verify_reads_every_byte(checkpoints: Path, capsys: Output) -> None:
+    """A flipped bit is named with its file and makes the exit code 1; unsealed ones cannot be intact either."""
+    sound, bad = (checkpoints / "job" / name for name in ("run-0001/step-3.e1.1", "run-0002/step-5.e2.1"))
+    assert command.run(["checkpoints", "verify", str(sound)]) == 0
+    assert capsys.readouterr().out == f"{sound}: intact\n"
+    (bad / "model.pt").write_bytes(b"wEights")
+    assert command.run(["checkpoints", "verify", str(checkpoints)]) == 1
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == f"{sound}: intact"
+    assert second.startswith(f"{bad}: ")
+    assert "model.pt" in second
+    assert third.startswith(f"{bad.parent / 'step-6.e2.1'}: ")
+
+
+def test_show_prints_the_manifest_and_its_digest(checkpoints: Path, capsys: Output) -> None:
+    """As JSON; of what is not sealed there is none."""
+    path = checkpoints / "job" / "run-0002" / "step-5.e2.1"
+    assert command.run(["checkpoints", "show", str(path)]) == 0
+    *text, digest = capsys.readouterr().out.splitlines()
+    manifest = command.Manifest.read(path)
+    assert json.loads("\n".join(text)) == json.loads(manifest.to_bytes())
+    assert digest == f"digest {manifest.digest}"
+    assert command.run(["checkpoints", "show", str(path.parent / "step-6.e2.1")]) == 2
+    assert "is no sealed checkpoint" in capsys.readouterr().err
+
+
+# ---- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
+    """As if exactly these packages were not installed."""
+
+    def version(name: str) -> str:
+        if name in missing:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.2"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def owned_by(monkeypatch: pytest.MonkeyPatch, *owners: str) -> None:
+    """As if these distributions each declared dlrover-run."""
+    points = [SimpleNamespace(name="dlrover-run", dist=SimpleNamespace(name=owner)) for owner in owners]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+
+
+def test_doctor_knows_what_setup_cfg_declares() -> None:
+    """Every package of the base install and of every extra but the developers'."""
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+
+    def names(listing: str) -> set[str]:
+        lines = (line.split("#")[0] for line in listing.splitlines())
+        return {line.split(">")[0].split("=")[0].strip() for line in lines if line.strip()}
+
+    declared = {extra: names(listing) for extra, listing in config["options.extras_require"].items() if extra != "dev"}
+    declared[""] = names(config["options"]["install_requires"])
+    assert {extra: set(packages) for extra, packages in command._PARTS.items()} == declared
+
+
+def test_doctor_finds_nothing_wrong(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """A missing extra is no trouble, and named; so is a variable that leads commands elsewhere."""
+    without(monkeypatch, "fastapi")
+    owned_by(monkeypatch, "dalsegno")
+    monkeypatch.setenv("DLROVER_MASTER_ADDR", "host:1")
+    assert command.run(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "torch: 1.2" in lines
+    assert "fastapi: missing (extra: pip install 'dalsegno[http]')" in lines
+    assert "DLROVER_MASTER_ADDR is set: host:1" in lines
+    assert any(line.startswith("dlrover-run: ") and line.endswith(", of dalsegno") for line in lines)
+    assert any(line.startswith("dlrover-master: ") and line.endswith(", of nobody") for line in lines)
+
+
+def test_doctor_finds_a_hole_in_the_base_install(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """Nothing works without it: exit code 1."""
+    without(monkeypatch, "grpcio")
+    owned_by(monkeypatch, "dalsegno")
+    assert command.run(["doctor"]) == 1
+    assert "grpcio: missing" in capsys.readouterr().out.splitlines()
+
+
+def test_doctor_finds_two_owners_of_a_script(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """DLRover's package has a dlrover-run too: exit code 1, and what to call instead."""
+    without(monkeypatch)
+    owned_by(monkeypatch, "dalsegno", "dlrover")
+    assert command.run(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "of dalsegno, dlrover\n" in text
+    assert "dalsegno-run" in text.split("of dalsegno, dlrover\n")[1].splitlines()[0]
