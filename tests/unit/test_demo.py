@@ -15,7 +15,7 @@ from rich.live import Live
 
 from dalsegno.protos import control_pb2
 from examples import demo
-from examples.demo_view import LiveScreen, PlainScreen, View, sparkline
+from examples.demo_view import LiveScreen, PlainScreen, View, open_screen, sparkline
 from examples.history import compare, epoch_spans, kept_history
 from examples.job_status import JobStatus, from_reply, read_status
 from examples.report import Scene
@@ -118,6 +118,32 @@ def test_the_live_view_shows_the_run() -> None:
     assert any("node-1" in line and "member" in line and "group rank 0" in line for line in lines)
     assert any(line.rstrip(" │").endswith("two nodes are started") for line in lines)
     assert any("█" in line and "━" not in line for line in lines)
+
+
+class Terminal(io.StringIO):
+    """What a person looks at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("output", "plain", "kind"),
+    [(io.StringIO, False, PlainScreen), (Terminal, True, PlainScreen), (Terminal, False, LiveScreen)],
+)
+def test_without_a_terminal_the_demo_prints_plain_lines(
+    monkeypatch: pytest.MonkeyPatch, output: type[io.StringIO], plain: bool, kind: type
+) -> None:
+    """A log file of CI gets no control sequences, and neither does who asks for --plain."""
+    stream = output()
+    monkeypatch.setattr(sys, "stdout", stream)
+    monkeypatch.setenv("TERM", "xterm")
+    with open_screen(plain=plain) as screen:
+        assert type(screen) is kind
+        screen.say("two nodes are started")
+        screen.show(View.of(20, world(1, 2, range(1, 5)), None, ["node-1"]))
+    assert "two nodes are started" in stream.getvalue()
+    assert ("\x1b" in stream.getvalue()) == (kind is LiveScreen)
 
 
 def test_status_of_a_reply() -> None:
