@@ -184,3 +184,33 @@ def test_leave_while_the_master_is_away(jobs: Jobs, undisturbed: Undisturbed, ki
     job.finish()
     job.assert_lost({})
     job.assert_undisturbed(undisturbed)
+
+
+@kinds("service")
+def test_killed_with_its_store(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
+    """Min is still min, although the one node that comes back was told otherwise; with another one the run goes on."""
+    job = jobs(kind, training=LONG, nnodes="2:4", agent_flags=["--node-timeout=6"])
+    (a,) = job.start("a")
+    job.wait_line("1 here, at least 2 needed", a)
+    job.nnodes = "1:3"
+    (b,) = job.start("b")
+    job.wait_line("the job's settings count: --nnodes=2:4, not 1:3", b)
+    epoch = job.wait_world(2)
+    job.wait_status(lambda status: status.head.step >= 5, "a commit")
+    # Gone before the master is: nobody is to start the next one over it in between.
+    store = job.private / "master.sqlite" if kind == "embedded" else job.directory / "job.sqlite"
+    for path in store.parent.glob(f"{store.name}*"):
+        path.unlink()
+    job.kill_node(a)
+    generation = kill(job)
+    restart(job, generation)
+    job.wait_line(r"the master's record was lost; .* with --nnodes=2:4", b)
+    job.wait_line("1 here, at least 2 needed", b)
+    after = job.wait_status(lambda status: status.epoch >= epoch, "the epochs that were opened")
+    assert (after.settings.min_nodes, after.settings.max_nodes) == (2, 4)
+    job.start("c")
+    epoch = job.wait_world(2, after=epoch)
+    assert {(one.min_nodes, one.max_nodes) for one in job.sealed()} == {(2, 4)}
+    job.finish()
+    job.assert_lost({epoch: range(80)})
+    job.assert_undisturbed(undisturbed)

@@ -93,7 +93,7 @@ class Conversions:
                 self._schedule(agent, wanted, done + 1)
         else:
             made = control_pb2.Checkpoint()
-            made.CopyFrom(wanted.source)
+            made.CopyFrom(source.message)
             made.ref.name, made.ref.digest = name, f"digest of {name}"
             made.form = control_pb2.FORM_UNIVERSAL
             made.source.CopyFrom(wanted.source.ref)

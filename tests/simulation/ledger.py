@@ -242,7 +242,7 @@ class Ledger:
         if world.resume:
             self._resumable(world)
         self._seen_by_members(world)
-        if world.epoch == 1 and count < settings.max_nodes:
+        if world.epoch == 1 and count < settings.max_nodes - settings.max_nodes % settings.node_unit:
             quiet = self.sim.clock.now - self.arrived_at
             self.require(quiet >= settings.quiet_time - 0.001, "quiet time", f"opened {quiet:.2f} s after an arrival")
         if opened.grown:
