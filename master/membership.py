@@ -143,7 +143,10 @@ def death_of(turn: Turn, node: Node, timeout: float, all_closed: bool) -> str:
         if turn.due(max(due, live.forgiven_at + min(timeout, RECONNECT))):
             return "its connection closed"
         return ""
-    if turn.due(max(live.heard.get(node.name, turn.now), proof) + timeout):
+    heard = live.heard.get(node.name, turn.now)
+    # Somebody must have been heard when this node's next word was overdue: else it may be the master that is cut off.
+    witnessed = max(live.heard.values(), default=heard) >= heard + DEAF_LEAST
+    if turn.due(max(heard, proof) + timeout) and witnessed:
         return f"silent for {timeout:.0f} s"
     return ""
 

@@ -189,7 +189,7 @@ def test_leave_while_the_master_is_away(jobs: Jobs, undisturbed: Undisturbed, ki
 @kinds("service")
 def test_killed_with_its_store(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
     """Min is still min, although the one node that comes back was told otherwise; with another one the run goes on."""
-    job = jobs(kind, training=LONG, nnodes="2:4", agent_flags=["--node-timeout=6"])
+    job = jobs(kind, training=SMALL, nnodes="2:4", agent_flags=["--node-timeout=6"])
     (a,) = job.start("a")
     job.wait_line("1 here, at least 2 needed", a)
     job.nnodes = "1:3"
@@ -212,5 +212,5 @@ def test_killed_with_its_store(jobs: Jobs, undisturbed: Undisturbed, kind: str) 
     epoch = job.wait_world(2, after=epoch)
     assert {(one.min_nodes, one.max_nodes) for one in job.sealed()} == {(2, 4)}
     job.finish()
-    job.assert_lost({epoch: range(80)})
+    job.assert_lost({epoch: range(40)})
     job.assert_undisturbed(undisturbed)

@@ -39,6 +39,21 @@ def test_when_all_are_silent_nobody_is_dead_however_short_the_node_timeout(timeo
     assert job.phase is Phase.RUNNING
 
 
+def test_silence_that_begins_between_two_nodes_heartbeats_is_nobodys_death() -> None:
+    """The one that was to speak next is not dead because its peer was heard a moment later, before all were cut off."""
+    job = Driven(settings(node_timeout=LEAST_NODE_TIMEOUT))
+    a, b = job.start(2)
+    a.step(1)
+    job.silent |= {a.incarnation, b.incarnation}
+    a.beat()
+    b.beat()
+    job.wait(0.95)
+    b.beat()
+    job.wait(60)
+    assert a.is_known
+    assert b.is_known
+
+
 def test_a_node_timeout_shorter_than_two_heartbeats_is_refused_at_the_door() -> None:
     """In one line that names the flag; agents know the same limit from their own command line."""
     job = Driven()
