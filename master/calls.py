@@ -95,6 +95,7 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
         live.joined_at[node.name] = turn.now
         live.last_arrival = turn.now
         conversion.unblock(turn)
+        conversion.verify_at_once(turn)
     return OK
 
 

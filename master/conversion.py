@@ -16,8 +16,10 @@ STALL = 120.0
 SLOW_DISK = 20e6
 # A verifier that reads no further byte and does not answer for this long is replaced (seconds).
 VERIFY_STALL = 600.0
-# After a verification that told nothing, until somebody is asked again (seconds).
-VERIFY_PAUSE = 5.0
+# So many verifications that told nothing are no accident: the job waits, and says why.
+VERIFY_TRIES = 2
+UNABLE_KEPT = 64
+# After a conversion that failed, or a verification that told nothing, until somebody is asked again: doubles (seconds).
 RETRY_FIRST = 5.0
 RETRY_MAX = 60.0
 
@@ -81,8 +83,8 @@ def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
     ]
     for node in in_rank_order(turn, able):
         if not has_answered(turn, node):
-            if node.name in turn.live.unexpected:
-                continue
+            if node.name in turn.live.unexpected or turn.is_held(node):
+                continue  # For a held one nobody waits, so nothing would ever end its turn.
             return  # It is about to: its turn comes first.
         if sees_resume(turn, node):
             job.leases += 1
@@ -173,24 +175,44 @@ def tend_verification(turn: Turn) -> None:
     verifier = turn.job.nodes.get(verification.verifier)
     usable = verifier is not None and not verifier.leaving and turn.is_fresh(verifier)
     if not verification.number:
-        if not turn.due(turn.live.verify_moved + VERIFY_PAUSE):
+        if not turn.due(turn.live.verify_moved + verify_pause(verification)):
             return
-    elif usable and not turn.due(turn.live.verify_moved + VERIFY_STALL):
-        return
+    elif usable:
+        if not turn.due(turn.live.verify_moved + VERIFY_STALL):
+            return
+        inconclusive(turn, verification, f"nothing read for {VERIFY_STALL:.0f} s")
     able = [
         node
         for node in in_rank_order(turn, list(turn.job.nodes.values()))
         if node.sees_directory and not node.leaving and turn.is_fresh(node)
     ]
     if able:
-        # Who was asked last, and then who reported it, only where there is nobody else.
-        asked, reporter = verification.verifier, verification.reporter
-        chosen = min(able, key=lambda node: (node.name == asked, node.name == reporter))
+        # Who was asked before, and then who reported it, only where there is nobody else.
+        unable, asked, reporter = verification.unable, verification.verifier, verification.reporter
+        chosen = min(able, key=lambda node: (unable.count(node.name), node.name == asked, node.name == reporter))
         turn.job.verifications += 1
         verification.number = turn.job.verifications
         verification.verifier = chosen.name
         turn.live.verify_moved = turn.now
         turn.live.verify_bytes = 0
+
+
+def verify_pause(verification: Verification) -> float:
+    """Seconds after a verification that told nothing."""
+    return min(RETRY_MAX, RETRY_FIRST * 2.0 ** max(0, len(verification.unable) - 1))
+
+
+def verify_at_once(turn: Turn) -> None:
+    """A node joined: it may be able to read what others could not."""
+    verification = turn.job.verification
+    if verification is not None and not verification.number:
+        turn.live.verify_moved = float("-inf")
+
+
+def cannot_verify(turn: Turn) -> bool:
+    """Nobody has been able to say whether a checkpoint is damaged."""
+    verification = turn.job.verification
+    return verification is not None and len(verification.unable) >= VERIFY_TRIES
 
 
 def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) -> tuple[str, str]:
@@ -232,6 +254,8 @@ def inconclusive(turn: Turn, verification: Verification, reason: str) -> None:
         turn.notice(f"{verification.verifier} cannot verify the checkpoint ({reason}): it is tried again", True)
     # The order with this number is answered; `verifier` stays as who was asked last.
     verification.number = 0
+    verification.unable.append(verification.verifier)
+    del verification.unable[:-UNABLE_KEPT]
     turn.live.verify_moved = turn.now
 
 

@@ -24,13 +24,14 @@ def forming(turn: Turn) -> bool:
         return True
     agree_on_directory(turn)
     conversion.retry(turn)
+    conversion.tend_verification(turn)
     gathering = expected(turn)
     ready = eligible(turn)
     prospects = {node.name: node for node in [*ready, *(n for n in gathering if not has_answered(turn, n))]}
     possible = len(prospects) - len(prospects) % max(1, job.settings.node_unit)
     stuck = is_blocked(turn) and not old_shape(turn, resume_point(job), ready)
+    stuck = stuck or conversion.cannot_verify(turn)
     moved = wait_or_form(turn, possible >= job.settings.min_nodes and not stuck)
-    conversion.tend_verification(turn)
     if job.verification is not None or job.phase.is_terminal:
         return moved
     gathered = is_gathered(turn, gathering, ready)
@@ -142,6 +143,8 @@ def missing(turn: Turn) -> str:
     blind = [n.name for n in job.nodes.values() if has_answered(turn, n) and not sees_resume(turn, n)]
     strangers = [n.name for n in job.nodes.values() if not n.sees_directory]
     here = len(job.nodes) - len(blind) - len(strangers) - sum(n.leaving for n in job.nodes.values())
+    if job.verification is not None and conversion.cannot_verify(turn):
+        return f"nobody can verify a checkpoint that could not be loaded ({job.verification.message}): trying again"
     if job.conversion is not None and job.conversion.blocked:
         return f"nobody can convert the checkpoint for this shape ({job.conversion.reason}): trying again"
     text = f"waiting for nodes: {here} here, at least {job.settings.min_nodes} needed"

@@ -204,6 +204,8 @@ class Verification:
     reporter: str
     verifier: str = ""
     message: str = ""
+    # Names of those that could not tell, as often as they were asked.
+    unable: list[str] = field(default_factory=list)
 
 
 @dataclass

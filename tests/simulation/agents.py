@@ -242,8 +242,9 @@ class SimAgent:
 
     def _verify(self, wanted: control_pb2.Verification, moved: int) -> None:
         entry = self.sim.disk.find(self.host, wanted.ref.digest)
-        if entry is None:
-            self._handle(ev.VerificationDone(wanted.number, False, "not in sight", inconclusive=True))
+        if entry is None or self.sim.reads_fail:
+            why = "not in sight" if entry is None else "input/output error"
+            self._handle(ev.VerificationDone(wanted.number, False, why, inconclusive=True))
         else:
             intact = not entry.damaged
             self._handle(ev.VerificationDone(wanted.number, intact, "" if intact else "part-0.pt: checksum"))

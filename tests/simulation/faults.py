@@ -89,6 +89,18 @@ def kill_newcomer(sim: Simulation) -> None:
     sim.clock.after(sim.random.uniform(0.2, 8.0), agent.kill)
 
 
+def no_verdict(sim: Simulation) -> None:
+    """As `weak_reader`, and whoever is to verify cannot read anything for a while."""
+    weak_reader(sim)
+    sim.trace("disk", "cannot be read")
+    sim.reads_fail = True
+
+    def again() -> None:
+        sim.reads_fail = False
+
+    sim.clock.after(sim.random.uniform(2.0, 40.0), again)
+
+
 def flapping_node(sim: Simulation) -> None:
     """The same node comes and dies, over and over, sometimes after its world's first step."""
     sim.ledger.unplanned = True
@@ -452,6 +464,7 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         damage_source,
         hung_converter,
         weak_reader,
+        no_verdict,
         flapping_node,
         hung_worker,
         hung_end,

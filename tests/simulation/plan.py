@@ -38,6 +38,7 @@ DISK = (
     "no_conversion",
     "no_conversion",
     "weak_reader",
+    "no_verdict",
 )
 LOSS = ("lose_store",)
 

@@ -223,6 +223,13 @@ def hears_only_verdicts(original: Any) -> Any:
     return verified
 
 
+def asks_for_a_verdict_only_twice(original: Any) -> Any:
+    def verify_pause(verification: Any) -> float:
+        return original(verification) if len(verification.unable) < 2 else 1e9
+
+    return verify_pause
+
+
 def never_sees_a_stall(original: Any) -> Any:
     def stalled(turn: Turn) -> bool:
         return False
@@ -373,6 +380,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(conversion, "check_owner", never_replaces_a_converter, "liveness", kind="convert"),
         plant(conversion, "report", counts_only_files, "who moves keeps the lease", kind="convert"),
         plant(conversion, "verified", hears_only_verdicts, "liveness", kind="disk"),
+        plant(conversion, "verify_pause", asks_for_a_verdict_only_twice, "liveness", kind="disk"),
         plant(phases, "stalled", never_sees_a_stall, "liveness", kind="crashes"),
         plant(phases, "stalled", counts_the_finished_as_at_work, "liveness", kind="crashes"),
         plant(membership, "DEAF_LEAST", takes_the_time_between_heartbeats_for_deafness, "liveness", kind="crashes"),

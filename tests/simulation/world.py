@@ -42,6 +42,8 @@ class Simulation:
         self.disk = Disk(self.clock)
         self.conversions = Conversions(self)
         self.conversions_fail = False
+        # Verifiers cannot tell anything.
+        self.reads_fail = False
         # (host, digest): what one host's workers cannot load although it verifies.
         self.misread: set[tuple[str, str]] = set()
         self.starts_fail = 0
@@ -161,7 +163,7 @@ class Simulation:
                 agent.thaw()
             if agent.host in self.disk.blind:
                 agent.kill()
-        self.disk.full = self.conversions_fail = False
+        self.disk.full = self.conversions_fail = self.reads_fail = False
         self.starts_fail = self.ends_hang = 0
         self.misread.clear()
         self.conversions.hung = False

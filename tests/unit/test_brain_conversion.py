@@ -579,3 +579,25 @@ def test_the_status_names_what_is_missing() -> None:
     reply = brain.status(job.state, job.now)
     assert reply.phase == control_pb2.PHASE_WAITING
     assert "2 needed" in reply.reason
+
+
+def test_nobody_waits_for_a_held_spare_to_convert() -> None:
+    """It was lost too often and never answers: the job waits with the conversion's reason, and tries again."""
+    job = Driven(settings(max_nodes=3))
+    a, b = job.start(2)
+    a.step(1)
+    a.save(1)
+    flaky = job.node()
+    flaky.join()
+    job.job.holds[flaky.name] = 3600.0
+    job.state.live.held_until[flaky.name] = job.now + 3600.0
+    b.hang_up()
+    job.wait(2)
+    a.join()
+    assert a.lease
+    a.converts(control_pb2.CONVERSION_STATE_ENVIRONMENT, "no space")
+    assert job.phase is Phase.WAITING
+    assert "nobody can convert" in a.directive.gather.missing
+    job.wait(6)
+    a.convert()
+    assert job.members == [a.name]

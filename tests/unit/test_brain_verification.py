@@ -52,16 +52,70 @@ def test_a_lone_node_is_asked_again() -> None:
     """There is nobody else; the notice comes once; the job does not fall back meanwhile."""
     job, (a,), made = reloading(1)
     a.bad(made.ref)
-    for _ in range(3):
+    for pause in (5, 10, 20):
         cannot_tell(a)
+        job.wait(pause - 1)
+        assert asked([a]) is None
         assert job.phase is not Phase.RUNNING
-        job.wait(6)
-        a.beat()
+        job.wait(2)
         assert asked([a]) is a
     assert len([notice for notice in job.job.notices if "tried again" in notice.text]) == 1
     a.verified(intact=False)
     a.join()
     assert a.directive.run.resume.source.step == 2
+
+
+def test_verifications_that_tell_nothing_end_in_waiting_with_that_reason() -> None:
+    """After two of them nobody forms a world behind closed doors; a verdict, or a node that joins, is the way on."""
+    job, nodes, made = reloading(2)
+    nodes[0].bad(made.ref)
+    nodes[1].failed()
+    all_join(nodes)
+    first = asked(nodes)
+    assert first is not None
+    cannot_tell(first)
+    assert job.phase is Phase.FORMING
+    job.wait(6)
+    second = asked(nodes)
+    assert second is not None
+    cannot_tell(second)
+    assert job.phase is Phase.WAITING
+    assert "nobody can verify" in nodes[0].directive.gather.missing
+    assert "(stale): trying again" in nodes[0].directive.gather.missing
+    late = job.node()
+    late.join()
+    assert asked([*nodes, late]) is late, "at once"
+    late.verified(intact=True)
+    all_join([*nodes, late])
+    job.wait(2)
+    assert job.members == [nodes[1].name, late.name]
+
+
+def test_a_wait_for_a_verification_can_be_limited() -> None:
+    """--wait-for-nodes ends it as any other WAITING, with its reason."""
+    job, (a,), made = reloading(1)
+    job.job.settings.wait_for_nodes = 100.0
+    a.bad(made.ref)
+    cannot_tell(a)
+    for _ in range(20):
+        job.wait(6)
+        if asked([a]):
+            cannot_tell(a)
+    assert job.phase is Phase.FAILED
+    assert "nobody can verify" in job.job.message
+
+
+def test_a_verifier_that_reads_nothing_counts_as_one_that_cannot_tell() -> None:
+    """Ten minutes each, and the job waits, with the reason."""
+    job, nodes, made = reloading(2)
+    nodes[0].bad(made.ref)
+    nodes[1].failed()
+    all_join(nodes)
+    job.wait(599)
+    assert job.phase is Phase.FORMING
+    job.wait(602)
+    assert job.phase is Phase.WAITING
+    assert "nothing read for 600 s" in nodes[0].directive.gather.missing
 
 
 def test_a_verification_that_moves_may_take_its_time() -> None:
