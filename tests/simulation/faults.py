@@ -158,6 +158,8 @@ def kill_converter(sim: Simulation) -> None:
     sim.ledger.unplanned = True
 
     def strike(tries: int) -> None:
+        if sim.faults_over:
+            return
         owners = sim.conversions.owners()
         if owners:
             owners[0].kill()
@@ -239,6 +241,8 @@ def late_commit(sim: Simulation) -> None:
     sim.ledger.unplanned = True
 
     def strike(tries: int) -> None:
+        if sim.faults_over:
+            return
         fresh = [e for e in sim.disk.sealed.values() if sim.clock.now - e.sealed_at < 0.1 and e.message.epoch]
         run = sim.collectives.get(fresh[-1].message.epoch) if fresh else None
         groups = [group for group in run.groups.values() if group.alive] if run is not None else []
@@ -369,6 +373,8 @@ def damage_source(sim: Simulation) -> None:
     sim.ledger.unplanned = True
 
     def strike(tries: int) -> None:
+        if sim.faults_over:
+            return
         sources = sim.conversions.sources()
         if sources:
             sim.trace("disk", "{} is damaged", sources[0].message.ref.name)
@@ -404,7 +410,7 @@ def damage_form(sim: Simulation) -> None:
 
 def blind_host(sim: Simulation) -> None:
     """A node comes without the directory mounted."""
-    free = [host for host in HOSTS if all(a.host != host for a in sim.living())]
+    free = [host for host in HOSTS if all(agent.host != host for agent in sim.agents if agent.alive)]
     job = sim.master.job
     if free and sim.living() and job is not None and job.probe == sim.disk.probe:
         host = free[0]
