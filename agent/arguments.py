@@ -221,7 +221,7 @@ def _add_ours(group: _Group) -> None:
     group.value(
         "--max-restarts", default=3, type=_count(0), metavar="N", help="failures without progress that the job survives"
     )
-    group.switch("--new-run", help="start over although the job's last run is finished")
+    group.switch("--new-run", help="start over although the job's last run is finished or has failed")
     group.value("--token-file", default=None, metavar="FILE", help="token for --master (or DALSEGNO_TOKEN: itself)")
     group.value("--tls-ca", default=None, metavar="FILE", help="speak TLS; the master's authority (PEM)")
     group.value("--tls-cert", default=None, metavar="FILE", help="this agent's certificate (PEM)")

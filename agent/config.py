@@ -36,7 +36,7 @@ class AgentConfig:
         log_dir: the agent's own log, and those of standby workers and the converter.
         node_name: empty: the master gives one.
         local_addr: where other nodes reach this one; None: found out.
-        new_run: start over although the job's last run is finished.
+        new_run: start over although the job's last run is finished or has failed.
         connect_timeout: how long the first registration may take.
         script_flag: add `--universal-checkpoint` to the script's own arguments when it resumes from universal files.
     """

@@ -112,6 +112,8 @@ def registered(turn: Turn, event: ev.Registered) -> None:
     state.joining = None
     state.gather = None
     state.wait = None
+    if event.reply.remark:
+        turn.do(ev.Say(event.reply.remark, True))
     if state.warm:
         turn.call("ReportWarm", control_pb2.WarmRequest(caller=turn.caller()))
     if state.leaving:

@@ -68,22 +68,18 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
         source.close()
     message = ending.message
     if ending.code == EXIT_FAILED:
-        message = verdict(message, log_dir, embedded=source.embedded is not None)
+        message = verdict(message, log_dir)
     if message:
         console.say(message, warning=ending.code not in (EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE))
     return ending.code
 
 
-def verdict(reason: str, log_dir: Path, embedded: bool) -> str:
+def verdict(reason: str, log_dir: Path) -> str:
     """The last line of a job that failed: why, where more is, and what to do."""
-    # An embedded master takes a failed run up again; a service answers every late agent with how its job ended.
-    again = "the same command tries again, from the newest checkpoint if there is one"
-    if not embedded:
-        again = (
-            "this master keeps it failed: one with a new --store goes on from the newest checkpoint, "
-            "--new-run starts over"
-        )
-    return f"the job failed: {reason}; logs in {log_dir}; {again}"
+    return (
+        f"the job failed: {reason}; logs in {log_dir}; the same command tries again, from the newest checkpoint if"
+        " there is one, --new-run starts over"
+    )
 
 
 class _Where:

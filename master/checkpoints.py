@@ -78,7 +78,7 @@ def record_commit(turn: Turn, message: control_pb2.Checkpoint) -> str:
         return f"{message.ref.name} is not newer than step {floor}"
     job.checkpoints.append(from_proto(message))
     if message.step > job.last_failure_step:
-        job.failures = 0
+        job.failures = job.reopened = 0
     job.ever_stepped = True
     turn.live.grow_after_commit = False
     turn.live.committed_at = turn.now

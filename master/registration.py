@@ -5,6 +5,7 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2
 
 from . import membership
+from .checkpoints import resume_point
 from .events import Reply
 from .recollection import remember, run_number
 from .state import Job, Node, Phase, Settings
@@ -35,9 +36,9 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
     if known is not None:
         membership.hear(turn, known)
         return accepted(turn, known)
-    refused = reopen(turn, message)
-    if refused is not None:
-        return refused
+    remark = new_run_without_effect(turn, message) or reopen(turn, message)
+    if isinstance(remark, Reply):
+        return remark
     if message.previous_incarnation:
         before = job.node_by(message.previous_incarnation)
         if before is not None:
@@ -46,7 +47,9 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
     if refused is not None:
         return refused
     first_agent(turn, message)
-    return accepted(turn, admit(turn, message))
+    node = admit(turn, message)
+    node.remark = remark
+    return accepted(turn, node)
 
 
 def accepted(turn: Turn, node: Node) -> Reply:
@@ -54,7 +57,11 @@ def accepted(turn: Turn, node: Node) -> Reply:
     job = turn.job
     return Reply(
         message=control_pb2.RegisterReply(
-            generation=job.generation, node=node.name, settings=settings_proto(job.settings), run_id=job.run_id
+            generation=job.generation,
+            node=node.name,
+            settings=settings_proto(job.settings),
+            run_id=job.run_id,
+            remark=node.remark,
         )
     )
 
@@ -106,16 +113,41 @@ def name_taken(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None
     return None
 
 
-def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
-    """An ended job: stay ended, resume a failed run, or start the next one."""
+def new_run_without_effect(turn: Turn, message: control_pb2.RegisterRequest) -> str:
+    """What to tell a new agent that asks for a new run while the last one is not over; "" where that is no news."""
+    job = turn.job
+    if not message.new_run or job.phase.is_terminal or message.previous_incarnation:
+        return ""
+    if job.world is None and not job.checkpoints:
+        return ""  # Nothing was begun.
+    if job.begun_anew and any(is_there(turn, name) for name in job.nodes):
+        return ""  # The same command on another node has begun this run a moment ago.
+    return (
+        f"--new-run has no effect: {job.run_id} is not over, and goes on from {where(job)};"
+        " to start over, use another --job-id"
+    )
+
+
+def where(job: Job) -> str:
+    """Where the run goes on."""
+    head = resume_point(job)
+    return f"step {head.step}" if head is not None else "step 0"
+
+
+def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
+    """A new agent of an ended job: a run that succeeded stays ended, a failed one is resumed, or the next one starts.
+
+    Returns a refusal, or what the agent should tell its person.
+    """
     job = turn.job
     if not job.phase.is_terminal or message.previous_incarnation:
-        return None
-    if not (message.new_run or job.embedded):
-        return None  # It is let in, and its first directive says how the job ended.
+        return ""  # An agent of the run that ended is told how it ended, also if it was away then.
+    if job.phase is Phase.SUCCEEDED and not (message.new_run or job.embedded):
+        return ""  # It is let in, and its first directive says how the job ended.
     if any(is_there(turn, name) for name in job.nodes):
         return Reply("UNAVAILABLE", "the agents of the run that has ended are still leaving")
     fresh_run = message.new_run or job.phase is Phase.SUCCEEDED
+    failed = job.message
     for node in list(job.nodes.values()):
         membership.drop(turn, node)
     job.world = None
@@ -126,18 +158,38 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
     job.quiet = True
     job.settled = job.fixed_nnodes
     job.settings_epoch = -1
-    if fresh_run:
-        job.run += 1
-        job.probe = message.probe
-        job.stalls = 0
-        job.checkpoints = []
-        job.history = []
-        job.ever_stepped = job.has_session = False
-        job.last_failure_step = job.left_step = job.growths = 0
-        turn.live.growth_done_at = None
     turn.live.paused_since = None
     turn.enter(Phase.WAITING)
-    return None
+    if fresh_run:
+        begin_anew(turn, message)
+        return ""
+    # A supervisor may start agents again and again: each time is said, and how often it was in vain so far.
+    job.reopened += 1
+    times = f", for the {ordinal(job.reopened)} time without a commit" if job.reopened > 1 else ""
+    who = message.node or message.host
+    text = f"{job.run_id} had failed ({failed}): {who} takes it up again from {where(job)}{times}"
+    turn.notice(text, True)
+    return text
+
+
+def begin_anew(turn: Turn, message: control_pb2.RegisterRequest) -> None:
+    """The next run: nothing of the last one counts."""
+    job = turn.job
+    job.run += 1
+    job.probe = message.probe
+    job.begun_anew = message.new_run
+    job.stalls = job.reopened = 0
+    job.checkpoints = []
+    job.history = []
+    job.ever_stepped = job.has_session = False
+    job.last_failure_step = job.left_step = job.growths = 0
+    turn.live.growth_done_at = None
+
+
+def ordinal(number: int) -> str:
+    """2nd, 3rd, 4th, ..."""
+    special = {1: "st", 2: "nd", 3: "rd"} if number % 100 not in (11, 12, 13) else {}
+    return f"{number}{special.get(number % 10, 'th')}"
 
 
 def is_there(turn: Turn, name: str) -> bool:

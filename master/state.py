@@ -104,6 +104,8 @@ class Node:
     leaving: bool = False
     # The resume point that this node alone could not read.
     unreadable: str = ""
+    # What its agent tells its person about this registration.
+    remark: str = ""
     # The last changing call and its answer, so that a repeat has no second effect.
     request: int = 0
     answer: tuple[str, str] = ("OK", "")
@@ -268,6 +270,10 @@ class Job:
     # After a lost store: the epoch of which the settings in force are remembered; -1 where nobody's memory says them.
     settings_epoch: int = -1
     run: int = 1
+    # It was begun by --new-run.
+    begun_anew: bool = False
+    # So often it was taken up again after it had failed, since it committed something.
+    reopened: int = 0
     phase: Phase = Phase.WAITING
     epoch: int = 0
     world: World | None = None

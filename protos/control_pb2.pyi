@@ -457,9 +457,12 @@ class RegisterReply(google.protobuf.message.Message):
     NODE_FIELD_NUMBER: builtins.int
     SETTINGS_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
+    REMARK_FIELD_NUMBER: builtins.int
     generation: builtins.int
     node: builtins.str
     run_id: builtins.str
+    remark: builtins.str
+    """What the agent should tell its person about this registration; mostly empty."""
     @property
     def settings(self) -> global___Settings:
         """The settings in force: the job's, not the caller's."""
@@ -471,9 +474,10 @@ class RegisterReply(google.protobuf.message.Message):
         node: builtins.str = ...,
         settings: global___Settings | None = ...,
         run_id: builtins.str = ...,
+        remark: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "node", b"node", "run_id", b"run_id", "settings", b"settings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "node", b"node", "remark", b"remark", "run_id", b"run_id", "settings", b"settings"]) -> None: ...
 
 global___RegisterReply = RegisterReply
 

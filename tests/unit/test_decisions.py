@@ -219,6 +219,15 @@ def test_an_agreed_boundary_is_reported() -> None:
     assert (report.draining, report.step) == (True, 4)
 
 
+def test_what_the_master_remarks_on_a_registration_is_said() -> None:
+    """A run that is taken up again, a --new-run without effect: the newcomer's own person hears it."""
+    agent = Agent()
+    agent.hear(ev.Started())
+    reply = control_pb2.RegisterReply(generation=1, node="a", run_id="run-0001", remark="it had failed")
+    actions = agent.hear(ev.Registered("i", reply))
+    assert ev.Say("it had failed", True) in actions
+
+
 def test_the_end_of_the_training_is_reported_before_the_ranks_exit() -> None:
     """What the script does after it makes no steps, and is no stall."""
     agent = Agent().registered().running()
