@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from . import announcements, conversion
 from .checkpoints import loads_as_is, resume_point
-from .membership import agree_on_directory, eligible, expected, has_answered, sees_resume, select
+from .membership import agree_on_directory, eligible, expected, has_answered, of_size, sees_resume, select
 from .phases import end, hopeless
 from .state import Checkpoint, Member, Node, Part, Phase, World
 from .turn import Turn
@@ -102,14 +102,7 @@ def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> b
 
 def old_shape(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
     """The largest world that loads the resume point as it is; none where there is no such world."""
-    settings = turn.job.settings
-    if resume is None:
-        return []
-    for count in range(min(len(ready), settings.max_nodes), settings.min_nodes - 1, -1):
-        fits = sum(node.nproc for node in ready[:count]) == resume.world_size
-        if fits and count % max(1, settings.node_unit) == 0:
-            return ready[:count]
-    return []
+    return of_size(ready, resume.world_size, turn.job.settings) if resume is not None else []
 
 
 def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:

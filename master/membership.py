@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from .checkpoints import resume_point
-from .state import Node, Part
+from .state import Node, Part, Settings
 from .turn import CLOSED_GRACE, DEAF_AFTER, DEAF_LEAST, HEARTBEAT, Turn
 
 # A node lost this often within the window becomes a spare for a doubling time (seconds).
@@ -240,6 +240,33 @@ def select(turn: Turn, nodes: list[Node]) -> list[Node]:
     count = min(len(nodes), settings.max_nodes)
     count -= count % max(1, settings.node_unit)
     return nodes[:count] if count >= settings.min_nodes else []
+
+
+def of_size(nodes: list[Node], world_size: int, settings: Settings) -> list[Node]:
+    """The most of these nodes, in their order, that may form a world of exactly `world_size` workers; or none.
+
+    Of nodes with the same number of workers the first are taken, so only how many of each kind there are is searched.
+    """
+    kinds: dict[int, list[Node]] = {}
+    for node in nodes:
+        kinds.setdefault(node.nproc, []).append(node)
+    # Nodes and workers so far, and how many of each kind that took.
+    found: dict[tuple[int, int], tuple[int, ...]] = {(0, 0): ()}
+    for nproc, alike in kinds.items():
+        wider: dict[tuple[int, int], tuple[int, ...]] = {}
+        for (count, workers), taken in found.items():
+            for more in range(len(alike), -1, -1):
+                key = (count + more, workers + more * nproc)
+                if key[0] <= settings.max_nodes and key[1] <= world_size:
+                    wider.setdefault(key, (*taken, more))
+        found = wider
+    unit = max(1, settings.node_unit)
+    counts = [c for c, workers in found if workers == world_size and c >= settings.min_nodes and c % unit == 0]
+    if not counts:
+        return []
+    taken = found[max(counts), world_size]
+    chosen = [node for more, alike in zip(taken, kinds.values(), strict=True) for node in alike[:more]]
+    return [node for node in nodes if node in chosen]
 
 
 def newcomers(turn: Turn, presumed: bool = False) -> list[Node]:

@@ -32,7 +32,7 @@ class SimAgent:
         self.label = f"agent-{number}"
         self.host = host
         self.asked_name = name
-        self.nproc = sim.plan.nproc
+        self.nproc = sim.plan.nproc + (number % 3 if sim.plan.mixed else 0)
         self.settings = sim.plan.other_settings if number % 2 else sim.plan.settings
         # Those in force, as a master told them last.
         self.told: control_pb2.Settings | None = None

@@ -90,6 +90,8 @@ class Plan:
     blind_start: bool
     # Files are so large, or the disk is so slow, that each takes minutes to convert and all of them longer to verify.
     slow_disk: bool
+    # Nodes have different numbers of workers.
+    mixed: bool
 
 
 def plan_of(seed: int) -> Plan:
@@ -151,6 +153,7 @@ def plan_of(seed: int) -> Plan:
         fault_time=fault_time,
         happenings=sorted(happenings),
         blind_start=kind in ("disk", "all") and random.random() < 0.2,
+        mixed=Random(f"mixed {seed}").random() < 0.15,
         slow_disk=kind in ("disk", "convert") and random.random() < 0.1,
     )
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dalsegno.master import membership
+from dalsegno.master import state as job_state
 from dalsegno.master.checkpoints import resume_point
 from dalsegno.master.state import Phase
 from dalsegno.protos import control_pb2
@@ -401,3 +403,58 @@ def test_a_commit_must_be_newer_than_the_epochs_last() -> None:
     (a,) = job.start(1)
     a.save(5)
     assert a.commit(job.seal(4)).code == "FAILED_PRECONDITION"
+
+
+# ---- nodes with different numbers of workers ------------------------------------------------------------------------
+
+
+def blocked(job: Driven, gone: Node, stay: list[Node]) -> None:
+    """A node dies, and nobody can convert for the rest."""
+    gone.hang_up()
+    job.wait(2)
+    all_join(stay)
+    for _ in range(2):
+        owner = next((node for node in stay if node.lease), None)
+        if owner is not None:
+            owner.converts(control_pb2.CONVERSION_STATE_ENVIRONMENT, "no space")
+
+
+def test_where_nobody_can_convert_any_nodes_whose_workers_fit_go_on() -> None:
+    """Not only the first ones: three workers saved it, and of the nodes with 2, 2 and 1 the first and the last fit."""
+    job = Driven(settings(max_nodes=4))
+    a, b = job.node(nproc=2), job.node(nproc=1)
+    all_join([a, b])
+    job.wait(2)
+    a.save(3)
+    c, d = job.node(nproc=2), job.node(nproc=1)
+    all_join([c, d])
+    b.hang_up()
+    a.failed()
+    job.wait(2)
+    blocked(job, b, [a, c, d])
+    assert job.phase is Phase.RUNNING
+    assert job.members == [a.name, d.name]
+    assert not a.directive.run.resume.HasField("universal")
+
+
+@pytest.mark.parametrize(
+    ("workers", "size", "unit", "chosen"),
+    [
+        ([2, 2, 2], 4, 1, [0, 1]),
+        ([4, 2, 2, 1, 1], 4, 1, [1, 3, 4]),
+        ([1, 2, 1, 2], 2, 1, [0, 2]),
+        ([2, 1, 1], 2, 1, [1, 2]),
+        ([2, 1, 1], 2, 2, [1, 2]),
+        ([2, 2, 1], 3, 2, [0, 2]),
+        ([4, 1, 1], 6, 2, []),
+        ([3, 3], 4, 1, []),
+        ([1] * 5, 5, 1, []),
+        ([8, 4] * 32, 32, 1, [0, 2, 4, 6]),
+        ([16, 8] * 32, 32, 1, [1, 3, 5, 7]),
+    ],
+)
+def test_the_largest_world_of_a_given_size(workers: list[int], size: int, unit: int, chosen: list[int]) -> None:
+    """Most nodes, at most four, a multiple of the unit, the first of each kind, in their order."""
+    nodes = [job_state.Node(f"n{i}", f"i{i}", "host", nproc, i) for i, nproc in enumerate(workers)]
+    limits = job_state.Settings(min_nodes=2, max_nodes=4, node_unit=unit)
+    assert [node.order for node in membership.of_size(nodes, size, limits)] == chosen
