@@ -38,7 +38,8 @@ class AgentConfig:
         local_addr: where other nodes reach this one; None: found out.
         new_run: start over although the job's last run is finished or has failed.
         connect_timeout: how long the first registration may take.
-        script_flag: add `--universal-checkpoint` to the script's own arguments when it resumes from universal files.
+        script_flag: where the job was told `--universal-checkpoint`, add it to the script's own arguments when it
+            resumes from universal files.
     """
 
     job_id: str

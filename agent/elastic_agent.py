@@ -280,7 +280,8 @@ class ElasticAgent(LocalElasticAgent):
 
     def _arguments(self, world: control_pb2.World) -> tuple[str, ...]:
         universal = world.HasField("resume") and world.resume.form == control_pb2.FORM_UNIVERSAL
-        if self._use_flag and universal and _SCRIPT_FLAG not in self._script.own:
+        wanted = self._use_flag and self._effects.settings.universal_checkpoint
+        if wanted and universal and _SCRIPT_FLAG not in self._script.own:
             return (*self._script.arguments, _SCRIPT_FLAG)
         return self._script.arguments
 

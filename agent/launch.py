@@ -167,7 +167,7 @@ def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirecto
         new_run=options.new_run,
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
-        script_flag=options.universal_checkpoint and not _knows_us(options),
+        script_flag=not _knows_us(options),
     )
 
 

@@ -60,6 +60,7 @@ class Settings:
     wait_for_nodes: float = -1.0
     quiet_time: float = 1.0
     max_restarts: int = 3
+    # Whether scripts are handed the flag, which agents do: resume points are converted wherever a shape needs it.
     universal_checkpoint: bool = False
     keep_checkpoints: int = 3
 

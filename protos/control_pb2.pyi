@@ -214,7 +214,7 @@ class Settings(google.protobuf.message.Message):
     quiet_time: builtins.float
     max_restarts: builtins.int
     universal_checkpoint: builtins.bool
-    """Changes of shape go through universal files."""
+    """Scripts are handed --universal-checkpoint when they resume from universal files."""
     keep_checkpoints: builtins.int
     """How many committed checkpoints are kept; 0: all."""
     def __init__(
