@@ -114,8 +114,11 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> An
     """Steps and saves of the open epoch; not journalled."""
     job, live = turn.job, turn.live
     member = member_of(turn, node, message.caller.epoch)
-    if member is None or not job.phase.has_workers:
+    if member is None:
         return OK  # Late news of a closed epoch harms nothing.
+    if not job.phase.has_workers:
+        reached(turn, node, message.step)
+        return OK
     job.has_session = job.has_session or message.has_session
     live.longest = max(live.longest, message.longest)
     if made_step(turn, node, message.step):
@@ -144,6 +147,23 @@ def made_step(turn: Turn, node: Node, step: int) -> bool:
     return True
 
 
+def reached(turn: Turn, node: Node, step: int) -> None:
+    """What the report of an end says of the steps: the last progress of a node may come after it, or never."""
+    job, live = turn.job, turn.live
+    world = phases.world_of(turn)
+    if step <= live.steps.get(node.name, world.resumed_step):
+        return
+    live.steps[node.name] = step
+    job.ever_stepped = True
+    if job.phase.has_workers:
+        if live.first_step_at is None:
+            announcements.first_step(turn, world)
+    elif not job.phase.is_terminal and step > job.left_step:
+        # They are gathering already: what the next world begins behind is lost.
+        job.left_step = step
+        announcements.close_record(turn, world, step)
+
+
 def warm(turn: Turn, node: Node, message: control_pb2.WarmRequest) -> Answer:
     node.warm = True
     return OK
@@ -157,7 +177,7 @@ def drained(turn: Turn, node: Node, message: control_pb2.DrainedRequest) -> Answ
         return OK if recorded else closed(message.caller.epoch)
     if member.part is Part.RUNNING:
         member.part = Part.DRAINED
-        turn.live.steps[node.name] = max(turn.live.steps.get(node.name, 0), message.step)
+        reached(turn, node, message.step)
     return OK
 
 
@@ -186,7 +206,7 @@ def finished(turn: Turn, node: Node, message: control_pb2.FinishedRequest) -> An
         if member.part is not Part.FINISHED:
             turn.live.moved_at = turn.now
         member.part = Part.FINISHED
-        turn.live.steps[node.name] = max(turn.live.steps.get(node.name, 0), message.step)
+        reached(turn, node, message.step)
     return OK
 
 
@@ -200,8 +220,7 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
         return OK
     member.part = Part.FAILED
     turn.live.trouble = True
-    # Its last progress may still be under way.
-    job.ever_stepped = job.ever_stepped or message.step > phases.world_of(turn).resumed_step
+    reached(turn, node, message.step)
     first = not any(m.part in (Part.FAILED, Part.LOST) for m in phases.world_of(turn).members if m is not member)
     if first and job.phase.has_workers:
         job.causes.append(f"a worker failed on {node.name}")

@@ -587,6 +587,31 @@ def test_a_failure_report_carries_the_step_that_progress_did_not() -> None:
     assert job.phase is Phase.FORMING
 
 
+def test_steps_that_only_the_end_of_ranks_tells_of_count_as_lost() -> None:
+    """The progress of the last ones was still under way: a failure carries its step, and late progress still counts."""
+    job = Driven()
+    a, b = job.start(2)
+    a.step(1)
+    a.save(1)
+    a.failed(step=5)
+    assert job.phase is Phase.FORMING
+    b.step(7)
+    b.step(6)
+    all_join([a, b])
+    a.step(2)
+    assert "lost 6 steps" in job.notices
+    assert [record.last_step for record in job.job.history] == [7, 2]
+
+
+def test_a_first_step_that_only_a_failure_tells_of_is_one() -> None:
+    """The world is announced, with what it cost."""
+    job = Driven()
+    (a,) = job.start(1)
+    a.failed(step=3)
+    assert "epoch 1:" in job.notices
+    assert [record.last_step for record in job.job.history] == [3]
+
+
 def test_success_is_when_all_ranks_finished() -> None:
     """Everybody stays until then, and is told."""
     job = Driven()
