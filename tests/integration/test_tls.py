@@ -33,7 +33,8 @@ pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = str(ROOT / "examples" / "ddp.py")
 SHORT = ("--steps=3", "--save-every=0", "--global-batch-size=4")
-TRAINING = Training(steps=40, save_every=5)
+# Long enough on a busy machine; `hurry` ends it.
+TRAINING = Training(steps=160, save_every=5)
 # The agent's own default would let an endless wait pass for a long one.
 CONNECT_TIMEOUT = 60.0
 
