@@ -64,6 +64,9 @@ class Ledger:
         self.drained_after: int | None = None
         self.failed_drains: dict[int, list[int]] = {}
         self.noticed = 0
+        # The last growth: its epoch, when its first step was heard, what it cost (seconds); the next one is draining.
+        self.grown: tuple[int, float, float] | None = None
+        self.growing = False
         # Something other than joins and notices happened.
         self.unplanned = False
         # Some node was out of the master's sight, or did not see what others had sealed.
@@ -91,6 +94,7 @@ class Ledger:
         self.amnesia = True
         self.listening = False
         self.stores_lost += 1
+        self.grown = None  # Nobody remembers what it cost.
         last = max(self.worlds, default=0)
         self.witnesses = {
             agent.label
@@ -124,6 +128,7 @@ class Ledger:
             self.sim.collectives.clear()
             self.failed_drains.clear()
         self._drains(job)
+        self._growths(job)
         self.require(
             self.sim.conversions.hangs > 0 or not any("no progress for" in notice.text for notice in job.notices),
             "who moves keeps the lease",
@@ -151,6 +156,24 @@ class Ledger:
         elif self.drained_after is None:
             committed = [record.step for record in job.checkpoints if record.epoch == job.epoch]
             self.drained_after = max(committed, default=job.world.resumed_step if job.world is not None else 0)
+
+    def _growths(self, job: Job) -> None:
+        """Between two growths lies the interval; "auto" is 20 times what the last one cost, at most a minute."""
+        world, setting = job.world, job.settings.grow_interval
+        known = self.grown[0] if self.grown is not None else 0
+        if world is not None and world.grown and world.announced and world.epoch != known:
+            cost = next((record.paused for record in job.history if record.epoch == world.epoch), 0.0)
+            self.grown = world.epoch, self.sim.clock.now, cost
+        growing, self.growing = self.growing, job.drain is not None and job.drain.growth
+        if self.growing and not growing and self.grown is not None:
+            epoch, at, cost = self.grown
+            interval = setting if setting >= 0 else min(60.0, 20.0 * cost)
+            passed = self.sim.clock.now - at
+            self.require(
+                passed >= interval - 0.05,
+                "the interval between growths",
+                f"epoch {epoch} cost {cost:.2f} s, and the next growth began {passed:.2f} s after its first step",
+            )
 
     def _heard_out(self, job: Job) -> None:
         """When a master with an empty store has listened to everybody, min is still min, and max still max."""

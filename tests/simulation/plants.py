@@ -166,6 +166,13 @@ def grows_before_a_step(original: Any) -> Any:
     return wants_to_grow
 
 
+def grows_at_once(original: Any) -> Any:
+    def grow_interval(turn: Turn) -> float:
+        return 0.0
+
+    return grow_interval
+
+
 def waits_for_nobody(original: Any) -> Any:
     def is_gathered(turn: Turn, gathering: list[Node], ready: list[Node]) -> bool:
         turn.job.quiet = False
@@ -373,6 +380,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(checkpoints, "resume_point", skips_the_resume_point, "newest commit", "committed steps grow"),
         plant(forming, "open_world", starts_from_nothing, "newest commit"),
         plant(phases, "wants_to_grow", grows_before_a_step, "a step between growths"),
+        plant(phases, "grow_interval", grows_at_once, "the interval between growths", kind="planned"),
         plant(forming, "is_gathered", waits_for_nobody, "quiet time"),
         plant(membership, "select", opens_below_min, "size of the world"),
         plant(checkpoints, "loads_as_is", loads_another_shape_as_it_is, "loads"),

@@ -83,6 +83,32 @@ def test_growths_keep_the_grow_interval_after_the_last_growth() -> None:
     assert job.phase is Phase.DRAINING
 
 
+@pytest.mark.parametrize(("cost", "interval"), [(0.5, 10.0), (2.0, 40.0), (5.0, 60.0)])
+def test_the_interval_follows_from_what_the_last_growth_cost(cost: float, interval: float) -> None:
+    """Auto: 20 times that, at most 60 s, from the first step after it; also over a master that was started anew."""
+    for restarted in (False, True):
+        job = Driven(settings(grow_interval=-1))
+        (a,) = job.start(1)
+        late = grown(job, [a])
+        assert job.phase is Phase.DRAINING, "the first growth does not wait"
+        a.save(2)
+        a.drained(2)
+        all_join([a, late])
+        a.convert()
+        job.wait(cost)
+        a.step(3)
+        assert f"paused {cost:.1f} s" in job.notices
+        if restarted:
+            job.restart()
+        more = job.node()
+        more.join()
+        more.warm()
+        last = train(job, a, 4, int(interval) - 1)
+        assert job.phase is Phase.RUNNING
+        train(job, a, last, 2)
+        assert job.phase is Phase.DRAINING
+
+
 def test_a_join_that_does_not_make_the_world_larger_drains_nothing() -> None:
     """A full world, and a unit that one newcomer does not fill."""
     full = Driven(settings(max_nodes=1))
