@@ -96,10 +96,15 @@ class Ledger:
         self.stores_lost += 1
         self.grown = None  # Nobody remembers what it cost.
         last = max(self.worlds, default=0)
+        # Where no world was opened, what one master told counts no more than what the next one does.
         self.witnesses = {
             agent.label
             for agent in self.sim.agents
-            if agent.alive and agent.told is not None and agent.seen_epoch >= last and nnodes(agent.told) == self.nnodes
+            if last
+            and agent.alive
+            and agent.told is not None
+            and agent.seen_epoch >= last
+            and nnodes(agent.told) == self.nnodes
         }
 
     def master_moved(self, job: Job) -> None:
