@@ -112,6 +112,11 @@ class Exchange:
         """Gives up the step that has begun: the script left its loop in the middle."""
         self._step, self._pending = None, None
 
+    @property
+    def under_way(self) -> bool:
+        """A step has begun and not ended."""
+        return self._step is not None
+
     def _propose(self) -> int:
         if self._seconds is None:
             return 1

@@ -141,7 +141,7 @@ class _Run:
             if self._write is None or self._save(drain=True) is not None:
                 self._session.leave_drained()
             self._session.drain_failed()
-        elif self._every and boundary.step % self._every == 0:
+        elif self._session.worth_saving or (self._every and boundary.step % self._every == 0):
             self._save(drain=False)
         return True
 

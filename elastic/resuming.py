@@ -17,6 +17,7 @@ from .checkpoint import (
     Position,
     Ref,
     inventory,
+    lineage,
     read_sealed,
     verify_files,
     verify_listing,
@@ -93,7 +94,8 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
     """Without a master: the newest sealed checkpoint that verifies; damaged ones are named and passed over. Collective.
 
     Raises:
-        RuntimeError: There are checkpoints, but none is sound, or the newest does not fit the world. On all ranks.
+        RuntimeError: There are checkpoints, but none is sound, the newest does not fit the world, or several runs wrote
+            them. On all ranks.
         OSError: The directory cannot be read. On all ranks.
     """
     answer: dict[str, Any] = {}
@@ -101,12 +103,21 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
         try:
             # Sizes are left to the verification, so that a truncated file is named and not just passed over.
             found = inventory(store.run_dir, check_sizes=False)
+            answer["runs"] = sorted({f"{m.job_id}/{m.run_id}" for m in found})
+            # What the run once left by going back comes last, however far it had gone there.
+            chain = [m.name for m in lineage(found)]
+            found.sort(key=lambda m: chain.index(m.name) if m.name in chain else -1)
             answer["found"] = [[m.name, m.digest] for m in reversed(found)]
         except OSError as error:
             answer["error"] = str(error)
     answer = collective.broadcast(answer)
     if "error" in answer:
         raise OSError(answer["error"])
+    if len(answer["runs"]) > 1:
+        raise RuntimeError(
+            f"{store.run_dir} holds checkpoints of several runs ({', '.join(answer['runs'])}), and each run needs a"
+            " directory of its own: move the others away, or give another directory"
+        )
     refs = [Ref(name, digest) for name, digest in answer["found"]]
     sharded = [ref for ref in refs if not _is_later(ref)]
     for ref in sharded:

@@ -8,6 +8,7 @@ on to the next.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from dalsegno.protos import worker_pb2
 from . import rng
 from .checkpoint import (
     SHARDED,
+    Best,
     CheckpointDamaged,
     CheckpointName,
     CheckpointStore,
@@ -30,6 +32,7 @@ from .checkpoint import (
     Position,
     Ref,
     Shape,
+    Tracked,
     seal,
 )
 from .checkpoint.files import checksums, list_files, write_exclusive, write_problem
@@ -57,6 +60,7 @@ class Content:
         strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
         any_world_size: It loads at any world size as it is.
         metric: The run's tracked metric.
+        best: The best checkpoint as of this one.
     """
 
     step: int
@@ -65,6 +69,7 @@ class Content:
     strategy: str = "ddp"
     any_world_size: bool = True
     metric: float | None = None
+    best: Best | None = None
 
 
 class _Failed(Exception):
@@ -84,6 +89,11 @@ class Saver:
         store: The run's directory.
         link: The agent, where there is one.
         resumed_from: The resume point of this epoch.
+        best: The best checkpoint as of the resume point.
+
+    Attributes:
+        best: The best checkpoint as of the last save, the same on all ranks.
+        tracked: What makes one the best; None: the best of before stays it.
     """
 
     def __init__(
@@ -93,10 +103,14 @@ class Saver:
         store: CheckpointStore,
         link: Link | None,
         resumed_from: Ref | None,
+        best: Best | None = None,
     ) -> None:
         self._identity, self._collective, self._store = identity, collective, store
         self._link, self._resumed_from = link, resumed_from
         self._last: CheckpointName | None = None
+        self.best = best
+        self.tracked: Tracked | None = None
+        self._noted_best: str | None = None
 
     def save(
         self, content: Content, write: Callable[[Path], None], *, create_directory: bool, drain: bool
@@ -119,8 +133,7 @@ class Saver:
         """
         name = ""
         try:
-            name, metric = self._choose_name(content, create_directory)
-            content = replace(content, metric=metric)
+            name, content = self._choose_name(content, create_directory)
             self._write(name, write)
             files = self._describe(name)
             manifest = self._seal(name, content, files)
@@ -129,14 +142,25 @@ class Saver:
             if failure.fatal:
                 raise SaveError(f"saving step {content.step} failed: {failure}") from failure
             return None
+        self.best = manifest.best
         if self._identity.rank == 0:
             self._announce(manifest)
         return manifest
 
-    def _choose_name(self, content: Content, create_directory: bool) -> tuple[str, float | None]:
-        """Rank 0's name and metric: a metric is often computed on one rank, or differs in its last bits."""
-        step = content.step
-        answer: dict[str, Any] = {"metric": content.metric}
+    def improves(self, value: float | None) -> bool:
+        """Whether a checkpoint with rank 0's ``value`` would be the best so far. Collective."""
+        better = self.tracked is not None and self.tracked.improves(value, self.best)
+        return bool(self._collective.broadcast(better))
+
+    def _choose_name(self, content: Content, create_directory: bool) -> tuple[str, Content]:
+        """Rank 0's name, metric and best: a metric is often computed on one rank, or differs in its last bits."""
+        step, metric = content.step, content.metric
+        if metric is not None and not math.isfinite(metric):
+            log.warning(
+                "the metric of step %d is %s: it is left out, and this is not the best checkpoint", step, metric
+            )
+            metric = None
+        answer: dict[str, Any] = {"metric": metric}
         if self._identity.rank == 0:
             try:
                 name = self._store.next_name(step, self._identity.epoch)
@@ -148,12 +172,21 @@ class Saver:
                 if create_directory:
                     self._store.path(str(name)).mkdir()
                 answer["name"] = str(name)
+                best = self._best_as_of(str(name), metric)
+                answer["best"] = None if best is None else asdict(best)
             except OSError as error:
                 answer["error"] = _describe_error(error)
         answer = self._collective.broadcast(answer)
         if "error" in answer:
             raise _Failed(answer["error"], fatal=False)
-        return str(answer["name"]), answer["metric"]
+        best = None if answer["best"] is None else Best(**answer["best"])
+        return str(answer["name"]), replace(content, metric=answer["metric"], best=best)
+
+    def _best_as_of(self, name: str, metric: float | None) -> Best | None:
+        tracked = self.tracked
+        if tracked is None or metric is None or not tracked.improves(metric, self.best):
+            return self.best
+        return Best(name, tracked.metric, tracked.mode, metric)
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
         path = self._store.path(name)
@@ -223,6 +256,7 @@ class Saver:
             max_nodes=identity.max_nodes,
             metric=content.metric,
             files=files,
+            best=content.best,
         )
         answer: dict[str, Any] = {}
         if identity.rank == 0:
@@ -245,8 +279,12 @@ class Saver:
             self._link.send(worker_pb2.ToAgent(sealed=sealed))
         try:
             self._store.write_latest(manifest)
+            best = "" if manifest.best is None else manifest.best.name
+            if best != self._noted_best:
+                self._store.write_best(manifest.best)
+                self._noted_best = best
         except OSError as error:
-            log.warning("%s is saved, but its note in latest.json is not: %s", manifest.name, error)
+            log.warning("%s is saved, but its note in latest.json or best.json is not: %s", manifest.name, error)
 
     def _give_up(self, name: str, step: int, reason: str, drain: bool) -> None:
         if self._identity.rank == 0:

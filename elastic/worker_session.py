@@ -15,13 +15,26 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from dalsegno.protos import control_pb2, worker_pb2
 
 from . import rng
-from .checkpoint import SHARDED, UNIVERSAL, CheckpointStore, LocalLock, Order, Position, Ref
+from .checkpoint import (
+    SHARDED,
+    UNIVERSAL,
+    Best,
+    CheckpointStore,
+    LocalLock,
+    Order,
+    Position,
+    Ref,
+    Tracked,
+    inventory,
+    retirable,
+)
 from .collective import Collective, GlooCollective, Solo
 from .exchange import Boundary, Exchange, Flags
 from .exits import EXIT_BAD_CHECKPOINT, EXIT_DRAINED, BadResumePoint, Drained, insist
@@ -63,16 +76,20 @@ class Session:
         keep: int,
     ) -> None:
         self.rank, self.world_size, self.local_rank = identity.rank, identity.world_size, identity.local_rank
-        self.epoch, self.run_dir, self.resume = identity.epoch, identity.run_dir, resume
+        self.epoch, self.run_dir, self.resume = 0 if identity.alone else identity.epoch, identity.run_dir, resume
         self.step = 0 if resume is None else resume.step
         self._identity, self._collective, self._link, self._lock = identity, collective, link, lock
         self._exchange = Exchange(collective)
         self._store = None if identity.run_dir is None else CheckpointStore(identity.run_dir)
-        resumed_from = None if resume is None else resume.ref
-        self._saver = None if self._store is None else Saver(identity, collective, self._store, link, resumed_from)
+        self._saver: Saver | None = None
+        if self._store is not None:
+            resumed_from, best = (None, None) if resume is None else (resume.ref, resume.manifest.best)
+            self._saver = Saver(identity, collective, self._store, link, resumed_from, best)
         self._keep = keep
         # What this step number is saved as. At the resume point that is the resume point itself.
         self._saved: tuple[int, Ref] | None = None if resume is None else (resume.step, resume.ref)
+        # What ``improved`` was told of the present step, and whether that makes it worth a checkpoint.
+        self._measured: tuple[int, float, bool] | None = None
         self._terminated = False
         self._over = False
         self._loss = float("nan")
@@ -104,6 +121,50 @@ class Session:
     def report(self, loss: float) -> None:
         """Tells the loss of the present step, for people who watch the run."""
         self._loss = float(loss)
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint so far by the tracked metric; it is never pruned. The same on all ranks."""
+        return None if self._saver is None else self._saver.best
+
+    def track(self, metric: str, *, mode: str = "min", min_delta: float = 0.0) -> None:
+        """From now on the best checkpoint by this metric is known, kept, and noted in ``best.json``.
+
+        The best of the checkpoint that the run resumed from still counts, if it is of the same metric and mode.
+
+        Args:
+            metric: Its name. Values come from ``improved``, or with a save.
+            mode: ``"min"`` or ``"max"``.
+            min_delta: By how much a value must be better.
+
+        Raises:
+            ValueError: Another mode, or a negative ``min_delta``.
+        """
+        tracked = Tracked(metric, mode, min_delta)
+        if self._saver is not None:
+            self._saver.tracked = tracked
+
+    def improved(self, value: float) -> bool:
+        """Whether the present step is the best so far by the tracked metric; if so it is saved at its end. Collective.
+
+        Rank 0's value decides, for all ranks.
+
+        Raises:
+            RuntimeError: Nothing is tracked.
+        """
+        if self._saver is None:
+            return False
+        if self._saver.tracked is None:
+            raise RuntimeError("nothing is tracked: call session.track(metric) first")
+        better = self._saver.improves(value)
+        # Asked in the loop's body, it is of the step that has begun and will be counted when it ends.
+        self._measured = (self.step + self._exchange.under_way, value, better)
+        return better
+
+    @property
+    def worth_saving(self) -> bool:
+        """``improved`` said so of the step that has just ended, on all ranks."""
+        return self._measured is not None and self._measured[0] == self.step and self._measured[2]
 
     def steps(self, data: Iterable[T], **options: Any) -> Iterator[T]:
         """The training loop: hands out one batch per optimizer step. See ``loop.steps`` for the options."""
@@ -184,7 +245,7 @@ class Session:
             order: Of the sampler; a run that resumes must agree with it.
             strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
             any_world_size: The files load at any world size as they are; default: what is known of ``strategy``.
-            metric: The run's tracked metric; rank 0's counts.
+            metric: The run's tracked metric; rank 0's counts. Default: what ``improved`` was told of this step.
             create_directory: ``path`` exists when ``write`` is called; default: not for DeepSpeed, which makes it.
             drain: It is the save of a drain.
 
@@ -203,6 +264,8 @@ class Session:
             return self._saved[1]
         if any_world_size is None:
             any_world_size = strategy in ("ddp", "deepspeed-zero-0")
+        if metric is None and self._measured is not None and self._measured[0] == self.step:
+            metric = self._measured[1]
         if create_directory is None:
             create_directory = not strategy.startswith("deepspeed")
         content = Content(self.step, position or Position(), order, strategy, any_world_size, metric)
@@ -308,12 +371,17 @@ class Session:
 
     def _prune(self) -> None:
         """Alone, the session keeps the last ``keep`` checkpoints itself; under a master, agents do what it records."""
-        if not self.alone or not self._keep or self.rank != 0 or self._store is None:
+        if not self.alone or self.rank != 0 or self._store is None:
             return
-        resumed = self.resume.ref.name if self.resume is not None else None
-        old = [m.name for m in self._store.sealed(SHARDED)[: -self._keep] if m.name != resumed]
         try:
-            self._store.prune(old)
+            # Sizes do not matter here: what is damaged may go as well, now that a newer one is sealed.
+            mine = self._identity.job_id, self._identity.run_id
+            found = [m for m in inventory(self._store.run_dir, check_sizes=False) if (m.job_id, m.run_id) == mine]
+            used = () if self.resume is None else (self.resume.path.name, *_names(self.resume.universal))
+            gone = retirable(found, self._keep, used)
+            if gone.left:
+                log.warning("%s: of steps that the run has made again since it went back", ", ".join(gone.left))
+            self._store.prune([*gone.left, *gone.old])
         except OSError as error:
             log.warning("old checkpoints could not be removed: %s", error)
 
@@ -323,6 +391,10 @@ class Session:
 
     def _on_sigterm(self) -> None:
         self._terminated = True
+
+
+def _names(path: Path | None) -> tuple[str, ...]:
+    return () if path is None else (path.name,)
 
 
 _sessions: list[Session] = []
@@ -364,7 +436,13 @@ def _open(identity: Identity, keep: int, verify: bool) -> Session:
             resume = found
     elif identity.run_dir is not None:
         lock = _take_lock(identity.run_dir, collective)
-        resume = newest(CheckpointStore(identity.run_dir), collective, identity.world_size)
+        store = CheckpointStore(identity.run_dir)
+        resume = newest(store, collective, identity.world_size)
+        # Nobody counts epochs here. Names and manifests need them all the same: where the run goes back to an earlier
+        # checkpoint, what it makes from there is newer than what it left.
+        identity = replace(identity, epoch=collective.broadcast(store.next_epoch() if identity.rank == 0 else None))
+        if resume is not None:
+            identity = replace(identity, job_id=resume.manifest.job_id, run_id=resume.manifest.run_id)
     opened = Session(identity, collective, link=link, lock=lock, resume=resume, keep=keep)
     if identity.alone and identity.run_dir is not None:
         _drain_on_sigterm(opened)

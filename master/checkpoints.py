@@ -26,6 +26,7 @@ def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
         bytes=message.bytes,
         largest_file=message.largest_file,
         metric=message.metric if message.HasField("metric") else None,
+        best=message.best,
     )
 
 
@@ -44,6 +45,7 @@ def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
         resumed_from=control_pb2.CheckpointRef(digest=record.resumed_from),
         bytes=record.bytes,
         largest_file=record.largest_file,
+        best=record.best,
     )
     if record.metric is not None:
         message.metric = record.metric
@@ -158,9 +160,16 @@ def retire_old(turn: Turn) -> None:
         return
     usable = sorted((r for r in job.checkpoints if not r.retired), key=lambda r: (r.epoch, r.step), reverse=True)
     in_use = in_use_digests(job)
-    for record in usable[keep:]:
-        if record.digest not in in_use:
+    kept = [record for number, record in enumerate(usable) if number < keep or record.digest in in_use]
+    spared = {record.digest for record in kept} | {record.digest for record in usable if record.name in bests(kept)}
+    for record in usable:
+        if record.digest not in spared:
             retire(record, damaged=False)
+
+
+def bests(kept: Iterable[Checkpoint]) -> set[str]:
+    """Names of what was best as of the checkpoints that stay: whichever of them the run goes on from, it is there."""
+    return {record.best for record in kept if record.best}
 
 
 def in_use_digests(job: Job) -> set[str]:

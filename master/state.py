@@ -173,6 +173,8 @@ class Checkpoint:
     # 0: not known.
     largest_file: int = 0
     metric: float | None = None
+    # Name of the run's best checkpoint as of this one; empty where no metric is tracked.
+    best: str = ""
     universal_name: str = ""
     universal_digest: str = ""
     # Digests of later forms that turned out to be damaged: never adopted again.

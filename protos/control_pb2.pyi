@@ -324,6 +324,7 @@ class Checkpoint(google.protobuf.message.Message):
     GENERATION_FIELD_NUMBER: builtins.int
     METRIC_FIELD_NUMBER: builtins.int
     LARGEST_FILE_FIELD_NUMBER: builtins.int
+    BEST_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     step: builtins.int
     epoch: builtins.int
@@ -337,6 +338,8 @@ class Checkpoint(google.protobuf.message.Message):
     """The value of the run's tracked metric, where it has one."""
     largest_file: builtins.int
     """Bytes of its largest file; 0: not known."""
+    best: builtins.str
+    """Name of the best checkpoint of the run as of this one (it may be this one); empty where no metric is tracked."""
     @property
     def ref(self) -> global___CheckpointRef: ...
     @property
@@ -369,9 +372,10 @@ class Checkpoint(google.protobuf.message.Message):
         generation: builtins.int = ...,
         metric: builtins.float | None = ...,
         largest_file: builtins.int = ...,
+        best: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_metric", b"_metric", "metric", b"metric", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "shape", b"shape", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_metric", b"_metric", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_metric", b"_metric", "best", b"best", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_metric", b"_metric"]) -> typing.Literal["metric"] | None: ...
 
 global___Checkpoint = Checkpoint

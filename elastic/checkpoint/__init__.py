@@ -4,10 +4,12 @@ Everything in a checkpoint is written once; ``MANIFEST.json`` comes last and nam
 What has no readable manifest does not exist; what disagrees with its manifest is damaged and says which file.
 """
 
+from .best import Best, Tracked
 from .errors import CheckpointDamaged, Damage
 from .inventory import Inventory, Unsealed, finished_runs, inspect, inventory
 from .layout import FORMS, MANIFEST, SHARDED, UNIVERSAL, WEIGHTS, CheckpointName, is_checkpoint_name
 from .manifest import FileEntry, Manifest, Order, Position, Ref, Shape
+from .retention import Retirement, lineage, retirable
 from .seal import describe, seal
 from .store import CheckpointStore, DirectoryInUse, LocalLock
 from .verify import read_sealed, verify, verify_files, verify_listing
@@ -18,6 +20,7 @@ __all__ = (
     "SHARDED",
     "UNIVERSAL",
     "WEIGHTS",
+    "Best",
     "CheckpointDamaged",
     "CheckpointName",
     "CheckpointStore",
@@ -30,14 +33,18 @@ __all__ = (
     "Order",
     "Position",
     "Ref",
+    "Retirement",
     "Shape",
+    "Tracked",
     "Unsealed",
     "describe",
     "finished_runs",
     "inspect",
     "inventory",
     "is_checkpoint_name",
+    "lineage",
     "read_sealed",
+    "retirable",
     "seal",
     "verify",
     "verify_files",

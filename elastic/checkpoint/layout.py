@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 MANIFEST = "MANIFEST.json"
 LATEST = "latest.json"
+BEST = "best.json"
 FINISHED = "FINISHED.json"
 LOCK = ".lock"
 

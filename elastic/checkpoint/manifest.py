@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from dalsegno.protos import control_pb2
 
+from .best import Best
 from .errors import CheckpointDamaged, Damage
 from .layout import FORMS, MANIFEST, SHARDED, UNIVERSAL, WEIGHTS, CheckpointName
 
@@ -62,12 +63,20 @@ class Position:
 
 @dataclass(frozen=True)
 class Order:
-    """What fixes the order of samples, beside the position. A run that resumes must agree with it."""
+    """What fixes the order of samples, beside the position. A run that resumes must agree with it.
+
+    Attributes:
+        seed, global_batch_size, shuffle: Of the sampler.
+        length: Samples in the data set; 0: not known.
+        version: Of the way that an order is made of them (``permutation``); a run goes on in the one that it began in.
+            Left out of the manifest where it is 1.
+    """
 
     seed: int
     length: int
     global_batch_size: int
     shuffle: bool
+    version: int = 1
 
 
 @dataclass(frozen=True)
@@ -110,6 +119,8 @@ class Manifest:
     max_nodes: int
     metric: float | None
     files: tuple[FileEntry, ...]
+    # Left out where no metric is tracked.
+    best: Best | None = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -130,7 +141,12 @@ class Manifest:
 
     def to_bytes(self) -> bytes:
         """The canonical bytes, as they stand in ``MANIFEST.json``."""
-        text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+        content = asdict(self)
+        if self.best is None:
+            del content["best"]
+        if self.order is not None and self.order.version == 1:
+            del content["order"]["version"]
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
         return text.encode() + b"\n"
 
     @cached_property
@@ -212,6 +228,7 @@ class Manifest:
             max_nodes=self.max_nodes,
             generation=self.generation,
             metric=self.metric,
+            best="" if self.best is None else self.best.name,
             largest_file=self.largest_file,
         )
 
@@ -223,15 +240,12 @@ def _check_path(path: str) -> None:
 
 
 def _parse(raw: object) -> Manifest:
-    top = _object(raw, "manifest", Manifest)
+    top = _object({"best": None, **raw} if isinstance(raw, dict) else raw, "manifest", Manifest)
     if top["form"] not in FORMS:
         raise ValueError(f"unknown form {top['form']!r}")
     files = top["files"]
     if not isinstance(files, list):
         raise ValueError("files is not a list")
-    metric = top["metric"]
-    if metric is not None and type(metric) not in (int, float):
-        raise ValueError("metric is not a number")
     return Manifest(
         name=_text(top["name"], "name"),
         job_id=_text(top["job_id"], "job_id"),
@@ -247,7 +261,8 @@ def _parse(raw: object) -> Manifest:
         resumed_from=_maybe(top["resumed_from"], _ref),
         min_nodes=_count(top["min_nodes"], "min_nodes"),
         max_nodes=_count(top["max_nodes"], "max_nodes"),
-        metric=metric,
+        metric=_maybe(top["metric"], _number),
+        best=_maybe(top["best"], _best),
         files=tuple(_file(entry) for entry in files),
         version=_count(top["version"], "version"),
     )
@@ -266,7 +281,7 @@ def _position(raw: object) -> Position:
 
 
 def _order(raw: object) -> Order:
-    keys = _object(raw, "order", Order)
+    keys = _object({"version": 1, **raw} if isinstance(raw, dict) else raw, "order", Order)
     if type(keys["seed"]) is not int:
         raise ValueError("seed is not an integer")
     return Order(
@@ -274,7 +289,14 @@ def _order(raw: object) -> Order:
         _count(keys["length"], "length"),
         _count(keys["global_batch_size"], "global_batch_size"),
         _flag(keys["shuffle"]),
+        _count(keys["version"], "version of the order"),
     )
+
+
+def _best(raw: object) -> Best:
+    keys = _object(raw, "best", Best)
+    CheckpointName.parse(_text(keys["name"], "name"))
+    return Best(keys["name"], _text(keys["metric"], "metric"), _text(keys["mode"], "mode"), _number(keys["value"]))
 
 
 def _ref(raw: object) -> Ref:
@@ -310,6 +332,13 @@ def _text(raw: object, what: str) -> str:
 def _count(raw: object, what: str) -> int:
     if type(raw) is not int or not 0 <= raw < 1 << 63:
         raise ValueError(f"{what} is not a count: {raw!r}")
+    return raw
+
+
+def _number(raw: object) -> float:
+    # An integer stays one: the manifest's canonical bytes must come out as they went in.
+    if isinstance(raw, bool) or not isinstance(raw, (int, float)):
+        raise ValueError(f"not a number: {raw!r}")
     return raw
 
 

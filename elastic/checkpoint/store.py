@@ -11,12 +11,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
+from .best import Best
 from .files import fsync_directory, replace_file
 from .inventory import inventory
-from .layout import FINISHED, LATEST, LOCK, MANIFEST, SHARDED, CheckpointName, is_checkpoint_name
+from .layout import BEST, FINISHED, LATEST, LOCK, MANIFEST, SHARDED, CheckpointName, is_checkpoint_name
 from .manifest import Manifest
 
 
@@ -103,6 +105,11 @@ class CheckpointStore:
         ]
         return CheckpointName(step, epoch, max(attempts, default=0) + 1)
 
+    def next_epoch(self) -> int:
+        """Above every epoch in the directory; 0 in an empty one. For runs without a master, which has its own count."""
+        names = [CheckpointName.parse(name) for name in self._names() if is_checkpoint_name(name)]
+        return max((name.epoch + 1 for name in names), default=0)
+
     def never_sealed(self, before_epoch: int) -> list[str]:
         """Directories without a manifest whose epoch is below ``before_epoch``: saves and forms that were given up."""
         names = [name for name in self._names() if is_checkpoint_name(name)]
@@ -129,6 +136,13 @@ class CheckpointStore:
     def write_latest(self, manifest: Manifest) -> None:
         """Notes the newest checkpoint in ``latest.json``: a copy for people, which nothing of ours reads."""
         self._note(LATEST, {"name": manifest.name, "digest": manifest.digest, "step": manifest.step})
+
+    def write_best(self, best: Best | None) -> None:
+        """Notes the best checkpoint in ``best.json``, or that there is none: a copy for people, as ``latest.json``."""
+        if best is None:
+            (self.run_dir / BEST).unlink(missing_ok=True)
+        else:
+            self._note(BEST, asdict(best))
 
     def mark_finished(self, step: int, head: Manifest | None) -> None:
         """Writes ``FINISHED.json``: the run reached its end with ``step`` steps."""

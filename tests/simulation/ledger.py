@@ -358,6 +358,11 @@ class Ledger:
                 not job.phase.has_workers or ref.digest not in in_use_digests(job), "what is in use stays", ref.name
             )
             self._fallback_stays(job, record)
+            self.require(
+                newest is None or newest.best != ref.name or (record is not None and record.damaged),
+                "the best stays",
+                ref.name,
+            )
         self.require(not self.sim.conversions.reads(ref.digest), "what is converted stays", ref.name)
         for run in self.sim.collectives.values():
             loading = not run.loaded and not run.is_broken and any(group.alive for group in run.groups.values())

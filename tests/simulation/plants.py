@@ -125,6 +125,13 @@ def retires_what_is_in_use(original: Any) -> Any:
     return in_use_digests
 
 
+def forgets_the_best(original: Any) -> Any:
+    def bests(kept: Any) -> set[str]:
+        return set()
+
+    return bests
+
+
 def prunes_damaged_at_once(original: Any) -> Any:
     def prunable(job: Job) -> list[Checkpoint]:
         return [record for record in job.checkpoints if record.retired]
@@ -373,6 +380,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(checkpoints, "adopt_sealed", adopts_what_older_epochs_sealed, "closed epochs"),
         plant(checkpoints, "prunable", prunes_everything, "deleted only when retired"),
         plant(checkpoints, "in_use_digests", retires_what_is_in_use, "what is in use stays", "InvariantBroken"),
+        plant(checkpoints, "bests", forgets_the_best, "the best stays"),
         plant(
             checkpoints, "prunable", prunes_damaged_at_once, "damaged files stay for a while", "what is in use stays"
         ),

@@ -259,6 +259,14 @@ class Collective:
         )
         if self.world.HasField("resume"):
             message.resumed_from.CopyFrom(self.world.resume.source.ref)
+            message.best = self.world.resume.source.best
+        # Good and bad values in turn, so that the best is now the newest and now long past.
+        message.metric = float(self.step * 37 % 23)
+        before = [s.message for s in self.sim.disk.ever.values() if s.message.epoch == self.epoch and s.message.best]
+        message.best = before[-1].best if before else message.best
+        best = next((s.message for s in self.sim.disk.ever.values() if s.message.ref.name == message.best), None)
+        if best is None or message.metric < best.metric:
+            message.best = name
         return message
 
     def _saved(self, drain: bool, ref: control_pb2.CheckpointRef | None) -> None:

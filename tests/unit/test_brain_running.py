@@ -704,3 +704,16 @@ def test_old_checkpoints_are_retired_recorded_and_pruned_by_rank_zero(keep: int)
     assert kept == list(range(7 - keep, 7))
     assert len(a.directive.prune) == 6 - keep
     assert not b.directive.prune
+
+
+def test_the_best_checkpoint_is_never_pruned() -> None:
+    """It stays beyond the last N until there is a better one, also what was best as of one that may still be chosen."""
+    job = Driven(settings(keep_checkpoints=2))
+    (a,) = job.start(1)
+    kept = []
+    for step, best in enumerate([1, 1, 1, 1, 5, 5, 5], 1):
+        made = job.seal(step)
+        made.best = f"step-{best}.e1.1"
+        assert a.commit(made).code == "OK"
+        kept.append([record.step for record in job.job.checkpoints if not record.retired])
+    assert kept == [[1], [1, 2], [1, 2, 3], [1, 3, 4], [1, 4, 5], [5, 6], [5, 6, 7]]

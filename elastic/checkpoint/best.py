@@ -1,0 +1,66 @@
+"""Which checkpoint is the best by a metric that the run tracks. Pure; rank 0 asks, and tells the others.
+
+Each manifest names the best checkpoint *as of itself*. So the best survives restarts with the resume point, and a run
+that goes back to an earlier checkpoint goes back to what was best then: a best in the part that was left is forgotten.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+MODES = ("min", "max")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best checkpoint of a run as of the manifest that says so.
+
+    Attributes:
+        name: Its directory; may be the manifest's own.
+        metric, mode: What was tracked.
+        value: Of the metric.
+    """
+
+    name: str
+    metric: str
+    mode: str
+    value: float
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode {self.mode!r} of the best checkpoint: 'min' or 'max' was expected")
+        if not math.isfinite(self.value):
+            raise ValueError(f"the best checkpoint's metric must be finite, not {self.value}")
+
+
+@dataclass(frozen=True)
+class Tracked:
+    """What the run wants to be best at.
+
+    Attributes:
+        metric: Its name, for people and to notice that another one is tracked now.
+        mode: ``"min"``: smaller is better; ``"max"``: larger is.
+        min_delta: By how much a value must be better than the best; 0: by anything.
+    """
+
+    metric: str
+    mode: str = "min"
+    min_delta: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ValueError(f"mode {self.mode!r} of metric {self.metric}: 'min' or 'max' was expected")
+        if not (math.isfinite(self.min_delta) and self.min_delta >= 0):
+            raise ValueError(
+                f"min_delta of metric {self.metric} is {self.min_delta}: a number of at least 0 was expected"
+            )
+
+    def improves(self, value: float | None, best: Best | None) -> bool:
+        """Whether a checkpoint with ``value`` would be the best. A value that is no finite number never is."""
+        if value is None or not math.isfinite(value):
+            return False
+        if best is None or (best.metric, best.mode) != (self.metric, self.mode):
+            return True
+        gain = best.value - value if self.mode == "min" else value - best.value
+        return gain > self.min_delta

@@ -1,0 +1,73 @@
+"""Which checkpoints of a run without a master may go. Pure: the caller logs and deletes.
+
+Under a master its record decides (``master/checkpoints.py``), by the same rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from .layout import SHARDED
+from .manifest import Manifest
+
+
+@dataclass(frozen=True)
+class Retirement:
+    """What may be deleted now, names of directories with later forms before their source.
+
+    Attributes:
+        old: Beyond the last that are kept.
+        left: Steps that the run has made again since it went back to an earlier checkpoint.
+    """
+
+    old: tuple[str, ...]
+    left: tuple[str, ...]
+
+
+def lineage(found: Iterable[Manifest]) -> list[Manifest]:
+    """The newest lineage of sharded checkpoints, oldest first: read back from resume point to resume point."""
+    attempts: dict[tuple[int, int], Manifest] = {}
+    for manifest in sorted(found, key=lambda manifest: manifest.parsed_name.age):
+        if manifest.form == SHARDED:
+            attempts[manifest.epoch, manifest.step] = manifest
+    sharded = list(attempts.values())
+    by_digest = {manifest.digest: manifest for manifest in sharded}
+    chain: list[Manifest] = []
+    last = sharded[-1] if sharded else None
+    while last is not None:
+        of_epoch = [m for m in sharded if m.epoch == last.epoch and m.step <= last.step]
+        chain.extend(reversed(of_epoch))
+        resumed = of_epoch[-1].resumed_from
+        source = None if resumed is None else by_digest.get(resumed.digest)
+        last = source if source is not None and source.epoch < last.epoch else None
+    return chain[::-1]
+
+
+def retirable(found: Sequence[Manifest], keep: int, in_use: Iterable[str] = ()) -> Retirement:
+    """What may go once the newest checkpoint of ``found`` is sealed.
+
+    Stays, whatever ``keep`` says: the newest, what is ``in_use`` (names), and what was best as of any that stays.
+
+    Args:
+        found: All sealed checkpoints of the run.
+        keep: How many of the newest lineage stay; 0: all.
+        in_use: A resume point, the source of a conversion or of an upload.
+    """
+    chain = lineage(found)
+    if not chain:
+        return Retirement((), ())
+    head, used = chain[-1], set(in_use)
+    used |= {m.source.name for m in found if m.source is not None and m.name in used}
+    there = {m.name for m in chain}
+    left = {m.name for m in found if m.form == SHARDED and m.name not in there and m.step >= head.step} - used
+    kept = [m for number, m in enumerate(reversed(chain)) if not keep or number < keep or m.name in used]
+    spared = {m.name for m in kept} | {m.best.name for m in kept if m.best is not None} | used
+    others = {m.name for m in found if m.form == SHARDED} - left
+    old = others - spared if keep else set()
+    return Retirement(_with_forms(found, old), _with_forms(found, left))
+
+
+def _with_forms(found: Sequence[Manifest], names: set[str]) -> tuple[str, ...]:
+    forms = [m.name for m in found if m.source is not None and m.source.name in names]
+    return (*forms, *(m.name for m in found if m.name in names))
