@@ -9,10 +9,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .batches import Batch, Batches, MicroBatch
+    from .accumulation import Accumulation
+    from .batches import Batch, Batches
     from .checkpoint import CheckpointStore, Order, Position
     from .exchange import Boundary
     from .exits import EXIT_BAD_CHECKPOINT, EXIT_DRAINED, BadResumePoint, Drained
+    from .micro_batch import MicroBatch
     from .plan import BatchPlan
     from .resuming import ResumePoint
     from .rng import sample_generator
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = (
     "EXIT_BAD_CHECKPOINT",
     "EXIT_DRAINED",
+    "Accumulation",
     "BadResumePoint",
     "Batch",
     "BatchPlan",
@@ -44,6 +47,7 @@ __all__ = (
 _MODULES = {
     "EXIT_BAD_CHECKPOINT": "exits",
     "EXIT_DRAINED": "exits",
+    "Accumulation": "accumulation",
     "BadResumePoint": "exits",
     "Batch": "batches",
     "BatchPlan": "plan",
@@ -52,7 +56,7 @@ _MODULES = {
     "CheckpointStore": "checkpoint",
     "Drained": "exits",
     "ElasticSampler": "sampler",
-    "MicroBatch": "batches",
+    "MicroBatch": "micro_batch",
     "Order": "checkpoint",
     "Position": "checkpoint",
     "ResumePoint": "resuming",

@@ -1,71 +1,34 @@
-"""A map-style data set as optimizer steps: this rank's micro-batches of every global batch, with their factors."""
+"""A data set as optimizer steps: this rank's micro-batches of every global batch, with their factors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
 
 from . import rng
 from .checkpoint import Order, Position
-from .plan import BatchPlan, Slice
-from .sampler import ElasticSampler, GlobalBatch
+from .fetching import Loading, Maker, Part, is_iterable
+from .micro_batch import MicroBatch
+from .plan import BatchPlan
+from .sampler import ElasticSampler
 
 T = TypeVar("T")
 
-
-@dataclass
-class MicroBatch(Generic[T]):
-    """What one forward and backward pass computes.
-
-    Attributes:
-        data: What the collate function made of the samples.
-        sample_ids: Its own real samples; none for a filler.
-        n: Their number.
-        number: Number of the micro-batch in the global batch.
-        loss_scale: Multiply the mean loss of ``data`` by it.
-        is_last: The last one of this rank's step: gradients are to be synchronised in its backward pass.
-    """
-
-    data: T
-    sample_ids: tuple[int, ...]
-    n: int
-    number: int
-    loss_scale: float
-    is_last: bool
-    _hooks: list[Any] = field(default_factory=list, repr=False)
-
-    @property
-    def filler(self) -> bool:
-        """It repeats a sample that another slice owns, so that this rank takes part; it must count for nothing."""
-        return self.n == 0
-
-    def scale(self, loss: Tensor, parameters: Iterator[Tensor] | Sequence[Tensor] = ()) -> Tensor:
-        """``loss * loss_scale``, and nothing at all where the factor is 0, even if the loss is NaN or infinite.
-
-        That is a filler, or with token means a slice without a real token, whose mean is 0 / 0.
-
-        Args:
-            loss: The mean loss of ``data``, a scalar.
-            parameters: The model's. With them the gradients of such a slice are zeroed one by one, so that even an
-                infinite derivative inside the model leaves no NaN (``0 * inf``); without them only the loss itself is
-                guarded.
-        """
-        if self.loss_scale != 0.0:
-            return loss * self.loss_scale
-        for parameter in parameters:
-            if parameter.requires_grad:
-                self._hooks.append(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
-        return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0) * 0.0
-
-    def _close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+# What Batches itself says to the DataLoader, and what to use instead.
+_OWN_OPTIONS = {
+    "batch_size": "BatchPlan says how many",
+    "batch_sampler": "the order is the ElasticSampler's",
+    "sampler": "the order is the ElasticSampler's",
+    "shuffle": "say it to the ElasticSampler",
+    "drop_last": "say it to the ElasticSampler",
+    "collate_fn": "say collate=... to Batches",
+    "generator": "workers are seeded by the order's seed",
+    "in_order": "batches come in order",
+}
 
 
 @dataclass
@@ -79,6 +42,8 @@ class Batch(Generic[T]):
         position: Where the global batch begins.
         position_after: The run's position once this step is done.
         tokens: Real tokens of the whole global batch, with token means; else 0. Known once ``micro_batches`` began.
+        handed_out: Micro-batches that ``micro_batches`` has given so far.
+        scale: ``"ddp"`` or ``"deepspeed"``: what the factors are made for.
     """
 
     step: int
@@ -87,45 +52,79 @@ class Batch(Generic[T]):
     position: Position
     position_after: Position
     tokens: int = 0
-    _parts: list[tuple[Slice, T]] = field(default_factory=list, repr=False)
+    handed_out: int = 0
+    scale: str = "ddp"
+    _parts: list[tuple[Part, T]] = field(default_factory=list, repr=False)
     _owner: Batches[T] | None = field(default=None, repr=False)
 
     @property
+    def accumulation(self) -> int:
+        """Micro-batches of this step, alike on all ranks and in all steps."""
+        return len(self._parts)
+
+    @property
     def micro_batches(self) -> Iterator[MicroBatch[T]]:
-        """The micro-batches in order; one pass. With token means all ranks must begin it in the same step."""
+        """The micro-batches in order. With token means all ranks must begin it in the same step.
+
+        Once it has come to its end the step counts as trained: the sampler then stands at ``position_after``.
+        """
         if self._owner is None:
             raise RuntimeError("this batch was not made by Batches")
         return self._owner.micro_batches(self, self._parts)
+
+    def check_complete(self) -> None:
+        """The step is over: were all of its micro-batches computed?
+
+        Raises:
+            RuntimeError: No: the gradient would be that of a part of the global batch.
+        """
+        if self.handed_out < self.accumulation:
+            raise RuntimeError(
+                f"step {self.step} ended after {self.handed_out} of its {self.accumulation} micro-batches: its "
+                "gradient is not the global batch's. Go through all of batch.micro_batches before the optimizer steps"
+            )
+        if self._owner is not None:
+            self._owner.trained(self)
 
 
 class Batches(Generic[T]):
     """Iterates over ``Batch`` objects from the sampler's position on.
 
-    What is fetched ahead by DataLoader workers does not count: a batch carries the position after it, and a run that
-    saves that position goes on with the next batch. Iterating does not move ``sampler``.
+    The sampler stands where the *training* stands: it moves once a batch's micro-batches are all computed. What
+    DataLoader workers fetch ahead does not count. So ``sampler.state_dict()``, taken between two steps, goes on with
+    the next batch, and so does iterating once more.
+
+    With a ``fixed_micro_batch`` plan and a seed, whatever is random is the same at every world size: the generators are
+    set from (seed, step, number) before every micro-batch, from (seed, data epoch, sample) while a map-style data set
+    makes a sample, and from (seed, data epoch, first sample) while ``collate`` works.
 
     Args:
-        dataset: Map-style; anything with ``__getitem__``.
+        dataset: Map-style (``__getitem__``), or iterable. An iterable one has its own order (a sampler with
+            ``shuffle=False``) and must give the same samples on every rank; it is read as a whole by each rank and each
+            of its DataLoader workers, and its ``set_epoch(data_epoch)`` and ``skip(n)`` are used where it has them.
+            Without ``skip``, a resumed run reads what it does not need.
         sampler: The order and where to begin.
         plan: Who computes what. Its global batch size must be the sampler's.
         rank: This rank's number in the data-parallel group.
         collate: Makes ``data`` of a list of samples; default: torch's.
-        scale: ``"ddp"`` or ``"deepspeed"``, see ``BatchPlan.loss_scale``.
+        scale: ``"ddp"`` (also for FSDP) or ``"deepspeed"``, see ``BatchPlan.loss_scale``.
         resume: Begin after this checkpoint: its position and step, its order compared. Anything with ``position``,
             ``step`` and ``manifest.order``; None: at the sampler's position, with step 1.
         data_epochs: Stop before this data epoch; None: never.
-        seed: With a ``fixed_micro_batch`` plan: generators are set from (seed, step, number) before every micro-batch.
-        count_tokens: For token means: real tokens in ``data``. Factors are then by tokens instead of samples.
+        seed: See above.
+        count_tokens: For token means: real tokens in ``data``. Factors are then by tokens instead of samples. With a
+            plan that pads it is called with the rows' mask as second argument, and must not count the others.
         reduce: For token means: sums a number over all ranks (``session.sum``).
         loader_options: For ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
 
     Raises:
-        ValueError: Sizes that disagree, a position in another order, or ``count_tokens`` without ``reduce``.
+        ValueError: Sizes that disagree, a position in another order, ``count_tokens`` without ``reduce``, an iterable
+            data set that is to be shuffled, or a loader option that would change the order.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Any,
         sampler: ElasticSampler,
         plan: BatchPlan,
         rank: int,
@@ -135,29 +134,30 @@ class Batches(Generic[T]):
         resume: Any = None,
         data_epochs: int | None = None,
         seed: int | None = None,
-        count_tokens: Callable[[T], int] | None = None,
+        count_tokens: Callable[..., int] | None = None,
         reduce: Callable[[float], float] | None = None,
         loader_options: dict[str, Any] | None = None,
     ) -> None:
-        if sampler.order.global_batch_size != plan.global_batch_size:
-            raise ValueError(
-                f"the sampler deals {sampler.order.global_batch_size} samples a step, the plan {plan.global_batch_size}"
-            )
+        options = dict(loader_options or {})
+        _check_agreement(dataset, sampler, plan, options)
         if (count_tokens is None) != (reduce is None):
             raise ValueError("token means need both count_tokens and reduce")
-        if resume is not None and resume.manifest.order is not None:
-            sampler.check_order(resume.manifest.order)
-        self._dataset, self._plan, self._rank, self._scale = dataset, plan, rank, scale
-        self._start = sampler.position if resume is None else resume.position
-        self._first_step = 1 if resume is None else resume.step + 1
-        self._sampler = sampler
-        self._collate, self._seed = collate, seed
-        self._count_tokens, self._reduce = count_tokens, reduce
-        self._options = dict(loader_options or {})
-        self._data_epochs = data_epochs
-        self._left = self._count_left()
-        sampler.batch_at(self._start)
+        plan.slices(rank)
         plan.loss_scale(1, 1, scale)
+        self._steps_done = 0
+        if resume is not None:
+            if resume.manifest.order is not None:
+                sampler.adopt_order(resume.manifest.order)
+            sampler.seek(resume.position)
+            self._steps_done = resume.step
+        sampler.check_position(sampler.position)
+        self._sampler, self._plan, self._rank, self._scale = sampler, plan, rank, scale
+        self._count_tokens, self._reduce = count_tokens, reduce
+        self._data_epochs = data_epochs
+        self._seed = seed if plan.fixed_micro_batch else None
+        maker = Maker(collate, self._seed)
+        self._loading = Loading(dataset, sampler, plan, rank, maker, data_epochs, options)
+        self._left = self._count_left()
 
     @property
     def order(self) -> Order:
@@ -166,84 +166,108 @@ class Batches(Generic[T]):
 
     @property
     def left(self) -> int | None:
-        """Batches not handed out yet, alike on all ranks; None: without end."""
+        """Batches not handed out yet, alike on all ranks; None: without end.
+
+        Of an iterable data set without a length only this is known, with ``data_epochs``: 0, or 1 for at least one.
+        """
         return self._left
 
     def __iter__(self) -> Iterator[Batch[T]]:
         self._left = self._count_left()
-        dealt: Iterator[GlobalBatch] = self._global_batches()
-        loader: Iterator[T] = iter(self._loader())
-        for step, whole in enumerate(dealt, start=self._first_step):
-            slices = self._plan.slices(self._rank, len(whole.sample_ids))
-            parts = [(part, next(loader)) for part in slices]
-            ids = [i for part in slices if not part.filler for i in whole.sample_ids[part.start : part.stop]]
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Batch[T]]:
+        first = self._steps_done + 1
+        # The loader draws its workers' seed from a generator of its own: the global one must run on bit-exactly.
+        generator = torch.Generator().manual_seed(rng.derive("loader", self.order.seed, first, self._rank))
+        parts = self._loading.start(self._sampler.position, generator)
+        step = first
+        while gathered := list(islice(parts, self._plan.accumulation)):
+            one = gathered[0][0]
             if self._left is not None:
-                self._left -= 1
-            yield Batch(
+                self._left = self._count_after(one.position_after)
+            batch = Batch(
                 step=step,
-                n=len(whole.sample_ids),
-                sample_ids=tuple(ids),
-                position=whole.position,
-                position_after=whole.position_after,
-                _parts=parts,
+                n=one.total,
+                sample_ids=tuple(i for part, _ in gathered if not part.slice.filler for i in part.sample_ids),
+                position=one.position,
+                position_after=one.position_after,
+                scale=self._scale,
+                _parts=gathered,
                 _owner=self,
             )
+            yield batch
+            if batch.handed_out:
+                batch.check_complete()
+            step += 1
 
-    def micro_batches(self, batch: Batch[T], parts: list[tuple[Slice, T]]) -> Iterator[MicroBatch[T]]:
+    def micro_batches(self, batch: Batch[T], parts: list[tuple[Part, T]]) -> Iterator[MicroBatch[T]]:
         """See ``Batch.micro_batches``."""
-        weights = [float(part.n) for part, _ in parts]
-        total = float(batch.n)
-        if self._count_tokens is not None and self._reduce is not None:
-            weights = [0.0 if part.filler else float(self._count_tokens(data)) for part, data in parts]
-            total = self._reduce(sum(weights))
-            batch.tokens = round(total)
-        remaining = list(batch.sample_ids)
+        tokens = self._tokens(batch, parts)
+        total = float(batch.n) if tokens is None else float(batch.tokens)
         for index, (part, data) in enumerate(parts):
-            own, remaining = tuple(remaining[: part.n]), remaining[part.n :]
+            weight = float(part.slice.n if tokens is None else tokens[index])
             # A step without any real token has nothing to learn from.
-            scale = self._plan.loss_scale(weights[index], total, self._scale) if total else 0.0
-            if self._seed is not None and self._plan.fixed_micro_batch:
-                rng.seed_micro_batch(self._seed, batch.step, part.number)
-            micro = MicroBatch(data, own, part.n, part.number, scale, index == len(parts) - 1)
+            scale = self._plan.loss_scale(weight, total, self._scale) if total else 0.0
+            if self._seed is not None:
+                rng.seed_micro_batch(self._seed, batch.step, part.slice.number)
+            batch.handed_out = index + 1
+            micro = MicroBatch(
+                data,
+                () if part.slice.filler else part.sample_ids,
+                part.slice.n,
+                part.slice.number,
+                scale,
+                is_last=index == len(parts) - 1,
+                rows=part.slice.rows,
+                tokens=None if tokens is None else tokens[index],
+                padded=self._plan.pad,
+            )
             try:
                 yield micro
             finally:
-                micro._close()
+                micro.close()
+        self.trained(batch)
 
-    def _global_batches(self) -> Iterator[GlobalBatch]:
-        position = self._start
-        while self._data_epochs is None or position.data_epoch < self._data_epochs:
-            batch = self._sampler.batch_at(position)
-            yield batch
-            position = batch.position_after
+    def trained(self, batch: Batch[T]) -> None:
+        """All of ``batch`` is computed: that is where the training stands now."""
+        self._steps_done = batch.step
+        self._sampler.seek(batch.position_after)
 
-    def _loader(self) -> DataLoader[Any]:
-        options = self._options
-        if self._collate is not None:
-            options = {**options, "collate_fn": self._collate}
-        # The loader draws its workers' seed from a generator of its own: the global one must run on bit-exactly.
-        generator = torch.Generator().manual_seed(rng.derive("loader", self.order.seed, self._first_step, self._rank))
-        return DataLoader(
-            self._dataset,
-            batch_sampler=_SliceIds(self._global_batches, self._plan, self._rank),
-            generator=generator,
-            **options,
-        )
+    def _tokens(self, batch: Batch[T], parts: list[tuple[Part, T]]) -> list[int] | None:
+        """Real tokens of each part, and with all ranks' those of the batch; None without token means. Collective."""
+        if self._count_tokens is None or self._reduce is None:
+            return None
+        found = []
+        for part, data in parts:
+            mask = (torch.arange(part.slice.rows) < part.slice.n,) if self._plan.pad else ()
+            found.append(0 if part.slice.filler else int(self._count_tokens(data, *mask)))
+        batch.tokens = round(self._reduce(float(sum(found))))
+        return found
 
     def _count_left(self) -> int | None:
-        if self._data_epochs is None:
-            return None
-        per_epoch, done = self._sampler.batches_per_data_epoch, self._start.samples // self.order.global_batch_size
-        return max(0, (self._data_epochs - self._start.data_epoch) * per_epoch - done)
+        return None if self._data_epochs is None else self._count_after(self._sampler.position)
+
+    def _count_after(self, position: Position) -> int:
+        assert self._data_epochs is not None
+        epochs = self._data_epochs - position.data_epoch
+        if not self.order.length:
+            return int(epochs > 0)
+        done = position.samples // self.order.global_batch_size
+        return max(0, epochs * self._sampler.batches_per_data_epoch - done)
 
 
-class _SliceIds:
-    """The batch sampler of one rank: the sample ids of each of its micro-batches in turn."""
-
-    def __init__(self, batches: Callable[[], Iterator[GlobalBatch]], plan: BatchPlan, rank: int) -> None:
-        self._batches, self._plan, self._rank = batches, plan, rank
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for batch in self._batches():
-            for part in self._plan.slices(self._rank, len(batch.sample_ids)):
-                yield list(batch.sample_ids[part.start : part.stop])
+def _check_agreement(dataset: Any, sampler: ElasticSampler, plan: BatchPlan, options: dict[str, Any]) -> None:
+    if sampler.order.global_batch_size != plan.global_batch_size:
+        raise ValueError(
+            f"the sampler deals {sampler.order.global_batch_size} samples a step, the plan {plan.global_batch_size}"
+        )
+    if is_iterable(dataset):
+        if sampler.order.shuffle:
+            raise ValueError("an iterable data set has an order of its own: give the ElasticSampler shuffle=False")
+    elif not sampler.order.length:
+        raise ValueError("a map-style data set has a length: give it to the ElasticSampler")
+    elif hasattr(dataset, "__len__") and len(dataset) != sampler.order.length:
+        raise ValueError(f"the data set has {len(dataset)} samples, the sampler {sampler.order.length}")
+    for name in options.keys() & _OWN_OPTIONS.keys():
+        raise ValueError(f"loader_options cannot have {name!r}: {_OWN_OPTIONS[name]}")

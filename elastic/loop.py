@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from .batches import Batch
 from .checkpoint import Order, Position, Ref
 from .exchange import MAX_STEPS_APART, Boundary
 from .saving import SaveError
@@ -60,6 +61,7 @@ def steps(
 
     Raises:
         ValueError: ``max_steps`` below 0 or ``save_every`` below 0.
+        RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
         SaveError: The script's ``save`` has a mistake, or the final save failed again and again.
         Drained: See above.
     """
@@ -130,7 +132,13 @@ class _Run:
         self._position = Position() if session.resume is None else session.resume.position
 
     def took(self, batch: Any) -> None:
-        """The batch was trained: the run's position is the one after it."""
+        """The batch was trained: the run's position is the one after it.
+
+        Raises:
+            RuntimeError: Micro-batches of it are missing: nothing of this step may be saved.
+        """
+        if isinstance(batch, Batch):
+            batch.check_complete()
         self._position = getattr(batch, "position_after", self._position)
 
     def at(self, boundary: Boundary) -> bool:

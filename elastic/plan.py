@@ -12,19 +12,27 @@ class Slice:
     Attributes:
         number: Number of the micro-batch in the global batch; slices are numbered over all ranks.
         start: First position.
-        stop: One past the last. A filler has exactly one position, which another slice owns.
-        filler: No sample was left for it: it computes one real sample again, with factor 0.
+        stop: One past the last.
+        filler: No sample was left for it: it computes the first slice again, with factor 0. That is one sample, or with
+            fixed micro-batches as many as a slice has, for what cannot compute a single one (BatchNorm).
+        padding: Rows beyond those positions, which repeat the first one and count for nothing.
     """
 
     number: int
     start: int
     stop: int
     filler: bool = False
+    padding: int = 0
 
     @property
     def n(self) -> int:
         """Real samples of its own."""
         return 0 if self.filler else self.stop - self.start
+
+    @property
+    def rows(self) -> int:
+        """Rows that are computed, whether they count or not."""
+        return self.stop - self.start + self.padding
 
 
 @dataclass(frozen=True)
@@ -33,8 +41,17 @@ class BatchPlan:
 
     Every rank makes the same number of micro-steps, the fewest that keep a slice at or below ``max_micro_batch_size``
     (m) samples: ``a = ceil(G / (W m))``, ``b = ceil(G / (a W))``. The samples are dealt in slices that differ by at
-    most one, so no row is padded. With ``fixed_micro_batch`` the cut is the same at every world size (``ceil(G / m)``
-    micro-batches) and the world decides only who computes which.
+    most one, so no row is padded.
+
+    Attributes:
+        global_batch_size: G, samples per optimizer step.
+        world_size: W, data-parallel ranks.
+        max_micro_batch_size: m, samples that one forward and backward pass may have.
+        fixed_micro_batch: The cut is the same at every world size (``ceil(G / m)`` micro-batches), and the world
+            decides only who computes which: then also what depends on the micro-batch as a whole gives the same curve,
+            such as dropout, BatchNorm in training, or an auxiliary loss over a micro-batch's tokens.
+        pad: Every micro-batch has b rows, for graphs of static shape: short ones repeat their first sample, in rows
+            that count for nothing (``MicroBatch.mask``).
 
     Raises:
         ValueError: A size below 1.
@@ -44,6 +61,7 @@ class BatchPlan:
     world_size: int
     max_micro_batch_size: int
     fixed_micro_batch: bool = False
+    pad: bool = False
 
     def __post_init__(self) -> None:
         if min(self.global_batch_size, self.world_size, self.max_micro_batch_size) < 1:
@@ -78,15 +96,17 @@ class BatchPlan:
         total = self.global_batch_size if size is None else size
         if not 0 <= rank < self.world_size or not 1 <= total <= self.global_batch_size:
             raise ValueError(f"rank {rank} of {self.world_size}, {total} of {self.global_batch_size} samples")
-        short, longer = divmod(total, self._slices)
+        slices = self._slices
+        short, longer = divmod(total, slices)
+        rows = self.micro_batch_size if self.pad else 0
         found = []
         for number in range(rank, self.accumulation * self.world_size, self.world_size):
             start = number * short + min(number, longer)
             stop = start + short + (number < longer)
-            if number >= self._slices or start == stop:
-                found.append(Slice(number, 0, 1, filler=True))
-            else:
-                found.append(Slice(number, start, stop))
+            filler = number >= slices or start == stop
+            if filler:
+                start, stop = 0, short + (longer > 0)
+            found.append(Slice(number, start, stop, filler, max(0, rows - (stop - start))))
         return tuple(found)
 
     def loss_scale(self, n: float, total: float, scale: str = "ddp") -> float:
@@ -95,11 +115,11 @@ class BatchPlan:
         Args:
             n: Real samples (or tokens) of the slice.
             total: Those of the whole global batch.
-            scale: ``"ddp"`` averages over W ranks; ``"deepspeed"`` divides by the micro-steps as well.
+            scale: ``"ddp"`` averages over W ranks, as FSDP does; ``"deepspeed"`` divides by the micro-steps as well.
 
         Raises:
             ValueError: Another ``scale``.
         """
         if scale not in ("ddp", "deepspeed"):
-            raise ValueError(f"scale is 'ddp' or 'deepspeed', not {scale!r}")
+            raise ValueError(f"scale is 'ddp' (also for FSDP and a single process) or 'deepspeed', not {scale!r}")
         return n * self.world_size * (self.accumulation if scale == "deepspeed" else 1) / total

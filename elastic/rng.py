@@ -11,6 +11,8 @@ import hashlib
 import json
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -47,6 +49,26 @@ def seed_micro_batch(seed: int, step: int, number: int) -> None:
 def sample_generator(seed: int, data_epoch: int, sample: int) -> torch.Generator:
     """A generator for random augmentation of one sample, whoever computes it and whenever."""
     return torch.Generator().manual_seed(derive("sample", seed, data_epoch, sample))
+
+
+@contextmanager
+def aside(*parts: int | str) -> Iterator[None]:
+    """Inside, the generators on the CPU draw from a seed made of ``parts``; after it they stand where they stood."""
+    numpy = sys.modules.get("numpy")
+    before = random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
+    value = derive(*parts)
+    random.seed(value)
+    # Not torch.manual_seed, which would seed the devices as well: their generators are the training's.
+    torch.default_generator.manual_seed(value)
+    if numpy is not None:
+        numpy.random.seed(value & 0xFFFFFFFF)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        torch.set_rng_state(before[1])
+        if numpy is not None:
+            numpy.random.set_state(before[2])
 
 
 def file_name(rank: int) -> str:

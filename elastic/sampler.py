@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .checkpoint import Order, Position
-from .permutation import Permutation
+from .permutation import VERSION as NEWEST_ORDER
+from .permutation import Permutation, version_for
+
+STATE_VERSION = 2
+# What a state of version 1, which did not say so, has no key for.
+_SINCE_VERSION_2 = {"version": 1, "order_version": 1}
+_COMPARED = ("seed", "length", "global_batch_size", "shuffle")
 
 
 @dataclass(frozen=True)
@@ -16,7 +21,7 @@ class GlobalBatch:
     """The samples of one optimizer step, over all ranks.
 
     Attributes:
-        sample_ids: Indices into the data set, in order.
+        sample_ids: Indices into the data set, in order; computed when they are asked for.
         position: Where the batch begins.
         position_after: Where the next one begins.
     """
@@ -33,31 +38,47 @@ class ElasticSampler:
     where G does not divide the length, or left out with ``drop_last``.
 
     Args:
-        length: Number of samples in the data set.
+        length: Number of samples in the data set. None: not known, for an iterable data set, which has an order of its
+            own (``shuffle=False``) and says itself where a data epoch ends.
         global_batch_size: G, samples per optimizer step over all ranks.
         seed: Fixes the order together with the data epoch and the length.
         shuffle: False: the order of the data set.
         drop_last: Leave out a short last batch of a data epoch.
 
     Raises:
-        ValueError: A size below 1, or no whole batch in the data set with ``drop_last``.
+        ValueError: A size below 1, no whole batch in the data set with ``drop_last``, or a shuffle without a length.
     """
 
     def __init__(
-        self, length: int, global_batch_size: int, *, seed: int = 0, shuffle: bool = True, drop_last: bool = False
+        self,
+        length: int | None,
+        global_batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
     ) -> None:
-        if length < 1 or global_batch_size < 1:
+        if (length is not None and length < 1) or global_batch_size < 1:
             raise ValueError(f"length and global_batch_size must be at least 1, not {length} and {global_batch_size}")
-        if drop_last and length < global_batch_size:
+        if drop_last and length is not None and length < global_batch_size:
             raise ValueError(f"drop_last leaves nothing: {length} samples make no batch of {global_batch_size}")
-        self.order = Order(seed, length, global_batch_size, shuffle)
+        if length is None and shuffle:
+            raise ValueError("without a length there is nothing to shuffle: give the length, or shuffle=False")
+        version = version_for(length) if shuffle and length is not None else 1
+        self.order = Order(seed, length or 0, global_batch_size, shuffle, version)
         self.drop_last = drop_last
         self.position = Position()
-        # Two, because a batch being fetched may lie in the next data epoch while the present one is still read.
-        self._permutation = lru_cache(maxsize=2)(self._make_permutation)
+        self._permutations: dict[int, Permutation] = {}
 
     @property
     def batches_per_data_epoch(self) -> int:
+        """Whole batches, and the short one that is not dropped.
+
+        Raises:
+            ValueError: The length is not known.
+        """
+        if not self.order.length:
+            raise ValueError("a data set without a length does not say how many batches it has")
         full, rest = divmod(self.order.length, self.order.global_batch_size)
         return full + (1 if rest and not self.drop_last else 0)
 
@@ -65,16 +86,30 @@ class ElasticSampler:
         """The global batch that begins at ``position``; does not move the sampler.
 
         Raises:
-            ValueError: ``position`` is not the beginning of a batch.
+            ValueError: ``position`` is not the beginning of a batch, or the length is not known.
         """
+        self.check_position(position)
+        batches = self.batches_per_data_epoch
         start, size = position.samples, self.order.global_batch_size
-        if start % size or not 0 <= start // size < self.batches_per_data_epoch or position.data_epoch < 0:
-            raise ValueError(f"{position} is not where a batch of {size} begins in {self.order.length} samples")
         stop = min(start + size, self.order.length)
-        ids = self._permutation(position.data_epoch).slice(start, stop) if self.order.shuffle else range(start, stop)
-        done = start // size + 1 == self.batches_per_data_epoch
+        ids: Sequence[int] = range(start, stop)
+        if self.order.shuffle:
+            ids = self._permutation(position.data_epoch).window(start, stop)
+        done = start // size + 1 == batches
         after = Position(position.data_epoch + 1, 0) if done else Position(position.data_epoch, stop)
         return GlobalBatch(ids, position, after)
+
+    def check_position(self, position: Position) -> None:
+        """Is it one at which a batch begins?
+
+        Raises:
+            ValueError: It is not.
+        """
+        start, size = position.samples, self.order.global_batch_size
+        inside = not self.order.length or start // size < self.batches_per_data_epoch
+        if start % size or start < 0 or position.data_epoch < 0 or not inside:
+            length = self.order.length or "an unknown number of"
+            raise ValueError(f"{position} is not where a batch of {size} begins in {length} samples")
 
     def __iter__(self) -> Iterator[GlobalBatch]:
         """Global batches from the present position on, without end; moves the sampler before each one is handed out."""
@@ -89,48 +124,79 @@ class ElasticSampler:
         Raises:
             ValueError: It is not the beginning of a batch.
         """
-        self.batch_at(position)
+        self.check_position(position)
         self.position = position
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in."""
+        """The position, and what it is a position in: plain values, for JSON or ``torch.save`` alike."""
         return {
+            "version": STATE_VERSION,
             "data_epoch": self.position.data_epoch,
             "samples": self.position.samples,
             "seed": self.order.seed,
             "length": self.order.length,
             "global_batch_size": self.order.global_batch_size,
             "shuffle": self.order.shuffle,
+            "order_version": self.order.version,
             "drop_last": self.drop_last,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of ``state_dict``.
+        """The inverse of ``state_dict``, also for states of every earlier version, whose order goes on.
 
         Raises:
-            ValueError: The state belongs to another order: samples would be repeated or missed.
+            ValueError: The state belongs to another order: samples would be repeated or missed. Or it is of a newer
+                version, or none of ours.
         """
-        self.check_order(Order(state["seed"], state["length"], state["global_batch_size"], state["shuffle"]))
+        state = {**_SINCE_VERSION_2, **state}
+        if state["version"] != 1 and state["version"] != STATE_VERSION:
+            raise ValueError(
+                f"the sampler's state has version {state['version']}, this program reads 1 to {STATE_VERSION}: "
+                "install the dalsegno that wrote it, or a newer one"
+            )
+        missing = sorted(set(self.state_dict()) - set(state))
+        if missing:
+            raise ValueError(f"not the state of an ElasticSampler: it has no {', '.join(missing)}")
         if state["drop_last"] != self.drop_last:
-            raise ValueError(f"the state was saved with drop_last={state['drop_last']}, this is {self.drop_last}")
+            raise ValueError(
+                f"the state was saved with drop_last={state['drop_last']}, this is {self.drop_last}: restore it"
+            )
+        saved = Order(
+            state["seed"], state["length"], state["global_batch_size"], state["shuffle"], state["order_version"]
+        )
+        self.adopt_order(saved)
         self.seek(Position(state["data_epoch"], state["samples"]))
 
-    def check_order(self, saved: Order) -> None:
-        """Compares with the order that a checkpoint was written in.
+    def adopt_order(self, saved: Order) -> None:
+        """Compares with the order that a checkpoint was written in, and goes on in its version.
 
         Raises:
-            ValueError: They differ, with the names and values that do.
+            ValueError: They differ, with the names and values that do; or its version is a newer one.
         """
         ours = self.order
         wrong = [
             f"{name} was {getattr(saved, name)} and is {getattr(ours, name)}"
-            for name in ("seed", "length", "global_batch_size", "shuffle")
+            for name in _COMPARED
             if getattr(saved, name) != getattr(ours, name)
         ]
         if wrong:
             raise ValueError(
                 f"the checkpoint's sample order is another one ({'; '.join(wrong)}): restore these or start a new run"
             )
+        if not 1 <= saved.version <= NEWEST_ORDER:
+            raise ValueError(
+                f"the checkpoint's sample order is of version {saved.version}, this program knows 1 to {NEWEST_ORDER}: "
+                "install the dalsegno that wrote it, or a newer one"
+            )
+        self.order = replace(ours, version=saved.version)
+        self._permutations.clear()
 
-    def _make_permutation(self, data_epoch: int) -> Permutation:
-        return Permutation(self.order.length, self.order.seed, data_epoch)
+    def _permutation(self, data_epoch: int) -> Permutation:
+        found = self._permutations.get(data_epoch)
+        if found is None:
+            found = Permutation(self.order.length, self.order.seed, data_epoch, version=self.order.version)
+            # Two, because a batch being fetched may lie in the next data epoch while the present one is still read.
+            while len(self._permutations) > 1:
+                self._permutations.pop(next(iter(self._permutations)))
+            self._permutations[data_epoch] = found
+        return found

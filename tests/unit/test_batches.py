@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from dataclasses import replace
@@ -12,6 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, Position, rng, sample_generator
@@ -29,7 +32,7 @@ class Numbers(torch.utils.data.Dataset[Tensor]):
 
 
 def make(size: int, world: int, micro: int, rank: int, length: int = 50, **options: Any) -> Batches[Tensor]:
-    plan = BatchPlan(size, world, micro, options.pop("fixed", False))
+    plan = BatchPlan(size, world, micro, options.pop("fixed", False), options.pop("pad", False))
     return Batches(Numbers(length), ElasticSampler(length, size, seed=4), plan, rank, **options)
 
 
@@ -125,6 +128,98 @@ def test_position_is_what_was_trained_not_what_was_fetched(workers: int) -> None
     assert sampler.position == Position(0, 48)
 
 
+def go_through(batch: Any) -> list[int]:
+    """As a training does; the samples that were computed."""
+    return [sample for part in batch.micro_batches for sample in part.sample_ids]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_sampler_stands_where_the_training_stands(workers: int) -> None:
+    """Its state between two steps goes on with the next batch, however much was fetched; iterating again does too."""
+    options = {"num_workers": workers, "prefetch_factor": 4} if workers else {}
+    sampler = ElasticSampler(50, 16, seed=4)
+    batches = Batches(Numbers(50), sampler, BatchPlan(16, 1, 3), 0, data_epochs=2, loader_options=options)
+    history, states = [], []
+    for batch in batches:
+        states.append(sampler.state_dict())
+        history.append(go_through(batch))
+        if batch.step == 3:
+            break
+    assert [(state["data_epoch"], state["samples"]) for state in states] == [(0, 0), (0, 16), (0, 32)]
+    assert sampler.position == Position(0, 48)
+    assert batches.left == 5
+    for batch in batches:
+        assert batch.step == len(history) + 1
+        history.append(go_through(batch))
+    assert batches.left == 0
+    assert not list(batches), "nothing is repeated"
+    undisturbed = make(16, 1, 3, 0, data_epochs=2)
+    assert history == [list(batch.sample_ids) for batch in undisturbed]
+
+
+def test_a_step_that_was_left_in_the_middle_is_an_error() -> None:
+    """Half a gradient is not taken for a whole one, and the position does not move over what was not trained."""
+    batches = make(16, 1, 4, 0)
+    each = iter(batches)
+    assert go_through(next(each))
+    batch = next(each)
+    for _ in zip(range(3), batch.micro_batches, strict=False):
+        pass
+    assert (batch.handed_out, batch.accumulation) == (3, 4)
+    with pytest.raises(RuntimeError, match="step 2 ended after 3 of its 4 micro-batches"):
+        next(each)
+    again = next(iter(batches))
+    assert (again.step, again.position, again.handed_out) == (2, Position(0, 16), 0)
+    with pytest.raises(RuntimeError, match="step 2 ended after 0 of its 4"):
+        again.check_complete()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    length=st.integers(1, 90),
+    size=st.integers(1, 20),
+    lives=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=7),
+    micro=st.integers(1, 6),
+    flags=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+    seed=st.integers(-3, 2**70),
+)
+def test_any_lives_and_worlds_give_the_undisturbed_history(
+    length: int,
+    size: int,
+    lives: list[tuple[int, int, int]],
+    micro: int,
+    flags: tuple[bool, bool, bool, bool],
+    seed: int,
+) -> None:
+    """Worlds, drains and crashes at any points, n resumes within a data epoch: each sample once, in the same order.
+
+    A life is (world size, steps, steps of them that a crash loses). All that lives share is a state as JSON.
+    """
+    fixed, pad, drop_last, shuffle = flags
+    drop_last = drop_last and length >= size
+    history: list[list[int]] = []
+    saved = json.dumps(ElasticSampler(length, size, seed=seed, drop_last=drop_last, shuffle=shuffle).state_dict())
+    for world, steps, lost in lives:
+        ranks = []
+        for rank in range(world):
+            sampler = ElasticSampler(length, size, seed=seed, drop_last=drop_last, shuffle=shuffle)
+            sampler.load_state_dict(json.loads(saved))
+            plan = BatchPlan(size, world, micro, fixed, pad)
+            ranks.append((sampler, iter(Batches(Numbers(length), sampler, plan, rank))))
+        kept = max(0, steps - lost)
+        for number in range(steps):
+            computed = [(part.number, part.sample_ids) for _, each in ranks for part in next(each).micro_batches]
+            if number < kept:
+                history.append([sample for _, ids in sorted(computed) for sample in ids])
+                saved = json.dumps(ranks[number % world][0].state_dict())
+    undisturbed = ElasticSampler(length, size, seed=seed, drop_last=drop_last, shuffle=shuffle)
+    assert history == [list(batch.sample_ids) for batch in islice(undisturbed, len(history))]
+    per_epoch = undisturbed.batches_per_data_epoch
+    for first in range(0, len(history) - per_epoch + 1, per_epoch):
+        seen = [sample for step in history[first : first + per_epoch] for sample in step]
+        assert len(seen) == len(set(seen)) == (length // size * size if drop_last else length)
+
+
 def test_data_epochs_end_and_are_counted() -> None:
     """``left`` counts down to the end of the last data epoch, and a second pass begins anew."""
     batches = make(16, 3, 4, 1, data_epochs=2)
@@ -160,6 +255,108 @@ def test_disagreeing_sizes_and_orders_are_refused() -> None:
     Resume.manifest.order = sampler.order
     first = next(iter(Batches(Numbers(50), sampler, BatchPlan(16, 1, 4), 0, resume=Resume)))
     assert (first.step, first.position, len(first.sample_ids)) == (5, Position(0, 48), 2)
+
+
+def test_what_would_change_the_order_is_refused() -> None:
+    """Data set and sampler agree on the length, and the DataLoader is told nothing that is decided elsewhere."""
+    sampler, plan = ElasticSampler(50, 16), BatchPlan(16, 1, 4)
+    with pytest.raises(ValueError, match="the data set has 49 samples, the sampler 50"):
+        Batches(Numbers(49), sampler, plan, 0)
+    with pytest.raises(ValueError, match="a map-style data set has a length"):
+        Batches(Numbers(50), ElasticSampler(None, 16, shuffle=False), plan, 0)
+    with pytest.raises(ValueError, match="rank 1 of 1"):
+        Batches(Numbers(50), sampler, plan, 1)
+    for name in ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn", "generator"):
+        with pytest.raises(ValueError, match=f"loader_options cannot have '{name}'"):
+            Batches(Numbers(50), sampler, plan, 0, loader_options={name: None})
+
+
+def test_data_sets_that_fetch_together_are_asked_together() -> None:
+    """``__getitems__`` is used as torch's own loader uses it."""
+
+    class Together(Numbers):
+        def __getitems__(self, indices: list[int]) -> list[Tensor]:
+            return [torch.tensor([float(index), -1.0]) for index in indices]
+
+    part = next(iter(next(iter(Batches(Together(50), ElasticSampler(50, 16), BatchPlan(16, 1, 4), 0))).micro_batches))
+    assert part.data[:, 1].tolist() == [-1.0] * 4
+    assert part.data[:, 0].tolist() == list(part.sample_ids)
+
+
+@pytest.mark.parametrize(("length", "fixed"), [(50, False), (50, True), (19, False), (19, True)])
+def test_padded_micro_batches_have_one_shape_and_count_the_same(length: int, fixed: bool) -> None:
+    """All have b rows, real ones first; the gradient is that without padding, from rows or whatever pads hold."""
+    for world in (1, 2, 3, 5):
+        plain = [iter(make(13, world, 3, rank, length=length, fixed=fixed)) for rank in range(world)]
+        padded = [iter(make(13, world, 3, rank, length=length, fixed=fixed, pad=True)) for rank in range(world)]
+        rows = BatchPlan(13, world, 3, fixed).micro_batch_size
+        for _ in range(length // 13 + 2):
+            gradients = []
+            for ranks in (plain, padded):
+                weight = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+                for rank in ranks:
+                    for part in next(rank).micro_batches:
+                        inner = weight * part.data[:, 0]
+                        assert part.data[: part.n, 0].tolist() == list(part.sample_ids)
+                        if ranks is padded:
+                            assert part.data.shape == (rows, 2)
+                            inner = part.guard(inner) * torch.where(part.mask, 1.0, torch.nan)
+                        part.scale(inner.sin()).backward()  # type: ignore[no-untyped-call]
+                gradients.append(weight.grad)
+            assert torch.allclose(*gradients, rtol=1e-12, atol=0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("size", "world", "rank", "real"), [(6, 4, 0, 2), (6, 4, 3, 1), (4, 5, 3, 1), (4, 5, 4, 0)])
+def test_rows_that_do_not_count_leave_no_nan(size: int, world: int, rank: int, real: int) -> None:
+    """What pads and fillers compute is replaced, forwards and backwards, not multiplied: outputs, losses, means."""
+    for part in next(iter(make(size, world, 2, rank, pad=True))).micro_batches:
+        rows = part.rows
+        assert (part.n, part.filler, rows) == (real, not real, -(-size // world))
+        assert part.mask.tolist() == [True] * real + [False] * (rows - real)
+        poison = torch.where(part.mask[:, None], 1.0, torch.nan)
+        output = torch.ones(rows, 3, dtype=torch.float64, requires_grad=True)
+        guarded = part.guard(output, 9.0)
+        assert guarded.tolist() == [[1.0] * 3] * real + [[9.0] * 3] * (rows - real)
+        losses = (guarded * poison).sum(1)
+        assert part.mean(losses).item() == (3.0 if real else 0.0)
+        part.scale(losses, [output]).backward()  # type: ignore[no-untyped-call]
+        assert output.grad is not None
+        wanted = part.loss_scale / max(1, real)
+        assert output.grad.tolist() == [[wanted] * 3] * real + [[0.0] * 3] * (rows - real)
+
+
+def test_a_mean_that_would_count_pads_is_refused() -> None:
+    """With padding a scalar cannot be told from a mean over all rows; shapes that are neither are named."""
+    part = next(iter(next(iter(make(7, 2, 2, 0, pad=True))).micro_batches))
+    with pytest.raises(ValueError, match="give the loss of each row"):
+        part.scale(torch.tensor(1.0))
+    plain = next(iter(next(iter(make(7, 2, 2, 0))).micro_batches))
+    for shape in [(3,), (2, 2)]:
+        with pytest.raises(ValueError, match=r"one value for each of 2 rows, not \("):
+            plain.scale(torch.ones(shape))
+    with pytest.raises(ValueError, match="this micro-batch has 2 rows"):
+        plain.guard(torch.ones(3, 2))
+    with pytest.raises(ValueError, match="one loss for each of 2 rows"):
+        plain.mean(torch.ones(2, 2))
+    tokens = make(7, 2, 2, 0, count_tokens=lambda data: 3, reduce=lambda value: 2 * value)
+    with pytest.raises(ValueError, match="mean over the micro-batch's real tokens"):
+        next(iter(next(iter(tokens)).micro_batches)).scale(torch.ones(2))
+
+
+def test_padded_token_means_count_real_rows_only() -> None:
+    """The counting function gets the mask; a scalar loss is then the mean over real tokens."""
+    masks = []
+
+    def count(data: Tensor, mask: Tensor) -> int:
+        masks.append(mask.tolist())
+        return int(data[mask, 1].sum())
+
+    batch = next(iter(make(5, 2, 2, 1, pad=True, count_tokens=count, reduce=lambda value: value)))
+    parts = list(batch.micro_batches)
+    assert masks == [part.mask.tolist() for part in parts] == [[True, False], [True, False]]
+    assert [part.tokens for part in parts] == [int(part.data[0, 1]) for part in parts]
+    assert sum(part.loss_scale for part in parts) == pytest.approx(2.0)
+    assert parts[0].scale(torch.tensor(1.0).double()).item() == parts[0].loss_scale
 
 
 def test_generators_run_on_bit_exactly_from_a_saved_state() -> None:
@@ -207,12 +404,58 @@ def test_fixed_micro_batches_seed_each_one_by_its_number() -> None:
     assert len(set(draws(1).values())) == 6
 
 
+class Augmented(Numbers):
+    """Adds noise from every global generator, as augmentations do."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = random.random() + np.random.rand() + torch.rand(1).item()
+        return super().__getitem__(index) + noise
+
+
+def masked(samples: list[Tensor]) -> Tensor:
+    """A collate function that draws, as those of masked language models do."""
+    data = torch.stack(samples)
+    return data * (torch.rand(data.shape) + random.random() + np.random.rand())
+
+
+def test_random_data_are_the_same_at_every_world_size() -> None:
+    """With fixed micro-batches augmentation and collate depend on seed, data epoch and samples; nothing else draws."""
+
+    def history(world: int, workers: int = 0) -> list[dict[int, Any]]:
+        found: list[dict[int, Any]] = [{} for _ in range(5)]
+        plan = BatchPlan(16, world, 3, fixed_micro_batch=True)
+        for rank in range(world):
+            sampler = ElasticSampler(40, 16, seed=4)
+            options = {"num_workers": workers}
+            data = Batches(
+                Augmented(40), sampler, plan, rank, collate=masked, seed=8, data_epochs=2, loader_options=options
+            )
+            for step, batch in enumerate(islice(data, 5)):
+                for part in batch.micro_batches:
+                    if not part.filler:
+                        found[step][part.number] = part.data.tolist()
+        return found
+
+    rng.seed_all(1)
+    before = rng.capture()
+    with rng.aside("anything"):
+        random.random(), np.random.rand(), torch.rand(1)
+    assert rng.capture() == before
+    alone = history(1)
+    assert history(3) == alone
+    assert history(2, workers=2) == alone
+    # The same samples are drawn anew in the next data epoch.
+    first, later = {x for v in alone[0].values() for x, _ in v}, {x for v in alone[3].values() for x, _ in v}
+    assert not first & later
+
+
 def test_public_surface_is_pinned() -> None:
     """What ``dalsegno.elastic`` offers, no more and no less, and that each name is there."""
     import dalsegno.elastic as elastic
 
     assert set(elastic.__all__) == {
-        *("EXIT_BAD_CHECKPOINT", "EXIT_DRAINED", "BadResumePoint", "Batch", "BatchPlan", "Batches", "Boundary"),
+        *("EXIT_BAD_CHECKPOINT", "EXIT_DRAINED", "Accumulation", "BadResumePoint", "Batch", "BatchPlan"),
+        *("Batches", "Boundary"),
         *("CheckpointStore", "Drained", "ElasticSampler", "MicroBatch", "Order", "Position", "ResumePoint"),
         *("SaveError", "Session", "sample_generator", "session"),
     }

@@ -294,3 +294,17 @@ def test_importable_without_torch() -> None:
     """Agents import this package on machines that have no torch."""
     code = "import sys; sys.modules['torch'] = None; import dalsegno.elastic.checkpoint, dalsegno.elastic"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+
+
+def test_an_order_names_its_version_only_where_it_is_not_the_first(tmp_path: Path) -> None:
+    """Manifests of before orders had versions stay what they were, byte by byte; others carry it through."""
+    (tmp_path / "step-1.e1.0").mkdir()
+    manifest = manifest_for(tmp_path / "step-1.e1.0")
+    assert b'"order":{"global_batch_size":16,"length":1000,"seed":7,"shuffle":true}' in manifest.to_bytes()
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    newer = replace(manifest, order=Order(7, 100, 16, True, 2))
+    assert b'"shuffle":true,"version":2}' in newer.to_bytes()
+    assert Manifest.from_bytes(newer.to_bytes()) == newer
+    spelt_out = manifest.to_bytes().replace(b'"shuffle":true}', b'"shuffle":true,"version":1}')
+    with pytest.raises(ValueError, match="canonical"):
+        Manifest.from_bytes(spelt_out)

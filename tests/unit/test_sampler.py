@@ -1,18 +1,26 @@
-"""Order, sampler and batch plan: the same samples in the same order at every world size."""
+"""Order and sampler: the same samples in the same order at every world size, from any position on."""
 
 from __future__ import annotations
 
+import json
+import pickle
+import time
+import tracemalloc
+from dataclasses import replace
 from itertools import islice
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dalsegno.elastic.checkpoint import Position
+from dalsegno.elastic.checkpoint import Order, Position
 from dalsegno.elastic.permutation import Permutation
 from dalsegno.elastic.plan import BatchPlan
-from dalsegno.elastic.sampler import ElasticSampler
+from dalsegno.elastic.sampler import STATE_VERSION, ElasticSampler
+
+RECORDED = Path(__file__).parent / "recorded"
 
 
 @given(st.integers(1, 3000), st.integers(-5, 2**64), st.integers(0, 9))
@@ -36,25 +44,46 @@ def test_permutation_of_huge_lengths_is_random_access(length: int, data: st.Data
 
 
 PINNED = [3, 11, 9, 8, 1, 0, 4, 17, 19, 10, 7, 5, 13, 2, 6, 14, 15, 18, 12, 16]
+PINNED_TABLE = [6, 14, 15, 19, 10, 0, 13, 11, 17, 1, 7, 3, 8, 4, 12, 2, 5, 16, 9, 18]
 PINNED_HUGE = 964568453428
 
 
 def test_permutation_never_changes() -> None:
     """The order is a format: runs saved by an older version must go on in it."""
-    assert list(Permutation(20, 0, 0).slice(0, 20)) == PINNED
+    assert Permutation(20, 0, 0, version=1).slice(0, 20) == PINNED
+    assert Permutation(20, 0, 0).slice(0, 20) == PINNED_TABLE
+    assert Permutation(256, 7, 3).slice(100, 106) == [143, 59, 130, 141, 145, 240]
+    assert Permutation(257, 7, 3).slice(100, 106) == [131, 10, 159, 197, 175, 123]
     assert Permutation(10**12, 7, 3)[123_456_789_012] == PINNED_HUGE
 
 
-def test_permutation_looks_random() -> None:
-    """No visible relation between position and index, nor between data epochs."""
-    n = 100_000
-    first, second = (np.array(Permutation(n, 3, epoch).slice(0, n), dtype=float) for epoch in (0, 1))
-    positions = np.arange(n, dtype=float)
-    for one, other in [(first, positions), (second, positions), (first, second), (first[1:], first[:-1])]:
-        assert abs(np.corrcoef(one, other)[0, 1]) < 0.02
-    counts = np.bincount((first[: n // 10] // (n / 100)).astype(int), minlength=100)
-    assert counts.min() > 50
-    assert counts.max() < 160
+def test_order_versions_differ_only_where_orders_do() -> None:
+    """A manifest names a version only for short orders; for the others every version is the same order."""
+    assert (ElasticSampler(256, 8).order.version, ElasticSampler(257, 8).order.version) == (2, 1)
+    assert ElasticSampler(20, 8, shuffle=False).order.version == 1
+    assert Permutation(257, 5, version=1).slice(0, 257) == Permutation(257, 5, version=2).slice(0, 257)
+    for version in (0, 3):
+        with pytest.raises(ValueError, match=f"order version {version} is not known"):
+            Permutation(20, 0, version=version)
+
+
+@given(st.integers(1, 2000), st.data())
+def test_windows_are_the_slices_that_they_stand_for(length: int, data: st.DataObject) -> None:
+    """What is asked of a lazy window is what a list of the same positions would have said."""
+    start = data.draw(st.integers(0, length))
+    stop = data.draw(st.integers(start, length))
+    permutation = Permutation(length, 3)
+    window, whole = permutation.window(start, stop), permutation.slice(start, stop)
+    assert len(window) == len(whole)
+    assert window == whole
+    assert list(window) == whole
+    cut = data.draw(st.slices(len(whole)))
+    assert window[cut] == whole[cut]
+    if whole:
+        index = data.draw(st.integers(-len(whole), len(whole) - 1))
+        assert window[index] == whole[index]
+    with pytest.raises(IndexError):
+        permutation.window(0, length + 1)
 
 
 @settings(max_examples=60, deadline=None)
@@ -115,6 +144,161 @@ def test_order_depends_on_seed_epoch_and_length_alone() -> None:
     assert [x for x in order(101, 16, 1, 0) if x < 100] != order(100, 16, 1, 0)
 
 
+def test_without_shuffle_the_order_is_the_data_set_s() -> None:
+    """In every data epoch, with and without the short last batch."""
+    for drop_last, last in [
+        (False, [range(0, 16), range(16, 32), range(32, 40)]),
+        (True, [range(0, 16), range(16, 32)]),
+    ]:
+        sampler = ElasticSampler(40, 16, shuffle=False, drop_last=drop_last)
+        batches = list(islice(sampler, 2 * len(last)))
+        assert [list(b.sample_ids) for b in batches] == [list(ids) for ids in last] * 2
+        assert [b.position.data_epoch for b in batches] == [0] * len(last) + [1] * len(last)
+        assert sampler.position == Position(2, 0)
+
+
+def test_data_epochs_have_orders_of_their_own() -> None:
+    """Each data epoch consumes the whole data set, in another order than the one before."""
+    sampler = ElasticSampler(100, 25, seed=1)
+    epochs = [[i for batch in islice(sampler, 4) for i in batch.sample_ids] for _ in range(3)]
+    assert all(sorted(epoch) == list(range(100)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+
+
+def recorded_states() -> list[Any]:
+    return [case for path in sorted(RECORDED.glob("sampler_state_*.json")) for case in json.loads(path.read_text())]
+
+
+@pytest.mark.parametrize("case", recorded_states(), ids=lambda c: f"{c['arguments']}-{c['state'].get('version', 1)}")
+def test_states_of_earlier_versions_go_on_in_their_order(case: Any) -> None:
+    """What each version of the format wrote down, and the batches that followed then, follow now."""
+    sampler = ElasticSampler(**case["arguments"])
+    sampler.load_state_dict(case["state"])
+    if case["next"] is not None:
+        assert [list(batch.sample_ids) for batch in islice(sampler, 3)] == case["next"]
+    again = ElasticSampler(**case["arguments"])
+    sampler.load_state_dict(case["state"])
+    again.load_state_dict(sampler.state_dict())
+    assert again.state_dict() == sampler.state_dict()
+    assert again.order == sampler.order
+
+
+def test_every_version_of_the_state_is_recorded() -> None:
+    """A new version of the format comes with a record of what it writes."""
+    versions = [
+        {case["state"].get("version", 1) for case in json.loads(path.read_text())}
+        for path in sorted(RECORDED.glob("sampler_state_*.json"))
+    ]
+    assert versions == [{version} for version in range(1, STATE_VERSION + 1)]
+    assert (
+        ElasticSampler(20, 6).state_dict().keys()
+        == json.loads((RECORDED / f"sampler_state_{STATE_VERSION}.json").read_text())[0]["state"].keys()
+    )
+
+
+def test_foreign_states_are_refused() -> None:
+    """Of a newer version, of something else, with other settings: one line each, and the sampler stays where it was."""
+    sampler = ElasticSampler(100, 16)
+    good = sampler.state_dict()
+    for change, message in [
+        ({"version": 3}, "version 3, this program reads 1 to 2"),
+        ({"order_version": 9}, "of version 9, this program knows 1 to 2"),
+        ({"seed": 9}, "seed was 9 and is 0"),
+        ({"length": 99}, "length was 99 and is 100"),
+        ({"global_batch_size": 8}, "global_batch_size was 8 and is 16"),
+        ({"shuffle": False}, "shuffle was False and is True"),
+        ({"drop_last": True}, "drop_last=True, this is False"),
+        ({"samples": 8}, "not where a batch"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            sampler.load_state_dict({**good, **change})
+        assert sampler.state_dict() == good
+    with pytest.raises(ValueError, match="it has no data_epoch, drop_last"):
+        sampler.load_state_dict({"epoch": 1})
+
+
+def test_a_run_goes_on_in_the_order_version_that_it_began_in() -> None:
+    """A manifest of before short orders were tables keeps its order for the rest of the run."""
+    sampler = ElasticSampler(20, 20, seed=0)
+    assert list(next(iter(sampler)).sample_ids) != PINNED
+    sampler.seek(Position())
+    sampler.adopt_order(Order(0, 20, 20, True))
+    assert list(next(iter(sampler)).sample_ids) == PINNED
+    assert sampler.order.version == 1
+    with pytest.raises(ValueError, match="of version 7"):
+        sampler.adopt_order(replace(sampler.order, version=7))
+
+
+def test_memory_does_not_grow_with_the_data_set() -> None:
+    """10^12 samples take as much as 300: the sampler, the first batches, a seek."""
+
+    def peak(length: int) -> int:
+        tracemalloc.start()
+        sampler = ElasticSampler(length, 64)
+        for batch in islice(sampler, 4):
+            assert len(list(batch.sample_ids)) == 64
+        sampler.seek(Position(3, (length // 128) * 64))
+        list(next(iter(sampler)).sample_ids)
+        found = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return found
+
+    peak(300)
+    small = peak(300)
+    assert peak(10**12) < small + 16_384
+
+
+def test_a_seek_takes_microseconds() -> None:
+    """Anywhere in 10^12 samples, with the first sample there; bounded by a hundred times what it takes."""
+    sampler = ElasticSampler(10**12, 512)
+    times = []
+    for number in range(300):
+        target = Position(number % 3, (number * 7919 * 512) % 10**12 // 512 * 512)
+        began = time.perf_counter()
+        sampler.seek(target)
+        first = sampler.batch_at(sampler.position).sample_ids[0]
+        times.append(time.perf_counter() - began)
+        assert 0 <= first < 10**12
+    assert sorted(times)[len(times) // 2] < 5e-3
+
+
+def test_batches_are_computed_only_where_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank pays for its own slices, not for the global batch; a seek pays for nothing."""
+    asked = []
+    whole = Permutation.slice
+    monkeypatch.setattr(
+        Permutation, "slice", lambda self, start, stop: asked.append(stop - start) or whole(self, start, stop)
+    )
+    sampler = ElasticSampler(10**9, 4096)
+    sampler.seek(Position(0, 4096 * 1000))
+    batch = sampler.batch_at(sampler.position)
+    assert len(batch.sample_ids) == 4096
+    assert asked == []
+    assert len(batch.sample_ids[64:128]) == 64
+    assert asked == [64]
+
+
+def test_the_sampler_can_be_pickled() -> None:
+    """DataLoader workers that are spawned get a copy of it."""
+    sampler = ElasticSampler(1000, 16, seed=3)
+    next(iter(sampler))
+    copy = pickle.loads(pickle.dumps(sampler))
+    assert list(next(iter(copy)).sample_ids) == list(next(iter(sampler)).sample_ids)
+
+
+def test_an_unknown_length_has_positions_but_no_order() -> None:
+    """For iterable data sets: it keeps the position, and says what it cannot know."""
+    with pytest.raises(ValueError, match="shuffle=False"):
+        ElasticSampler(None, 16)
+    sampler = ElasticSampler(None, 16, shuffle=False)
+    sampler.seek(Position(4, 16 * 10**9))
+    assert sampler.state_dict()["length"] == 0
+    with pytest.raises(ValueError, match="does not say how many batches"):
+        sampler.batch_at(sampler.position)
+    with pytest.raises(ValueError, match="not where a batch of 16 begins in an unknown number of samples"):
+        sampler.seek(Position(0, 15))
+
+
 def test_sampler_refuses_foreign_positions_and_orders() -> None:
     """A position inside a batch, and a state of another order, would repeat or miss samples."""
     sampler = ElasticSampler(100, 16)
@@ -128,70 +312,3 @@ def test_sampler_refuses_foreign_positions_and_orders() -> None:
         sampler.load_state_dict(ElasticSampler(100, 16, drop_last=True).state_dict())
     with pytest.raises(ValueError, match="leaves nothing"):
         ElasticSampler(10, 16, drop_last=True)
-
-
-@pytest.mark.parametrize("micro", [1, 2, 3, 4, 7, 16, 64, 600])
-def test_plan_formulas_over_the_whole_table(micro: int) -> None:
-    """For every W in 1..64 and G in 1..512: a and b as designed, enough slices, none too large."""
-    g, w = np.arange(1, 513)[:, None], np.arange(1, 65)[None, :]
-    a = -(-g // (w * micro))
-    b = -(-g // (a * w))
-    assert (b <= micro).all()
-    assert (a * w * b >= g).all()
-    short, longer = np.divmod(g, a * w)
-    assert (short * (a * w) + longer == g).all()
-    for size in [1, 2, 15, 16, 17, 63, 64, 100, 511, 512]:
-        for world in [1, 2, 3, 4, 5, 7, 16, 31, 64]:
-            plan = BatchPlan(size, world, micro)
-            assert plan.accumulation == a[size - 1, world - 1]
-            assert plan.micro_batch_size == b[size - 1, world - 1]
-            _check_cut(plan, size)
-
-
-@given(st.integers(1, 512), st.integers(1, 64), st.integers(1, 40), st.booleans(), st.data())
-def test_plan_cuts_every_batch_exactly(size: int, world: int, micro: int, fixed: bool, data: st.DataObject) -> None:
-    """Whole and short batches are dealt completely, evenly, in equal numbers of micro-steps."""
-    _check_cut(BatchPlan(size, world, micro, fixed), data.draw(st.integers(1, size)))
-
-
-def _check_cut(plan: BatchPlan, total: int) -> None:
-    dealt = [plan.slices(rank, total) for rank in range(plan.world_size)]
-    assert {len(part) for part in dealt} == {plan.accumulation}
-    everything = sorted((s for part in dealt for s in part), key=lambda s: s.number)
-    real = [s for s in everything if not s.filler]
-    assert [p for s in real for p in range(s.start, s.stop)] == list(range(total))
-    sizes = {s.n for s in real}
-    assert max(sizes) - min(sizes) <= 1
-    assert max(sizes) <= plan.max_micro_batch_size
-    assert all(0 <= s.start < s.stop <= total for s in everything)
-    scale = sum(plan.loss_scale(s.n, total) for s in everything)
-    assert scale == pytest.approx(plan.world_size)
-    if not plan.fixed_micro_batch:
-        per_rank = [sum(s.n for s in part) for part in dealt]
-        assert max(per_rank) - min(per_rank) <= 1
-
-
-@given(st.integers(1, 200), st.integers(1, 20), st.data())
-def test_fixed_cut_is_the_same_at_every_world_size(size: int, micro: int, data: st.DataObject) -> None:
-    """With fixed micro-batches the world decides only who computes which."""
-    total = data.draw(st.integers(1, size))
-
-    def cut(world: int) -> set[tuple[int, int, int]]:
-        plan = BatchPlan(size, world, micro, fixed_micro_batch=True)
-        return {(s.number, s.start, s.stop) for r in range(world) for s in plan.slices(r, total) if not s.filler}
-
-    assert cut(1) == cut(2) == cut(3) == cut(7) == cut(16)
-
-
-def test_plan_scales() -> None:
-    """The factors of the two frameworks, and refusals."""
-    plan = BatchPlan(16, 3, 2)
-    assert (plan.accumulation, plan.micro_batch_size) == (3, 2)
-    assert plan.loss_scale(2, 16) == 2 * 3 / 16
-    assert plan.loss_scale(2, 16, "deepspeed") == 2 * 3 * 3 / 16
-    with pytest.raises(ValueError, match="'ddp' or 'deepspeed'"):
-        plan.loss_scale(1, 16, "fsdp")
-    with pytest.raises(ValueError, match="at least 1"):
-        BatchPlan(0, 1, 1)
-    with pytest.raises(ValueError, match="rank 3 of 3"):
-        plan.slices(3)
