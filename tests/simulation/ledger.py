@@ -52,7 +52,8 @@ class Ledger:
         self.epoch = 0
         self.head: tuple[int, int, str] = (0, -1, "")
         self.executed: list[tuple[int, int]] = []
-        self.fell_back = False
+        # The epoch that was the last one when the run went back to an older commit; -1: it never did.
+        self.fell_back_in = -1
         # The store was lost, and no world was opened since.
         self.amnesia = False
         self.stores_lost = 0
@@ -230,7 +231,7 @@ class Ledger:
                 "no verifying checkpoint is skipped",
                 f"{self.head[2]} was retired as damaged and is not",
             )
-            self.fell_back = True
+            self.fell_back_in = job.epoch
         self.head = now
 
     def _epochs(self, job: Job) -> None:
@@ -274,9 +275,9 @@ class Ledger:
             quiet = self.sim.clock.now - self.arrived_at
             self.require(quiet >= settings.quiet_time - 0.001, "quiet time", f"opened {quiet:.2f} s after an arrival")
         if opened.grown:
-            before = [w for w in self.worlds.values() if w.grown]
+            before = [(epoch, world) for epoch, world in self.worlds.items() if world.grown]
             self.require(
-                not before or self.fell_back or opened.resumed_step > before[-1].resumed_step,
+                not before or self.fell_back_in >= before[-1][0] or opened.resumed_step > before[-1][1].resumed_step,
                 "a step between growths",
                 f"epoch {world.epoch} grows at step {opened.resumed_step} again",
             )
@@ -343,32 +344,32 @@ class Ledger:
         self.last_step_at = self.sim.clock.now
 
     def pruned(self, agent: SimAgent, ref: control_pb2.CheckpointRef) -> None:
-        """A directory is about to be deleted."""
+        """A directory is about to be deleted. What somebody reads comes first, then what the master's record says."""
         self.sim.trace(agent.label, "deletes {}", ref.name)
-        job = self.sim.master.job
-        if job is None and self.sim.master.stored is not None:
-            job = CODEC.decode(self.sim.master.stored)
-        if job is not None and not self.amnesia:
-            record = job.checkpoint(ref.digest)
-            if record is not None:
-                self.require(record.retired, "deleted only when retired", ref.name)
-            newest = resume_point(job)
-            self.require(newest is None or newest.digest != ref.digest, "the resume point stays", ref.name)
-            self.require(
-                not job.phase.has_workers or ref.digest not in in_use_digests(job), "what is in use stays", ref.name
-            )
-            self._fallback_stays(job, record)
-            self.require(
-                newest is None or newest.best != ref.name or (record is not None and record.damaged),
-                "the best stays",
-                ref.name,
-            )
-        self.require(not self.sim.conversions.reads(ref.digest), "what is converted stays", ref.name)
         for run in self.sim.collectives.values():
             loading = not run.loaded and not run.is_broken and any(group.alive for group in run.groups.values())
             self.require(
                 not loading or run.world.resume.source.ref.digest != ref.digest, "what is loaded stays", ref.name
             )
+        self.require(not self.sim.conversions.reads(ref.digest), "what is converted stays", ref.name)
+        job = self.sim.master.job
+        if job is None and self.sim.master.stored is not None:
+            job = CODEC.decode(self.sim.master.stored)
+        if job is None or self.amnesia:
+            return
+        record = job.checkpoint(ref.digest)
+        newest = resume_point(job)
+        self.require(newest is None or newest.digest != ref.digest, "the resume point stays", ref.name)
+        self.require(
+            not job.phase.has_workers or ref.digest not in in_use_digests(job), "what is in use stays", ref.name
+        )
+        self.require(record is None or record.retired, "deleted only when retired", ref.name)
+        self._fallback_stays(job, record)
+        self.require(
+            newest is None or newest.best != ref.name or (record is not None and record.damaged),
+            "the best stays",
+            ref.name,
+        )
 
     def _fallback_stays(self, job: Job, record: Checkpoint | None) -> None:
         """A damaged one's files are kept until a newer one is committed."""

@@ -39,18 +39,22 @@ class Plant:
     caught: frozenset[str]
     kind: str = ""
     seeds: int = 300
+    # Further replacements that the same bug takes.
+    also: tuple[tuple[Any, str, Replace], ...] = ()
 
 
 @contextlib.contextmanager
 def planted(plant: Plant) -> Iterator[None]:
-    """While it lasts, the bug is there, wherever the function was imported to."""
-    original = getattr(plant.owner, plant.name)
-    replacement = plant.replace(original)
+    """While it lasts, the bug is there, wherever the functions were imported to."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(plant.owner, plant.name, replacement))
-        for name, module in list(sys.modules.items()):
-            if name.startswith(("dalsegno.master", "dalsegno.agent")) and getattr(module, plant.name, None) is original:
-                stack.enter_context(mock.patch.object(module, plant.name, replacement))
+        for owner, name, replace in ((plant.owner, plant.name, plant.replace), *plant.also):
+            original = getattr(owner, name)
+            replacement = replace(original)
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+            for where, module in list(sys.modules.items()):
+                ours = where.startswith(("dalsegno.master", "dalsegno.agent"))
+                if ours and getattr(module, name, None) is original:
+                    stack.enter_context(mock.patch.object(module, name, replacement))
         yield
 
 
@@ -367,8 +371,15 @@ def skips_a_sample(original: Any) -> Any:
     return init
 
 
-def plant(owner: Any, name: str, replace: Replace, *caught: str, kind: str = "") -> tuple[str, Plant]:
-    return replace.__name__, Plant(owner, name, replace, frozenset(caught), kind)
+def plant(
+    owner: Any,
+    name: str,
+    replace: Replace,
+    *caught: str,
+    kind: str = "",
+    also: tuple[tuple[Any, str, Replace], ...] = (),
+) -> tuple[str, Plant]:
+    return replace.__name__, Plant(owner, name, replace, frozenset(caught), kind, also=also)
 
 
 PLANTS: dict[str, Plant] = dict(
@@ -381,9 +392,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(checkpoints, "prunable", prunes_everything, "deleted only when retired"),
         plant(checkpoints, "in_use_digests", retires_what_is_in_use, "what is in use stays", "InvariantBroken"),
         plant(checkpoints, "bests", forgets_the_best, "the best stays"),
-        plant(
-            checkpoints, "prunable", prunes_damaged_at_once, "damaged files stay for a while", "what is in use stays"
-        ),
+        plant(checkpoints, "prunable", prunes_damaged_at_once, "damaged files stay for a while", kind="convert"),
         plant(views, "world_proto", tells_late_members_a_newer_checkpoint, "same resume point"),
         plant(checkpoints, "resume_point", skips_the_resume_point, "newest commit", "committed steps grow"),
         plant(forming, "open_world", starts_from_nothing, "newest commit"),

@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import ROOT
 
+from .file_plants import FILE_PLANTS
 from .plan import plan_of
 from .plants import PLANTS, planted
 from .run import replay, simulate, simulate_all
@@ -51,10 +52,13 @@ def test_other_seeds_are_other_schedules() -> None:
     assert len({simulate(seed).digest for seed in range(1, 21)}) == 20
 
 
-@pytest.mark.parametrize("name", PLANTS)
+ALL_PLANTS = PLANTS | FILE_PLANTS
+
+
+@pytest.mark.parametrize("name", ALL_PLANTS)
 def test_a_planted_bug_is_seen(name: str) -> None:
     """With the bug planted, one of the invariants that it breaks fails within the plant's number of seeds."""
-    plant = PLANTS[name]
+    plant = ALL_PLANTS[name]
     found: set[str] = set()
     seeds = (seed for seed in itertools.count(1) if plant.kind in ("", plan_of(seed).kind))
     with planted(plant):
