@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accumulation import Accumulation
+    from .background_save import background
     from .batches import Batch, Batches
     from .checkpoint import CheckpointStore, Order, Position
     from .exchange import Boundary
@@ -40,6 +41,7 @@ __all__ = (
     "ResumePoint",
     "SaveError",
     "Session",
+    "background",
     "sample_generator",
     "session",
 )
@@ -62,6 +64,7 @@ _MODULES = {
     "ResumePoint": "resuming",
     "SaveError": "saving",
     "Session": "worker_session",
+    "background": "background_save",
     "sample_generator": "rng",
     "session": "worker_session",
 }

@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from .background_save import Background
 from .batches import Batch
 from .checkpoint import Order, Position, Ref
 from .exchange import MAX_STEPS_APART, Boundary
@@ -28,7 +29,7 @@ def steps(
     data: Iterable[T],
     *,
     max_steps: int | None = None,
-    save: Callable[[Path], None] | None = None,
+    save: Callable[[Path], None] | Background | None = None,
     save_every: int = 0,
     strategy: str = "ddp",
     any_world_size: bool | None = None,
@@ -50,8 +51,8 @@ def steps(
         data: ``Batches``, or any iterable of batches. Of other iterables one batch is fetched ahead, and where to
             begin after a resume is theirs to know.
         max_steps: Of the whole run, steps before the resume point included.
-        save: Writes this rank's part of a checkpoint, see ``Session.save``. None: nothing is saved, and a drain goes
-            back to the last commit.
+        save: Writes this rank's part of a checkpoint, see ``Session.save``, or ``background(state)``: while the
+            training goes on. None: nothing is saved, and a drain goes back to the last commit.
         save_every: Steps between saves; 0: only for drains and at the end.
         strategy, any_world_size, create_directory: See ``Session.save``.
         order: Default: that of ``Batches``.
@@ -121,7 +122,7 @@ class _Run:
         self,
         session: Session,
         *,
-        save: Callable[[Path], None] | None,
+        save: Callable[[Path], None] | Background | None,
         save_every: int,
         position: Callable[[], Position] | None,
         metric: Callable[[], float | None] | None,
@@ -150,26 +151,27 @@ class _Run:
                 self._session.leave_drained()
             self._session.drain_failed()
         elif self._session.worth_saving or (self._every and boundary.step % self._every == 0):
-            self._save(drain=False)
+            self._save(wait=False)
         return True
 
     def finish(self) -> None:
         """The last save, and the word that the training is over."""
         for attempt in range(1, FINAL_SAVE_TRIES + 1):
-            if self._write is None or self._session.step == 0 or self._save(drain=False) is not None:
+            if self._write is None or self._session.step == 0 or self._save() is not None:
                 self._session.finish()
                 return
             # Nothing could end this wait early: the disk may have room again, or not.
             threading.Event().wait(FINAL_SAVE_PAUSE_SECONDS * attempt)
         raise SaveError(f"the last step, {self._session.step}, could not be saved in {FINAL_SAVE_TRIES} tries")
 
-    def _save(self, *, drain: bool) -> Ref | None:
+    def _save(self, *, drain: bool = False, wait: bool = True) -> Ref | None:
         assert self._write is not None
         return self._session.save(
             self._write,
             position=self._position if self._position_of is None else self._position_of(),
             metric=None if self._metric is None else self._metric(),
             drain=drain,
+            wait=wait,
             **self._options,
         )
 

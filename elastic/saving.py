@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import logging
 import math
-import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from dalsegno.protos import worker_pb2
 
 from . import rng
+from .background_save import LAST_WORDS_SECONDS, Flight, check_paths
 from .checkpoint import (
     SHARDED,
     Best,
@@ -39,10 +37,15 @@ from .checkpoint.files import checksums, list_files, write_exclusive, write_prob
 from .collective import Collective
 from .identity import Identity
 from .link import Link
+from .saving_reports import Count, SavingReports, bytes_below
+from .staging import HostBuffers
 
 log = logging.getLogger(__name__)
 
-REPORT_SECONDS = 2.0
+
+_TOLD_OTHERWISE = (
+    "was told to save something else than rank 0 (step, position, order and strategy must be the same on all ranks)"
+)
 
 
 class SaveError(RuntimeError):
@@ -80,6 +83,16 @@ class _Failed(Exception):
         self.fatal = fatal
 
 
+@dataclass
+class _UnderWay:
+    """A save in the background, as this rank knows it."""
+
+    name: str
+    content: Content
+    drain: bool
+    flight: Flight
+
+
 class Saver:
     """Saves checkpoints of one session.
 
@@ -111,6 +124,8 @@ class Saver:
         self.best = best
         self.tracked: Tracked | None = None
         self._noted_best: str | None = None
+        self._buffers = HostBuffers()
+        self._under_way: _UnderWay | None = None
 
     def save(
         self, content: Content, write: Callable[[Path], None], *, create_directory: bool, drain: bool
@@ -138,18 +153,123 @@ class Saver:
             files = self._describe(name)
             manifest = self._seal(name, content, files)
         except _Failed as failure:
-            self._give_up(name, content.step, str(failure), drain)
-            if failure.fatal:
-                raise SaveError(f"saving step {content.step} failed: {failure}") from failure
+            self._failed_save(name, content.step, failure, drain)
             return None
         self.best = manifest.best
         if self._identity.rank == 0:
             self._announce(manifest)
         return manifest
 
+    @property
+    def failed(self) -> bool:
+        """This rank could not write its part of the save that is under way: the others must hear of it."""
+        return self._under_way is not None and self._under_way.flight.failed
+
+    def begin(
+        self, content: Content, state: Callable[[], Mapping[str, Any]], sealed: Callable[[], None], *, drain: bool
+    ) -> str | None:
+        """Copies what ``state`` returns, and has it written and sealed while the training goes on. Collective.
+
+        Args:
+            content: What is saved.
+            state: This rank's files, see ``background.background``.
+            sealed: Called on a thread of rank 0 once the checkpoint is sealed and announced.
+            drain: For the report of a failure.
+
+        Returns:
+            The checkpoint's name, on every rank; None if it could not begin on some rank. ``settle`` says how it ended.
+
+        Raises:
+            RuntimeError: The save before is not settled.
+            SaveError: See ``save``.
+        """
+        if self._under_way is not None:
+            raise RuntimeError(f"{self._under_way.name} is being saved; settle that first")
+        name = ""
+        try:
+            name, content = self._choose_name(content, True)
+            files = self._stage(state, content)
+        except _Failed as failure:
+            self._buffers.release()
+            self._failed_save(name, content.step, failure, drain)
+            return None
+        path, identity, done = self._store.path(name), self._identity, Count(0)
+        reports = SavingReports(self._link, name, done.read)
+
+        def seal_all(entries: tuple[FileEntry, ...]) -> str:
+            manifest = self._manifest(name, content, entries)
+            digest = seal(path, manifest)
+            self._announce(manifest)
+            sealed()
+            return digest
+
+        flight = Flight(path, identity.rank, identity.world_size, files, seal_all, done.add, reports)
+        self._under_way = _UnderWay(name, content, drain, flight)
+        return name
+
+    def settle(self) -> tuple[int, Ref] | None:
+        """What became of the save that is under way. Collective; waits until it has ended on all ranks.
+
+        Returns:
+            Its step and the checkpoint, on every rank; None if there was none, or it failed: nothing of it is left.
+
+        Raises:
+            SaveError: See ``save``.
+        """
+        ending = self._under_way
+        if ending is None:
+            return None
+        answer: dict[str, Any] = {}
+        try:
+            try:
+                self._agree(_problem(ending.flight.written(), ""))
+                if self._identity.rank == 0:
+                    digest, error = ending.flight.sealed()
+                    answer = {"digest": digest} if error is None else dict(_problem(error, "") or {})
+                answer = self._collective.broadcast(answer)
+                self._raise_first([answer])
+            finally:
+                ending.flight.cancel()
+                self._buffers.release()
+                self._under_way = None
+        except _Failed as failure:
+            self._failed_save(ending.name, ending.content.step, failure, ending.drain)
+            return None
+        self.best = ending.content.best
+        return ending.content.step, Ref(ending.name, answer["digest"])
+
+    def _stage(self, state: Callable[[], Mapping[str, Any]], content: Content) -> dict[str, Any]:
+        """This rank's files in host memory, once all ranks have theirs."""
+        error: Exception | None = None
+        files: dict[str, Any] = {}
+        try:
+            given = state()
+            check_paths(given)
+            files = {**self._buffers.copy(given), rng.file_name(self._identity.rank): rng.capture()}
+        # Whatever it is, the other ranks must hear of it before this one does anything else.
+        except Exception as caught:
+            log.debug("no state to save", exc_info=caught)
+            error = caught
+        said = _problem(error, "") or {"paths": sorted(files), "content": repr(content)}
+        answers = self._collective.gather(said)
+        self._raise_first(answers)
+        for rank, answer in enumerate(answers):
+            if answer["content"] != answers[0]["content"]:
+                raise _Failed(f"it {_TOLD_OTHERWISE}: {answer['content']} (rank {rank})", fatal=True)
+        paths = [path for answer in answers for path in answer["paths"]]
+        for path in sorted({path for path in paths if paths.count(path) > 1}):
+            raise _Failed(f"several ranks save {path}, and only one may", fatal=True)
+        return files
+
+    def close(self) -> None:
+        """The script goes on without a session: gives what is under way some time to be sealed. Not collective."""
+        if self._under_way is not None and not self._under_way.flight.wait(LAST_WORDS_SECONDS):
+            log.warning("%s is not sealed yet, and nobody will hear of it", self._under_way.name)
+
     def improves(self, value: float | None) -> bool:
         """Whether a checkpoint with rank 0's ``value`` would be the best so far. Collective."""
-        better = self.tracked is not None and self.tracked.improves(value, self.best)
+        best = self.best if self._under_way is None else self._under_way.content.best
+        better = self.tracked is not None and self.tracked.improves(value, best)
         return bool(self._collective.broadcast(better))
 
     def _choose_name(self, content: Content, create_directory: bool) -> tuple[str, Content]:
@@ -192,7 +312,7 @@ class Saver:
         path = self._store.path(name)
         error: Exception | None = None
         link = self._link if self._identity.local_rank == 0 else None
-        with _SavingReports(link, name, lambda: _bytes_below(path)):
+        with SavingReports(link, name, lambda: bytes_below(path)):
             try:
                 write(path)
                 state = path / rng.file_name(self._identity.rank)
@@ -201,15 +321,9 @@ class Saver:
             # Whatever it is, the other ranks must hear of it before this one does anything else.
             except Exception as caught:
                 error = caught
-        fatal = error is not None and not isinstance(error, (OSError, RuntimeError))
-        if fatal:
+        if _is_fatal(error):
             log.error("writing %s failed", name, exc_info=error)
-        if error is None:
-            self._agree(None)
-            return
-        text = _describe_error(error)
-        problem = write_problem(path) if isinstance(error, RuntimeError) else ""
-        self._agree({"text": f"{problem}; {text}" if problem else text, "fatal": fatal})
+        self._agree(_problem(error, write_problem(path) if isinstance(error, RuntimeError) else ""))
 
     def _describe(self, name: str) -> tuple[FileEntry, ...]:
         """Every file of the checkpoint with its checksum, durable; the work is shared by all ranks."""
@@ -225,9 +339,9 @@ class Saver:
         self._raise_first(listed)
         paths = sorted({file for some in listed for file in some["files"]})
         part = {"files": []}
-        done = _Count(_bytes_below(path) if self._identity.local_rank == 0 else 0)
+        done = Count(bytes_below(path) if self._identity.local_rank == 0 else 0)
         try:
-            with _SavingReports(self._link, name, done.read):
+            with SavingReports(self._link, name, done.read):
                 mine = checksums(path, paths[collective.rank :: collective.world_size], sync=True, moved=done.add)
             part["files"] = [asdict(entry) for entry in mine]
         except (OSError, CheckpointDamaged) as error:
@@ -237,9 +351,9 @@ class Saver:
         entries = [FileEntry(**entry) for some in described for entry in some["files"]]
         return tuple(sorted(entries, key=lambda entry: entry.path))
 
-    def _seal(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
+    def _manifest(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
         identity = self._identity
-        manifest = Manifest(
+        return Manifest(
             name=name,
             job_id=identity.job_id,
             run_id=identity.run_id,
@@ -258,6 +372,9 @@ class Saver:
             files=files,
             best=content.best,
         )
+
+    def _seal(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
+        identity, manifest = self._identity, self._manifest(name, content, files)
         answer: dict[str, Any] = {}
         if identity.rank == 0:
             try:
@@ -267,10 +384,7 @@ class Saver:
         answer = self._collective.broadcast(answer)
         self._raise_first([answer])
         if answer["digest"] != manifest.digest:
-            raise SaveError(
-                f"rank {identity.rank} was told to save something else than rank 0 (step, position, order and strategy"
-                f" must be the same on all ranks): {content}"
-            )
+            raise SaveError(f"rank {identity.rank} {_TOLD_OTHERWISE}: {content}")
         return manifest
 
     def _announce(self, manifest: Manifest) -> None:
@@ -285,6 +399,11 @@ class Saver:
                 self._noted_best = best
         except OSError as error:
             log.warning("%s is saved, but its note in latest.json or best.json is not: %s", manifest.name, error)
+
+    def _failed_save(self, name: str, step: int, failure: _Failed, drain: bool) -> None:
+        self._give_up(name, step, str(failure), drain)
+        if failure.fatal:
+            raise SaveError(f"saving step {step} failed: {failure}") from failure
 
     def _give_up(self, name: str, step: int, reason: str, drain: bool) -> None:
         if self._identity.rank == 0:
@@ -311,65 +430,17 @@ class Saver:
             raise _Failed(f"{first['text']} (rank {rank})", fatal)
 
 
-class _Count:
-    """Bytes that several threads have dealt with."""
-
-    def __init__(self, begin: int) -> None:
-        self._bytes = begin
-        self._lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._bytes += count
-
-    def read(self) -> int:
-        with self._lock:
-            return self._bytes
+def _is_fatal(error: Exception | None) -> bool:
+    """A mistake in the script, which every later save would repeat."""
+    return error is not None and not isinstance(error, (OSError, RuntimeError, CheckpointDamaged))
 
 
-class _SavingReports:
-    """Tells the agent now and then how far a part of a save has come: a slow save is not a stuck one.
-
-    ``measure`` says it in bytes, from one part to the next without going back.
-    """
-
-    def __init__(self, link: Link | None, name: str, measure: Callable[[], int]) -> None:
-        self._link, self._name, self._measure = link, name, measure
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def __enter__(self) -> None:
-        if self._link is not None:
-            self._send(self._link)
-            self._thread = threading.Thread(target=self._run, name="dalsegno-saving", daemon=True)
-            self._thread.start()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join(timeout=REPORT_SECONDS * 5)
-
-    def _run(self) -> None:
-        assert self._link is not None
-        while not self._done.wait(REPORT_SECONDS):
-            self._send(self._link)
-
-    def _send(self, link: Link) -> None:
-        saving = worker_pb2.Saving(name=self._name, bytes=self._measure())
-        link.send(worker_pb2.ToAgent(saving=saving), droppable=True)
-
-
-def _bytes_below(path: Path) -> int:
-    total = 0
-    for directory, _, names in os.walk(path):
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(directory, name)).st_size
-            except FileNotFoundError:
-                continue  # a framework's temporary file that is gone again
-    return total
+def _problem(error: Exception | None, cause: str) -> dict[str, Any] | None:
+    """What the other ranks are told of this one's error; ``cause`` is what the file system says itself."""
+    if error is None:
+        return None
+    text = _describe_error(error)
+    return {"text": f"{cause}; {text}" if cause else text, "fatal": _is_fatal(error)}
 
 
 def _describe_error(error: Exception) -> str:

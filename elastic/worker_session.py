@@ -10,7 +10,6 @@ for batch in s.steps(batches, max_steps=1000, save=save, save_every=100):
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
@@ -19,12 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from dalsegno.protos import control_pb2, worker_pb2
+from dalsegno.protos import worker_pb2
 
 from . import rng
+from .background_save import Background
 from .checkpoint import (
     SHARDED,
-    UNIVERSAL,
     Best,
     CheckpointStore,
     LocalLock,
@@ -37,9 +36,10 @@ from .checkpoint import (
 )
 from .collective import Collective, GlooCollective, Solo
 from .exchange import Boundary, Exchange, Flags
-from .exits import EXIT_BAD_CHECKPOINT, EXIT_DRAINED, BadResumePoint, Drained, insist
+from .exits import EXIT_DRAINED, Drained, insist
 from .identity import Identity, from_environment
-from .link import PROTOCOL, Link
+from .link import Link
+from .opening import hello, refuse, take_lock
 from .resuming import Damaged, ResumePoint, handed_out, newest
 from .saving import Content, Saver
 
@@ -51,7 +51,6 @@ T = TypeVar("T")
 PROGRESS_SECONDS = 0.05
 # After a drain's save failed: seconds until the next try, doubled each time up to the second figure.
 DRAIN_PAUSE_SECONDS, MAX_DRAIN_PAUSE_SECONDS = 2.0, 60.0
-_FORMS = {SHARDED: control_pb2.FORM_SHARDED, UNIVERSAL: control_pb2.FORM_UNIVERSAL}
 
 
 class Session:
@@ -191,7 +190,8 @@ class Session:
         self._check_open()
         drain = self.should_drain and time.monotonic() >= self._drain_not_before
         master_seen = self._link is not None and self._link.master_seen
-        self._exchange.begin(self.step + 1, Flags(drain=drain, master_seen=master_seen), ahead)
+        failed = self._saver is not None and self._saver.failed
+        self._exchange.begin(self.step + 1, Flags(drain=drain, save_failed=failed, master_seen=master_seen), ahead)
 
     def end_step(self, loss: float | None = None) -> Boundary:
         """Ends it: one step more is done, and every rank gets the same answer.
@@ -219,6 +219,8 @@ class Session:
             self._send(worker_pb2.ToAgent(progress=progress), droppable=not first)
         if boundary.drain:
             self._send(worker_pb2.ToAgent(draining=worker_pb2.Draining(step=self.step)))
+        if boundary.save_failed:
+            self.settle()
         return boundary
 
     def abandon_step(self) -> None:
@@ -227,8 +229,9 @@ class Session:
 
     def save(
         self,
-        write: Callable[[Path], None],
+        write: Callable[[Path], None] | Background,
         *,
+        wait: bool = True,
         position: Position | None = None,
         order: Order | None = None,
         strategy: str = "ddp",
@@ -240,7 +243,9 @@ class Session:
         """Saves the present step on all ranks. Collective.
 
         Args:
-            write: ``write(path)`` writes this rank's files below ``path``.
+            write: ``write(path)`` writes this rank's files below ``path``; or a state, see ``background``.
+            wait: False: a state is written while the training goes on. The save before it is waited for first, so
+                checkpoints are sealed in order of step.
             position: Where the data goes on.
             order: Of the sampler; a run that resumes must agree with it.
             strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
@@ -251,7 +256,8 @@ class Session:
 
         Returns:
             The checkpoint, sealed; that of before if this step is saved already. None if the save failed: on all
-            ranks, the reason logged, nothing of it left. The run goes on.
+            ranks, the reason logged, nothing of it left. The run goes on. Without ``wait``: its name, with an empty
+            digest; if it fails, every rank is told so at the same later step, as above.
 
         Raises:
             RuntimeError: There is no directory to save to.
@@ -260,24 +266,51 @@ class Session:
         self._check_open()
         if self._saver is None:
             raise RuntimeError("nowhere to save: give session(checkpoint_dir=...) outside dlrover-run")
-        if self._saved is not None and self._saved[0] == self.step:
-            return self._saved[1]
+        began = time.monotonic()
+        try:
+            self.settle()
+            if self._saved is not None and self._saved[0] == self.step:
+                return self._saved[1]
+            content = self._content(position, order, strategy, any_world_size, metric)
+            if isinstance(write, Background):
+                name = self._saver.begin(content, write.state, self._prune, drain=drain)
+                return Ref(name, "") if name is not None and not wait else self.settle()
+            if create_directory is None:
+                create_directory = not strategy.startswith("deepspeed")
+            manifest = self._saver.save(content, write, create_directory=create_directory, drain=drain)
+            if manifest is None:
+                return None
+            self._saved = (self.step, manifest.ref)
+            self._prune()
+            return manifest.ref
+        finally:
+            self._mark = time.monotonic()
+            self._longest = max(self._longest, self._mark - began)
+
+    def settle(self) -> Ref | None:
+        """Waits for a save in the background. Collective.
+
+        Returns:
+            It, sealed; None if there was none, or it failed: see ``save``.
+        """
+        ended = None if self._saver is None else self._saver.settle()
+        if ended is not None:
+            self._saved = ended
+        return None if ended is None else ended[1]
+
+    def _content(
+        self,
+        position: Position | None,
+        order: Order | None,
+        strategy: str,
+        any_world_size: bool | None,
+        metric: float | None,
+    ) -> Content:
         if any_world_size is None:
             any_world_size = strategy in ("ddp", "deepspeed-zero-0")
         if metric is None and self._measured is not None and self._measured[0] == self.step:
             metric = self._measured[1]
-        if create_directory is None:
-            create_directory = not strategy.startswith("deepspeed")
-        content = Content(self.step, position or Position(), order, strategy, any_world_size, metric)
-        began = time.monotonic()
-        manifest = self._saver.save(content, write, create_directory=create_directory, drain=drain)
-        self._mark = time.monotonic()
-        self._longest = max(self._longest, self._mark - began)
-        if manifest is None:
-            return None
-        self._saved = (self.step, manifest.ref)
-        self._prune()
-        return manifest.ref
+        return Content(self.step, position or Position(), order, strategy, any_world_size, metric)
 
     def drain_failed(self) -> None:
         """The drain's save failed: train on, and try again after a pause if it is still wanted."""
@@ -302,6 +335,7 @@ class Session:
         """The training reached its end on all ranks: says so. Collective, and harmless when repeated."""
         if self._over:
             return
+        self.settle()
         self._send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
         if self.alone and self.run_dir is not None and threading.current_thread() is threading.main_thread():
             # There is nothing left to save; what the script does from here on may be stopped as any program.
@@ -316,6 +350,8 @@ class Session:
     def close(self) -> None:
         """For scripts that go on doing other things: leaves the session's group and the agent's socket."""
         self._over = True
+        if self._saver is not None:
+            self._saver.close()
         self._collective.close()
         if self._link is not None:
             self._link.close()
@@ -351,7 +387,7 @@ class Session:
         ref = self.resume.ref
         if self._identity.resume is not None and self._identity.resume.universal is not None:
             ref = self._identity.resume.universal
-        _refuse(self._link, Damaged(ref, form, file, message, True))
+        refuse(self._link, Damaged(ref, form, file, message, True))
 
     # Inside.
 
@@ -428,14 +464,14 @@ def _open(identity: Identity, keep: int, verify: bool) -> Session:
         collective = GlooCollective(identity.rank, identity.world_size, identity.epoch)
     link = lock = resume = None
     if identity.socket is not None:
-        link = Link(identity.socket, _hello(identity))
+        link = Link(identity.socket, hello(identity))
         if identity.resume is not None and identity.run_dir is not None:
             found = handed_out(identity.resume, identity.run_dir, collective, verify=verify)
             if isinstance(found, Damaged):
-                _refuse(link, found)
+                refuse(link, found)
             resume = found
     elif identity.run_dir is not None:
-        lock = _take_lock(identity.run_dir, collective)
+        lock = take_lock(identity.run_dir, collective)
         store = CheckpointStore(identity.run_dir)
         resume = newest(store, collective, identity.world_size)
         # Nobody counts epochs here. Names and manifests need them all the same: where the run goes back to an earlier
@@ -447,46 +483,6 @@ def _open(identity: Identity, keep: int, verify: bool) -> Session:
     if identity.alone and identity.run_dir is not None:
         _drain_on_sigterm(opened)
     return opened
-
-
-def _hello(identity: Identity) -> worker_pb2.Hello:
-    return worker_pb2.Hello(
-        protocol=PROTOCOL,
-        epoch=identity.epoch,
-        rank=identity.rank,
-        local_rank=identity.local_rank,
-        pid=os.getpid(),
-    )
-
-
-def _refuse(link: Link | None, damaged: Damaged) -> NoReturn:
-    insist(EXIT_BAD_CHECKPOINT)
-    log.error("the resume point %s cannot be loaded: %s", damaged.ref.name, damaged.message)
-    if link is not None and damaged.found_here:
-        bad = worker_pb2.BadCheckpoint(
-            name=damaged.ref.name,
-            digest=damaged.ref.digest,
-            form=_FORMS[damaged.form],
-            file=damaged.file,
-            message=damaged.message,
-        )
-        link.send(worker_pb2.ToAgent(bad_checkpoint=bad))
-    raise BadResumePoint
-
-
-def _take_lock(directory: Path, collective: Collective) -> LocalLock | None:
-    lock = None
-    problem = None
-    if collective.rank == 0:
-        lock = LocalLock(directory)
-        try:
-            lock.acquire()
-        except (OSError, RuntimeError) as error:
-            problem = str(error)
-    problem = collective.broadcast(problem)
-    if problem is not None:
-        raise RuntimeError(problem)
-    return lock
 
 
 def _drain_on_sigterm(opened: Session) -> None:

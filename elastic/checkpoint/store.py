@@ -126,11 +126,11 @@ class CheckpointStore:
             OSError: The file system refused.
         """
         for path in [self.path(name) for name in names]:
-            (path / MANIFEST).unlink(missing_ok=True)
             try:
+                (path / MANIFEST).unlink()
                 fsync_directory(path)
             except FileNotFoundError:
-                continue
+                pass  # never sealed, or gone
             shutil.rmtree(path, onerror=_unless_gone)
 
     def write_latest(self, manifest: Manifest) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, session
+from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, background, session
 
 
 class Samples(torch.utils.data.Dataset[Tensor]):
@@ -24,6 +24,35 @@ class Samples(torch.utils.data.Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.randn(9, generator=torch.Generator().manual_seed(index))
+
+
+class Held:
+    """Cannot be written before a file is there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __deepcopy__(self, memo: object) -> Held:
+        return self
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        deadline = time.monotonic() + 30
+        while not self.path.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)  # another process makes the file
+        return int, (0,)
+
+
+class Unlucky:
+    """Cannot be written at all."""
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+    def __deepcopy__(self, memo: object) -> Unlucky:
+        return self
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        raise self.error
 
 
 def parse() -> argparse.Namespace:
@@ -40,6 +69,9 @@ def parse() -> argparse.Namespace:
     flags.add_argument("--fail-with", default="disk")
     flags.add_argument("--swallow", action="store_true", help="catch the drain's exception and return 0")
     flags.add_argument("--checkpoint-dir")
+    flags.add_argument("--background", action="store_true", help="save in the background")
+    flags.add_argument("--hold", type=Path, help="with --background: no write ends before this file is there")
+    flags.add_argument("--improves-at", type=int, default=0, help="rank 0 measures its best at this step")
     flags.add_argument("--plain-lists", type=int, default=0, help="this many batches in an iterable of unknown length")
     return flags.parse_args()
 
@@ -70,6 +102,21 @@ def main() -> None:
                 raise OSError(errno.ENOSPC, "No space left on device")
             raise KeyError("a mistake in the script")
 
+    def state() -> dict[str, object]:
+        nonlocal failed
+        files: dict[str, object] = {f"part-{s.rank}.json": json.dumps({"rank": s.rank, "step": s.step}).encode()}
+        if s.rank == 0:
+            files["model.pt"] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if flags.hold:
+            files[f"held/{s.rank}.pt"] = Held(flags.hold)
+        if s.rank == flags.fail_rank and failed < flags.fail_saves:
+            failed += 1
+            full = OSError(errno.ENOSPC, "No space left on device")
+            files[f"unlucky-{s.rank}.pt"] = Unlucky(full if flags.fail_with == "disk" else TypeError("a mistake"))
+        if flags.fail_with == "same":
+            files["same.pt"] = 1
+        return files
+
     sampler = ElasticSampler(100, 16, seed=3)
     plan = BatchPlan(16, s.world_size, 3, flags.fixed)
     batches: Batches[Tensor] = Batches(
@@ -79,7 +126,9 @@ def main() -> None:
         unknown(s, flags)
         return
     log = open(flags.log / f"rank-{s.rank}-epoch-{s.epoch}-{os.getpid()}.jsonl", "w")  # noqa: SIM115
-    for batch in s.steps(batches, max_steps=flags.steps, save=save, save_every=flags.save_every, seed=3):
+    saver = background(state) if flags.background else save
+    s.track("score", mode="max")
+    for batch in s.steps(batches, max_steps=flags.steps, save=saver, save_every=flags.save_every, seed=3):
         total = 0.0
         for micro in batch.micro_batches:
             if isinstance(wrapped, DistributedDataParallel):
@@ -91,6 +140,9 @@ def main() -> None:
         optimizer.zero_grad()
         if flags.step_time and batch.step >= flags.slow_from:
             time.sleep(flags.step_time)
+        if flags.improves_at:
+            # Rank 0's value is the highest at this step only; the others' in every step.
+            s.improved(float(batch.step if s.rank else batch.step == flags.improves_at))
         mean = s.sum(total) / batch.n
         s.report(mean)
         print(json.dumps({"step": batch.step, "loss": mean, "ids": list(batch.sample_ids)}), file=log, flush=True)

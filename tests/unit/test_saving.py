@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dalsegno.agent.worker_env import Place, worker_environment
-from dalsegno.elastic import saving
+from dalsegno.elastic import saving, saving_reports
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Position
 from dalsegno.elastic.collective import Solo
 from dalsegno.elastic.identity import Identity, from_environment
@@ -40,7 +40,7 @@ class Heard:
 
 def test_syncing_and_summing_are_seen_to_move(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the files are synced and read back the count goes on growing; every save starts under its own name."""
-    monkeypatch.setattr(saving, "REPORT_SECONDS", 0.01)
+    monkeypatch.setattr(saving_reports, "REPORT_SECONDS", 0.01)
     plain, heard = saving.checksums, Heard()
 
     def slow(root: Path, paths: list[str], *, sync: bool, moved: Any) -> Any:
