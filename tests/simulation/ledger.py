@@ -68,8 +68,10 @@ class Ledger:
         # The last growth: its epoch, when its first step was heard, what it cost (seconds); the next one is draining.
         self.grown: tuple[int, float, float] | None = None
         self.growing = False
-        # Something other than joins and notices happened.
-        self.unplanned = False
+        # Epochs of a silent script of which the console says that they began.
+        self.presented: set[int] = set()
+        # Something other than joins and notices happened. (A silent script can save nothing.)
+        self.unplanned = sim.plan.silent
         # Some node was out of the master's sight, or did not see what others had sealed.
         self.hidden = False
         # Workers that failed by themselves.
@@ -143,6 +145,7 @@ class Ledger:
         self._commits(job)
         self._head(job)
         self._epochs(job)
+        self._presented(job)
         if job.phase.is_terminal:
             self._ended(job)
 
@@ -282,6 +285,19 @@ class Ledger:
                 f"epoch {world.epoch} grows at step {opened.resumed_step} again",
             )
 
+    def _presented(self, job: Job) -> None:
+        """Of a silent script's worlds people are told all the same: of the later ones when they open."""
+        world = job.world
+        if world is None or not self.sim.plan.silent or world.epoch in self.presented:
+            return
+        if any(notice.text.startswith(f"epoch {world.epoch}: ") for notice in job.notices):
+            self.presented.add(world.epoch)
+        self.require(
+            world.epoch in self.presented or world.epoch - 1 not in self.presented,
+            "worlds are presented",
+            f"epoch {world.epoch} opened without a word, epoch {world.epoch - 1} was presented",
+        )
+
     def _is_growth(self, world: World) -> bool:
         """Larger than the world before, of which nobody was lost: newcomers are its only cause."""
         before = self.worlds.get(world.epoch - 1)
@@ -420,6 +436,11 @@ class Ledger:
             )
             return
         steps = self.sim.plan.steps
+        if self.sim.plan.silent:
+            last = [step for epoch, step in self.executed if epoch == self.epoch]
+            self.require(last == list(range(1, steps + 1)), "each sample once", f"epoch {self.epoch} made {last}")
+            self.require(self.epoch in self.presented, "worlds are presented", f"not a word of epoch {self.epoch}")
+            return
         self.require(self.head[1] == steps, "the end is saved", f"the last commit is of step {self.head[1]}")
         entry = self.sim.disk.ever[self.head[2]]
         kept = [step for _, step in entry.history]

@@ -59,6 +59,10 @@ MENUS: dict[str, tuple[str, ...]] = {
 }
 
 
+# What a master could not tell from a silent script at work.
+UNSEEN = frozenset({"hung_worker", "hung_end"})
+
+
 @dataclass
 class Plan:
     """Durations in seconds of simulated time."""
@@ -92,6 +96,8 @@ class Plan:
     slow_disk: bool
     # Nodes have different numbers of workers.
     mixed: bool
+    # The script has no session: nobody hears of its steps, it saves nothing that counts, and cannot be drained.
+    silent: bool
 
 
 def plan_of(seed: int) -> Plan:
@@ -129,7 +135,7 @@ def plan_of(seed: int) -> Plan:
     ]
     if kind == "store":
         happenings.append((random.uniform(3.0, fault_time), "lose_store"))
-    return Plan(
+    plan = Plan(
         seed=seed,
         kind=kind,
         settings=settings,
@@ -153,9 +159,15 @@ def plan_of(seed: int) -> Plan:
         fault_time=fault_time,
         happenings=sorted(happenings),
         blind_start=kind in ("disk", "all") and random.random() < 0.2,
+        silent=kind in ("planned", "crashes", "network") and Random(f"silent {seed}").random() < 0.1,
         mixed=Random(f"mixed {seed}").random() < 0.15,
         slow_disk=kind in ("disk", "convert") and random.random() < 0.1,
     )
+    if plan.silent:
+        # Long enough for one world to be presented.
+        plan.steps, plan.step_time = 40, 1.0
+        plan.happenings = [(at, name) for at, name in plan.happenings if name not in UNSEEN]
+    return plan
 
 
 def otherwise(settings: control_pb2.Settings) -> control_pb2.Settings:

@@ -16,7 +16,17 @@ from unittest import mock
 from dalsegno.agent import decisions, directives, leaving
 from dalsegno.agent import events as ev
 from dalsegno.agent.turn import Turn as AgentTurn
-from dalsegno.master import brain, checkpoints, conversion, forming, membership, phases, recollection, views
+from dalsegno.master import (
+    announcements,
+    brain,
+    checkpoints,
+    conversion,
+    forming,
+    membership,
+    phases,
+    recollection,
+    views,
+)
 from dalsegno.master.state import Checkpoint, Job, Node, Part, Phase, State
 from dalsegno.master.turn import Turn
 from dalsegno.protos import control_pb2
@@ -182,6 +192,13 @@ def grows_at_once(original: Any) -> Any:
         return 0.0
 
     return grow_interval
+
+
+def says_nothing_of_the_unheard(original: Any) -> Any:
+    def without_steps(turn: Turn, world: Any) -> None:
+        return None
+
+    return without_steps
 
 
 def waits_for_nobody(original: Any) -> Any:
@@ -398,6 +415,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(forming, "open_world", starts_from_nothing, "newest commit"),
         plant(phases, "wants_to_grow", grows_before_a_step, "a step between growths"),
         plant(phases, "grow_interval", grows_at_once, "the interval between growths", kind="planned"),
+        plant(announcements, "without_steps", says_nothing_of_the_unheard, "worlds are presented", kind="planned"),
         plant(forming, "is_gathered", waits_for_nobody, "quiet time"),
         plant(membership, "select", opens_below_min, "size of the world"),
         plant(checkpoints, "loads_as_is", loads_another_shape_as_it_is, "loads"),

@@ -98,7 +98,7 @@ class Collective:
         if not group.alive:
             return
         group.up = True
-        for rank in range(group.agent.nproc):
+        for rank in range(0 if self.sim.plan.silent else group.agent.nproc):
             group.says(0.002, rank, hello=worker_pb2.Hello(protocol=1, epoch=self.epoch, rank=group.first_rank + rank))
         if len(self.groups) == len(self.world.members) and all(g.up and g.alive for g in self.groups.values()):
             self._later(self.sim.plan.load_time, self._load)
@@ -188,6 +188,9 @@ class Collective:
         self.step += 1
         self.history = (*self.history, (self.epoch, self.step))
         self.sim.ledger.stepped(self.epoch, self.step)
+        if self.sim.plan.silent:
+            self._next()
+            return
         progress = worker_pb2.Progress(
             step=self.step, loss=1.0 / self.step, seconds=seconds, longest=1.0, anyone_sees_master=seen
         )
@@ -298,7 +301,7 @@ class Collective:
             self.sim.ends_hang -= 1
             hanging = self.sim.random.choice(list(self.groups.values()))
         for group in self.groups.values():
-            for rank in range(group.agent.nproc):
+            for rank in range(0 if self.sim.plan.silent else group.agent.nproc):
                 group.says(0.002, rank, finished=worker_pb2.Finished(step=self.step))
             if group is hanging:
                 self.sim.trace(group.agent.label, "its ranks hang after their last step")
