@@ -20,6 +20,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from dalsegno.elastic.checkpoint.files import move_over
+
 __all__ = ["Claim", "ClaimFile", "LockTimeout"]
 
 # flock has no wait with a deadline.
@@ -27,6 +29,7 @@ _LOCK_PAUSE = 0.05
 _WRITE_LOCK, _START_LOCK = "claim.lock", "start.lock"
 # Seconds.
 _WRITE_TIMEOUT = 10.0
+_READS, _READ_PAUSE = 5, 0.02
 
 
 class LockTimeout(Exception):
@@ -63,13 +66,17 @@ class ClaimFile:
 
     def read(self) -> Claim | None:
         """The claim; None when there is none, or none that can be read (then nobody holds the job by it)."""
-        try:
-            return Claim(**json.loads(self.path.read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError):
-            # Half a file cannot be (it is replaced as a whole): a damaged disk, or another program's.
-            return None
+        for _ in range(_READS):
+            try:
+                return Claim(**json.loads(self.path.read_text(encoding="utf-8")))
+            except FileNotFoundError:
+                return None
+            except (ValueError, TypeError):
+                time.sleep(
+                    _READ_PAUSE
+                )  # why: half written, where the mount cannot rename; no event says when it is whole
+        # A damaged disk, or another program's.
+        return None
 
     def write(self, claim: Claim, closing: threading.Event) -> None:
         """Replaces the claim.
@@ -87,7 +94,7 @@ class ClaimFile:
                 json.dump(asdict(claim), file)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(aside, self.path)
+            move_over(aside, self.path)
         finally:
             aside.unlink(missing_ok=True)
 

@@ -8,11 +8,24 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged, Manifest, finished_runs, inspect, is_checkpoint_name, verify
+from dalsegno.elastic.checkpoint import (
+    CheckpointDamaged,
+    CheckpointStore,
+    DirectoryInUse,
+    LocalLock,
+    Manifest,
+    finished_runs,
+    inspect,
+    inventory,
+    is_checkpoint_name,
+    lineage,
+    retirable,
+    verify,
+)
 
 from .events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from .grpc_logs import quiet_grpc
@@ -71,12 +84,63 @@ def _list(options: argparse.Namespace) -> int:
         mark = " (finished)" if run.name in finished_runs(run.parent) else ""
         print(f"{run}{mark}")
         seen = inspect(run)
+        chain = lineage(seen.sealed)
         for manifest in seen.sealed:
             shape = f"{manifest.shape.strategy}, {manifest.shape.world_size} ranks"
-            print(f"  {manifest.name}  {manifest.form}, {shape}, {manifest.total_bytes / 1e6:.1f} MB")
+            marks = "".join(f", {mark}" for mark in _marks(manifest, chain))
+            print(f"  {manifest.name}  {manifest.form}, {shape}, {manifest.total_bytes / 1e6:.1f} MB{marks}")
         for unsealed in seen.unsealed:
             print(f"  {unsealed.name}  not usable: {unsealed.reason}")
     return EXIT_FINISHED
+
+
+def _marks(manifest: Manifest, chain: Sequence[Manifest]) -> Iterator[str]:
+    head = chain[-1] if chain else None
+    if manifest.metric is not None:
+        yield f"metric {manifest.metric:g}"
+    if head is not None and head.best is not None and head.best.name == manifest.name:
+        yield f"best {head.best.metric} ({head.best.mode})"
+    if manifest.source is None and manifest.name not in {one.name for one in chain}:
+        yield "left when the run went back"
+
+
+class _NotOurs(Exception):
+    """Somebody else decides what is deleted of a run."""
+
+
+def _prune(options: argparse.Namespace) -> int:
+    """Deletes old checkpoints where nobody else does: those of a live job are its master's to retire."""
+    if options.keep < 1:
+        raise _UsageError(f"--keep {options.keep}: at least 1, the newest always stays")
+    runs = _run_directories(options.directory)
+    if not runs:
+        print(f"no checkpoints in {options.directory}")
+    code = EXIT_FINISHED
+    for run in runs:
+        try:
+            with LocalLock(run):
+                _prune_run(run, options)
+        except (DirectoryInUse, _NotOurs) as error:
+            code = EXIT_FAILED
+            print(f"{run}: nothing was deleted: {error}")
+    return code
+
+
+def _prune_run(run: Path, options: argparse.Namespace) -> None:
+    found = inventory(run, check_sizes=False)
+    jobs = sorted({manifest.job_id for manifest in found if manifest.job_id})
+    if len({(manifest.job_id, manifest.run_id) for manifest in found}) > 1:
+        raise _NotOurs("checkpoints of several runs are there; give each a directory of its own")
+    if jobs and run.name not in finished_runs(run.parent):
+        raise _NotOurs(f"job {jobs[0]} has not finished it, and prunes it itself (dlrover-run --keep-checkpoints)")
+    gone = retirable(found, options.keep)
+    store = CheckpointStore(run)
+    names = [*gone.left, *gone.old, *store.never_sealed(store.next_epoch())]
+    print(f"{run}: {'would delete' if options.dry_run else 'deleted'} {len(names)}")
+    if not options.dry_run:
+        store.prune(names)
+    for name in names:
+        print(f"  {name}")
 
 
 def _verify(options: argparse.Namespace) -> int:
@@ -169,12 +233,16 @@ def _parser() -> argparse.ArgumentParser:
     acts: tuple[tuple[str, Callable[[argparse.Namespace], int], str], ...] = (
         ("ls", _list, "lists runs and checkpoints"),
         ("verify", _verify, "compares every file with its checksum"),
+        ("prune", _prune, "deletes all but the newest and the best of runs that are finished or have no job"),
         ("show", _show, "prints one checkpoint's manifest"),
     )
     for name, act, text in acts:
         action: Any = actions.add_parser(name, help=text)
         action.add_argument("directory", type=Path, metavar="DIR")
         action.set_defaults(act=act)
+        if act is _prune:
+            action.add_argument("--keep", type=int, required=True, metavar="N", help="how many of each run stay")
+            action.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
     commands.add_parser("doctor", help="who owns which script, versions, extras").set_defaults(act=_doctor)
     return parser
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import grpc
 
+from dalsegno.elastic.checkpoint.files import publish, read_published
 from dalsegno.protos import control_pb2, control_pb2_grpc
 
 from .claim import Claim, ClaimFile, LockTimeout, RenewerLock
@@ -154,7 +155,7 @@ class EmbeddedMaster:
 
     def _token(self) -> str:
         try:
-            return self.token_file.read_text(encoding="ascii").strip()
+            return read_published(self.token_file).decode("ascii").strip()
         except FileNotFoundError:
             pass
         aside = self._directory / f"token.{secrets.token_hex(8)}"
@@ -162,12 +163,12 @@ class EmbeddedMaster:
         with open(fd, "w", encoding="ascii") as file:
             file.write(secrets.token_hex(32) + "\n")
         try:
-            os.link(aside, self.token_file)
+            publish(aside, self.token_file)
         except FileExistsError:
             logger.info("another agent made the token first")
         finally:
             aside.unlink()
-        return self.token_file.read_text(encoding="ascii").strip()
+        return read_published(self.token_file).decode("ascii").strip()
 
     def _ensure(self) -> None:
         """Leaves a master that answers, or raises."""

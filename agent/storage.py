@@ -28,7 +28,7 @@ from dalsegno.elastic.checkpoint import (
     read_sealed,
     verify,
 )
-from dalsegno.elastic.checkpoint.files import Meter
+from dalsegno.elastic.checkpoint.files import Meter, publish, read_published
 from dalsegno.protos import control_pb2
 
 from .events import ManifestRead, Pruned, VerificationDone, VerificationMoved
@@ -117,15 +117,14 @@ class JobDirectory:
         try:
             # Somebody else's came first: theirs counts.
             with contextlib.suppress(FileExistsError):
-                os.link(aside, path)
+                publish(aside, path)
         finally:
             aside.unlink()
         return self._read_probe(path)
 
     @staticmethod
     def _read_probe(path: Path) -> str:
-        with open(path, encoding="ascii", errors="replace") as file:
-            return file.read(_MAX_PROBE)
+        return read_published(path)[:_MAX_PROBE].decode("ascii", errors="replace")
 
     def survey(self) -> Survey:
         """Probe, all sealed checkpoints of runs that are not finished, and the finished runs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 import tempfile
@@ -19,6 +20,9 @@ from .manifest import FileEntry
 
 BUFFER_BYTES = 4 << 20
 THREADS = 4
+# What a mount answers that has no rename, links or hard links: some FUSE and object-store mounts, SMB.
+CANNOT = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+PUBLISHED_TRIES, PUBLISHED_PAUSE_SECONDS = 40, 0.05
 
 
 class Meter:
@@ -170,10 +174,63 @@ def write_exclusive(path: Path, data: bytes) -> None:
         raise
 
 
-def replace_file(path: Path, data: bytes) -> None:
-    """Puts ``data`` at ``path`` in one go: readers see the old content or the new, never a part."""
+def replace_file(path: Path, text: bytes) -> None:
+    """Puts ``text`` (JSON) at ``path`` in one go: readers see the old content or the new, see ``move_over``."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     temporary.unlink(missing_ok=True)
-    write_exclusive(temporary, data)
-    os.replace(temporary, path)
+    write_exclusive(temporary, text)
+    move_over(temporary, path)
     fsync_directory(path.parent)
+
+
+def move_over(aside: Path, path: Path) -> None:
+    """Puts the small JSON file ``aside`` in the place of ``path``, durable as it was.
+
+    Where the mount cannot rename, ``path`` is written over where it lies, in one write and padded to the old length, so
+    that a reader sees half of each at worst, and reads again.
+    """
+    try:
+        os.replace(aside, path)
+    except OSError as error:
+        if error.errno not in CANNOT:
+            raise
+        text = aside.read_bytes()
+        with open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), "r+b", buffering=0) as file:
+            file.write(text.ljust(os.fstat(file.fileno()).st_size))
+            os.fsync(file.fileno())
+        aside.unlink()
+
+
+def publish(aside: Path, path: Path) -> None:
+    """Gives the small file ``aside`` the name ``path`` too, unless somebody else's is there.
+
+    Where the mount has no links, it is made under that name and then written at once: a reader that finds it empty
+    looks again.
+
+    Raises:
+        FileExistsError: Somebody else's came first.
+    """
+    try:
+        os.link(aside, path)
+    except OSError as error:
+        if error.errno not in CANNOT:
+            raise
+        mode = stat.S_IMODE(aside.stat().st_mode)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        with open(descriptor, "wb", buffering=0) as file:
+            file.write(aside.read_bytes())
+            os.fsync(descriptor)
+
+
+def read_published(path: Path) -> bytes:
+    """What ``publish`` put there.
+
+    Raises:
+        FileNotFoundError: Nothing yet.
+    """
+    for _ in range(PUBLISHED_TRIES):
+        data = path.read_bytes()
+        if data:
+            break
+        time.sleep(PUBLISHED_PAUSE_SECONDS)  # why: whoever made it without links is about to write it; no event says so
+    return data

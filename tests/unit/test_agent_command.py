@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from dalsegno.agent import command
+from dalsegno.elastic.checkpoint import Best, LocalLock
 from tests.support.sources import ROOT
 from tests.unit.test_agent_storage import make_checkpoint
 
@@ -76,6 +77,58 @@ def test_show_prints_the_manifest_and_its_digest(checkpoints: Path, capsys: Outp
     assert digest == f"digest {manifest.digest}"
     assert command.run(["checkpoints", "show", str(path.parent / "step-6.e2.1")]) == 2
     assert "is no sealed checkpoint" in capsys.readouterr().err
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.iterdir() if path.is_dir())
+
+
+def prune(directory: Path, *flags: str) -> int:
+    return command.run(["checkpoints", "prune", str(directory), *flags])
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """A finished run of four checkpoints, the second of which is the best, and one that was never sealed."""
+    run = tmp_path / "job" / "run-0001"
+    best = Best("step-2.e1.1", "loss", "min", 0.5)
+    for step in (1, 2, 3, 4):
+        make_checkpoint(run, f"step-{step}.e1.1", best=best if step > 1 else None, metric=1.0 / step)
+    (run / "step-5.e1.1").mkdir()
+    (run / "FINISHED.json").write_text("{}")
+    return run
+
+
+def test_prune_keeps_the_newest_and_the_best(finished: Path, capsys: Output) -> None:
+    """A dry run says the same and deletes nothing; `ls` marks the best; what was never sealed goes too."""
+    assert prune(finished, "--keep=1", "--dry-run") == 0
+    dry = capsys.readouterr().out.splitlines()
+    assert dry == [f"{finished}: would delete 3", "  step-1.e1.1", "  step-3.e1.1", "  step-5.e1.1"]
+    assert len(names(finished)) == 5
+    assert prune(finished, "--keep=1") == 0
+    assert capsys.readouterr().out.splitlines() == [f"{finished}: deleted 3", *dry[1:]]
+    assert names(finished) == ["step-2.e1.1", "step-4.e1.1"]
+    assert command.run(["checkpoints", "ls", str(finished)]) == 0
+    best, newest = capsys.readouterr().out.splitlines()[1:]
+    assert best.endswith("MB, metric 0.5, best loss (min)")
+    assert newest.endswith("MB, metric 0.25")
+
+
+def test_prune_leaves_alone_what_others_decide(finished: Path, capsys: Output) -> None:
+    """A live job, a training at work, two runs in one directory: nothing is deleted, one line says why; exit code 1."""
+    before = names(finished)
+    with LocalLock(finished):
+        assert prune(finished, "--keep=1") == 1
+    assert "in use by another training" in capsys.readouterr().out
+    (finished / "FINISHED.json").unlink()
+    assert prune(finished, "--keep=1") == 1
+    assert "job job has not finished it, and prunes it itself" in capsys.readouterr().out
+    make_checkpoint(finished, "step-9.e1.1", run_id="run-0002")
+    assert prune(finished.parent.parent, "--keep=1") == 1
+    assert "several runs" in capsys.readouterr().out
+    assert names(finished) == [*before, "step-9.e1.1"]
+    assert prune(finished, "--keep=0") == 2
+    assert prune(finished) == 2
 
 
 # ---- doctor ---------------------------------------------------------------------------------------------------------

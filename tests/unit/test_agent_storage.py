@@ -28,8 +28,8 @@ from dalsegno.protos import control_pb2 as pb
 pytestmark = pytest.mark.timeout(60)
 
 
-def make_checkpoint(run_dir: Path, name: str, content: bytes = b"weights") -> Manifest:
-    """A sealed checkpoint with one file."""
+def make_checkpoint(run_dir: Path, name: str, content: bytes = b"weights", **changes: Any) -> Manifest:
+    """A sealed checkpoint with one file; `changes` to its manifest."""
     path = run_dir / name
     path.mkdir(parents=True)
     (path / "model.pt").write_bytes(content)
@@ -52,6 +52,7 @@ def make_checkpoint(run_dir: Path, name: str, content: bytes = b"weights") -> Ma
         metric=None,
         files=describe(path),
     )
+    manifest = replace(manifest, **changes)
     seal(path, manifest)
     return manifest
 
