@@ -72,9 +72,8 @@ class ClaimFile:
             except FileNotFoundError:
                 return None
             except (ValueError, TypeError):
-                time.sleep(
-                    _READ_PAUSE
-                )  # why: half written, where the mount cannot rename; no event says when it is whole
+                # why: half written, where the mount cannot rename; no event says when it is whole
+                time.sleep(_READ_PAUSE)
         # A damaged disk, or another program's.
         return None
 

@@ -13,6 +13,7 @@ from .background_save import Background
 from .batches import Batch
 from .checkpoint import Order, Position, Ref
 from .exchange import MAX_STEPS_APART, Boundary
+from .resuming import check_strategy
 from .saving import SaveError
 from .worker_session import Session
 
@@ -61,7 +62,7 @@ def steps(
         seed: Of the random generators, see ``Session.restore_rng``.
 
     Raises:
-        ValueError: ``max_steps`` below 0 or ``save_every`` below 0.
+        ValueError: ``max_steps`` below 0 or ``save_every`` below 0; the resume point is another strategy's.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
         SaveError: The script's ``save`` has a mistake, or the final save failed again and again.
         Drained: See above.
@@ -72,6 +73,8 @@ def steps(
         if session.rank == 0:
             log.warning("nothing will be saved: give session(checkpoint_dir=...) outside dlrover-run")
         save = None
+    if save is not None:
+        check_strategy(session.resume, strategy)
     source = _source(data)
     run = _Run(
         session,

@@ -53,6 +53,23 @@ class ResumePoint:
         return self.manifest.ref
 
 
+def check_strategy(resume: ResumePoint | None, strategy: str) -> None:
+    """A run goes on with the strategy that wrote its files; DeepSpeed's universal ones fit each of its stages.
+
+    Raises:
+        ValueError: It was written with another one.
+    """
+    if resume is None:
+        return
+    saved = resume.manifest.shape.strategy
+    family = resume.form == UNIVERSAL and saved.startswith("deepspeed") and strategy.startswith("deepspeed")
+    if saved != strategy and not family:
+        raise ValueError(
+            f"{resume.ref.name} was written with strategy {saved}, and this run has {strategy}: go on with {saved}, or"
+            " start a new run"
+        )
+
+
 @dataclass(frozen=True)
 class Damaged:
     """What made a resume point unusable, the same on all ranks. ``found_here``: this rank saw it."""

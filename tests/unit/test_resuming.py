@@ -11,7 +11,8 @@ import pytest
 from dalsegno.elastic.checkpoint import SHARDED, UNIVERSAL, CheckpointName, CheckpointStore, Manifest, Ref, Shape
 from dalsegno.elastic.collective import Solo
 from dalsegno.elastic.identity import ResumeOrder
-from dalsegno.elastic.resuming import Damaged, ResumePoint, handed_out, newest
+from dalsegno.elastic.resuming import Damaged, ResumePoint, check_strategy, handed_out, newest
+from tests.unit.test_best import start
 from tests.unit.test_checkpoint import manifest_for, seal
 
 
@@ -94,3 +95,29 @@ def test_alone_takes_the_newest_sound_one_that_fits(tmp_path: Path, caplog: pyte
     point = newest(store, Solo(), 3)
     assert point is not None
     assert point.universal == tmp_path / later.name
+
+
+def test_another_strategy_is_refused_with_both_names(tmp_path: Path) -> None:
+    """Before a step is made; universal files are those of every stage of DeepSpeed, and of nothing else."""
+    name = CheckpointName(4, 2, 1)
+    source = write(tmp_path, name, shape=TWO)
+    later = write(tmp_path, name.later("universal", 3), shape=TWO, source=source.ref)
+    sharded = handed_out(ResumeOrder(source.ref, SHARDED, None), tmp_path, Solo())
+    universal = handed_out(ResumeOrder(source.ref, UNIVERSAL, later.ref), tmp_path, Solo())
+    assert isinstance(sharded, ResumePoint)
+    assert isinstance(universal, ResumePoint)
+    check_strategy(None, "ddp")
+    check_strategy(sharded, "deepspeed-zero-1")
+    check_strategy(universal, "deepspeed-zero-3")
+    for resume, strategy in ((sharded, "deepspeed-zero-2"), (sharded, "ddp"), (universal, "ddp")):
+        with pytest.raises(ValueError, match=f"written with strategy deepspeed-zero-1, and this run has {strategy}"):
+            check_strategy(resume, strategy)
+
+
+def test_the_loop_refuses_another_strategy_before_its_first_step(tmp_path: Path) -> None:
+    """`steps` itself raises, not its first batch."""
+    write(tmp_path, CheckpointName(4, 0, 1), shape=ANY)
+    with start(tmp_path) as session:
+        with pytest.raises(ValueError, match="written with strategy ddp, and this run has fsdp"):
+            session.steps([1], save=lambda path: None, strategy="fsdp")
+        assert next(iter(session.steps([1], save=lambda path: None))) == 1
