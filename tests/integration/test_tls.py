@@ -192,6 +192,26 @@ def test_a_token_that_is_changed(tmp_path: Path, keys: Keys, undisturbed: Undist
         job.assert_undisturbed(undisturbed)
 
 
+def test_plain_torchrun(shell: Shell, keys: Keys, others: Keys) -> None:
+    """Our rendezvous takes the same files through --rdzv-conf, and ends as soon when they are wrong."""
+    script = shell.directory / "script.py"
+    script.write_text("import pathlib\npathlib.Path('ran').touch()\n")
+    command = (sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=dalsegno", "--rdzv-id=job")
+    with master_process(shell.directory / "job.sqlite", *as_flags(keys.server(mutual=True))) as master:
+
+        def run(client: dict[str, str]) -> Ended:
+            conf = ",".join(f"{name.replace('-', '_')}={value}" for name, value in client.items())
+            flags = (f"--rdzv-endpoint={master.address}", "--nnodes=1:2", "--rdzv-conf", f"checkpoint_dir=ck,{conf}")
+            return shell.run(*flags, str(script), command=command)
+
+        refused = run(keys.client(mutual=True) | {"tls-ca": str(others.ca)})
+        assert (refused.code, "does not accept" in refused.text) == (1, True), refused.text
+        assert not (shell.directory / "ran").exists()
+        done = run(keys.client(mutual=True))
+    assert done.code == 0, done.text
+    assert (shell.directory / "ran").exists()
+
+
 def test_the_line_of_the_readme(shell: Shell, keys: Keys) -> None:
     """One certificate that signs itself, made as the README says, is enough for both sides."""
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
