@@ -107,9 +107,12 @@ def drop_form(record: Checkpoint) -> None:
 
 
 def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint]) -> None:
-    """Record what the last opened epoch sealed but nobody could commit any more, and sealed later forms."""
+    """Record what the last opened epoch sealed but nobody could commit any more, and sealed later forms.
+
+    What older epochs sealed too late is no part of the run, and may go once the run has a newer commit.
+    """
     job = turn.job
-    forms = []
+    forms, late = [], []
     for message in sorted(inventory, key=lambda message: message.step):
         if message.run_id != job.run_id:
             continue
@@ -119,8 +122,25 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint]) -> Non
             refused = record_commit(turn, message)
             if not refused:
                 turn.notice(f"{message.ref.name} was sealed but not yet recorded: it counts")
+        elif message.epoch < job.epoch and job.checkpoint(message.ref.digest) is None:
+            late.append(message)
+    note_late(turn, late)
     for message in forms:
         record_form(job, message)
+
+
+def note_late(turn: Turn, late: Iterable[control_pb2.Checkpoint]) -> None:
+    """Have the files of checkpoints deleted that closed epochs sealed and nobody recorded.
+
+    Only those older than a commit that was made since: before that, a master that lost its store would read the run
+    back from them.
+    """
+    job = turn.job
+    head, known = resume_point(job), {record.digest for record in job.late}
+    for message in late:
+        if head is not None and message.epoch < head.epoch and message.ref.digest not in known:
+            job.late.append(from_proto(message))
+            turn.notice(f"{message.ref.name} is no part of the run, which went on in epoch {head.epoch}: it is deleted")
 
 
 def last_number(name: str) -> int:
@@ -188,7 +208,7 @@ def prunable(job: Job) -> list[Checkpoint]:
     """Retired checkpoints whose files may be deleted now."""
     newest = resume_point(job)
     in_use = in_use_digests(job)
-    return [
+    return job.late + [
         record
         for record in job.checkpoints
         if record.retired
@@ -199,3 +219,4 @@ def prunable(job: Job) -> list[Checkpoint]:
 
 def forget_pruned(job: Job, digests: set[str]) -> None:
     job.checkpoints = [record for record in job.checkpoints if not (record.retired and record.digest in digests)]
+    job.late = [record for record in job.late if record.digest not in digests]

@@ -179,7 +179,7 @@ def begin_anew(turn: Turn, message: control_pb2.RegisterRequest) -> None:
     job.probe = message.probe
     job.begun_anew = message.new_run
     job.stalls = job.reopened = 0
-    job.checkpoints = []
+    job.checkpoints, job.late = [], []
     job.history = []
     job.ever_stepped = job.has_session = False
     job.last_failure_step = job.left_step = job.growths = 0

@@ -285,6 +285,8 @@ class Job:
     # Content of the probe file as the nodes that count read it.
     probe: str = ""
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    # What closed epochs sealed too late: it never counted, and its files may go.
+    late: list[Checkpoint] = field(default_factory=list)
     conversion: Conversion | None = None
     leases: int = 0
     conversion_failures: int = 0

@@ -380,16 +380,23 @@ class Ledger:
             not job.phase.has_workers or ref.digest not in in_use_digests(job), "what is in use stays", ref.name
         )
         self.require(record is None or record.retired, "deleted only when retired", ref.name)
-        self._fallback_stays(job, record)
+        self._fallback_stays(job, ref.digest, record)
         self.require(
             newest is None or newest.best != ref.name or (record is not None and record.damaged),
             "the best stays",
             ref.name,
         )
 
-    def _fallback_stays(self, job: Job, record: Checkpoint | None) -> None:
+    def _fallback_stays(self, job: Job, digest: str, record: Checkpoint | None) -> None:
         """A damaged one's files are kept until a newer one is committed."""
         newest = resume_point(job)
+        late = next((one for one in job.late if one.digest == digest), None)
+        if late is not None:
+            self.require(
+                record is None and newest is not None and newest.epoch > late.epoch,
+                "what came too late stays for a while",
+                late.name,
+            )
         if record is not None and record.damaged:
             self.require(
                 newest is not None and (newest.epoch, newest.step) > (record.epoch, record.step),

@@ -153,6 +153,13 @@ def prunes_damaged_at_once(original: Any) -> Any:
     return prunable
 
 
+def deletes_late_checkpoints_at_once(original: Any) -> Any:
+    def note_late(turn: Turn, late: Any) -> None:
+        turn.job.late = [checkpoints.from_proto(message) for message in late]
+
+    return note_late
+
+
 def tells_late_members_a_newer_checkpoint(original: Any) -> Any:
     def world_proto(job: Job, world: Any) -> control_pb2.World:
         newest = checkpoints.resume_point(job)
@@ -410,6 +417,13 @@ PLANTS: dict[str, Plant] = dict(
         plant(checkpoints, "in_use_digests", retires_what_is_in_use, "what is in use stays", "InvariantBroken"),
         plant(checkpoints, "bests", forgets_the_best, "the best stays"),
         plant(checkpoints, "prunable", prunes_damaged_at_once, "damaged files stay for a while", kind="convert"),
+        plant(
+            checkpoints,
+            "note_late",
+            deletes_late_checkpoints_at_once,
+            "what came too late stays for a while",
+            kind="late",
+        ),
         plant(views, "world_proto", tells_late_members_a_newer_checkpoint, "same resume point"),
         plant(checkpoints, "resume_point", skips_the_resume_point, "newest commit", "committed steps grow"),
         plant(forming, "open_world", starts_from_nothing, "newest commit"),

@@ -384,6 +384,33 @@ def test_a_commit_for_a_closed_epoch_is_refused() -> None:
     assert job.job.checkpoints == []
 
 
+def test_what_a_closed_epoch_sealed_too_late_is_deleted_once_a_newer_one_is_committed() -> None:
+    """It never counts, not even when it is committed again; before the newer commit it is left alone."""
+    job = Driven()
+    a, b = job.start(2)
+    a.save(2)
+    late = [job.seal(5), job.seal(4)]
+    b.failed()
+    for node in (a, b):
+        node.join(sees=job.sealed[:1])
+    assert job.epoch == 2
+    b.failed()
+    all_join([a, b])
+    assert job.epoch == 3
+    assert not job.job.late
+    a.save(3)
+    b.failed()
+    all_join([a, b])
+    assert {record.name for record in job.job.late} == {message.ref.name for message in late}
+    assert [record.step for record in job.job.checkpoints] == [2, 3]
+    assert a.commit(late[0]).code == "FAILED_PRECONDITION"
+    assert a.drained(5, epoch=1, digest=late[0].ref.digest).code == "FAILED_PRECONDITION"
+    assert {ref.name for ref in a.directive.prune} == {message.ref.name for message in late}
+    assert a.directive.run.resume.source.step == 3
+    a.job.call(control_pb2.PrunedRequest(caller=a.caller(), refs=[message.ref for message in late]))
+    assert not job.job.late
+
+
 def test_a_drain_reported_too_late_is_refused_unless_it_is_recorded() -> None:
     """A leaver must know whether what it saved is part of the run."""
     job = Driven()
