@@ -17,12 +17,11 @@ The random state is not saved here: the session does that.
 from __future__ import annotations
 
 import copy
-import glob
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import deepspeed
@@ -33,9 +32,15 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_
 
 from dalsegno.elastic.checkpoint import UNIVERSAL
 
-from .deepspeed_loading import own_group_loading, repair_groups, restore_unpartitioned, separate_steps
+from .deepspeed_loading import own_loading, repair_groups, restore_unpartitioned, separate_steps
+from .deepspeed_view import sharded_view, universal_view
+from .universal.loading import describe_refusal, only_safe_loading
 
 UNIVERSAL_VERSION = 0.4
+_ROUND_ROBIN = (
+    "made with zero_optimization.round_robin_gradients, which lays weights out in a way that checkpoints do not "
+    "describe; set it to false to train elastically"
+)
 
 
 class Resume(Protocol):
@@ -96,10 +101,7 @@ def config(base: Mapping[str, Any], plan: Plan, resume: Resume | None) -> dict[s
     result = copy.deepcopy(dict(base))
     zero = result.get("zero_optimization", {})
     if zero.get("round_robin_gradients"):
-        raise ValueError(
-            "zero_optimization.round_robin_gradients lays weights out in a way that checkpoints do not describe; "
-            "set it to false to train elastically"
-        )
+        raise ValueError(f"the config is {_ROUND_ROBIN}")
     if zero.get("elastic_checkpoint"):
         raise ValueError("zero_optimization.elastic_checkpoint is dead in DeepSpeed; remove it")
     # DeepSpeed derives this one; slices of a step may be shorter than the micro batch, so it is an upper bound.
@@ -145,7 +147,7 @@ def restore(engine: Any, resume: Resume | None) -> dict[str, Any]:
 
     Raises:
         ValueError: The engine was not configured for this resume point.
-        RuntimeError: DeepSpeed found nothing to load.
+        RuntimeError: DeepSpeed found nothing to load, a file is missing, or one holds objects that are not loaded.
         OSError: A file cannot be read.
     """
     if resume is None:
@@ -156,8 +158,17 @@ def restore(engine: Any, resume: Resume | None) -> dict[str, Any]:
     directory = resume.universal if universal else resume.path
     if directory is None:
         raise ValueError("the resume point is universal and does not say where")
-    with _globbable(directory.parent) as parent, own_group_loading(engine):
-        loaded, client_state = engine.load_checkpoint(str(parent), tag=directory.name)
+    if universal and engine.zero_round_robin_gradients():
+        raise ValueError(f"the engine was {_ROUND_ROBIN}")
+    with _only_what_is_safe(directory):
+        return _load(engine, directory, universal)
+
+
+def _load(engine: Any, directory: Path, universal: bool) -> dict[str, Any]:
+    stage = int(engine.zero_optimization_stage())
+    viewed = universal_view(directory, stage) if universal else sharded_view(directory)
+    with viewed as view, own_loading(engine) if universal else nullcontext():
+        loaded, client_state = engine.load_checkpoint(str(view.parent), tag=view.name)
     if loaded is None:
         raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")
     if universal:
@@ -170,6 +181,17 @@ def restore(engine: Any, resume: Resume | None) -> dict[str, Any]:
 def strategy(engine: Any) -> str:
     """The engine's strategy for a manifest's shape: ``"deepspeed-zero-<stage>"``."""
     return f"deepspeed-zero-{int(engine.zero_optimization_stage())}"
+
+
+@contextmanager
+def _only_what_is_safe(directory: Path) -> Iterator[None]:
+    """Lets nobody unpickle arbitrary objects meanwhile, DeepSpeed included."""
+    try:
+        with only_safe_loading():
+            yield
+    except UnpicklingError as error:
+        refused = describe_refusal(str(directory), error)
+        raise RuntimeError(f"{refused}; if you trust it: torch.serialization.add_safe_globals([...])") from error
 
 
 @contextmanager
@@ -209,15 +231,3 @@ class _DeferringWriter:
             self._inner.makedirs(path, exist_ok=exist_ok)
         except Exception as error:
             self.error = self.error or error
-
-
-@contextmanager
-def _globbable(directory: Path) -> Iterator[Path]:
-    """``directory`` under a name that DeepSpeed can glob: it finds nothing behind ``[`` in a path."""
-    if glob.escape(str(directory)) == str(directory):
-        yield directory
-        return
-    with tempfile.TemporaryDirectory(prefix="dalsegno-") as temporary:
-        link = Path(temporary) / "run"
-        link.symlink_to(directory.resolve(), target_is_directory=True)
-        yield link

@@ -1,8 +1,12 @@
 """``python -m dalsegno.elastic.universal --source DIR --target DIR [--earlier DIR ...]``: one conversion.
 
-Standard output carries one JSON object per line and nothing else: ``{"files_done", "files_total"}`` after each file,
-``{"bytes_done"}`` (read, written and synced) every second while bytes move, and last ``{"state", "message"}`` with
-state READY, SOURCE_BAD or ENVIRONMENT. Exit codes: 0, 65, 74 (2: bad usage).
+Standard output carries one JSON object per line and nothing else: ``{"bytes_total"}`` once it is known (about),
+``{"files_done", "files_total"}`` after each file, ``{"bytes_done"}`` (read, written and synced) every second while
+bytes move, and last ``{"state", "message"}`` with state READY, SOURCE_BAD or ENVIRONMENT. Exit codes: 0, 65, 74 (2: bad
+usage).
+
+With ``--anywhere`` source and target may be any directories, and a target that was begun is gone on with
+(``dalsegno convert``); without it both are a run's checkpoints, and the target is a lease's own.
 
 With ``--standby`` in place of the directories the process imports what it needs, says ``{"state": "WARM"}`` and waits
 for one line on standard input, a JSON object with ``source``, ``target`` and, if wanted, ``earlier`` (a list) and
@@ -25,8 +29,10 @@ from typing import TextIO
 
 from dalsegno.elastic.checkpoint.files import Meter
 
-from .conversion import convert
+from .conversion import Watch, Wish, convert
+from .effort import MEMORY_BYTES, THREADS, Effort
 from .errors import EXIT_READY, ConversionError
+from .standalone import convert_directory
 
 # Seconds.
 BYTES_EVERY = 1.0
@@ -40,30 +46,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--earlier", type=Path, action="append", default=[], help="directory of an earlier lease")
     parser.add_argument("--digest", help="the source's recorded digest")
     parser.add_argument("--upstream", action="store_true", help="use DeepSpeed's own converter")
+    parser.add_argument("--threads", type=int, default=THREADS, help="at work at once (default: %(default)s)")
+    parser.add_argument("--memory", type=int, default=MEMORY_BYTES, help="bytes of buffers (default: %(default)s)")
+    parser.add_argument("--anywhere", action="store_true", help="any directories; go on with a target that was begun")
+    parser.add_argument("--stage", type=int, help="the ZeRO stage that will load it (with --anywhere)")
+    parser.add_argument("--reset-optimizer", action="store_true", help="forget its state (with --anywhere)")
+    parser.add_argument("--allow", action="append", default=[], help="class that may be unpickled (with --anywhere)")
+    parser.add_argument("--no-latest", action="store_true", help="leave latest_universal alone (with --anywhere)")
     parser.add_argument("--standby", action="store_true", help="get warm, then read the order from standard input")
     options = parser.parse_args(arguments)
     if options.standby == (options.source is not None) or (options.source is None) != (options.target is None):
         parser.error("give --source and --target, or --standby")
+    if not options.anywhere and (options.stage or options.reset_optimizer or options.allow or options.no_latest):
+        parser.error("--stage, --reset-optimizer, --allow and --no-latest are for --anywhere")
+    try:
+        effort = Effort(options.threads, options.memory)
+        wish = Wish(effort, options.stage, options.reset_optimizer, options.upstream, tuple(options.allow))
+    except ValueError as error:
+        parser.error(str(error))
     say = _Lines()
     _end_with_parent()
     if options.standby and not _receive_order(options, say):
         return EXIT_READY
     try:
-        # Absolute: the conversion may change the working directory.
-        convert(
-            options.source.absolute(),
-            options.target.absolute(),
-            earlier=[path.absolute() for path in options.earlier],
-            digest=options.digest,
-            progress=lambda done, total: say(files_done=done, files_total=total),
-            moved=Meter(lambda done: say(bytes_done=done), BYTES_EVERY),
-            upstream=options.upstream,
-        )
+        message = _convert(options, wish, say)
     except ConversionError as error:
         say(state=error.state, message=str(error))
         return error.exit_code
-    say(state="READY", message="")
+    say(state="READY", message=message)
     return EXIT_READY
+
+
+def _convert(options: argparse.Namespace, wish: Wish, say: _Lines) -> str:
+    watch = Watch(
+        progress=lambda done, total: say(files_done=done, files_total=total),
+        moved=Meter(lambda done: say(bytes_done=done), BYTES_EVERY),
+        planned=lambda total: say(bytes_total=total),
+    )
+    # Absolute: the conversion may change the working directory.
+    source, target = options.source.absolute(), options.target.absolute()
+    if options.anywhere:
+        made = convert_directory(source, target, wish=wish, watch=watch, latest=not options.no_latest)
+        return "" if made else f"{options.target} was complete already"
+    earlier = [path.absolute() for path in options.earlier]
+    convert(source, target, earlier=earlier, digest=options.digest, wish=wish, watch=watch)
+    return ""
 
 
 class _Lines:
@@ -82,7 +109,7 @@ class _Lines:
 
 def _receive_order(options: argparse.Namespace, say: _Lines) -> bool:
     """Fills ``options`` from standard input, once warm; False: there will be no order."""
-    from . import check, source, streaming  # noqa: F401 (what takes seconds to import)
+    from . import check, forms, source, streaming  # noqa: F401 (what takes seconds to import)
 
     say(state="WARM")
     line = sys.stdin.readline()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 
@@ -19,6 +21,7 @@ from dalsegno.elastic.checkpoint import (
 )
 from dalsegno.elastic.checkpoint.files import checksum
 
+from .effort import Effort
 from .errors import ConversionError, EnvironmentFailed, SourceBad
 from .journal import Journal, place, take_over
 
@@ -26,6 +29,52 @@ Progress = Callable[[int, int], None]
 """Called with (files done, files in total), from any thread, one call at a time."""
 Moved = Callable[[int], None]
 """Called with the number of bytes that were read, written or synced just now, from any thread, several at a time."""
+Planned = Callable[[int], None]
+"""Called once with the number of bytes that will be moved, about."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Who is told how a conversion gets on.
+
+    Attributes:
+        progress: Called after every file.
+        moved: Called with bytes as they are read, written or synced.
+        planned: Called with their sum, about, before the first file is written.
+    """
+
+    progress: Progress = lambda done, total: None
+    moved: Moved = lambda count: None
+    planned: Planned = lambda total: None
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What a conversion shall make, and how.
+
+    Attributes:
+        effort: Threads and memory.
+        stage: The ZeRO stage that will load the files, where it is not the one that saved: 1 and 2 load one form, 3
+            another.
+        reset_optimizer: Leave out what the optimizer has gathered: it will start anew.
+        upstream: Use DeepSpeed's converter even where ours can do it.
+        allow: Classes (``"module.Name"``) that may be unpickled besides those of the closed list.
+    """
+
+    effort: Effort = field(default_factory=Effort)
+    stage: int | None = None
+    reset_optimizer: bool = False
+    upstream: bool = False
+    allow: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.stage not in (None, 1, 2, 3):
+            raise ValueError(f"stage must be 1, 2 or 3, not {self.stage}")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the result is what everybody expects of the universal form of a source."""
+        return self.stage is None and not self.reset_optimizer
 
 
 def convert(
@@ -34,23 +83,21 @@ def convert(
     *,
     earlier: Sequence[Path] = (),
     digest: str | None = None,
-    progress: Progress | None = None,
-    moved: Moved = lambda count: None,
-    upstream: bool = False,
+    wish: Wish | None = None,
+    watch: Watch | None = None,
 ) -> Manifest:
-    """Makes the universal form of a sharded ZeRO checkpoint and seals it.
+    """Makes the universal form of a sharded ZeRO checkpoint of a run and seals it.
 
-    Runs in the process's own working directory and may change it meanwhile: give it a process of its own
-    (``python -m dalsegno.elastic.universal``).
+    DeepSpeed's own converter, where it is needed, runs in a working directory of its own and changes the process's
+    meanwhile: give it a process of its own (``python -m dalsegno.elastic.universal``).
 
     Args:
         source: The sealed sharded checkpoint. Only read.
         target: Directory of this lease, named ``<source>.universal.<lease>``, not there yet.
         earlier: Directories of earlier leases; their finished files are verified and linked.
         digest: The source's recorded digest; None: whatever its manifest says.
-        progress: Told after every file.
-        moved: Told of bytes, in between too. No step that is not told of touches more than about one file.
-        upstream: Use DeepSpeed's converter even where ours can do it.
+        wish: How; what a run's universal form is, is not open to wishes.
+        watch: Told of files and bytes. No step that is not told of touches more than about one file.
 
     Returns:
         The manifest that seals ``target``.
@@ -59,15 +106,28 @@ def convert(
         SourceBad: The source is damaged or incomplete.
         EnvironmentFailed: Anything else that kept the source, which verifies, from being converted.
     """
-    source, target = Path(source), Path(target)
-    try:
-        manifest = _verified(source, digest, moved)
+    source, target, wish, watch = Path(source), Path(target), wish or Wish(), watch or Watch()
+    if not wish.plain:
+        raise ValueError("a run's universal form is that of its own stage, with the optimizer's state")
+    with typed_failures():
+        manifest = verified(source, digest, watch.moved)
         name = CheckpointName.parse(target.name)
         if name.form != UNIVERSAL or str(name.source) != source.name:
             raise EnvironmentFailed(f"{target.name} is not a name for the universal form of {source.name}")
         target.mkdir()
-        entries = _convert(source, manifest, target, list(earlier), progress, moved, upstream)
-        return _seal(manifest, target, entries)
+        with Journal(target, source_digest=manifest.digest) as journal:
+            threads = wish.effort.threads
+            take_over(journal, target, earlier, source_digest=manifest.digest, threads=threads, moved=watch.moved)
+            entries = produce(source, {entry.path: entry for entry in manifest.files}, target, journal, wish, watch)
+            journal.remove()
+        return seal_form(manifest, target, entries)
+
+
+@contextmanager
+def typed_failures() -> Iterator[None]:
+    """Whatever fails inside fails as a `ConversionError` that says what it means for the source."""
+    try:
+        yield
     except ConversionError:
         raise
     except OSError as error:
@@ -75,11 +135,17 @@ def convert(
     except MemoryError as error:
         raise EnvironmentFailed("out of memory") from error
     except Exception as error:
-        # The source verified above: what fails now is the converter or the machine, never a reason to retire it.
+        # The source verified before: what fails now is the converter or the machine, never a reason to retire it.
         raise EnvironmentFailed(f"{type(error).__name__}: {error}") from error
 
 
-def _verified(source: Path, digest: str | None, moved: Moved) -> Manifest:
+def verified(source: Path, digest: str | None, moved: Moved) -> Manifest:
+    """The manifest of a sealed sharded checkpoint that is what its manifest says, byte by byte.
+
+    Raises:
+        SourceBad: It is not.
+        EnvironmentFailed: It is not a sharded checkpoint.
+    """
     try:
         manifest = Manifest.read(source)
         if digest is not None and manifest.digest != digest:
@@ -92,54 +158,80 @@ def _verified(source: Path, digest: str | None, moved: Moved) -> Manifest:
     return manifest
 
 
-def _convert(
-    source: Path,
-    manifest: Manifest,
-    target: Path,
-    earlier: list[Path],
-    progress: Progress | None,
-    moved: Moved,
-    upstream: bool,
+def produce(
+    source: Path, entries: Mapping[str, FileEntry], target: Path, journal: Journal, wish: Wish, watch: Watch
 ) -> tuple[FileEntry, ...]:
+    """Makes what ``journal`` does not list yet, and checks that nothing is missing.
+
+    Args:
+        source: The sharded checkpoint.
+        entries: Its files, by path; those of model states are wanted.
+        target: The directory to write, which holds what ``journal`` lists.
+        journal: Notes each file.
+        wish: What to make.
+        watch: Who is told.
+
+    Returns:
+        All files of ``target``, sorted by path.
+
+    Raises:
+        ConversionError: See `convert`.
+        OSError: The file system says no.
+    """
     # Torch is imported only here: damage is told without it, and an agent imports this package without it.
-    from .check import check_complete, expected_files
-    from .source import Unsupported, open_source
+    from .check import check_complete
+    from .forms import Form
+    from .layout import Unsupported
+    from .loading import allowing
+    from .output import Output
+    from .source import open_source
+    from .streaming import write
 
-    with Journal(target, source_digest=manifest.digest) as journal:
-        taken = take_over(journal, target, earlier, source_digest=manifest.digest, moved=moved)
+    taken = journal.entries
+    with allowing(wish.allow):
         try:
-            opened = open_source(source)
-        except Unsupported:
-            _run_upstream(source, target, journal, moved)
-        else:
-            counter = _Counter(taken, len(expected_files(opened)), progress)
-            if upstream:
-                _run_upstream(source, target, journal, moved)
-            else:
-                from .streaming import Output, write
+            opened = open_source(source, reset_optimizer=wish.reset_optimizer)
+        except Unsupported as error:
+            _produce_upstream(source, target, journal, wish, watch, f"{error}: ")
+            return _sorted(journal)
+        with opened:
+            form = Form(opened, wish.stage or opened.stage)
+            if wish.upstream:
+                _produce_upstream(source, target, journal, wish, watch)
+                check_complete(target, form)
+                return _sorted(journal)
+            counter = _Counter(len(taken), len(form.files), watch.progress)
+            read = sum(entry.size for entry in entries.values())
+            watch.planned(read + 2 * form.nbytes + sum(entries[name].size for name in form.model_files.values()))
+            with Output(target, journal, counter.add, watch.moved) as output:
+                write(opened, source, entries, output, form, wish.effort)
+            check_complete(target, form, trusted=journal.entries.keys() - taken.keys())
+    return _sorted(journal)
 
-                files = {entry.path: entry for entry in manifest.files}
-                with Output(target, journal, counter.add, moved) as output:
-                    write(opened, source, files, output)
-            check_complete(target, opened)
-        entries = journal.entries
-        journal.remove()
-    return tuple(entries[path] for path in sorted(entries))
+
+def _sorted(journal: Journal) -> tuple[FileEntry, ...]:
+    made = journal.entries
+    return tuple(made[path] for path in sorted(made))
 
 
-def _run_upstream(source: Path, target: Path, journal: Journal, moved: Moved) -> None:
+def _produce_upstream(source: Path, target: Path, journal: Journal, wish: Wish, watch: Watch, reason: str = "") -> None:
     from . import upstream
 
-    staged = upstream.stage(source, target, moved)
-    for path in sorted(path for path in staged.rglob("*") if path.is_file()):
-        name = path.relative_to(staged).as_posix()
+    if not wish.plain:
+        raise EnvironmentFailed(f"{reason}DeepSpeed's converter makes no other stage's form and resets nothing")
+    staged = upstream.stage(source, target, watch.moved)
+    names = sorted(path.relative_to(staged).as_posix() for path in staged.rglob("*") if path.is_file())
+    counter = _Counter(0, len(names), watch.progress)
+    for name in names:
         if name not in journal.entries:
-            place(path, target / name)
-            journal.add(checksum(target, name, sync=True, moved=moved))
+            place(staged / name, target / name)
+            journal.add(checksum(target, name, sync=True, moved=watch.moved))
+        counter.add()
     upstream.clear(target)
 
 
-def _seal(manifest: Manifest, target: Path, entries: tuple[FileEntry, ...]) -> Manifest:
+def seal_form(manifest: Manifest, target: Path, entries: tuple[FileEntry, ...]) -> Manifest:
+    """Seals ``target`` as the universal form of the checkpoint that ``manifest`` describes."""
     sealed = Manifest(
         name=target.name,
         job_id=manifest.job_id,
@@ -171,11 +263,10 @@ def _describe_os_error(error: OSError) -> str:
 class _Counter:
     """Counts files, from any thread."""
 
-    def __init__(self, done: int, total: int, progress: Progress | None) -> None:
+    def __init__(self, done: int, total: int, progress: Progress) -> None:
         self._done, self._total, self._progress, self._lock = done, total, progress, Lock()
 
     def add(self) -> None:
         with self._lock:
             self._done += 1
-            if self._progress is not None:
-                self._progress(min(self._done, self._total), self._total)
+            self._progress(min(self._done, self._total), self._total)

@@ -3,15 +3,18 @@
 ``JOURNAL.jsonl`` in the lease's own directory: the first line names the source's digest,
 every further line is one finished file with size and checksum, written after the file itself was made durable. A
 journalled file is never opened for writing again, so a later lease may link to it. The journal is removed before the
-directory is sealed.
+directory is sealed. Whoever writes a directory holds a lock on its journal.
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
@@ -24,21 +27,50 @@ VERSION = 1
 MAX_BYTES = 64 << 20
 
 
-class Journal:
-    """The journal of the lease that owns ``directory``. Thread-safe."""
+class ForeignJournal(ValueError):
+    """A journal of the conversion of another source."""
 
-    def __init__(self, directory: Path, *, source_digest: str) -> None:
-        """Creates the journal.
+
+class Journal:
+    """The journal of the conversion that owns ``directory``. Thread-safe."""
+
+    def __init__(self, directory: Path, *, source_digest: str, resume: bool = False) -> None:
+        """Creates the journal, or opens the one that is there.
+
+        Args:
+            directory: What is written.
+            source_digest: What it is made from.
+            resume: Go on where a conversion was killed: what it finished is in `recovered` and, until `restart`, in
+                nobody's way. False: there must be no journal, as each lease has a directory of its own.
 
         Raises:
-            FileExistsError: There is one: each lease writes into a directory of its own.
+            FileExistsError: There is one, and there must not be.
+            BlockingIOError: The conversion that writes there is alive.
+            ValueError: It is of a conversion of something else.
             OSError: The file system says no.
         """
         self._path = directory / JOURNAL
         self._lock = Lock()
+        self._header = _header(source_digest)
         self._entries: dict[str, FileEntry] = {}
-        self._file = open(self._path, "x", encoding="utf-8")  # noqa: SIM115 (closed by __exit__)
-        self._write(_header(source_digest))
+        self.recovered: tuple[FileEntry, ...] = ()
+        self._file = open(self._path, "a" if resume else "x", encoding="utf-8")  # noqa: SIM115 (see __exit__)
+        try:
+            _lock_file(self._file.fileno())
+            if resume and self._path.stat().st_size > 0:
+                self.recovered = _journalled(directory, source_digest, strict=True)
+            else:
+                self.restart(())
+        except BaseException:
+            self._file.close()
+            raise
+
+    def restart(self, entries: Sequence[FileEntry]) -> None:
+        """Begins anew with ``entries``, which are finished."""
+        self._file.truncate(0)
+        self._write(self._header)
+        for entry in entries:
+            self.add(entry)
 
     def __enter__(self) -> Journal:
         return self
@@ -83,7 +115,7 @@ def finished_files(directory: Path, source_digest: str) -> tuple[FileEntry, ...]
     return manifest.files if made_from else ()
 
 
-def _journalled(directory: Path, source_digest: str) -> tuple[FileEntry, ...]:
+def _journalled(directory: Path, source_digest: str, *, strict: bool = False) -> tuple[FileEntry, ...]:
     try:
         with open(directory / JOURNAL, "rb") as file:
             lines = file.read(MAX_BYTES).split(b"\n")
@@ -96,8 +128,10 @@ def _journalled(directory: Path, source_digest: str) -> tuple[FileEntry, ...]:
             if number > 0:
                 entries.append(FileEntry(**record))
             elif record != _header(source_digest):
+                if strict:
+                    raise ForeignJournal(f"{directory} holds the beginning of a conversion of something else")
                 return ()
-        except (ValueError, TypeError):
+        except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
             break
     return tuple(entries)
 
@@ -112,11 +146,12 @@ def take_over(
     earlier: Sequence[Path],
     *,
     source_digest: str,
+    threads: int = 1,
     moved: Callable[[int], None] = lambda count: None,
 ) -> int:
     """Links (or copies) the verified finished files of earlier leases into ``target``.
 
-    ``moved`` is told how many bytes were read just now.
+    ``moved`` is told how many bytes were read just now, on any of ``threads`` threads.
 
     Returns:
         How many files need not be made again.
@@ -124,20 +159,55 @@ def take_over(
     Raises:
         OSError: ``target`` cannot be written.
     """
-    taken: dict[str, FileEntry] = {}
-    for directory in earlier:
-        for entry in finished_files(directory, source_digest):
-            if entry.path in taken or not _inside(entry.path):
-                continue
-            try:
-                verify_files(directory, [entry], threads=1, moved=moved)
-            except (CheckpointDamaged, OSError):
-                continue  # made anew below: a file that does not verify is simply not finished
-            place(directory / entry.path, target / entry.path)
+
+    def take(directory: Path, entry: FileEntry) -> None:
+        try:
+            verify_files(directory, [entry], threads=1, moved=moved)
+        except (CheckpointDamaged, OSError):
+            return  # made anew below: a file that does not verify is simply not finished
+        place(directory / entry.path, target / entry.path)
+        if not os.path.samefile(directory / entry.path, target / entry.path):
             verify_files(target, [entry], threads=1, moved=moved)
-            journal.add(entry)
-            taken[entry.path] = entry
-    return len(taken)
+        journal.add(entry)
+
+    with ThreadPoolExecutor(threads, thread_name_prefix="dalsegno-take-over") as pool:
+        for directory in earlier:
+            there = journal.entries
+            wanted = {e.path: e for e in finished_files(directory, source_digest) if e.path not in there}
+            for _ in pool.map(lambda entry: take(directory, entry), filter(_inside, wanted.values())):  # noqa: B023
+                pass
+    return len(journal.entries)
+
+
+def keep_finished(
+    journal: Journal, target: Path, *, threads: int = 1, moved: Callable[[int], None] = lambda count: None
+) -> int:
+    """Goes on in a directory whose conversion was killed: keeps what it finished and verifies, deletes all else.
+
+    Returns:
+        How many files need not be made again.
+
+    Raises:
+        OSError: ``target`` cannot be read or written.
+    """
+
+    def intact(entry: FileEntry) -> bool:
+        try:
+            verify_files(target, [entry], threads=1, moved=moved)
+        except (CheckpointDamaged, OSError):
+            return False
+        return True
+
+    candidates = list({entry.path: entry for entry in journal.recovered if _inside(entry)}.values())
+    with ThreadPoolExecutor(threads, thread_name_prefix="dalsegno-keep") as pool:
+        kept = [entry for entry, good in zip(candidates, pool.map(intact, candidates), strict=True) if good]
+    names = {entry.path for entry in kept} | {JOURNAL}
+    for current, _, files in os.walk(target):
+        for path in (Path(current) / file for file in files):
+            if path.relative_to(target).as_posix() not in names:
+                path.unlink()
+    journal.restart(kept)
+    return len(kept)
 
 
 def place(source: Path, target: Path) -> None:
@@ -160,6 +230,17 @@ def place(source: Path, target: Path) -> None:
             os.fsync(writer.fileno())
 
 
-def _inside(path: str) -> bool:
-    parts = Path(path).parts
-    return bool(parts) and not Path(path).is_absolute() and ".." not in parts
+def _lock_file(descriptor: int) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        # Without locks there is still O_EXCL: two that write one directory meet at the first file.
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
+            raise
+
+
+def _inside(entry: FileEntry) -> bool:
+    path = Path(entry.path)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts

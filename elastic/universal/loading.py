@@ -6,28 +6,100 @@ classes below, model states and parameter files need none.
 
 from __future__ import annotations
 
+import importlib
+import os
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from deepspeed.checkpoint.universal_checkpoint import SubparamShape
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
-SAFE_CLASSES: tuple[type, ...] = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address)
+from .errors import EnvironmentFailed
+
+SAFE_CLASSES: tuple[type, ...] = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, SubparamShape)
+_FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+_REFUSED = re.compile(r"GLOBAL ([\w.]+)")
 
 
-def load(path: Path, *, mmap: bool = False) -> Any:
+def load(path: Path, *, mmap: bool = False, seen: Callable[[torch.UntypedStorage], None] | None = None) -> Any:
     """Loads a checkpoint file onto the CPU.
 
     Args:
         path: A file that ``torch.save`` wrote.
         mmap: Leave tensors on the disk until they are read.
+        seen: Called with each storage of the file.
 
     Raises:
         OSError: It cannot be read.
         pickle.UnpicklingError: It holds a class that is not on the closed list.
         RuntimeError: It is not a whole file of ``torch.save``.
     """
-    with torch.serialization.safe_globals(list(SAFE_CLASSES)):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+
+    def stay(storage: Any, location: str) -> Any:
+        if seen is not None:
+            seen(storage)
+        return storage
+
+    with _our_classes():
+        return torch.load(path, map_location=stay, weights_only=True, mmap=mmap)
+
+
+def _our_classes() -> Any:
+    """Those of the list that are not allowed already: leaving torch's context takes away what it was given."""
+    there = torch.serialization.get_safe_globals()
+    return torch.serialization.safe_globals([found for found in SAFE_CLASSES if found not in there])
+
+
+@contextmanager
+def allowing(names: Sequence[str]) -> Iterator[None]:
+    """Lets `load` make objects of further classes while the context lasts.
+
+    Args:
+        names: ``"module.Class"``; they are imported.
+
+    Raises:
+        EnvironmentFailed: One cannot be imported.
+    """
+    classes: list[Any] = []
+    for name in names:
+        module, _, attribute = name.rpartition(".")
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise EnvironmentFailed(f"{name} cannot be allowed: {error}") from error
+        if not isinstance(found, type):
+            raise EnvironmentFailed(f"{name} cannot be allowed: it is not a class")
+        classes.append(found)
+    with torch.serialization.safe_globals(classes):
+        yield
+
+
+@contextmanager
+def only_safe_loading() -> Iterator[None]:
+    """Makes every ``torch.load`` of this process one with ``weights_only`` and our list: DeepSpeed's own loads say no.
+
+    For as long as the context lasts. Torch reads the variable at each load; nothing of DeepSpeed is replaced.
+    """
+    before = os.environ.get(_FORCE)
+    os.environ[_FORCE] = "1"
+    try:
+        with _our_classes():
+            yield
+    finally:
+        if before is None:
+            del os.environ[_FORCE]
+        else:
+            os.environ[_FORCE] = before
+
+
+def describe_refusal(file: str, error: Exception) -> str:
+    """One line about objects that are not loaded from checkpoints, for an UnpicklingError of torch's."""
+    found = _REFUSED.search(str(error))
+    what = found[1] if found else "something"
+    return f"{file} holds {what}, which is not on the list of what is loaded from checkpoints"

@@ -1,6 +1,7 @@
 """What a sharded ZeRO checkpoint of DeepSpeed holds, and where each parameter's values lie in it.
 
-Formats as DeepSpeed 0.16 to 0.19 write them (``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``runtime/engine.py``):
+Formats as DeepSpeed 0.16 to 0.19 write them (``runtime/zero/stage_1_and_2.py``, ``stage3.py``, ``bf16_optimizer.py``,
+``runtime/engine.py``):
 
 - stages 1 and 2: ``[bf16_]zero_pp_rank_<r>_mp_rank_00_optim_states.pt`` per rank; per parameter group a flat partition
   of fp32 weights and of each optimizer state, and ``param_slice_mappings[group][name]`` = (start, numel) in it;
@@ -11,23 +12,27 @@ Formats as DeepSpeed 0.16 to 0.19 write them (``runtime/zero/stage_1_and_2.py``,
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
+from types import TracebackType
 from typing import Any
 
 from torch import Tensor
 
 from .errors import EnvironmentFailed, SourceBad
-from .loading import load
+from .layout import Files, Unsupported, find_files, refuse_layout
+from .loading import describe_refusal
+from .records import Extent, NotInPieces, TorchFile
 
 FP32 = "fp32"
-STAGE_3_STATES = ("exp_avg", "exp_avg_sq")
+ADAM_STATES = ("exp_avg", "exp_avg_sq")
 """What DeepSpeed's loader of stage 3 reads, no more and no less."""
-_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
-_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+COMMON_STATE = "optimizer_state.pt"
+"""The file beside the parameters' directories."""
+_ANEW = "to go on with a new optimizer: dalsegno convert --reset-optimizer"
 
 
 @dataclass(frozen=True)
@@ -42,10 +47,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its full shape, and the pieces that make it up in order."""
+    """One parameter: its full shape, its (sub-)group, and the pieces that make it up in order."""
 
     name: str
     shape: tuple[int, ...]
+    group: int
     pieces: tuple[Piece, ...]
 
     @property
@@ -55,34 +61,81 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Source:
-    """A sharded checkpoint, opened. Tensors stay on the disk (memory-mapped) until they are read.
+    """A sharded checkpoint, opened. Tensors stay on the disk until they are read. Use it as a context manager.
 
     Attributes:
         stage: The ZeRO stage, 1 to 3.
         parameters: All parameters that the optimizer knows, by name.
-        flat: ``flat[rank][group][state]``: 1-D tensors; ``state`` is ``"fp32"`` or an optimizer state's name.
-        steps: Per (sub-)group the optimizer's step, None where it counts none.
+        flat: ``flat[rank][group][state]``: 1-D tensors, memory-mapped; ``state`` is ``"fp32"`` or an optimizer state's
+            name.
+        steps: ``steps[rank][group]``: the optimizer's step, None where it counts none.
         optimizer: Rank 0's optimizer dictionary, as in its file.
-        model: Rank 0's model states, as in their file.
-        model_files: Names of all model-state files.
+        model: Rank 0's model states, as in their file, memory-mapped.
+        model_files: Names of all model-state files, rank 0's first.
+        reset: What the optimizer had gathered is left out.
+        files: The ranks' optimizer files and rank 0's model states, open.
     """
 
     stage: int
     parameters: Mapping[str, Parameter]
     flat: Sequence[Sequence[Mapping[str, Tensor]]]
-    steps: Sequence[Any]
+    steps: Sequence[Sequence[Any]]
     optimizer: Mapping[str, Any]
     model: Mapping[str, Any]
     model_files: tuple[str, ...]
+    reset: bool
+    files: tuple[TorchFile, ...]
+
+    def __enter__(self) -> Source:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes its files. What is mapped stays mapped for as long as tensors of it are in use."""
+        for file in self.files:
+            file.close()
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the states that are written for every parameter, ``"fp32"`` first."""
-        return (FP32, *STAGE_3_STATES) if self.stage == 3 else tuple(self.flat[0][0])
+        """Names of the states that are written for every parameter, ``"fp32"`` first; what `flat` lacks is zeros."""
+        anew = self.reset and self.adam
+        return (FP32, *ADAM_STATES) if self.stage == 3 or anew else tuple(self.flat[0][0])
+
+    @property
+    def adam(self) -> bool:
+        """Whether the optimizer is one of Adam's family, with a first and a second moment."""
+        return any("betas" in group and "eps" in group for group in self.parameter_groups)
+
+    @property
+    def parameter_groups(self) -> Sequence[Mapping[str, Any]]:
+        """Hyperparameters by parameter group."""
+        groups: Sequence[Mapping[str, Any]] = self.inner["param_groups"]
+        return groups
+
+    @property
+    def inner(self) -> Mapping[str, Any]:
+        """The ``state_dict`` of the optimizer below DeepSpeed's, of rank 0."""
+        inner: Mapping[str, Any] = self.optimizer[_INNER[self.stage]]
+        return inner
+
+    def extents(self, parameter: Parameter, state: str) -> tuple[Extent, ...] | None:
+        """Where the values of one state of one parameter lie, in order; None: nowhere, they are zeros."""
+        if state not in self.flat[0][parameter.group]:
+            return None
+        return tuple(
+            self.files[piece.rank].extent(self.flat[piece.rank][piece.group][state], piece.start, piece.numel)
+            for piece in parameter.pieces
+        )
+
+    def model_extent(self, tensor: Tensor) -> Extent:
+        """Where a dense tensor of ``model`` lies, in the order of its storage."""
+        return self.files[-1].extent(tensor)
 
 
-class Unsupported(EnvironmentFailed):
-    """A layout that only DeepSpeed's own converter knows: tensor or pipeline parallelism, experts."""
+_INNER = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_state_dict"}
+_FLAT = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
 
 
 def needs_conversion(strategy: str) -> bool:
@@ -90,110 +143,89 @@ def needs_conversion(strategy: str) -> bool:
     return strategy in ("deepspeed-zero-1", "deepspeed-zero-2", "deepspeed-zero-3")
 
 
-def open_source(directory: Path) -> Source:
+def open_source(directory: Path, *, reset_optimizer: bool = False) -> Source:
     """Opens a sharded checkpoint and checks that it is complete.
+
+    Args:
+        directory: The checkpoint.
+        reset_optimizer: Leave out what the optimizer has gathered, or lost: it will start anew.
 
     Raises:
         SourceBad: Files, ranges or states are missing or disagree.
-        Unsupported: A layout beyond data parallelism.
-        EnvironmentFailed: It was saved with ``round_robin_gradients`` or holds classes that are not on our list.
+        Unsupported: A layout that only DeepSpeed's own converter knows.
+        EnvironmentFailed: A layout that nobody can convert, or classes that are not on our list.
         OSError: The file system says no.
     """
-    optimizer_files, model_files = _files(directory)
-    model = _load(directory / model_files[0])
-    _refuse(model)
-    world = int(model["dp_world_size"])
-    if sorted(optimizer_files) != list(range(world)):
-        raise SourceBad(f"{world} ranks saved, optimizer files are there of ranks {sorted(optimizer_files)}")
-    loaded = [_load(directory / optimizer_files[rank], mmap=True)["optimizer_state_dict"] for rank in range(world)]
-    stage = int(loaded[0]["zero_stage"])
-    if stage == 3 and len(model_files) != world:
-        raise SourceBad(f"{world} ranks saved, {len(model_files)} files of model states are there")
-    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
-    if stage == 3:
-        flat, steps = [_flat_stage_3(state) for state in loaded], _steps_stage_3(loaded[0])
-        parameters = _parameters_stage_3(shapes, world)
-    else:
-        flat, steps = [_flat_stage_1_2(state) for state in loaded], _steps_stage_1_2(loaded[0])
-        parameters = _parameters_stage_1_2(shapes, [state["param_slice_mappings"] for state in loaded])
-    source = Source(stage, parameters, flat, steps, loaded[0], model, tuple(model_files))
-    _check(source)
-    return source
+    with ExitStack() as opened:
+        found = find_files(directory)
+        model_file = opened.enter_context(_open(directory / found.model[0]))
+        model: Mapping[str, Any] = model_file.content
+        refuse_layout(model)
+        _check_ranks(found, model)
+        ranks = [opened.enter_context(_open(directory / name)) for name in found.optimizer]
+        source = _read(model, ranks, model_file, found, reset_optimizer)
+        _check(source)
+        opened.pop_all()
+        return source
 
 
-def _files(directory: Path) -> tuple[dict[int, str], list[str]]:
-    optimizer: dict[int, str] = {}
-    model: list[tuple[int, str]] = []
-    for name in sorted(path.name for path in directory.iterdir() if path.is_file()):
-        if match := _OPTIMIZER_FILE.fullmatch(name):
-            if int(match[2]) != 0:
-                raise Unsupported(f"{name}: tensor parallelism")
-            optimizer[int(match[1])] = name
-        elif match := _MODEL_FILE.fullmatch(name):
-            if int(match[2]) != 0:
-                raise Unsupported(f"{name}: tensor parallelism")
-            model.append((int(match[1] or 0), name))
-        elif name.endswith(("_model_states.pt", "_optim_states.pt")):
-            raise Unsupported(f"{name}: pipeline stages or experts")
-    if not model:
-        raise SourceBad("no file of model states")
-    if not optimizer:
-        raise SourceBad("no optimizer files: nothing was partitioned here, or they are lost")
-    return optimizer, [name for _, name in sorted(model)]
-
-
-def _load(path: Path, *, mmap: bool = False) -> Any:
+def _open(path: Path) -> TorchFile:
     try:
-        return load(path, mmap=mmap)
+        return TorchFile(path)
     except FileNotFoundError as error:
         raise SourceBad(f"{path.name} is missing") from error
+    except NotInPieces as error:
+        raise Unsupported(str(error)) from error
     except UnpicklingError as error:
-        raise EnvironmentFailed(f"{path.name} holds objects that are not loaded from checkpoints: {error}") from error
+        raise EnvironmentFailed(describe_refusal(path.name, error)) from error
     except RuntimeError as error:
         raise SourceBad(f"{path.name} cannot be read: {str(error).splitlines()[0]}") from error
 
 
-def _refuse(model: Mapping[str, Any]) -> None:
-    zero = (model.get("ds_config") or {}).get("zero_optimization") or {}
-    if zero.get("round_robin_gradients"):
-        raise EnvironmentFailed(
-            "saved with zero_optimization.round_robin_gradients, whose layout the checkpoint does not describe; "
-            "set it to false to be able to change the world size"
-        )
-    if model.get("num_experts"):
-        raise Unsupported("a model with experts")
+def _check_ranks(found: Files, model: Mapping[str, Any]) -> None:
+    world = int(model["dp_world_size"])
+    if list(found.optimizer_ranks) != list(range(world)):
+        raise SourceBad(f"{world} ranks saved, optimizer files are there of ranks {list(found.optimizer_ranks)}")
 
 
-def _flat_stage_1_2(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    groups = []
-    inner = state["base_optimizer_state"]["state"]
-    for group, weights in enumerate(state["single_partition_of_fp32_groups"]):
-        groups.append({FP32: weights, **_tensors(inner.get(group, {}))})
-    return groups
+def _read(
+    model: Mapping[str, Any], ranks: Sequence[TorchFile], model_file: TorchFile, found: Files, reset_optimizer: bool
+) -> Source:
+    loaded = [file.content["optimizer_state_dict"] for file in ranks]
+    # DeepSpeed's BF16_Optimizer, which it takes for stage 1 with gradients accumulated in fp32, does not say.
+    stage = int(loaded[0].get("zero_stage", 1))
+    if stage == 3 and len(found.model) != len(ranks):
+        raise SourceBad(f"{len(ranks)} ranks saved, {len(found.model)} files of model states are there")
+    shapes = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
+    if stage == 3:
+        parameters = _parameters_stage_3(shapes, len(ranks))
+    else:
+        parameters = _parameters_stage_1_2(shapes, [state["param_slice_mappings"] for state in loaded])
+    return Source(
+        stage=stage,
+        parameters=parameters,
+        flat=[_flat(state, stage, reset_optimizer) for state in loaded],
+        steps=[_steps(state, stage, reset_optimizer) for state in loaded],
+        optimizer=loaded[0],
+        model=model,
+        model_files=found.model,
+        reset=reset_optimizer,
+        files=(*ranks, model_file),
+    )
 
 
-def _flat_stage_3(state: Mapping[str, Any]) -> list[dict[str, Tensor]]:
-    inner = state["optimizer_state_dict"]["state"]
-    return [{FP32: flat, **_tensors(inner.get(group, {}))} for group, flat in enumerate(state["fp32_flat_groups"])]
+def _flat(state: Mapping[str, Any], stage: int, weights_only: bool) -> list[dict[str, Tensor]]:
+    gathered = {} if weights_only else state[_INNER[stage]]["state"]
+    return [{FP32: weights, **_tensors(gathered.get(group, {}))} for group, weights in enumerate(state[_FLAT[stage]])]
 
 
 def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
     return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
 
 
-def _steps_stage_1_2(state: Mapping[str, Any]) -> list[Any]:
-    inner = state["base_optimizer_state"]["state"]
-    return [inner.get(group, {}).get("step") for group in range(len(state["single_partition_of_fp32_groups"]))]
-
-
-def _steps_stage_3(state: Mapping[str, Any]) -> list[Any]:
-    inner = state["optimizer_state_dict"]["state"]
-    return [inner.get(group, {}).get("step") for group in range(len(state["fp32_flat_groups"]))]
-
-
-def _inner(source: Source) -> Mapping[str, Any]:
-    inner: Mapping[str, Any] = source.optimizer["optimizer_state_dict" if source.stage == 3 else "base_optimizer_state"]
-    return inner
+def _steps(state: Mapping[str, Any], stage: int, weights_only: bool) -> list[Any]:
+    gathered = {} if weights_only else state[_INNER[stage]]["state"]
+    return [gathered.get(group, {}).get("step") for group in range(len(state[_FLAT[stage]]))]
 
 
 def _parameters_stage_1_2(
@@ -207,7 +239,7 @@ def _parameters_stage_1_2(
                 for rank, mapping in enumerate(mappings)
                 if name in mapping[group]
             )
-            parameters[name] = Parameter(name, shape, pieces)
+            parameters[name] = Parameter(name, shape, group, pieces)
     return parameters
 
 
@@ -220,37 +252,57 @@ def _parameters_stage_3(shapes: Sequence[Mapping[str, tuple[int, ...]]], world: 
             slot = -(-numel // world)
             lengths = [max(0, min(slot, numel - rank * slot)) for rank in range(world)]
             pieces = tuple(Piece(rank, group, offset, length) for rank, length in enumerate(lengths) if length)
-            parameters[name] = Parameter(name, shape, pieces)
+            parameters[name] = Parameter(name, shape, group, pieces)
             offset += slot
     return parameters
 
 
 def _check(source: Source) -> None:
-    wanted = set(source.flat[0][0])
-    if source.stage == 3 and wanted - {FP32, *STAGE_3_STATES}:
-        others = sorted(wanted - {FP32, *STAGE_3_STATES})
-        raise EnvironmentFailed(
-            f"optimizer states {others}: DeepSpeed's universal loading of ZeRO-3 knows only Adam's moments; use ZeRO-2"
-        )
-    adam = any("betas" in group for group in _inner(source)["param_groups"])
-    trained = int(source.model["global_steps"]) > int(source.model.get("skipped_steps") or 0)
-    if adam and trained and not wanted.issuperset(STAGE_3_STATES):
-        raise SourceBad("Adam's moments are not there: training would go on as if at its first step")
-    for rank, groups in enumerate(source.flat):
-        for group, states in enumerate(groups):
-            if set(states) != wanted:
-                missing = sorted(wanted ^ set(states))
-                raise SourceBad(
-                    f"optimizer states {missing} are not there for every group (rank {rank}, group {group})"
-                )
     for parameter in source.parameters.values():
-        path = Path(parameter.name)
-        if path.is_absolute() or ".." in path.parts:
-            raise Unsupported(f"parameter name {parameter.name!r} is not a relative path")
+        _check_name(parameter.name)
         have = sum(piece.numel for piece in parameter.pieces)
         if have != parameter.numel:
             raise SourceBad(f"{parameter.name}: {have} of {parameter.numel} values are in the files")
         for piece in parameter.pieces:
             for state, flat in source.flat[piece.rank][piece.group].items():
-                if flat.dim() != 1 or piece.start + piece.numel > flat.numel():
+                if flat.dim() != 1 or flat.stride() != (1,) or piece.start + piece.numel > flat.numel():
                     raise SourceBad(f"{parameter.name}: rank {piece.rank} has too few values of {state}")
+    if not source.reset:
+        _check_states(source)
+
+
+def _check_states(source: Source) -> None:
+    wanted = set(source.flat[0][0])
+    if source.stage == 3 and wanted - {FP32, *ADAM_STATES}:
+        others = sorted(wanted - {FP32, *ADAM_STATES})
+        raise EnvironmentFailed(
+            f"optimizer states {others}: DeepSpeed's universal loading of ZeRO-3 knows only Adam's moments; use ZeRO-2"
+        )
+    trained = int(source.model["global_steps"]) > int(source.model.get("skipped_steps") or 0)
+    if source.adam and trained and not wanted.issuperset(ADAM_STATES):
+        raise SourceBad(f"Adam's moments are not there: training would go on as if at its first step; {_ANEW}")
+    for rank, groups in enumerate(source.flat):
+        for group, states in enumerate(groups):
+            if set(states) != wanted:
+                missing = sorted(wanted ^ set(states))
+                raise SourceBad(
+                    f"optimizer states {missing} are not there for every group (rank {rank}, group {group}); {_ANEW}"
+                )
+            for state, flat in states.items():
+                if flat.dtype != source.flat[0][group][state].dtype:
+                    raise SourceBad(
+                        f"{state} of group {group} is {flat.dtype} on rank {rank} and another type on rank 0"
+                    )
+        if list(map(_number, source.steps[rank])) != list(map(_number, source.steps[0])):
+            raise SourceBad(f"ranks 0 and {rank} have made different numbers of optimizer steps")
+
+
+def _check_name(name: str) -> None:
+    """A parameter's name becomes a directory below ``zero/``."""
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or str(path) != name or path.parts[0] == COMMON_STATE:
+        raise EnvironmentFailed(f"the parameter name {name!r} cannot be a directory's; rename it in the model")
+
+
+def _number(step: Any) -> float | None:
+    return None if step is None else float(step)

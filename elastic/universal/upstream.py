@@ -2,8 +2,9 @@
 
 Used for layouts that the streaming converter does not cover. What is guarded against, each reproduced with 0.19.8: a
 reused output directory (stale ``tmp/`` corrupts silently), ``[`` and ``+`` in a path (files dropped, an exception), a
-trailing slash (``latest_universal`` in the wrong place), and pool workers that outlive a killed parent (here it runs
-without a pool). What it leaves out it does not say; the completeness check afterwards does.
+trailing slash (``latest_universal`` in the wrong place), pool workers that outlive a killed parent (here it runs
+without a pool), layouts that it converts wrongly (``round_robin_gradients``), moments that it leaves out without a word
+(so with ``[`` in a parameter's name), and pickles that run what they like.
 """
 
 from __future__ import annotations
@@ -12,9 +13,19 @@ import argparse
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+from torch import Tensor
+
+from .errors import EnvironmentFailed, SourceBad
+from .forms import PARAM, ZERO
+from .layout import refuse_unconvertible
+from .loading import describe_refusal, load, only_safe_loading
+from .source import ADAM_STATES, COMMON_STATE, FP32
 
 WORK = ".work"
 # Seconds between two looks at how much there is: a walk over all files, perhaps of a network disk.
@@ -22,13 +33,13 @@ LOOK_EVERY = 5.0
 
 
 def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda count: None) -> Path:
-    """Converts ``source`` in a working directory inside ``target``.
+    """Converts ``source`` in a working directory inside ``target``, and checks what came of it.
 
-    Changes the process's working directory while it runs: meant for a process of its own.
+    Changes the process's working directory and how it loads files while it runs: meant for a process of its own.
 
     Args:
         source: A sharded checkpoint of DeepSpeed.
-        target: The lease's directory, which must not hold a working directory yet.
+        target: The lease's directory; a working directory in it is made anew.
         moved: Told, on a thread, by how many bytes the working directory has grown.
 
     Returns:
@@ -36,13 +47,17 @@ def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda coun
         and then calls ``clear``.
 
     Raises:
-        FileExistsError: ``target`` was used before.
-        Exception: Whatever the converter raises.
+        SourceBad: It has no files of DeepSpeed's.
+        EnvironmentFailed: The converter cannot do it, or left something out.
+        OSError: The file system says no.
     """
     from deepspeed.checkpoint import ds_to_universal
 
     work = target / WORK
+    if work.exists():
+        shutil.rmtree(work)
     work.mkdir()
+    models = _model_states(source)
     # Relative names without special characters: the converter globs and builds regular expressions from its paths.
     os.symlink(source.resolve(), work / "in", target_is_directory=True)
     (work / "out").mkdir()
@@ -55,14 +70,84 @@ def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda coun
         strict=True,
         inject_missing_state=True,
     )
-    with _inside(work), _watched(work, moved):
-        ds_to_universal.main(arguments)
+    with _inside(work), _watched(work, moved), only_safe_loading():
+        try:
+            ds_to_universal.main(arguments)
+        except UnpicklingError as error:
+            raise EnvironmentFailed(describe_refusal("the checkpoint", error)) from error
+    _check(work / "out", models)
     return work / "out"
 
 
 def clear(target: Path) -> None:
     """Removes the working directory, so that ``target`` can be sealed."""
     shutil.rmtree(target / WORK)
+
+
+def _model_states(source: Path) -> list[Mapping[str, Any]]:
+    """All files of model states; none of a layout that the converter makes wrong files of."""
+    models: list[Mapping[str, Any]] = []
+    for path in sorted(source.glob("*mp_rank_*_model_states.pt")):
+        try:
+            # Files of torch's older format cannot be mapped.
+            with open(path, "rb") as file:
+                mapped = file.read(2) == b"PK"
+            content = load(path, mmap=mapped)
+        except UnpicklingError as error:
+            raise EnvironmentFailed(describe_refusal(path.name, error)) from error
+        if "ds_config" in content or "param_shapes" in content:  # experts' files have neither
+            refuse_unconvertible(content)
+            models.append(content)
+    if not models:
+        raise SourceBad(f"no files of DeepSpeed's model states (*_model_states.pt) in {source.name}")
+    return models
+
+
+def _check(output: Path, models: list[Mapping[str, Any]]) -> None:
+    """Checks that each parameter that any rank describes has its weights and, with Adam, its moments.
+
+    Raises:
+        EnvironmentFailed: The converter left something out, or made weights that are not the model's.
+    """
+    common = load(output / ZERO / COMMON_STATE)
+    adam = any("betas" in group and "eps" in group for group in common["param_groups"])
+    trained = int(models[0]["global_steps"]) > int(models[0].get("skipped_steps") or 0)
+    states = (FP32, *ADAM_STATES) if adam and trained else (FP32,)
+    for model in models:
+        module: Mapping[str, Any] = model.get("module") or {}
+        for name in _names(model):
+            sizes = {state: _tensor(output, name, state) for state in states}
+            weights = sizes[FP32]
+            for state, value in sizes.items():
+                if value.numel() != weights.numel():
+                    raise EnvironmentFailed(
+                        f"DeepSpeed's converter made {state} of {name} with {value.numel()} values, "
+                        f"its weights have {weights.numel()}"
+                    )
+            own = module.get(name)
+            if isinstance(own, Tensor) and own.numel() == weights.numel() and own.numel() > 0:
+                _compare(name, weights, own)
+
+
+def _names(model: Mapping[str, Any]) -> list[str]:
+    shapes = model.get("param_shapes") or ()
+    return [name for group in ([shapes] if isinstance(shapes, Mapping) else shapes) for name in group]
+
+
+def _tensor(output: Path, name: str, state: str) -> Tensor:
+    path = output / ZERO / name / f"{state}.pt"
+    if not path.is_file():
+        raise EnvironmentFailed(f"DeepSpeed's converter left out {state} of {name}")
+    content = load(path, mmap=True)
+    value = content[PARAM] if isinstance(content, dict) else content
+    assert isinstance(value, Tensor)
+    return value
+
+
+def _compare(name: str, weights: Tensor, own: Tensor) -> None:
+    converted, own = weights.reshape(-1).to(own.dtype), own.reshape(-1)
+    if not bool(((converted == own) | (converted.isnan() & own.isnan())).all()):
+        raise EnvironmentFailed(f"DeepSpeed's converter made weights of {name} that differ from the model states")
 
 
 @contextmanager

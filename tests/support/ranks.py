@@ -21,16 +21,19 @@ class Rank:
     """One training process.
 
     Args:
-        command: the script's path and its arguments.
+        command: the script's path, or the module's name, and its arguments.
         environment: all of its environment.
+        module: the first of `command` names a module.
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, module: bool = False) -> None:
         number, name = tempfile.mkstemp(prefix="rank-", suffix=".log")
         os.close(number)
         self._output = Path(name)
         _context.set_forkserver_preload(PRELOAD)
-        self._process = _context.Process(target=_become, args=(list(command), dict(environment), name, os.getcwd()))
+        self._process = _context.Process(
+            target=_become, args=(list(command), module, dict(environment), name, os.getcwd())
+        )
         self._process.start()
 
     def poll(self) -> int | None:
@@ -69,9 +72,9 @@ def wait_all(ranks: Sequence[Rank], seconds: float) -> list[tuple[int, str]]:
     return [rank.wait(max(0.1, deadline - time.monotonic())) for rank in ranks]
 
 
-def _become(command: list[str], environment: dict[str, str], output: str, cwd: str) -> None:
+def _become(command: list[str], module: bool, environment: dict[str, str], output: str, cwd: str) -> None:
     from dalsegno.agent import standby
 
     console = os.open(output, os.O_WRONLY | os.O_APPEND)
-    assignment = standby.Assignment(command, False, environment, cwd)
+    assignment = standby.Assignment(command, module, environment, cwd)
     standby.become(assignment, (console, os.dup(console)), fresh=False)

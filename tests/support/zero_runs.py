@@ -18,7 +18,6 @@ from dalsegno.elastic.checkpoint import Manifest, Position, Shape, describe, sea
 from .ranks import Rank, wait_all
 
 WORKER = Path(__file__).with_name("zero_worker.py")
-STATES = ("fp32", "exp_avg", "exp_avg_sq")
 STEPS = 3
 """Optimizer steps behind every checkpoint of `Sources`."""
 
@@ -65,9 +64,9 @@ def read_held(directory: Path, which: str, world: int) -> Held:
     states: dict[str, dict[str, Tensor]] = {}
     for name in sorted({name for rank in ranks for name in rank["parameters"]}):
         states[name] = {}
-        for state in STATES:
+        for state in next(rank["parameters"][name] for rank in ranks if name in rank["parameters"]):
             numel = torch.Size(shapes[name]).numel()
-            whole, seen = torch.full((numel,), float("nan")), 0
+            whole, seen = torch.full((numel,), float("nan"), dtype=torch.float64), 0
             for rank in ranks:
                 if name in rank["parameters"]:
                     start, values = rank["parameters"][name][state]
@@ -110,17 +109,19 @@ def _free_port() -> int:
 
 
 class Sources:
-    """Sealed checkpoints after ``STEPS`` steps, one for each (stage, world size), made when first asked for."""
+    """Sealed checkpoints after ``STEPS`` steps, one for each way of making one, made when first asked for."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._made: dict[tuple[int, int], tuple[Path, Held]] = {}
+        self._made: dict[str, tuple[Path, Held]] = {}
 
-    def get(self, stage: int, world: int) -> tuple[Path, Held]:
-        if (stage, world) not in self._made:
-            directory = self._root / f"zero{stage}-world{world}"
+    def get(self, stage: int, world: int, **task: Any) -> tuple[Path, Held]:
+        """A checkpoint of so many ranks, and what they held; ``task`` says more to the worker."""
+        key = json.dumps([stage, world, task])
+        if key not in self._made:
+            directory = self._root / f"{len(self._made)}"
             path = directory / f"step-{STEPS}.e1.0"
-            run_worker(world, {"stage": stage, "steps": STEPS, "save": str(path), "out": str(directory)})
+            run_worker(world, {"stage": stage, "steps": STEPS, "save": str(path), "out": str(directory), **task})
             seal_sharded(path, stage=stage, world=world, step=STEPS)
-            self._made[stage, world] = path, read_held(directory, "saved", world)
-        return self._made[stage, world]
+            self._made[key] = path, read_held(directory, "saved", world)
+        return self._made[key]

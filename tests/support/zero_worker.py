@@ -3,7 +3,15 @@
 Awkward on purpose: three parameter groups with hyperparameters of their own, one of them smaller than a world, tied
 weights, a frozen parameter, buffers that training changes, and a parameter that never gets a gradient.
 
-Run by torchrun-like environment variables; one JSON object in ``argv[1]`` says what to do.
+Run by torchrun-like environment variables; one JSON object in ``argv[1]`` says what to do:
+
+- ``stage``, ``steps`` and ``out``, where results go; ``save``: the checkpoint to write at the end;
+- ``load``, ``form``, ``universal``, ``step``: the resume point; ``stock``: DeepSpeed loads it alone, unrepaired;
+- ``config``: more of DeepSpeed's configuration; ``afterwards``: of ``zero_optimization``, unseen by `config` of ours;
+- ``model``: ``"names"`` adds parameters whose names are traps for paths and patterns, and some of one or no element;
+  ``"outside"`` one that the optimizer does not know; ``"even"`` has groups of which every rank owns something, which
+  stock DeepSpeed needs;
+- ``optimizer``: ``"adamw"``, ``"amsgrad"`` or ``"sgd"`` with momentum.
 """
 
 from __future__ import annotations
@@ -40,11 +48,27 @@ class Plan:
     accumulation: int = 1
 
 
+NAMES = {"a/b.c": (3, 5), "d[0]": (4, 2), "e+f": (9,), "one": (1,), "*g?": (2, 2)}
+"""Of the additional parameters in the model ``"names"``, with their shapes; what comes before a dot is a module."""
+
+
+class Factor(nn.Module):
+    """The parameters with odd names. Each module uses its own: ZeRO-3 gathers them as it is called."""
+
+    def forward(self) -> Tensor:
+        result = torch.ones(())
+        for parameter in self.parameters(recurse=False):
+            result = result * (0.5 + parameter.mean())
+        for child in self.children():
+            result = result * child()
+        return result
+
+
 class Model(nn.Module):
     seen: Tensor
     average: Tensor
 
-    def __init__(self, frozen_value: float) -> None:
+    def __init__(self, frozen_value: float, kind: str, stage: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(13, FEATURES)
         self.body = nn.Linear(FEATURES, FEATURES)
@@ -55,6 +79,18 @@ class Model(nn.Module):
         self.idle = nn.Parameter(torch.full((2, 3), 0.5))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("average", torch.zeros(4))
+        self.more = Factor()
+        if kind == "names":
+            for name, shape in NAMES.items():
+                *modules, last = name.split(".")
+                owner = self.more
+                for module in modules:
+                    owner.add_module(module, Factor())
+                    owner = owner.get_submodule(module)
+                owner.register_parameter(last, nn.Parameter(torch.full(shape, 0.5)))
+        # DeepSpeed's ZeRO-3 cannot gather a parameter without elements.
+        self.empty = nn.Parameter(torch.zeros(0, 3)) if kind == "names" and stage < 3 else None
+        self.outside = nn.Parameter(torch.full((3,), frozen_value)) if kind == "outside" else None
 
     def forward(self, tokens: Tensor) -> Tensor:
         if self.training:
@@ -62,15 +98,34 @@ class Model(nn.Module):
             self.average.mul_(0.9).add_(0.1 * float(self.seen))
         hidden = self.embedding(tokens)
         hidden = torch.tanh(self.body(hidden)) * self.scale.mean() + 0.1 * self.frozen.sum() + self.average.mean()
+        hidden = hidden * self.more().to(hidden.dtype)
+        if self.outside is not None:
+            hidden = hidden + self.outside.sum()
         return nn.functional.cross_entropy(self.head(hidden), (tokens * 5 + 1) % 13)
 
 
-def groups(model: Model) -> list[dict[str, Any]]:
+def groups(model: Model, kind: str) -> list[dict[str, Any]]:
+    large = [model.embedding.weight, model.body.weight, model.idle, *model.more.parameters()]
+    if model.empty is not None:
+        large.append(model.empty)
+    if kind == "even":
+        small = [model.body.bias, model.scale]
+        return [
+            {"params": large, "weight_decay": 0.1, "lr": 0.01},
+            {"params": small, "weight_decay": 0.0, "lr": 0.02},
+        ]
     return [
-        {"params": [model.embedding.weight, model.body.weight, model.idle], "weight_decay": 0.1, "lr": 0.01},
+        {"params": large, "weight_decay": 0.1, "lr": 0.01},
         {"params": [model.body.bias], "weight_decay": 0.0, "lr": 0.02},
         {"params": [model.scale], "weight_decay": 0.0, "lr": 0.03},
     ]
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": torch.optim.AdamW,
+    "amsgrad": lambda groups: torch.optim.AdamW(groups, amsgrad=True),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
+}
 
 
 def main() -> None:
@@ -83,16 +138,17 @@ def main() -> None:
     ours.prepare()
     fresh = "load" not in task
     torch.manual_seed(1 if fresh else 99)  # whatever a load forgets keeps values that cannot be right
-    model = Model(frozen_value=0.25 if fresh else -3.0)
+    kind = task.get("model", "")
+    model = Model(frozen_value=0.25 if fresh else -3.0, kind=kind, stage=task["stage"])
     if not fresh:
         model.average.fill_(77.0)
         for group_parameter in model.parameters():
             group_parameter.data.normal_()
-    parameter_groups = groups(model)
+    parameter_groups = groups(model, kind)
     if not fresh:
         for group in parameter_groups:
             group.update(lr=5.0, weight_decay=0.7)
-    optimizer = torch.optim.AdamW(parameter_groups)
+    optimizer = OPTIMIZERS[task.get("optimizer", "adamw")](parameter_groups)
     resume = None
     if not fresh:
         resume = Resume(
@@ -107,9 +163,17 @@ def main() -> None:
         "gradient_clipping": 1.0,
         **task.get("config", {}),
     }
+    if "fp16" in base:
+        # Few CPUs are fast at it, so DeepSpeed refuses; torch computes it on all.
+        deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
     config = ours.config(base, Plan(micro_batch_size=SAMPLES // world), resume)
+    config["zero_optimization"].update(task.get("afterwards", {}))
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
-    if resume is not None:
+    if resume is not None and task.get("stock"):
+        assert resume.universal is not None
+        loaded, _ = engine.load_checkpoint(str(resume.universal.parent), tag=resume.universal.name)
+        assert loaded is not None
+    elif resume is not None:
         ours.restore(engine, resume)
     out = Path(task["out"])
     # Before its first step an optimizer holds nothing to look at, and stage 0 partitions nothing.
@@ -163,9 +227,13 @@ def held(engine: Any) -> dict[str, Any]:
     from deepspeed.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
 
     optimizer, inner = engine.optimizer, engine.optimizer.optimizer
+    bf16 = hasattr(optimizer, "bf16_groups")  # another class of DeepSpeed's, with other names for the same
+    groups = optimizer.bf16_groups if bf16 else getattr(optimizer, "bit16_groups", ())
+    flats = optimizer.fp32_groups_flat_partition if bf16 else getattr(optimizer, "single_partition_of_fp32_groups", ())
     parameters: dict[str, dict[str, tuple[int, Tensor]]] = {}
     for name, parameter in engine.module.named_parameters():
-        if not parameter.requires_grad:
+        numel = getattr(parameter, "ds_numel", parameter.numel())
+        if not parameter.requires_grad or numel == 0 or name == "outside":
             continue
         if hasattr(parameter, "ds_id"):
             part = safe_get_local_fp32_param(parameter)
@@ -175,9 +243,9 @@ def held(engine: Any) -> dict[str, Any]:
         elif getattr(parameter, "_hp_mapping", None) is not None:
             mapping, start = parameter._hp_mapping, parameter._hp_mapping.lp_fragment_address.start
             where = mapping.hp_fragment_address
-            owner = next(i for i, group in enumerate(optimizer.bit16_groups) if any(p is parameter for p in group))
-            flat = inner.state[optimizer.single_partition_of_fp32_groups[owner]]
-            entry = {key: flat[key].narrow(0, where.start, where.numel) for key in ("exp_avg", "exp_avg_sq")}
+            owner = next(i for i, group in enumerate(groups) if any(p is parameter for p in group))
+            flat = {key: value for key, value in inner.state[flats[owner]].items() if getattr(value, "ndim", 0) > 0}
+            entry = {key: value.narrow(0, where.start, where.numel) for key, value in flat.items()}
             entry["fp32"] = mapping.hp_fragment
         else:
             continue

@@ -1,10 +1,10 @@
-"""A conversion as a process of its own: what it makes, how it fails, and that it dies and is followed by another."""
+"""A conversion of a run's checkpoint: what it makes, how it fails, and that it dies and is followed by another."""
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -19,13 +19,32 @@ import pytest
 import torch
 
 from dalsegno.elastic.checkpoint import Manifest, describe, inventory, seal, verify
-from dalsegno.elastic.universal import EXIT_ENVIRONMENT, EXIT_READY, EXIT_SOURCE_BAD, EnvironmentFailed, convert
+from dalsegno.elastic.universal import (
+    EXIT_ENVIRONMENT,
+    EXIT_READY,
+    EXIT_SOURCE_BAD,
+    EnvironmentFailed,
+    Watch,
+    Wish,
+    convert,
+    upstream,
+)
 from dalsegno.elastic.universal.journal import JOURNAL
 from dalsegno.elastic.universal.loading import load
+from dalsegno.elastic.universal.output import Output
+from tests.support.conversions import (
+    MODULE,
+    Died,
+    convert_forked,
+    convert_halfway,
+    convert_here,
+    die_after,
+    target_of,
+)
+from tests.support.ranks import Rank
 from tests.support.zero_runs import Sources, seal_sharded, worker_environment
 
 pytestmark = pytest.mark.timeout(180)
-COMMAND = [sys.executable, "-m", "dalsegno.elastic.universal"]
 
 
 @pytest.fixture
@@ -34,19 +53,6 @@ def source(sources: Sources, tmp_path: Path) -> Path:
     made, _ = sources.get(2, 2)
     shutil.copytree(made, tmp_path / made.name)
     return tmp_path / made.name
-
-
-def target_of(source: Path, lease: int = 1) -> Path:
-    return source.parent / f"{source.name}.universal.{lease}"
-
-
-def run(source: Path, target: Path, *more: str, **options: Any) -> tuple[int, list[dict[str, Any]]]:
-    """Exit code and the lines of standard output, those of bytes aside: how many there are is a matter of time."""
-    command = [*COMMAND, "--source", str(source), "--target", str(target), *more]
-    options.setdefault("env", worker_environment())
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, **options)
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
-    return done.returncode, [line for line in lines if "bytes_done" not in line]
 
 
 def reseal(source: Path, change: Callable[[Path], None]) -> None:
@@ -68,7 +74,7 @@ def rewrite_model(change: Callable[[dict[str, Any]], None]) -> Callable[[Path], 
 
 def test_ready(source: Path) -> None:
     """Sealed, named after its source, complete; progress on the way and READY at the end."""
-    code, lines = run(source, target_of(source))
+    code, lines = convert_forked(source, target_of(source))
     assert (code, lines[-1]) == (EXIT_READY, {"state": "READY", "message": ""})
     total = lines[0]["files_total"]
     assert lines[:-1] == [{"files_done": done, "files_total": total} for done in range(1, total + 1)]
@@ -80,61 +86,26 @@ def test_ready(source: Path) -> None:
     assert [found.name for found in inventory(source.parent)] == [source.name, target_of(source).name]
 
 
-@pytest.mark.parametrize("more", [(), ("--upstream",)], ids=["ours", "upstream"])
-def test_bytes_are_told_while_they_move(source: Path, more: tuple[str, ...]) -> None:
-    """The source's as it is verified, and what is written and synced; the sum only grows."""
-    program = (
-        "import sys; from dalsegno.elastic.universal import __main__, upstream;"
-        " __main__.BYTES_EVERY = 0.0; upstream.LOOK_EVERY = 0.01; sys.exit(__main__.main())"
-    )
-    command = [sys.executable, "-c", program, "--source", str(source), "--target", str(target_of(source)), *more]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=worker_environment())
-    told = [line["bytes_done"] for line in map(json.loads, done.stdout.splitlines()) if "bytes_done" in line]
-    assert told == sorted(told)
+@pytest.mark.parametrize("other", [False, True], ids=["ours", "upstream"])
+def test_bytes_are_told_while_they_move(source: Path, monkeypatch: pytest.MonkeyPatch, other: bool) -> None:
+    """The source's as it is verified, and what is written and synced; how much it will be is known before."""
+    monkeypatch.setattr(upstream, "LOOK_EVERY", 0.01)
+    moved: list[int] = []
+    planned: list[tuple[int, int]] = []
+    watch = Watch(moved=moved.append, planned=lambda total: planned.append((sum(moved), total)))
+    convert(source, target_of(source), wish=Wish(upstream=other), watch=watch)
     read, made = Manifest.read(source).total_bytes, Manifest.read(target_of(source)).total_bytes
     linked = sum(entry.size for entry in Manifest.read(target_of(source)).files if "/" not in entry.path)
-    assert told[0] <= read < told[-1]
-    if more:
+    assert moved[0] <= read < sum(moved)
+    if other:
         # What DeepSpeed's converter wrote, seen from the outside, and what was then synced and read.
-        assert told[-1] > read + 2 * made
+        assert sum(moved) > read + 2 * made
     else:
-        assert told[-1] == read + 2 * (made - linked) + linked
-
-
-@pytest.mark.parametrize(("stage", "world"), [(1, 3), (2, 2), (3, 3)])
-def test_same_files_as_deepspeeds_own_converter(sources: Sources, tmp_path: Path, stage: int, world: int) -> None:
-    """Ours and theirs agree file by file and bit by bit."""
-    made, _ = sources.get(stage, world)
-    source = tmp_path / made.name
-    shutil.copytree(made, source)
-    assert run(source, target_of(source, 1))[0] == EXIT_READY
-    assert run(source, target_of(source, 2), "--upstream")[0] == EXIT_READY
-    ours, theirs = target_of(source, 1), target_of(source, 2)
-    paths = [entry.path for entry in Manifest.read(ours).files]
-    assert paths == [entry.path for entry in Manifest.read(theirs).files]
-    for path in paths:
-        if path != "zero/optimizer_state.pt":
-            assert_equal(load(ours / path), load(theirs / path), path)
-    mine, other = load(ours / "zero/optimizer_state.pt"), load(theirs / "zero/optimizer_state.pt")
-    assert set(mine) == set(other) - {"fp32_flat_groups"}
-    assert_equal(mine["param_groups"], other["param_groups"], "param_groups")
-
-
-def assert_equal(one: Any, two: Any, where: str) -> None:
-    assert type(one) is type(two), where
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == two.dtype, where
-        assert torch.equal(one, two), where
-    elif isinstance(one, dict):
-        assert list(one) == list(two), where
-        for key in one:
-            assert_equal(one[key], two[key], f"{where}/{key}")
-    elif isinstance(one, (list, tuple)):
-        assert len(one) == len(two), where
-        for index, (left, right) in enumerate(zip(one, two, strict=True)):
-            assert_equal(left, right, f"{where}/{index}")
-    elif type(one).__module__ == "builtins":
-        assert one == two, where
+        assert sum(moved) == read + 2 * (made - linked) + linked
+        ((before, total),) = planned
+        assert before == read
+        # Only the values are foreseen, not what torch writes around them: all there is in files of this size.
+        assert total > read + linked
 
 
 def flip(source: Path) -> None:
@@ -160,8 +131,8 @@ def add(source: Path) -> None:
 def test_damaged_source(source: Path, damage: Callable[[Path], None]) -> None:
     """Found before anything is written."""
     damage(source)
-    code, lines = run(source, target_of(source))
-    assert (code, lines[-1]["state"]) == (EXIT_SOURCE_BAD, "SOURCE_BAD")
+    code, message = convert_here(source, target_of(source))
+    assert code == EXIT_SOURCE_BAD, message
     assert not target_of(source).exists()
 
 
@@ -172,17 +143,17 @@ def shift_weight(state: dict[str, Any]) -> None:
 def test_incomplete_source(source: Path) -> None:
     """A rank's file was never written, and the manifest does not know better."""
     reseal(source, lose)
-    code, lines = run(source, target_of(source))
+    code, message = convert_here(source, target_of(source))
     assert code == EXIT_SOURCE_BAD
-    assert "optimizer files are there of ranks [1]" in lines[-1]["message"]
+    assert "optimizer files are there of ranks [1]" in message
 
 
 def test_weights_that_disagree(source: Path) -> None:
     """The optimizer's weights and the model's are two copies of one thing."""
     reseal(source, rewrite_model(shift_weight))
-    code, lines = run(source, target_of(source))
+    code, message = convert_here(source, target_of(source))
     assert code == EXIT_SOURCE_BAD
-    assert "body.weight" in lines[-1]["message"]
+    assert "body.weight" in message
 
 
 def test_moments_missing(source: Path) -> None:
@@ -196,54 +167,49 @@ def test_moments_missing(source: Path) -> None:
             torch.save(state, path)
 
     reseal(source, forget)
-    code, lines = run(source, target_of(source))
+    code, message = convert_here(source, target_of(source))
     assert code == EXIT_SOURCE_BAD
-    assert "moments" in lines[-1]["message"]
+    assert "moments" in message
 
 
 def test_round_robin_gradients(source: Path) -> None:
     """DeepSpeed's converter makes wrong weights of it without a word."""
     reseal(source, rewrite_model(lambda s: s["ds_config"]["zero_optimization"].update(round_robin_gradients=True)))
-    code, lines = run(source, target_of(source))
+    code, message = convert_here(source, target_of(source))
     assert code == EXIT_ENVIRONMENT
-    assert "round_robin_gradients" in lines[-1]["message"]
+    assert "round_robin_gradients" in message
 
 
-def test_no_space(source: Path) -> None:
-    """A limit on the size of files stands in for a full disk: the source is not to blame, nothing is sealed."""
+def test_no_space(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The source is not to blame, nothing is sealed, and torch's own words about it are not what a person reads."""
+    written = [0]
+    write = os.write
 
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    def until_full(descriptor: int, data: Any) -> int:
+        written[0] += len(data)
+        if written[0] > 3000:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data)
 
-    code, lines = run(source, target_of(source), preexec_fn=limit)
-    assert (code, lines[-1]["state"]) == (EXIT_ENVIRONMENT, "ENVIRONMENT")
+    monkeypatch.setattr(os, "write", until_full)
+    code, message = convert_here(source, target_of(source))
+    assert code == EXIT_ENVIRONMENT
+    assert "no space left" in message
     assert not (target_of(source) / "MANIFEST.json").exists()
 
 
 def test_used_target(source: Path) -> None:
     """Each lease has a directory of its own; one that is there is never written into."""
     target_of(source).mkdir()
-    code, _ = run(source, target_of(source))
+    code, _ = convert_here(source, target_of(source))
     assert code == EXIT_ENVIRONMENT
     assert list(target_of(source).iterdir()) == []
-
-
-class Died(BaseException):
-    """Ends a conversion in the middle, as a kill would: no handler of ours sees it."""
-
-
-def die_after(files: int) -> Callable[[int, int], None]:
-    def progress(done: int, total: int) -> None:
-        if done == files:
-            raise Died
-
-    return progress
 
 
 def test_successor_takes_over_what_is_finished(source: Path) -> None:
     """Finished files are linked, a damaged one and a torn line of the journal are not believed."""
     with pytest.raises(Died):
-        convert(source, target_of(source, 1), progress=die_after(6))
+        convert(source, target_of(source, 1), watch=die_after(6))
     first = target_of(source, 1)
     journalled = [json.loads(line)["path"] for line in (first / JOURNAL).read_text().splitlines()[1:]]
     assert len(journalled) >= 6
@@ -254,14 +220,14 @@ def test_successor_takes_over_what_is_finished(source: Path) -> None:
         file.write(b"?")
     with open(first / JOURNAL, "a") as file:
         file.write('{"path": "zero/x')
-    code, lines = run(source, target_of(source, 2), "--earlier", str(first))
-    assert code == EXIT_READY
+    told: list[int] = []
+    convert(source, target_of(source, 2), earlier=[first], watch=Watch(progress=lambda done, total: told.append(done)))
     second = target_of(source, 2)
     verify(second, Manifest.read(second))
     for path in journalled[1:]:
         assert os.path.samefile(first / path, second / path), path
     assert not os.path.samefile(first / damaged, second / damaged)
-    assert lines[0]["files_done"] == len(journalled), "taken-over files count as done"
+    assert told[0] == len(journalled), "taken-over files count as done"
     convert(source, target_of(source, 3))
     assert Manifest.read(second).files == Manifest.read(target_of(source, 3)).files
 
@@ -284,7 +250,7 @@ def test_files_of_another_source_are_not_taken(source: Path, tmp_path: Path, sea
     (other / "note").write_text("another attempt")
     seal(other, replace(Manifest.read(source), name=other.name, epoch=2, files=describe(other, sync=False)))
     try:
-        convert(source, target_of(source), progress=None if sealed else die_after(20))
+        convert(source, target_of(source), watch=None if sealed else die_after(20))
     except Died:
         assert not sealed
     convert(other, target_of(other), earlier=[target_of(source)])
@@ -295,30 +261,49 @@ def test_files_of_another_source_are_not_taken(source: Path, tmp_path: Path, sea
         assert not first.exists() or not os.path.samefile(first, target_of(other) / name), name
 
 
-def test_killed_and_followed(source: Path) -> None:
-    """The real thing: SIGKILL at the first sign of progress, and a second process that finishes."""
-    command = [*COMMAND, "--source", str(source), "--target", str(target_of(source, 1))]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=worker_environment())
-    assert process.stdout is not None
-    process.stdout.readline()
-    process.send_signal(signal.SIGKILL)
-    process.communicate(timeout=30)
-    assert run(source, target_of(source, 2), "--earlier", str(target_of(source, 1)))[0] == EXIT_READY
-    verify(target_of(source, 2), Manifest.read(target_of(source, 2)))
+@pytest.mark.parametrize("links", [True, False], ids=["linked", "copied"])
+def test_killed_and_followed(source: Path, monkeypatch: pytest.MonkeyPatch, links: bool) -> None:
+    """The real thing: SIGKILL in the middle, and a second lease that makes only what is missing; also without links."""
+    first, second = target_of(source, 1), target_of(source, 2)
+    convert_halfway(source, first, 5)
+    finished = [json.loads(line)["path"] for line in (first / JOURNAL).read_text().splitlines()[1:]]
+    assert len(finished) == 5
+    assert not (first / "MANIFEST.json").exists()
+    if not links:
+
+        def refuse(*arguments: Any, **options: Any) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        monkeypatch.setattr(os, "link", refuse)
+    made: list[str] = []
+    monkeypatch.setattr(Output, "_create", _noting(made, Output._create))
+    convert(source, second, earlier=[first])
+    verify(second, Manifest.read(second))
+    assert not set(made) & set(finished)
+    for path in finished:
+        assert os.path.samefile(first / path, second / path) == links
+        assert (first / path).read_bytes() == (second / path).read_bytes()
 
 
-def standby() -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [*COMMAND, "--standby"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=worker_environment()
-    )
-    assert process.stdout is not None
-    assert json.loads(process.stdout.readline()) == {"state": "WARM"}
-    return process
+def _noting(made: list[str], create: Any) -> Any:
+    def noted(self: Output, path: str) -> Any:
+        made.append(path)
+        return create(self, path)
+
+    return noted
 
 
 def test_standby_converts_when_told(source: Path) -> None:
     """It has imported everything before; the order comes as one line."""
-    process = standby()
+    process = subprocess.Popen(
+        [sys.executable, "-m", MODULE, "--standby"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=worker_environment(),
+    )
+    assert process.stdout is not None
+    assert json.loads(process.stdout.readline()) == {"state": "WARM"}
     order = {"source": str(source), "target": str(target_of(source)), "digest": Manifest.read(source).digest}
     output, _ = process.communicate(json.dumps(order) + "\n", timeout=60)
     assert process.returncode == EXIT_READY
@@ -328,16 +313,18 @@ def test_standby_converts_when_told(source: Path) -> None:
 
 def test_standby_that_is_not_needed() -> None:
     """End of file is its dismissal."""
-    process = standby()
-    output, _ = process.communicate(timeout=60)
-    assert (process.returncode, output) == (EXIT_READY, "")
+    converter = Rank([MODULE, "--standby"], worker_environment(), module=True)
+    try:
+        assert converter.wait(60) == (EXIT_READY, '{"state": "WARM"}\n')
+    finally:
+        converter.close()
 
 
 def test_digest_is_not_the_recorded_one(source: Path) -> None:
     """A sealed directory under the right name may still not be what the master committed."""
-    code, lines = run(source, target_of(source), "--digest", "0" * 64)
+    code, message = convert_here(source, target_of(source), digest="0" * 64)
     assert code == EXIT_SOURCE_BAD
-    assert "recorded was 000000000000" in lines[-1]["message"]
+    assert "recorded was 000000000000" in message
 
 
 def test_not_a_name_for_it(source: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dalsegno.elastic.universal import convert
-from tests.support.zero_runs import STATES, STEPS, Held, Sources, read_held, run_worker, seal_sharded
+from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
 
 MORE = 4
 GROUPS = [(0.01, 0.1), (0.02, 0.0), (0.03, 0.0)]
@@ -37,8 +37,9 @@ def resumed(out: Path, world: int, stage: int, **resume: Any) -> tuple[Held, lis
 def assert_same(loaded: Held, saved: Held) -> None:
     """Bitwise: weights, moments, buffers, frozen parameters; and every group's own hyperparameters and step."""
     for name, states in saved.states.items():
-        for state in STATES:
-            assert torch.equal(loaded.states[name][state], states[state]), f"{name}/{state}"
+        assert set(loaded.states[name]) == set(states), name
+        for state, value in states.items():
+            assert torch.equal(loaded.states[name][state], value), f"{name}/{state}"
     reference = saved.ranks[0]
     for rank in loaded.ranks:
         for name, value in reference["module"].items():
@@ -128,20 +129,3 @@ def test_a_rank_that_cannot_write_fails_alone_and_nobody_hangs(tmp_path: Path, s
     results = run_worker(2, task)
     assert results[0]["save_error"] is None
     assert "no space" in results[1]["save_error"].lower()
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_bf16_weights_and_fp32_masters(tmp_path: Path, stage: int) -> None:
-    """Two copies of every weight in two precisions: both come back bit by bit."""
-    bf16 = {"bf16": {"enabled": True}}
-    source = tmp_path / f"step-{STEPS}.e1.0"
-    task = {"stage": stage, "steps": STEPS, "save": str(source), "out": str(tmp_path), "config": bf16}
-    run_worker(2, task)
-    seal_sharded(source, stage=stage, world=2, step=STEPS)
-    target = tmp_path / f"{source.name}.universal.1"
-    convert(source, target)
-    loaded, _ = resumed(
-        tmp_path / "out", 3, stage, load=str(source), form="universal", universal=str(target), config=bf16
-    )
-    assert_same(loaded, read_held(tmp_path, "saved", 2))

@@ -1,0 +1,37 @@
+"""How much of a machine a conversion may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+THREADS = 4
+MEMORY_BYTES = 16 << 20
+# Of what a thread may use: the values, the model's own weights to compare them with, and what a comparison makes.
+_SHARES = 4
+_SMALLEST_PIECE, _LARGEST_PIECE = 4 << 10, 4 << 20
+_PAGE = 4096
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a conversion may take of the machine.
+
+    Attributes:
+        threads: Parameters that are worked on at the same time.
+        memory: Bytes of buffers, all threads together. What Python and torch themselves take comes on top.
+    """
+
+    threads: int = THREADS
+    memory: int = MEMORY_BYTES
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ValueError(f"threads must be at least 1, not {self.threads}")
+        least = self.threads * _SHARES * _SMALLEST_PIECE
+        if self.memory < least:
+            raise ValueError(f"{self.threads} threads need at least {least} bytes of memory, not {self.memory}")
+
+    @property
+    def piece(self) -> int:
+        """Bytes of values that a thread handles at once: whole pages."""
+        return min(_LARGEST_PIECE, self.memory // self.threads // _SHARES // _PAGE * _PAGE)

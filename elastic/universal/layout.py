@@ -1,0 +1,106 @@
+"""Which files a sharded checkpoint of DeepSpeed is made of, and whether its layout is one that can be converted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import EnvironmentFailed, SourceBad
+
+_OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
+_OTHER_FILES = re.compile(r"(?:layer_|expert_|.*[_-](?:model|optim)_states\.pt).*")
+_UNIVERSAL_INFO = "universal_checkpoint_info"
+_UNIVERSAL_VERSION = "universal_checkpoint_version"
+
+
+class Unsupported(EnvironmentFailed):
+    """A layout that only DeepSpeed's own converter knows: tensor or pipeline parallelism, experts."""
+
+
+@dataclass(frozen=True)
+class Files:
+    """Names of a checkpoint's files.
+
+    Attributes:
+        optimizer_ranks: The ranks whose optimizer files are there, ascending.
+        optimizer: Those files, in the same order.
+        model: Files of model states, rank 0's first; stages 1 and 2 have one.
+    """
+
+    optimizer_ranks: tuple[int, ...]
+    optimizer: tuple[str, ...]
+    model: tuple[str, ...]
+
+
+def find_files(directory: Path) -> Files:
+    """Tells a checkpoint's files apart by their names.
+
+    Raises:
+        SourceBad: Files without which there is nothing to convert are missing.
+        Unsupported: There are files of model-parallel ranks, pipeline stages or experts.
+        OSError: The file system says no.
+    """
+    optimizer: dict[int, str] = {}
+    model: dict[int, str] = {}
+    for name in sorted(path.name for path in directory.iterdir() if path.is_file()):
+        found = _OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name)
+        if found is None:
+            if _OTHER_FILES.fullmatch(name):
+                raise Unsupported(f"{name}: pipeline stages or experts")
+            continue
+        if int(found[2]) != 0:
+            raise Unsupported(f"{name}: tensor or pipeline parallelism")
+        (optimizer if name.endswith("_optim_states.pt") else model)[int(found[1] or 0)] = name
+    if not model:
+        raise SourceBad(f"no files of DeepSpeed's model states (*_model_states.pt) in {directory.name}")
+    if not optimizer:
+        raise SourceBad("no optimizer files: nothing was partitioned here (ZeRO stage 0), or they are lost")
+    ranks = sorted(optimizer)
+    return Files(tuple(ranks), tuple(optimizer[rank] for rank in ranks), tuple(model[rank] for rank in sorted(model)))
+
+
+def refuse_layout(model: Mapping[str, Any]) -> None:
+    """Looks in the model states for what the files' names do not tell.
+
+    Raises:
+        Unsupported: Only DeepSpeed's own converter knows this layout.
+        EnvironmentFailed: Nobody does; DeepSpeed's converter makes wrong files of it, or none.
+    """
+    refuse_unconvertible(model)
+    if int(model.get("mp_world_size") or 1) > 1:
+        raise Unsupported(f"model parallelism of {model['mp_world_size']} ranks")
+    if model.get("num_experts") or model.get("ds_autoep_layers"):
+        raise Unsupported("a model with experts")
+    if not isinstance(model.get("param_shapes"), list) or not isinstance(model.get("module"), Mapping):
+        raise Unsupported("model states of a pipeline")
+    described = set(model.get(_UNIVERSAL_INFO) or ()) - {_UNIVERSAL_VERSION}
+    if described:
+        # Padded vocabularies, fused weights: the converter has to act on them at any size.
+        raise Unsupported(f"parameters are described by {sorted(described)}")
+
+
+def refuse_unconvertible(model: Mapping[str, Any]) -> None:
+    """Raises EnvironmentFailed for a layout that no converter makes right files of."""
+    zero = (model.get("ds_config") or {}).get("zero_optimization") or {}
+    if zero.get("round_robin_gradients"):
+        raise EnvironmentFailed(
+            "saved with zero_optimization.round_robin_gradients, whose layout the checkpoint does not describe; "
+            "set it to false to be able to change the world size"
+        )
+    if (zero.get("mics_shard_size") or 0) > 0:
+        raise EnvironmentFailed(
+            "saved with zero_optimization.mics_shard_size, whose shards hold only a part of the ranks; "
+            "remove it to be able to change the world size"
+        )
+    if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
+        raise EnvironmentFailed(
+            "saved with zero_optimization.offload_optimizer.device nvme, which keeps optimizer states out of the "
+            "checkpoint's files; offload to cpu to be able to change the world size"
+        )
+
+
+__all__ = ("Files", "Unsupported", "find_files", "refuse_layout", "refuse_unconvertible")

@@ -1,0 +1,221 @@
+"""Files of ``torch.save``: where a tensor's bytes lie in one, and what surrounds the bytes of one that is to be made.
+
+Such a file is a zip archive without compression, each storage a record with its bytes as they are in memory. So a range
+of a tensor can be read without mapping or loading the rest, and a file can be written without ever holding its tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+import sys
+import zipfile
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+
+from .loading import load
+
+_ZIP = b"PK\x03\x04"
+_LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field behind it
+_BYTE_ORDER = "byteorder"
+
+
+class NotInPieces(Exception):
+    """A file that torch loads and that cannot be read in pieces: of an old format or of a machine with other bytes."""
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A run of bytes in a file of ``torch.save``."""
+
+    file: TorchFile
+    start: int
+    nbytes: int
+
+    def read_into(self, buffer: memoryview, offset: int) -> None:
+        """Fills ``buffer`` with the bytes from ``offset`` on. From any thread.
+
+        Raises:
+            OSError: The file system says no, or the file is shorter than it was.
+        """
+        done = 0
+        while done < len(buffer):
+            count = os.preadv(self.file.descriptor, [buffer[done:]], self.start + offset + done)
+            if count == 0:
+                raise OSError(f"{self.file.path.name} ended early: was it changed while it was read?")
+            done += count
+
+
+class TorchFile:
+    """A file of ``torch.save``, open.
+
+    Attributes:
+        path: Where it is.
+        content: What was saved. Its tensors are memory-mapped: what is touched of one counts as this process's memory.
+        descriptor: The open file; -1 once it was closed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Opens the file.
+
+        Raises:
+            NotInPieces: It is of a format that only ``torch.load`` knows.
+            OSError: It cannot be read.
+            pickle.UnpicklingError: It holds a class that is not on the closed list.
+            RuntimeError: It is not a whole file of ``torch.save``.
+        """
+        self.path = path
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            start = os.pread(self.descriptor, len(_ZIP), 0)
+            if start[:1] == b"\x80":  # a bare pickle
+                raise NotInPieces(f"{path.name} is of torch's format before 1.6")
+            mapped: list[tuple[int, int]] = []
+            self.content: Any = load(
+                path, mmap=True, seen=lambda storage: mapped.append((storage.data_ptr(), storage.nbytes()))
+            )
+            self._base = _mapping_base(path, self.descriptor, mapped)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> TorchFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Nothing is read in pieces any more; ``content`` stays mapped."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+
+    def extent(self, tensor: Tensor, start: int = 0, numel: int | None = None) -> Extent:
+        """Where elements ``[start, start + numel)`` of a `dense` tensor of ``content`` lie, in the order of storage."""
+        count = tensor.numel() - start if numel is None else numel
+        if count == 0:
+            return Extent(self, 0, 0)
+        first = tensor.data_ptr() - self._base + start * tensor.element_size()
+        return Extent(self, first, count * tensor.element_size())
+
+
+def dense(tensor: Tensor) -> bool:
+    """Whether the tensor's elements lie side by side, in whatever order of its dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _mapping_base(path: Path, descriptor: int, mapped: list[tuple[int, int]]) -> int:
+    """The address at which torch mapped the file: it hands out parts of the mapping and does not tell where it begins.
+
+    Found by holding the addresses of *all* storages against the places of all records: one address fits, or none.
+    """
+    records = sorted((start, size) for start, size in _storage_records(path, descriptor) if size > 0)
+    storages = sorted({(address, size) for address, size in mapped if size > 0})
+    base = storages[0][0] - records[0][0] if storages and records else 0
+    if [(address - base, size) for address, size in storages] != records:
+        raise NotInPieces(f"{path.name}: its records are not where torch mapped them")
+    return base
+
+
+def _storage_records(path: Path, descriptor: int) -> list[tuple[int, int]]:
+    """(first byte, size) of every storage's record."""
+    found = []
+    with open(os.dup(descriptor), "rb") as file, zipfile.ZipFile(file) as archive:
+        for info in archive.infolist():
+            parts = info.filename.split("/")
+            if parts[1:] == [_BYTE_ORDER] and archive.read(info).decode() != sys.byteorder:
+                raise NotInPieces(f"{path.name} was saved on a machine with another order of bytes")
+            if len(parts) == 3 and parts[1] == "data":
+                header = os.pread(descriptor, _LOCAL_HEADER.size, info.header_offset)
+                found.append(
+                    (info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header)), info.file_size)
+                )
+    return found
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What ``torch.save`` writes around the bytes of the one tensor in its content.
+
+    Attributes:
+        head: What comes before the tensor's bytes.
+        nbytes: How many those are.
+        tail: What comes after them.
+    """
+
+    head: bytes
+    nbytes: int
+    tail: bytes
+
+
+@lru_cache(maxsize=1024)
+def frame(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    *,
+    stride: tuple[int, ...] | None = None,
+    key: str | None = None,
+    cat_dim: int | None = None,
+) -> Frame:
+    """The frame of a file that holds one tensor, bare or as ``{"cat_dim": ..., "param": tensor}``.
+
+    Args:
+        shape: Of the tensor.
+        dtype: Of the tensor.
+        stride: In elements; None: contiguous. The tensor must be `dense`.
+        key: The tensor's key in a dictionary; None: the tensor is all there is.
+        cat_dim: DeepSpeed's entry before the tensor; None: none.
+
+    The archive's own checksums must be off (``set_crc32_options``): the bytes are not there when they are written.
+    """
+    # Never touched, so it costs addresses and no memory.
+    tensor = torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
+    content: Any = tensor if key is None else {key: tensor}
+    if key is not None and cat_dim is not None:
+        content = {"cat_dim": cat_dim, key: tensor}
+    recorder = _Recorder()
+    with torch.serialization.skip_data():
+        torch.save(content, cast(BinaryIO, recorder))
+    return Frame(bytes(recorder.head), recorder.left_out, bytes(recorder.tail))
+
+
+class _Recorder(io.RawIOBase):
+    """A file that keeps what is written before and after the one place that is left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.tail, self.left_out = bytearray(), bytearray(), 0
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return len(self.head) + self.left_out + len(self.tail)
+
+    def write(self, data: Any, /) -> int:
+        view = memoryview(data).cast("B")
+        (self.tail if self.left_out else self.head).extend(view)
+        return len(view)
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        ahead = offset if whence == os.SEEK_CUR else offset - self.tell()
+        if ahead < 0 or (ahead > 0 and self.left_out):
+            raise io.UnsupportedOperation("torch.save went back, or left out more than one record")
+        self.left_out += ahead
+        return self.tell()

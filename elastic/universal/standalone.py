@@ -1,0 +1,145 @@
+"""A conversion that a person asks for: of any DeepSpeed checkpoint, into any directory.
+
+The directory is written in place. Killed, the same call goes on where it was: finished files that verify are kept. The
+last file written is `COMPLETE`, which lists all others with their checksums; where the names are those of a run's
+checkpoints it is the manifest instead, so that the run knows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint import MANIFEST, UNIVERSAL, CheckpointName, FileEntry, Manifest, is_checkpoint_name
+from dalsegno.elastic.checkpoint.files import checksums, fsync_tree, list_files, replace_file, write_exclusive
+
+from .conversion import Watch, Wish, produce, seal_form, typed_failures, verified
+from .errors import EnvironmentFailed, SourceBad
+from .journal import JOURNAL, ForeignJournal, Journal, keep_finished
+
+COMPLETE = "CONVERTED.json"
+LATEST = "latest_universal"
+VERSION = 1
+
+
+def convert_directory(
+    source: Path, target: Path, *, wish: Wish | None = None, watch: Watch | None = None, latest: bool = True
+) -> tuple[FileEntry, ...]:
+    """Makes the universal form of a sharded ZeRO checkpoint in ``target``.
+
+    DeepSpeed's own converter, where it is needed, changes the process's working directory meanwhile: give it a process
+    of its own (``python -m dalsegno.elastic.universal``).
+
+    Args:
+        source: A directory that DeepSpeed's ``save_checkpoint`` made. Only read. What seals it, if anything does, is
+            verified first.
+        target: Not there, empty, or the beginning of the same conversion.
+        wish: What to make, and how.
+        watch: Who is told.
+        latest: Let ``latest_universal`` beside ``target`` name it, which DeepSpeed reads where it is given no tag.
+
+    Returns:
+        The files of ``target``; none where it was complete already.
+
+    Raises:
+        SourceBad: The source is damaged or incomplete.
+        EnvironmentFailed: Anything else, and ``target`` is in use for something else.
+    """
+    source, target, wish, watch = Path(source), Path(target), wish or Wish(), watch or Watch()
+    with typed_failures():
+        if not source.is_dir():
+            raise EnvironmentFailed(f"{source} is no directory")
+        manifest = verified(source, None, watch.moved) if (source / MANIFEST).exists() else None
+        entries = {entry.path: entry for entry in manifest.files} if manifest else _model_files(source, wish, watch)
+        name = _made_from(source, manifest, wish)
+        if _is_complete(target, name):
+            return ()
+        _refuse_occupied(source, target)
+        target.mkdir(parents=True, exist_ok=True)
+        with _journal(target, name) as journal:
+            keep_finished(journal, target, threads=wish.effort.threads, moved=watch.moved)
+            made = produce(source, entries, target, journal, wish, watch)
+            journal.remove()
+        if manifest is not None and wish.plain and _is_form_of(target.name, source.name):
+            seal_form(manifest, target, made)
+        else:
+            _complete(target, name, made)
+        if latest:
+            replace_file(target.parent / LATEST, target.name.encode())
+        return made
+
+
+def _journal(target: Path, name: str) -> Journal:
+    try:
+        return Journal(target, source_digest=name, resume=True)
+    except BlockingIOError as error:
+        raise EnvironmentFailed(f"another conversion is writing {target}: wait for its end, or stop it") from error
+    except ForeignJournal as error:
+        raise EnvironmentFailed(f"{error}: remove it, or choose another directory") from error
+
+
+def _model_files(source: Path, wish: Wish, watch: Watch) -> Mapping[str, FileEntry]:
+    """Model states are taken over as they are; nothing vouches for these, so their checksums are taken now."""
+    names = sorted(path.name for path in source.glob("*_model_states.pt"))
+    found = checksums(source, names, threads=wish.effort.threads, moved=watch.moved)
+    return {entry.path: entry for entry in found}
+
+
+def _made_from(source: Path, manifest: Manifest | None, wish: Wish) -> str:
+    """What a beginning must have been made from to be gone on with."""
+    if manifest is not None:
+        origin = manifest.digest
+    else:
+        files = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in sorted(source.glob("*.pt"))]
+        if not files:
+            raise SourceBad(f"{source} holds no files of a DeepSpeed checkpoint (*.pt)")
+        origin = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    wanted = [f"stage={wish.stage}"] if wish.stage else []
+    wanted += ["reset"] if wish.reset_optimizer else []
+    return " ".join([origin, *wanted])
+
+
+def _is_complete(target: Path, name: str) -> bool:
+    """Whether the same conversion came to its end before.
+
+    Raises:
+        EnvironmentFailed: Another one did.
+    """
+    try:
+        made_from = json.loads((target / COMPLETE).read_bytes())["source"]
+    except (FileNotFoundError, NotADirectoryError):
+        if not (target / MANIFEST).exists():
+            return False
+        sealed = Manifest.read(target)
+        made_from = sealed.source.digest if sealed.source is not None else ""
+    if made_from != name:
+        raise EnvironmentFailed(f"{target} holds something else already: remove it, or choose another directory")
+    return True
+
+
+def _refuse_occupied(source: Path, target: Path) -> None:
+    if target.exists() and not target.is_dir():
+        raise EnvironmentFailed(f"{target} is a file")
+    if target.is_dir() and not (target / JOURNAL).exists() and any(target.iterdir()):
+        raise EnvironmentFailed(f"{target} is not empty: remove it, or choose another directory")
+    inside = source.resolve() == target.resolve() or source.resolve() in target.resolve().parents
+    if inside:
+        raise EnvironmentFailed(f"{target} lies in the checkpoint that is to be converted: choose another directory")
+
+
+def _is_form_of(target: str, source: str) -> bool:
+    if not is_checkpoint_name(target):
+        return False
+    name = CheckpointName.parse(target)
+    return name.form == UNIVERSAL and str(name.source) == source
+
+
+def _complete(target: Path, name: str, made: tuple[FileEntry, ...]) -> None:
+    if list_files(target) != [entry.path for entry in made]:
+        raise EnvironmentFailed(f"{target} holds files that the conversion did not make")
+    fsync_tree(target)
+    content = {"version": VERSION, "source": name, "files": [asdict(entry) for entry in made]}
+    write_exclusive(target / COMPLETE, json.dumps(content, sort_keys=True).encode() + b"\n")
