@@ -27,6 +27,7 @@ from dalsegno.elastic.checkpoint import (
     verify,
 )
 
+from . import convert_command
 from .events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from .grpc_logs import quiet_grpc
 
@@ -57,6 +58,13 @@ def _status(options: argparse.Namespace) -> int:
 
     try:
         return status(options)
+    except (ValueError, OSError) as error:
+        raise _UsageError(str(error)) from error
+
+
+def _convert(options: argparse.Namespace) -> int:
+    try:
+        return convert_command.convert(options)
     except (ValueError, OSError) as error:
         raise _UsageError(str(error)) from error
 
@@ -243,6 +251,9 @@ def _parser() -> argparse.ArgumentParser:
         if act is _prune:
             action.add_argument("--keep", type=int, required=True, metavar="N", help="how many of each run stay")
             action.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    convert = commands.add_parser("convert", help="makes a DeepSpeed checkpoint loadable at any world size")
+    convert_command.add_arguments(convert)
+    convert.set_defaults(act=_convert)
     commands.add_parser("doctor", help="who owns which script, versions, extras").set_defaults(act=_doctor)
     return parser
 
