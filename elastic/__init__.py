@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from .rng import sample_generator
     from .sampler import ElasticSampler
     from .saving import SaveError
+    from .training_state import TrainingState
     from .worker_session import Session, session
 
 __all__ = (
@@ -41,6 +42,7 @@ __all__ = (
     "ResumePoint",
     "SaveError",
     "Session",
+    "TrainingState",
     "background",
     "sample_generator",
     "session",
@@ -64,6 +66,7 @@ _MODULES = {
     "ResumePoint": "resuming",
     "SaveError": "saving",
     "Session": "worker_session",
+    "TrainingState": "training_state",
     "background": "background_save",
     "sample_generator": "rng",
     "session": "worker_session",

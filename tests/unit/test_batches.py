@@ -457,7 +457,7 @@ def test_public_surface_is_pinned() -> None:
         *("EXIT_BAD_CHECKPOINT", "EXIT_DRAINED", "Accumulation", "BadResumePoint", "Batch", "BatchPlan"),
         *("Batches", "Boundary"),
         *("CheckpointStore", "Drained", "ElasticSampler", "MicroBatch", "Order", "Position", "ResumePoint"),
-        *("SaveError", "Session", "background", "sample_generator", "session"),
+        *("SaveError", "Session", "TrainingState", "background", "sample_generator", "session"),
     }
     for name in elastic.__all__:
         assert getattr(elastic, name) is not None

@@ -1,0 +1,123 @@
+"""A full resume without a framework: bit for bit the training that was not interrupted, or refused with the reason."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dalsegno.elastic import TrainingState, background
+from dalsegno.elastic.training_state import check_same_names
+from dalsegno.elastic.worker_session import Session
+from tests.unit.test_best import start
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Scaler:
+    """A loss scale that grows, as torch's GradScaler does on a GPU."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"scale": self.scale}
+
+    def load_state_dict(self, state: dict[str, float], /) -> None:
+        self.scale = state["scale"]
+
+
+def parts(width: int = 8, lr: float = 0.1) -> dict[str, Any]:
+    torch.manual_seed(width)
+    model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.BatchNorm1d(width), nn.Linear(width, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50),
+        "scaler": Scaler(),
+    }
+
+
+def train(session: Session, made: dict[str, Any], until: int, how: str) -> list[tuple[float, float, float]]:
+    """Losses, learning rates and loss scales; draws from torch, dropout and Python's generator."""
+    state = TrainingState(session, **made)
+    assert state.load() == (session.resume is not None)
+    save: Any = background(state.files) if how == "background" else state.write
+    seen = []
+    for _ in session.steps(iter(range(100)), max_steps=until, save=save, save_every=3, seed=5):
+        loss = made["model"](torch.randn(6, 4) + random.random()).square().mean()
+        (loss * made["scaler"].scale).backward()
+        made["optimizer"].step()
+        made["optimizer"].zero_grad()
+        made["scheduler"].step()
+        made["scaler"].scale *= 1.5
+        seen.append((float(loss.detach()), made["scheduler"].get_last_lr()[0], made["scaler"].scale))
+    return seen
+
+
+@pytest.mark.parametrize("how", ["background", "waiting"])
+def test_an_interrupted_training_goes_on_bit_for_bit(tmp_path: Path, how: str) -> None:
+    """Model with running statistics, optimizer, schedule, loss scale, and all generators."""
+    with start(tmp_path / "a") as session:
+        wanted = train(session, parts(), 9, how)
+    with start(tmp_path / "b") as session:
+        found = train(session, parts(), 4, how)
+    torch.manual_seed(99)
+    random.seed(99)
+    with start(tmp_path / "b") as session:
+        assert session.step == 4
+        found += train(session, parts(), 9, how)
+    assert found == wanted
+
+
+def saved(directory: Path, made: dict[str, Any]) -> None:
+    with start(directory) as session:
+        train(session, made, 2, "waiting")
+
+
+def refusal(directory: Path, made: dict[str, Any]) -> str:
+    before = {name: tensor.clone() for name, tensor in made["model"].state_dict().items()}
+    with start(directory) as session, pytest.raises(ValueError, match="step-2") as caught:
+        TrainingState(session, **made).load()
+    assert all(torch.equal(before[name], tensor) for name, tensor in made["model"].state_dict().items())
+    return str(caught.value)
+
+
+def test_other_parts_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    """Another optimizer would take Adam's moments without a word; a schedule that is gone, likewise."""
+    saved(tmp_path, parts())
+    made = parts()
+    made["optimizer"] = torch.optim.SGD(made["model"].parameters(), lr=0.1)
+    assert "with optimizer AdamW, scheduler CosineAnnealingLR, scaler Scaler" in refusal(tmp_path, made)
+    made = parts()
+    del made["scheduler"]
+    assert "this training has optimizer AdamW, scaler Scaler" in refusal(tmp_path, made)
+
+
+def test_another_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """No name in common, some names only on one side, other shapes, other parameter groups."""
+    with pytest.raises(ValueError, match=r"none of its 2 names \(a, b\) is in this one's 1 \(c\)"):
+        check_same_names({"a": 0, "b": 0}, {"c": 0})
+    with pytest.raises(ValueError, match="a, b, c and 1 more only in the checkpoint; e only in the model"):
+        check_same_names(dict.fromkeys("abcdf", 0), dict.fromkeys("ef", 0))
+    saved(tmp_path, parts())
+    with start(tmp_path) as session:
+        with pytest.raises(ValueError, match="of another model"):
+            TrainingState(session, **parts(width=16)).load()
+        made = parts()
+        made["optimizer"] = torch.optim.AdamW([{"params": [p]} for p in made["model"].parameters()])
+        made["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(made["optimizer"], 50)
+        with pytest.raises(ValueError, match=r"the optimizer in step-2\.e0\.1 does not fit this one"):
+            TrainingState(session, **made).load()
+
+
+def test_what_another_script_saved_is_refused(tmp_path: Path) -> None:
+    """A file that is not there is named."""
+    with start(tmp_path) as session:
+        list(session.steps([1, 2], max_steps=2, save=lambda path: (path / "own.pt").write_bytes(b"x") and None))
+    assert "step-2.e0.1 has no model.pt: it was not saved by TrainingState" in refusal(tmp_path, parts())
