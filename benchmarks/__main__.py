@@ -6,9 +6,14 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import changes, checksums, peers
+from benchmarks import changes, checksums, peers, saving
 
-BENCHMARKS: dict[str, Callable[[], int]] = {"checksums": checksums.main, "changes": changes.main, "peers": peers.main}
+BENCHMARKS: dict[str, Callable[[], int]] = {
+    "checksums": checksums.main,
+    "saving": saving.main,
+    "changes": changes.main,
+    "peers": peers.main,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
