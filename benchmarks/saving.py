@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
 from benchmarks.results import report
 from dalsegno.elastic import background, session
+from dalsegno.elastic.background_save import Background
 
 BYTES = 512 << 20
 FILES = 16
@@ -26,7 +28,10 @@ def main() -> int:
         def write(path: Path) -> None:
             torch.save(weights, path / "model.pt")
 
-        ways = {"waiting": write, "background": background(lambda: {"model.pt": weights})}
+        ways: dict[str, Callable[[Path], None] | Background] = {
+            "waiting": write,
+            "background": background(lambda: {"model.pt": weights}),
+        }
         for way, save in ways.items():
             for number in range(1, SAVES + 1):
                 s.begin_step()
