@@ -25,7 +25,7 @@ IMPORT_NAMES = {"grpcio": "grpc", "protobuf": "google", "ms-swift": "swift", "pr
 # Extras that each package may lean on; the base install is for all.
 EXTRAS: dict[str, tuple[str, ...]] = {
     "protos": (),
-    "elastic": ("train",),
+    "elastic": ("train", "log"),
     "master": ("etcd", "http"),
     "agent": ("train",),
     "swift_plugin": ("train", "swift"),

@@ -1,0 +1,201 @@
+"""Sums and counts over batches and ranks, and only then ratios: never a mean of means.
+
+    counts = Counts(device)
+    for batch in shard:                                  # this rank's, of any size, perhaps none
+        counts.add({"loss": (losses.sum(), len(losses)), "hits": (output == wanted).sum()})
+    metrics = counts.reduce().metrics()
+
+Everything is added up in float64 on the device without waiting for it: counts are exact below 2**53, and one read at
+the end is the only synchronisation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Value = Tensor | float
+Measured = Mapping[str, "Value | tuple[Value, Value]"]
+_RATIO, _COUNT = "ratio", "count"
+
+
+class _Entry(NamedTuple):
+    """How one name is laid out: a ratio is two numbers, a count has the shape that it was given with."""
+
+    kind: str
+    shape: tuple[int, ...]
+
+    @property
+    def numbers(self) -> int:
+        return 2 if self.kind == _RATIO else torch.Size(self.shape).numel()
+
+
+class Totals:
+    """What was summed over all batches and ranks, on the CPU. Holds nothing if there was nothing.
+
+    Attributes:
+        ratios: Name -> (total, count).
+        counts: Name -> a float64 tensor of the shape that was added.
+    """
+
+    def __init__(self, ratios: Mapping[str, tuple[float, float]], counts: Mapping[str, Tensor]) -> None:
+        self.ratios, self.counts = dict(ratios), dict(counts)
+
+    def metrics(self) -> dict[str, float]:
+        """Ratios as total / count, and counts of one number as they are. A ratio over nothing is left out."""
+        found = {name: total / count for name, (total, count) in self.ratios.items() if count}
+        found.update({name: float(value.item()) for name, value in self.counts.items() if value.numel() == 1})
+        return found
+
+
+class Counts:
+    """Adds up what batches give.
+
+    Args:
+        device: Where tensors are added up, and reduced if the group works there. Never guessed from what comes: a rank
+            may have only plain numbers, or nothing.
+        group: Over whose ranks `reduce` sums; None: the default group, where there is one.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", group: Any = None) -> None:
+        self._device, self._group = torch.device(device), group
+        self._entries: dict[str, _Entry] = {}
+        self._sums: dict[str, Tensor] = {}
+
+    def add(self, measured: Measured) -> None:
+        """Adds one batch.
+
+        Args:
+            measured: Name -> ``(total, count)`` for a ratio; both are numbers or tensors, of which all elements are
+                summed, so ``(losses, mask)`` does. Or name -> a count: a number, or a tensor whose shape is the same
+                each time (hits per class, a confusion matrix). Totals, not means: a mean over the batch would make
+                small batches count as much as large ones.
+
+        Raises:
+            ValueError: A name comes as something else than before.
+            TypeError: A value is neither a number nor a real tensor.
+        """
+        for name, value in measured.items():
+            entry, parts = _read(name, value)
+            known = self._entries.setdefault(name, entry)
+            if known != entry:
+                raise ValueError(f"{_describe(name, known)} before, and now {_describe(name, entry)}")
+            if name not in self._sums:
+                self._sums[name] = torch.zeros(entry.numbers, dtype=torch.float64, device=self._device)
+            for number, part in enumerate(parts):
+                into = self._sums[name][number : number + 1] if entry.kind == _RATIO else self._sums[name]
+                into += self._float64(part, whole=entry.kind == _RATIO)
+
+    def reduce(self) -> Totals:
+        """Sums over the ranks. Collective: all ranks make the same calls, whatever they have added, if anything.
+
+        Raises:
+            ValueError: Ranks have added different things under one name. On all ranks.
+        """
+        entries = self._agree()
+        names = sorted(entries)
+        zeros = {name: torch.zeros(entries[name].numbers, dtype=torch.float64, device=self._device) for name in names}
+        if not names:
+            return Totals({}, {})
+        vector = torch.cat([self._sums.get(name, zeros[name]) for name in names])
+        if self._world_size > 1:
+            vector = vector.to(self._collective_device)
+            dist.all_reduce(vector, group=self._group)
+        summed = vector.cpu()
+        ratios: dict[str, tuple[float, float]] = {}
+        counts: dict[str, Tensor] = {}
+        parts = torch.split(summed, [entries[name].numbers for name in names])
+        for name, part in zip(names, parts, strict=True):
+            if entries[name].kind == _RATIO:
+                ratios[name] = (float(part[0]), float(part[1]))
+            else:
+                counts[name] = part.reshape(entries[name].shape)
+        return Totals(ratios, counts)
+
+    def _float64(self, value: Value, *, whole: bool) -> Tensor | float:
+        if not isinstance(value, Tensor):
+            return float(value)
+        value = value.detach().to(self._device, non_blocking=True)
+        return value.sum(dtype=torch.float64) if whole else value.flatten().to(torch.float64)
+
+    def _agree(self) -> dict[str, _Entry]:
+        """The names of all ranks: two gathers of host values, also where this rank has none."""
+        mine = [[name, entry.kind, list(entry.shape)] for name, entry in self._entries.items()]
+        agreed: dict[str, _Entry] = {}
+        for rank, theirs in enumerate(self._gather(mine)):
+            for name, kind, shape in theirs:
+                entry = _Entry(kind, tuple(shape))
+                known = agreed.setdefault(name, entry)
+                if known != entry:
+                    raise ValueError(
+                        f"ranks disagree: {_describe(name, entry)} on rank {rank}, and {_describe(name, known)} before"
+                    )
+        return agreed
+
+    def _gather(self, message: Any) -> list[Any]:
+        if self._world_size == 1:
+            return [message]
+        data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64))
+        lengths = [int(size.item()) for size in sizes]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = data
+        parts = self._all_gather(padded)
+        return [json.loads(part[:n].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]
+
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        tensor = tensor.to(self._collective_device)
+        parts = [torch.empty_like(tensor) for _ in range(self._world_size)]
+        dist.all_gather(parts, tensor, group=self._group)
+        return [part.cpu() for part in parts]
+
+    @property
+    def _world_size(self) -> int:
+        return dist.get_world_size(self._group) if dist.is_available() and dist.is_initialized() else 1
+
+    @property
+    def _collective_device(self) -> torch.device:
+        return collective_device(self._device, self._group)
+
+
+def collective_device(device: torch.device, group: Any = None) -> torch.device:
+    """Where a tensor must be for the group's collectives: on the CPU if it can be, else on ``device``."""
+    # "cpu:gloo,cuda:nccl" has both; the plain name of a backend has one.
+    return torch.device("cpu") if "gloo" in dist.get_backend(group) else device
+
+
+def sum_over_ranks(values: Sequence[Tensor | float], device: torch.device) -> list[float]:
+    """Numbers summed over the default group's ranks in float64, where there is one. Collective; one synchronisation."""
+    parts = [v.detach().to(torch.float64) if isinstance(v, Tensor) else v for v in values]
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [float(part) for part in parts]
+    where = collective_device(device)
+    vector = torch.stack([torch.as_tensor(part, dtype=torch.float64, device=where).reshape(()) for part in parts])
+    dist.all_reduce(vector)
+    found: list[float] = vector.tolist()
+    return found
+
+
+def _read(name: str, value: Any) -> tuple[_Entry, tuple[Value, ...]]:
+    parts: tuple[Any, ...] = value if isinstance(value, tuple) else (value,)
+    if len(parts) != (2 if isinstance(value, tuple) else 1) or not all(map(_is_number, parts)):
+        raise TypeError(f"{name!r} must be a number, a real tensor, or a pair (total, count) of them, not {value!r}")
+    if isinstance(value, tuple):
+        return _Entry(_RATIO, ()), parts
+    return _Entry(_COUNT, tuple(value.shape) if isinstance(value, Tensor) else ()), parts
+
+
+def _is_number(value: Any) -> bool:
+    return not value.is_complex() if isinstance(value, Tensor) else isinstance(value, int | float)
+
+
+def _describe(name: str, entry: _Entry) -> str:
+    return f"{name!r} is a ratio" if entry.kind == _RATIO else f"{name!r} is a count of shape {list(entry.shape)}"
+
+
+Finish = Callable[[Totals], Mapping[str, float]]

@@ -1,0 +1,94 @@
+"""DeepSpeed for a `Trainer`: what `elastic.deepspeed` adds to a script, called for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy
+
+_STATE = "dalsegno_trainer"
+
+
+class DeepSpeed(Strategy):
+    """A DeepSpeed engine, ZeRO stages 0 to 3.
+
+    Args:
+        config: DeepSpeed's own. Batch sizes and the accumulation are replaced by the plan's; ``gradient_clipping`` by
+            the Trainer's ``max_grad_norm``, where that is given.
+    """
+
+    scale = "deepspeed"
+    any_world_size = None
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        self._config: dict[str, Any] = {"zero_optimization": {"stage": 1}, **(config or {})}
+        self._config.setdefault("zero_allow_untested_optimizer", True)
+        self._engine: Any = None
+
+    @property
+    def name(self) -> str:
+        return f"deepspeed-zero-{int(self._config['zero_optimization'].get('stage', 0))}"
+
+    def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
+        from deepspeed.accelerator import get_accelerator
+
+        from . import deepspeed as ours
+
+        if device is not None:
+            raise ValueError("DeepSpeed chooses the device: set DS_ACCELERATOR=cpu instead of Trainer(device=...)")
+        ours.prepare()
+        where = torch.device(get_accelerator().device_name(local_rank))
+        get_accelerator().set_device(local_rank)
+        return where
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting
+    ) -> dict[str, Any]:
+        import deepspeed
+
+        from . import deepspeed as ours
+
+        resume = setting.session.resume
+        base = dict(self._config)
+        if setting.max_grad_norm is not None:
+            own = base.setdefault("gradient_clipping", setting.max_grad_norm)
+            if own != setting.max_grad_norm:
+                raise ValueError(f"gradient_clipping is {own} and max_grad_norm {setting.max_grad_norm}: give one")
+        config = ours.config(base, setting.plan, resume)
+        self._engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
+            model=model, optimizer=make_optimizer(model), lr_scheduler=make_scheduler, config=config
+        )
+        self.model = self._engine
+        state = ours.restore(self._engine, resume)
+        if resume is None:
+            return {}
+        if _STATE not in state:
+            raise ValueError(f"{resume.path} was not written by this Trainer: it has no {_STATE}")
+        if self.scheduler is not None:
+            # Its own state is there; the rates that it had set last are the optimizer's, which the stages load unalike.
+            for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+        return dict(state[_STATE])
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+        self._engine.step()  # an optimizer step after the last micro-batch
+
+    def step(self) -> Tensor | float | None:
+        norm: Tensor | float | None = self._engine.get_global_grad_norm()
+        return norm
+
+    def write(self, path: Path, state: Mapping[str, Any]) -> None:
+        from . import deepspeed as ours
+
+        ours.save(self._engine, {_STATE: dict(state)})(path)
+
+    @contextmanager
+    def evaluated(self) -> Iterator[nn.Module]:
+        yield self._engine

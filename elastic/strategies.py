@@ -1,0 +1,279 @@
+"""How a `Trainer` trains its model: wrap, step, save, load. DDP here; FSDP and DeepSpeed in modules of their own.
+
+Order of a resume: weights before they are wrapped (FSDP: the shards, so that a rank reads only its own), then optimizer
+and scheduler; the session restores the random generators and `Batches` the position.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from .plan import BatchPlan
+from .training_state import TrainingState, read_tensors
+from .worker_session import Session
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+MakeScheduler = Callable[[Optimizer], Any]
+TRAINER_FILE = "trainer.pt"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a strategy works.
+
+    Attributes:
+        session: The process's; its ranks are the data-parallel group.
+        device: Of this rank.
+        plan: How the global batch is dealt.
+        max_grad_norm: Gradients are clipped to this norm; None: they are not.
+    """
+
+    session: Session
+    device: torch.device
+    plan: BatchPlan
+    max_grad_norm: float | None
+
+
+class Strategy(ABC):
+    """One way of training. Use an instance for one `Trainer`.
+
+    Attributes:
+        scale: What the factors of micro-batches are made for, see ``BatchPlan.loss_scale``.
+        any_world_size: Its checkpoints load at any world size; None: what the session knows of `name`.
+        model: What is called for training, once `setup` is done.
+        optimizer, scheduler: The same; without a scheduler None.
+    """
+
+    scale = "ddp"
+    any_world_size: bool | None = True
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any = None
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Of the strategy in manifests; a run that resumes must have the same."""
+
+    @abstractmethod
+    def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
+        """Initialises ``torch.distributed`` where it is needed; says where this rank computes."""
+
+    @abstractmethod
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting
+    ) -> dict[str, Any]:
+        """Wraps the model, makes optimizer and scheduler, and loads all three from the resume point. Collective.
+
+        Returns:
+            What `write` was given as ``state``; nothing at step 0.
+
+        Raises:
+            ValueError: The checkpoint is another model's, or another optimizer's.
+        """
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of one micro-batch."""
+
+    @abstractmethod
+    def step(self) -> Tensor | float | None:
+        """After the last micro-batch: clips, steps, clears the gradients.
+
+        Returns:
+            The norm of the whole gradient before clipping, where it was computed.
+        """
+
+    def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's files of a checkpoint: path to what ``torch.save`` writes there, or bytes.
+
+        Args:
+            state: Plain values and tensors of the `Trainer`, which `setup` gives back.
+
+        Raises:
+            NotImplementedError: The framework writes by itself.
+        """
+        raise NotImplementedError(f"strategy {self.name} writes by itself, not in the background")
+
+    def write(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Writes this rank's files below ``path``."""
+        for name, content in self.files(state).items():
+            target = path / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, bytes):
+                target.write_bytes(content)
+            else:
+                torch.save(content, target)
+
+    @contextmanager
+    def evaluated(self) -> Iterator[nn.Module]:
+        """The model for an evaluation, the same on every rank. Collective."""
+        yield self.model
+
+
+class DDP(Strategy):
+    """Every rank has the whole model: ``DistributedDataParallel``; in a world of one the model as it is.
+
+    Args:
+        options: For ``DistributedDataParallel``: ``find_unused_parameters``, ``bucket_cap_mb``, ….
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = options
+        self._max_grad_norm: float | None = None
+
+    @property
+    def name(self) -> str:
+        return "ddp"
+
+    def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
+        where = own_device(local_rank) if device is None else device
+        if world_size > 1:
+            init_process_group()
+        return where
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting
+    ) -> dict[str, Any]:
+        self._max_grad_norm = setting.max_grad_norm
+        model.to(setting.device)
+        self._bare = self.model = model
+        self.optimizer = make_optimizer(model)
+        # Made before the optimizer's state is loaded: to make a scheduler sets the learning rate of step 0.
+        self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
+        scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler}
+        self._held = TrainerState()
+        self._training = TrainingState(
+            setting.session, model=model, optimizer=self.optimizer, **scheduler, trainer=self._held
+        )
+        self._training.load()
+        if setting.session.world_size > 1:
+            self.model = DistributedDataParallel(model, **self._options)
+        return self._held.state_dict()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> Tensor | float | None:
+        return step_and_clear(self._bare, self.optimizer, self.scheduler, self._max_grad_norm)
+
+    def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        trainer_state(state, self.scheduler)
+        self._held.load_state_dict(state)
+        return self._training.files()
+
+    @contextmanager
+    def evaluated(self) -> Iterator[nn.Module]:
+        # Statistics of BatchNorm differ from rank to rank; rank 0's are those that are saved.
+        if isinstance(self.model, DistributedDataParallel) and self.model.broadcast_buffers:
+            for buffer in self._bare.buffers():
+                dist.broadcast(buffer, 0)
+        yield self._bare
+
+
+class TrainerState:
+    """The `Trainer`'s own state as a part of a `TrainingState`."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state = dict(state)
+
+
+def own_device(local_rank: int) -> torch.device:
+    """The GPU of this rank where there are any, and makes it the current one; else the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def init_process_group() -> None:
+    """The default process group, of one rank where there is no torchrun."""
+    if dist.is_initialized():
+        return
+    if "RANK" in os.environ:
+        dist.init_process_group()
+        return
+    # No port to choose and nobody to meet: a store in this process.
+    store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch's __init__ does not list it
+    dist.init_process_group(store=store, rank=0, world_size=1)
+
+
+def step_and_clear(
+    model: nn.Module, optimizer: Optimizer, scheduler: Any, max_grad_norm: float | None
+) -> Tensor | float | None:
+    """Clips over all parameters (of sharded ones all ranks' parts), steps, clears; the norm before clipping."""
+    norm: Tensor | None = None
+    if max_grad_norm is not None:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+    """Loads an optimizer's state.
+
+    Raises:
+        ValueError: It has other parameter groups.
+    """
+    try:
+        optimizer.load_state_dict(dict(state))
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"the checkpoint's optimizer is not {type(optimizer).__name__} as made here: {error}"
+        ) from error
+
+
+def trainer_state(state: Mapping[str, Any], scheduler: Any) -> bytes:
+    """What is small and alike on all ranks, as a file's content, once it is sure that it can be read again.
+
+    Raises:
+        TypeError: A scheduler or callback keeps something else than plain values and tensors.
+    """
+    held = io.BytesIO()
+    torch.save({"trainer": dict(state), "scheduler": None if scheduler is None else scheduler.state_dict()}, held)
+    try:
+        torch.load(io.BytesIO(held.getvalue()), weights_only=True)
+    except UnpicklingError as error:
+        raise TypeError(
+            "the state of the scheduler or of a callback has more than plain values and tensors, and could not be "
+            f"loaded again: {str(error).splitlines()[0]}"
+        ) from error
+    return held.getvalue()
+
+
+def load_trainer_state(directory: Path, scheduler: Any) -> dict[str, Any]:
+    """The inverse of `trainer_state`.
+
+    Raises:
+        ValueError: With a scheduler saved and none now, or the other way round.
+    """
+    state = read_tensors(directory / TRAINER_FILE)
+    if (state["scheduler"] is None) != (scheduler is None):
+        had, has = ("no", "one") if state["scheduler"] is None else ("one", "none")
+        raise ValueError(f"the checkpoint has {had} scheduler, the Trainer {has}: the learning rate would be another")
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    return dict(state["trainer"])

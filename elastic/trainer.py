@@ -1,0 +1,430 @@
+"""A training loop for people who have no framework: model, data, `Trainer(...).fit()`.
+
+A thin layer over ``session().steps``, `ElasticSampler`, `BatchPlan`, `Batches` and `Accumulation`. The same script runs
+with plain python, torchrun and dlrover-run, at any world size and through changes of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .accumulation import Accumulation
+from .background_save import background
+from .batches import Batch, Batches
+from .callbacks import Callback, Console, Logger
+from .checkpoint import UNIVERSAL, Best, Position, Tracked
+from .counts import sum_over_ranks
+from .evaluator import Evaluator, Interrupted, to_device
+from .plan import BatchPlan
+from .sampler import ElasticSampler
+from .saving import SaveError
+from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy
+from .worker_session import Session, session
+
+log = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What `Trainer.fit` came to.
+
+    Attributes:
+        step: Optimizer steps of the whole run.
+        metrics: Of the last evaluation; empty without one in this process.
+        best: The best checkpoint by the tracked metric.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    best: Best | None
+
+
+@dataclass
+class Trainer:
+    """Trains ``model`` on ``dataset`` for a number of optimizer steps, whatever the world.
+
+    Attributes:
+        model: Plain; the strategy wraps it.
+        dataset: See `Batches`.
+        optimizer: ``optimizer(model)`` makes it, once the model is where and as it will be trained.
+        global_batch_size, max_micro_batch_size, fixed_micro_batch, pad: See `BatchPlan`.
+        loss: ``loss(model, data)``: the mean over the samples (with ``count_tokens``: over the tokens) of one
+            micro-batch, or with ``pad`` the loss of each row. Default: what the model gives for ``data``.
+        max_steps: Of the whole run, steps before a resume included.
+        data_epochs: The run ends with so many passes over the data. One of both is needed.
+        scheduler: ``scheduler(optimizer)`` makes it; it steps after each optimizer step.
+        strategy: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or a `Strategy` with options.
+        max_grad_norm: Clips the norm of the whole global batch's gradient.
+        seed: Of the order of samples and the random generators. (The model is made by the script.)
+        shuffle, drop_last: See `ElasticSampler`.
+        collate, count_tokens, loader_options: See `Batches`.
+        checkpoint_dir, keep: For runs outside ``dlrover-run``, see `session`.
+        save_every: Steps between saves; 0: only for drains and at the end.
+        save_in_background: The training waits only while the state is copied to host memory. Not for DeepSpeed.
+        evaluator: Runs every ``evaluate_every`` steps (0: not in between), and after the last step.
+        track: The metric that makes a checkpoint the best one. A better step is saved, also off ``save_every``. (An
+            evaluation that a leave cut short is made up for where the run resumes, but that step is saved already.)
+        callbacks: On all ranks.
+        loggers: Rank 0's; called with ``loss``, ``lr``, … and with ``eval/<metric>``.
+        log_every: Steps between logs. Each log waits for the device once.
+        progress: A progress bar on a terminal, or a line per log.
+        device: Default: this rank's GPU where there is one.
+
+    Raises:
+        ValueError: Options that cannot go together.
+    """
+
+    model: nn.Module
+    dataset: Any
+    _: KW_ONLY
+    optimizer: MakeOptimizer
+    global_batch_size: int
+    max_micro_batch_size: int
+    loss: Callable[[Any, Any], Tensor] | None = None
+    max_steps: int | None = None
+    data_epochs: int | None = None
+    scheduler: MakeScheduler | None = None
+    strategy: Strategy | str = "ddp"
+    max_grad_norm: float | None = None
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    fixed_micro_batch: bool = False
+    pad: bool = False
+    collate: Callable[[list[Any]], Any] | None = None
+    count_tokens: Callable[..., int] | None = None
+    loader_options: dict[str, Any] | None = None
+    checkpoint_dir: str | Path | None = None
+    keep: int = 0
+    save_every: int = 0
+    save_in_background: bool = False
+    evaluator: Evaluator | None = None
+    evaluate_every: int = 0
+    track: Tracked | None = None
+    callbacks: Sequence[Callback] = ()
+    loggers: Sequence[Logger] = ()
+    log_every: int = 10
+    progress: bool = True
+    device: torch.device | str | None = None
+    step: int = field(default=0, init=False)
+    metrics: Mapping[str, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.max_steps is None and self.data_epochs is None:
+            raise ValueError("when does the training end? Give max_steps or data_epochs")
+        if self.evaluator is None and (self.evaluate_every or self.track):
+            raise ValueError("evaluate_every and track need an evaluator")
+        if min(self.log_every - 1, self.evaluate_every, self.save_every) < 0:
+            raise ValueError("log_every must be at least 1; save_every and evaluate_every cannot be negative")
+        self._strategy = _strategy(self.strategy)
+        if self.save_in_background and self._strategy.scale == "deepspeed":
+            raise ValueError("save_in_background: DeepSpeed's engine writes by itself, choose another strategy")
+        self._hooks = [*self.callbacks, *([Console()] if self.progress else [])]
+        self._session: Session | None = None
+        self._state, self._ends = "new", (self.max_steps, self.data_epochs)
+        self._stop_wanted = self._stopping = False
+        # An evaluation of the present step that is still to be made, and the last step that has one.
+        self._owed, self._evaluated = False, 0
+
+    @property
+    def rank(self) -> int:
+        """This rank's number; 0 before `fit`."""
+        return 0 if self._session is None else self._session.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of this world; 1 before `fit`."""
+        return 1 if self._session is None else self._session.world_size
+
+    def stop(self) -> None:
+        """Ends the training at the next log or evaluation, on all ranks if any one called this."""
+        self._stop_wanted = True
+
+    def fit(self) -> Fitted:
+        """Trains to the end, from where the run stands. At the end already, it consumes nothing.
+
+        Raises:
+            ValueError: The resume point is of another model, optimizer, order of samples, or strategy.
+            RuntimeError: An earlier call was left by an error, or the run is over and more steps are wanted.
+            Drained: The world changes; everything is saved. Exit code 83.
+        """
+        if self._state == "failed":
+            raise RuntimeError(
+                f"fit() was left by an error after step {self.step}, in the middle of a step: start the script again, "
+                "it goes on from the last checkpoint"
+            )
+        if self._state == "finished":
+            if self._ends != (self.max_steps, self.data_epochs):
+                raise RuntimeError(
+                    f"this process has finished the run, with {self.step} steps: to go on from there, start the script "
+                    "again"
+                )
+            return self._fitted()
+        self._state = "failed"  # until proven otherwise
+        try:
+            self._open()
+            self._each(lambda hook: hook.on_fit_begin(self))
+            self._agree_to_stop()
+            self._run()
+        finally:
+            self._each(lambda hook: hook.on_fit_end(self))
+            for logger in self.loggers:
+                getattr(logger, "close", lambda: None)()
+        self._state, self._ends = "finished", (self.max_steps, self.data_epochs)
+        return self._fitted()
+
+    # Opening.
+
+    def _open(self) -> None:
+        s = self._session = session(self.checkpoint_dir, keep=self.keep)
+        self._check_strategy(s)
+        wanted = None if self.device is None else torch.device(self.device)
+        self._where = self._strategy.start(s.world_size, s.local_rank, wanted)
+        plan = BatchPlan(
+            self.global_batch_size, s.world_size, self.max_micro_batch_size, self.fixed_micro_batch, self.pad
+        )
+        # Before anything large is loaded: another order of samples is refused here.
+        self._batches = self._make_batches(s, plan)
+        setting = Setting(s, self._where, plan, self.max_grad_norm)
+        state = self._strategy.setup(self.model, self.optimizer, self.scheduler, setting)
+        own = [] if self._strategy.scale == "deepspeed" else [self._strategy.optimizer]
+        self._accumulate = Accumulation(self._strategy.model, *own)
+        self.step = s.step
+        self._clock = (time.monotonic(), s.step)
+        if self.track is not None:
+            s.track(self.track.metric, mode=self.track.mode, min_delta=self.track.min_delta)
+        if s.resume is not None:
+            self._load_state(state)
+        self._owed = self.step > 0 and self._due(self.step, last=False) and self._evaluated != self.step
+
+    def _check_strategy(self, s: Session) -> None:
+        if s.resume is None:
+            return
+        saved, ours = s.resume.manifest.shape.strategy, self._strategy.name
+        # Universal files are those of any stage; their loader says which ones fit.
+        family = s.resume.form == UNIVERSAL and saved.startswith("deepspeed") and ours.startswith("deepspeed")
+        if saved != ours and not family:
+            raise ValueError(
+                f"{s.resume.ref.name} was written with strategy {saved}, this run has {ours}: take the same one, or "
+                "start a new run"
+            )
+
+    def _make_batches(self, s: Session, plan: BatchPlan) -> Batches[Any]:
+        length = len(self.dataset) if hasattr(self.dataset, "__len__") else None
+        sampler = ElasticSampler(
+            length, self.global_batch_size, seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last
+        )
+        return Batches(
+            self.dataset,
+            sampler,
+            plan,
+            s.rank,
+            collate=self.collate,
+            scale=self._strategy.scale,
+            resume=s.resume,
+            data_epochs=self.data_epochs,
+            seed=self.seed,
+            count_tokens=self.count_tokens,
+            reduce=None if self.count_tokens is None else s.sum,
+            loader_options=self.loader_options,
+        )
+
+    # The loop.
+
+    def _run(self) -> None:
+        s = self._opened
+        steps = s.steps(
+            self._batches,
+            max_steps=self.max_steps,
+            save=self._saving(),
+            save_every=self.save_every,
+            seed=self.seed,
+            **self._save_options(),
+        )
+        for batch in steps:
+            # The model stands at the boundary before this batch, which all ranks have passed without a drain.
+            if self._owed and not self._evaluate(interrupt=self._leaving):
+                # The ranks have agreed on it here; with this batch the model would move on.
+                self._leave(batch.position)
+            if self._stopping:
+                steps.close()  # type: ignore[attr-defined]  # a generator: the step that it began does not count
+                self._finish_early(batch.position)
+                break
+            self._train(batch)
+        self.step = s.step
+        if self._owed:  # cut short by a leave; now all is saved
+            self._evaluate(interrupt=None)
+
+    def _agree_to_stop(self) -> None:
+        self._stopping = self._stopping or sum_over_ranks([float(self._stop_wanted)], self._where)[0] > 0
+
+    def _leave(self, position: Position) -> None:
+        """Saves the boundary that the model stands at and ends the process; trains on if it cannot be saved."""
+        s = self._opened
+        if s.can_save and s.save(self._saving(), position=position, drain=True, **self._save_options()) is None:
+            s.drain_failed()
+            self._owed = False
+            return
+        s.leave_drained()
+
+    def _finish_early(self, position: Position) -> None:
+        s = self._opened
+        if s.can_save and s.step and s.save(self._saving(), position=position, **self._save_options()) is None:
+            raise SaveError(f"the last step, {s.step}, could not be saved")
+        s.finish()
+
+    def _train(self, batch: Batch[Any]) -> None:
+        strategy, loss_of = self._strategy, self.loss or _own_loss
+        total = torch.zeros((), dtype=torch.float64, device=self._where)
+        for micro in self._accumulate(batch):
+            loss = loss_of(strategy.model, to_device(micro.data, self._where))
+            strategy.backward(micro.scale(loss))
+            weight = micro.n if micro.tokens is None else micro.tokens
+            if weight:  # a filler's loss may be NaN
+                mean = micro.mean(loss.detach()) if loss.dim() else loss.detach()
+                total += mean.to(torch.float64) * weight
+        norm = strategy.step()
+        self.step = batch.step
+        last = batch.step == self.max_steps or self._batches.left == 0
+        if batch.step % self.log_every == 0 or last:
+            self._log(batch, total, norm)
+        self._each(lambda hook: hook.on_step(self, batch))
+        if self._due(batch.step, last=last) and self._evaluate(interrupt=self._leaving):
+            self._compete(self.metrics)
+
+    def _log(self, batch: Batch[Any], total: Tensor, norm: Tensor | float | None) -> None:
+        summed, stops = sum_over_ranks([total, float(self._stop_wanted)], self._where)
+        self._stopping = self._stopping or stops > 0
+        mean = summed / ((batch.tokens if self.count_tokens else batch.n) or 1)
+        self._opened.report(mean)
+        now, (began, step) = time.monotonic(), self._clock
+        self._clock = now, self.step
+        values = {"loss": mean, "lr": float(self._strategy.optimizer.param_groups[0]["lr"])}
+        if norm is not None:
+            values["grad_norm"] = float(norm)
+        values["seconds_per_step"] = (now - began) / max(1, self.step - step)
+        self._send(values)
+        self._each(lambda hook: hook.on_log(self, values))
+
+    # Evaluation.
+
+    def _due(self, step: int, *, last: bool) -> bool:
+        if self.evaluator is None:
+            return False
+        return last or bool(self.evaluate_every and step % self.evaluate_every == 0)
+
+    def _leaving(self) -> bool:
+        """Some rank was told to go: its notice is for saving. Collective."""
+        return self._opened.sum(float(self._opened.should_drain)) > 0
+
+    def _evaluate(self, interrupt: Callable[[], bool] | None) -> bool:
+        """Evaluates the present step; if a leave cuts it short, it is owed, also by the run that resumes here."""
+        assert self.evaluator is not None
+        self._owed = True
+        try:
+            with self._strategy.evaluated() as model:
+                metrics = self.evaluator.run(model, device=self._where, interrupt=interrupt)
+        except Interrupted:
+            return False
+        self._owed, self._evaluated, self.metrics = False, self.step, metrics
+        self._send({f"eval/{name}": value for name, value in metrics.items()})
+        self._each(lambda hook: hook.on_evaluation(self, metrics))
+        self._agree_to_stop()
+        return True
+
+    def _compete(self, metrics: Mapping[str, float]) -> None:
+        """Has the step saved as the best one at its end, if it is. Collective."""
+        if self.track is None or not metrics:
+            return
+        if self.track.metric not in metrics:
+            raise ValueError(f"track: the evaluation has no {self.track.metric!r}, only {', '.join(sorted(metrics))}")
+        self._opened.improved(metrics[self.track.metric])
+
+    # Saving.
+
+    def _save_options(self) -> dict[str, Any]:
+        return {
+            "order": self._batches.order,
+            "strategy": self._strategy.name,
+            "any_world_size": self._strategy.any_world_size,
+        }
+
+    def _saving(self) -> Any:
+        """What the session is given to save with."""
+        if self.save_in_background:
+            return background(lambda: self._strategy.files(self._state_dict()))
+        return lambda path: self._strategy.write(path, self._state_dict())
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {
+            "version": STATE_VERSION,
+            "evaluated": self._evaluated,
+            "callbacks": {name: hook.state_dict() for name, hook in self._named_hooks().items()},
+        }
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        if state["version"] != STATE_VERSION:
+            raise ValueError(
+                f"the checkpoint's trainer state is of version {state['version']}, this program reads {STATE_VERSION}"
+            )
+        self._evaluated = state["evaluated"]
+        for name, hook in self._named_hooks().items():
+            if state["callbacks"].get(name):
+                hook.load_state_dict(state["callbacks"][name])
+
+    def _named_hooks(self) -> dict[str, Callback]:
+        named: dict[str, Callback] = {}
+        for hook in self._hooks:
+            name = type(hook).__name__
+            named[name if name not in named else f"{name}-{len(named)}"] = hook
+        return named
+
+    # Small things.
+
+    @property
+    def _opened(self) -> Session:
+        assert self._session is not None
+        return self._session
+
+    def _each(self, call: Callable[[Callback], None]) -> None:
+        for hook in self._hooks:
+            call(hook)
+
+    def _send(self, values: Mapping[str, float]) -> None:
+        if self.rank == 0 and values:
+            for logger in self.loggers:
+                logger(self.step, values)
+
+    def _fitted(self) -> Fitted:
+        return Fitted(self.step, self.metrics, self._opened.best)
+
+
+def _own_loss(model: Any, data: Any) -> Tensor:
+    loss: Tensor = model(data)
+    return loss
+
+
+def _strategy(given: Strategy | str) -> Strategy:
+    if isinstance(given, Strategy):
+        return given
+    if given == "ddp":
+        return DDP()
+    if given == "fsdp":
+        from .fsdp import FSDP
+
+        return FSDP()
+    if given == "deepspeed":
+        from .deepspeed_strategy import DeepSpeed
+
+        return DeepSpeed()
+    raise ValueError(f"strategy is 'ddp', 'fsdp', 'deepspeed' or a Strategy, not {given!r}")

@@ -1,0 +1,212 @@
+"""The trainer and the evaluator in real worlds: strategies, world sizes, resumes, a leave in an evaluation."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dalsegno.elastic import ElasticSampler
+from dalsegno.elastic.checkpoint import CheckpointStore, Manifest
+from tests.support import trainer_worker as worker
+from tests.support.fake_agent import FakeAgent
+from tests.support.sources import ROOT
+from tests.support.zero_runs import run_world
+
+pytestmark = pytest.mark.timeout(180)
+
+WORKER = Path(worker.__file__)
+STEPS = 7
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+def run(directory: Path, world: int, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Results of each case on each rank."""
+    directory.mkdir(parents=True, exist_ok=True)
+    cases = [{**case, "port": free_port()} for case in cases]
+    ended = run_world(world, [str(WORKER), "--cases", json.dumps(cases), "--out", str(directory)])
+    assert [code for code, _ in ended] == [0] * world, "\n".join(output for _, output in ended)
+    ranks = [json.loads((directory / f"result-{rank}.json").read_text()) for rank in range(world)]
+    return [list(of_case) for of_case in zip(*ranks, strict=True)]
+
+
+def plain(steps: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What a loop without any of ours gives: one process, each global batch at once."""
+    torch.manual_seed(5)
+    model = worker.Model().to(dtype)
+    optimizer = worker.make_optimizer(model)
+    scheduler = worker.make_scheduler(optimizer)
+    data, sampler = worker.Points(dtype=dtype), ElasticSampler(worker.LENGTH, worker.GLOBAL_BATCH, seed=3)
+    found: dict[str, Any] = {"loss": [], "grad_norm": [], "lr": [], "evaluations": []}
+    for step, batch in zip(range(1, steps + 1), sampler, strict=False):
+        samples = [data[i] for i in batch.sample_ids]
+        loss = worker.losses(model, (torch.stack([x for x, _ in samples]), torch.stack([y for _, y in samples]))).mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        found["grad_norm"].append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        found["loss"].append(float(loss.detach()))
+        found["lr"].append(optimizer.param_groups[0]["lr"])
+        if step % 3 == 0 or step == steps:
+            found["evaluations"].append([step, evaluate_plainly(model, 5, dtype, 1000)])
+    return found
+
+
+def evaluate_plainly(model: nn.Module, length: int, dtype: torch.dtype, first: int = 0) -> dict[str, float]:
+    held_out = worker.Points(length, dtype, first=first)
+    model.eval()
+    with torch.no_grad():
+        pairs = [(model(x[None])[0].double(), y.double()) for x, y in (held_out[i] for i in range(length))]
+    model.train()
+    if not pairs:
+        return {}
+    squares = [float((output - wanted).square().item()) for output, wanted in pairs]
+    right = [bool((output.sign() == wanted).item()) for output, wanted in pairs]
+    return {"loss": sum(squares) / length, "accuracy": sum(right) / length, "samples": float(length)}
+
+
+def assert_close(found: dict[str, Any], wanted: dict[str, Any], tolerance: float, first: int = 0) -> None:
+    assert len(found["logs"]) == len(wanted["loss"]) - first
+    for index, logged in enumerate(found["logs"], start=first):
+        for name in ("loss", "grad_norm", "lr"):
+            assert logged[name] == pytest.approx(wanted[name][index], rel=tolerance), (index, name)
+    expected = [(step, metrics) for step, metrics in wanted["evaluations"] if step > first]
+    assert [step for step, _ in found["evaluations"]] == [step for step, _ in expected]
+    for (_, metrics), (_, other) in zip(found["evaluations"], expected, strict=True):
+        assert metrics == pytest.approx(other, rel=tolerance)
+
+
+@pytest.mark.parametrize("world", [3, *(pytest.param(world, marks=pytest.mark.full) for world in (1, 2, 4))])
+def test_every_strategy_gives_the_curve_of_a_plain_loop(tmp_path: Path, world: int) -> None:
+    """Losses, clipped gradients' norms, learning rates and evaluations, with a rank that has nothing to evaluate."""
+    names = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
+    cases: list[dict[str, Any]] = [
+        {"strategy": name, "steps": STEPS, "double": not name.startswith("zero"), "directory": str(tmp_path / name)}
+        for name in names
+    ]
+    exact, single = plain(STEPS, torch.float64), plain(STEPS, torch.float32)
+    for case, ranks in zip(cases, run(tmp_path, world, cases), strict=True):
+        assert all(rank["logs"][-1]["loss"] == ranks[0]["logs"][-1]["loss"] for rank in ranks)
+        assert all(rank["evaluations"] == ranks[0]["evaluations"] for rank in ranks)
+        assert ranks[0]["steps"] == list(range(1, STEPS + 1))
+        tolerance = 1e-10 if case["double"] else 2e-5
+        assert_close(ranks[0], exact if case["double"] else single, tolerance)
+        best = min(ranks[0]["evaluations"], key=lambda pair: pair[1]["loss"])[0]
+        assert ranks[0]["best"].startswith(f"step-{best}.")
+
+
+def test_same_world_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Stopped after step 4 and started again: with dropout, momentum and a scheduler, not one bit differs."""
+    cases = []
+    for name in ("ddp", "fsdp", "zero1"):
+        common = {"strategy": name, "dropout": 0.3, "in_background": name == "fsdp", "save_every": 3}
+        cases += [
+            {**common, "steps": STEPS, "directory": str(tmp_path / f"{name}-whole")},
+            {**common, "steps": 4, "directory": str(tmp_path / f"{name}-cut")},
+            {**common, "steps": STEPS, "directory": str(tmp_path / f"{name}-cut")},
+        ]
+    results = run(tmp_path, 2, cases)
+    for index in range(0, len(cases), 3):
+        for whole, first, second in zip(*results[index : index + 3], strict=True):
+            assert (first["steps"], second["steps"]) == ([1, 2, 3, 4], [5, 6, 7])
+            found = [{**entry, "seconds_per_step": 0} for entry in first["logs"] + second["logs"]]
+            assert found == [{**entry, "seconds_per_step": 0} for entry in whole["logs"]], cases[index]
+            assert second["evaluations"] == whole["evaluations"][1:]
+
+
+def test_another_world_goes_on_with_the_same_curve(tmp_path: Path) -> None:
+    """2 ranks, then 3, then 1: DDP as it is, FSDP by reading only each rank's own rows; and a run at its end."""
+    wanted = plain(STEPS, torch.float64)
+    last = 0
+    for world, steps in ((2, 3), (3, 5), (1, STEPS), (2, STEPS)):
+        cases = [
+            {"strategy": name, "steps": steps, "double": True, "directory": str(tmp_path / name), "evaluate_every": 100}
+            for name in ("ddp", "fsdp")
+        ]
+        for ranks in run(tmp_path / f"{world}-{steps}", world, cases):
+            assert ranks[0]["steps"] == list(range(last + 1, steps + 1))
+            for logged, index in zip(ranks[0]["logs"], range(last, steps), strict=True):
+                for name in ("loss", "grad_norm", "lr"):
+                    assert logged[name] == pytest.approx(wanted[name][index], rel=1e-10), (world, name)
+        last = steps
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_evaluation_is_the_same_in_every_world(tmp_path: Path, world: int) -> None:
+    """Any length, any batch size, streams too; every rank makes the same collectives; nothing gives nothing."""
+    cases: list[dict[str, Any]] = [
+        {"kind": "evaluate", "length": length, "batch": batch, "stream": stream}
+        for length, batch in ((0, 2), (1, 3), (5, 1), (5, 2), (23, 4), (23, 64))
+        for stream in (False, True)
+    ]
+    if world > 2:
+        cases.append({"kind": "evaluate", "own_shards": True, "length": 0})
+    results = run(tmp_path, world, cases)
+    torch.manual_seed(5)
+    model = worker.Model().double()
+    for case, ranks in zip(cases, results, strict=True):
+        assert all(rank == ranks[0] for rank in ranks), case
+        assert ranks[0]["calls"] in ([], ["all_gather", "all_gather"], ["all_gather", "all_gather", "all_reduce"])
+        assert bool(ranks[0]["calls"]) == (world > 1)
+        if case.get("own_shards"):
+            wanted = {"loss": 10 / 6, "errors": 3.0, "late": 0.5}
+        else:
+            wanted = evaluate_plainly(model, case["length"], torch.float64)
+        assert ranks[0]["metrics"] == pytest.approx(wanted, rel=1e-12), case
+
+
+def wait_until(happened: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # why: a file of another process appears without a word
+
+
+def newest(directory: Path) -> Manifest:
+    manifest = CheckpointStore(directory / "run-0001").newest()
+    assert manifest is not None
+    return manifest
+
+
+def test_a_leave_cuts_an_evaluation_short_and_the_next_world_makes_it(tmp_path: Path) -> None:
+    """The notice is for saving: the ranks leave at once; the evaluation of that step is made where they resume."""
+    marker = tmp_path / "evaluating"
+    case = {"strategy": "ddp", "steps": 6, "held_out": 60, "batch": 1, "slow": 0.5, "marker": str(marker)}
+    with FakeAgent(tmp_path, world=2, epoch=1) as agent:
+        agent.start("--cases", json.dumps([case]), "--out", str(tmp_path), script=WORKER)
+        wait_until(marker.exists, 30)
+        agent.drain()
+        assert agent.wait(10) == [83, 83], agent.outputs
+    assert newest(tmp_path).step == 3
+    with FakeAgent(tmp_path, world=1, epoch=2, resume=newest(tmp_path)) as agent:
+        agent.start("--cases", json.dumps([{**case, "slow": 0.0}]), "--out", str(tmp_path), script=WORKER)
+        assert agent.wait() == [0], agent.outputs
+    result = json.loads((tmp_path / "result-0.json").read_text())[0]
+    assert [step for step, _ in result["evaluations"]] == [3, 6]
+    assert result["steps"] == [4, 5, 6]
+
+
+def test_the_example_runs_and_runs_again(tmp_path: Path) -> None:
+    """`examples/trainer.py`, and once more: it has nothing left to do and says the same."""
+    command = [str(ROOT / "examples" / "trainer.py"), "--steps=4", f"--checkpoint-dir={tmp_path}"]
+    said = []
+    for first in (True, False):
+        ((code, output),) = run_world(1, command)
+        assert code == 0, output
+        assert re.findall(r"^step (\d+)/4: loss", output, re.MULTILINE) == (["4", "4"] if first else [])
+        said.append(re.findall(r"^4 steps; best: step-4\..*$", output, re.MULTILINE))
+    assert said[0] == said[1] != []
