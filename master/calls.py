@@ -12,6 +12,7 @@ from . import announcements, checkpoints, conversion, membership, phases
 from .events import Reply
 from .recollection import remember
 from .registration import register
+from .scaling import scale
 from .state import Failure, Joined, Member, Node, Part, Phase
 from .turn import Turn
 from .views import status
@@ -27,6 +28,8 @@ def answer(turn: Turn, message: Message) -> Reply:
         return Reply(message=status(turn.state, turn.now))
     if isinstance(message, control_pb2.RegisterRequest):
         return register(turn, message)
+    if isinstance(message, control_pb2.ScaleRequest):
+        return scale(turn, message)
     caller: control_pb2.Caller = message.caller  # type: ignore[attr-defined]
     if caller.job_id and caller.job_id != job.job_id:
         return Reply("INVALID_ARGUMENT", f"this master runs job {job.job_id!r}, not {caller.job_id!r}: check --job-id")
@@ -105,7 +108,7 @@ def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
         node.leaving = True
         gone = turn.now + (message.notice or turn.job.settings.drain_timeout)
         turn.live.leave_by[node.name] = gone
-        if turn.job.drain is not None and not turn.job.drain.growth and turn.is_working(node):
+        if turn.job.drain is not None and not turn.job.drain.optional and turn.is_working(node):
             turn.live.drain_deadline = min(gone, turn.live.drain_deadline or gone)
     return OK
 
@@ -192,7 +195,7 @@ def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) 
     if drain is None or 0 < message.step <= drain.after:
         return OK
     drain.agreed = False
-    if drain.growth:
+    if drain.optional:
         phases.withdraw(turn, f"its save failed ({message.reason})")
     return OK
 

@@ -6,6 +6,7 @@ from . import announcements, conversion
 from .checkpoints import loads_as_is, resume_point
 from .membership import agree_on_directory, eligible, expected, has_answered, of_size, sees_resume, select
 from .phases import end, hopeless
+from .scaling import has_shrunk, of_nodes
 from .state import Checkpoint, Member, Node, Part, Phase, World
 from .turn import Turn
 
@@ -85,7 +86,7 @@ def wait_or_form(turn: Turn, enough: bool) -> bool:
 def is_gathered(turn: Turn, gathering: list[Node], ready: list[Node]) -> bool:
     """Complete: at `max`, or when every expected agent has joined and, at a start, it has been quiet for a while."""
     settings = turn.job.settings
-    if len(ready) >= settings.max_nodes:
+    if len(ready) >= turn.job.most_nodes:
         return True
     if any(not has_answered(turn, node) for node in gathering):
         return False
@@ -102,7 +103,8 @@ def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> b
 
 def old_shape(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
     """The largest world that loads the resume point as it is; none where there is no such world."""
-    return of_size(ready, resume.world_size, turn.job.settings) if resume is not None else []
+    job = turn.job
+    return of_size(ready, resume.world_size, job.settings, job.most_nodes) if resume is not None else []
 
 
 def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
@@ -187,6 +189,8 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     old = {member.incarnation for member in job.world.members} if job.world is not None else set()
     unheard = job.world is not None and job.world.presented
     arrived = [node.name for node in nodes if node.incarnation not in old]
+    if has_shrunk(turn, old, nodes):
+        job.causes.append(f"scaled to {of_nodes(job.limit)}")
     causes = job.causes + ([f"{', '.join(arrived)} joined"] if arrived else [])
     size = sum(node.nproc for node in nodes)
     job.epoch += 1

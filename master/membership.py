@@ -237,13 +237,13 @@ def eligible(turn: Turn) -> list[Node]:
 def select(turn: Turn, nodes: list[Node]) -> list[Node]:
     """The members of a world of these nodes: at most `max`, a multiple of the unit, never less than `min`."""
     settings = turn.job.settings
-    count = min(len(nodes), settings.max_nodes)
+    count = min(len(nodes), turn.job.most_nodes)
     count -= count % max(1, settings.node_unit)
     return nodes[:count] if count >= settings.min_nodes else []
 
 
-def of_size(nodes: list[Node], world_size: int, settings: Settings) -> list[Node]:
-    """The most of these nodes, in their order, that may form a world of exactly `world_size` workers; or none.
+def of_size(nodes: list[Node], world_size: int, settings: Settings, most: int) -> list[Node]:
+    """As many of these nodes, at most `most`, as may form a world of exactly `world_size` workers, in their order.
 
     Of nodes with the same number of workers the first are taken, so only how many of each kind there are is searched.
     """
@@ -257,7 +257,7 @@ def of_size(nodes: list[Node], world_size: int, settings: Settings) -> list[Node
         for (count, workers), taken in found.items():
             for more in range(len(alike), -1, -1):
                 key = (count + more, workers + more * nproc)
-                if key[0] <= settings.max_nodes and key[1] <= world_size:
+                if key[0] <= most and key[1] <= world_size:
                     wider.setdefault(key, (*taken, more))
         found = wider
     unit = max(1, settings.node_unit)

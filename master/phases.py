@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from . import announcements
 from .membership import newcomers, select
+from .scaling import is_too_large, of_nodes, wants_to_shrink
 from .state import Drain, Failure, Node, Part, Phase, World
 from .turn import Turn
 
@@ -35,6 +36,9 @@ def running(turn: Turn) -> bool:
         return True
     if stalled(turn):
         return True
+    if wants_to_shrink(turn):
+        shrink(turn)
+        return True
     if wants_to_grow(turn):
         new = newcomers(turn)
         if turn.job.has_session:
@@ -49,6 +53,19 @@ def running(turn: Turn) -> bool:
     if not job.has_session and turn.due(turn.live.phase_since + announcements.SESSION_WITHIN):
         announcements.without_steps(turn, world_of(turn))
     return False
+
+
+def shrink(turn: Turn) -> None:
+    """The world is larger than the job was scaled to."""
+    text = f"scaled to {of_nodes(turn.job.limit)}"
+    if turn.job.has_session:
+        start_drain(turn, growth=False, reason=text)
+        if turn.job.drain is not None:
+            turn.job.drain.shrink = True
+        return
+    world_of(turn).presented = True
+    turn.notice(f"all workers restart, {text}: the script has no session() and cannot be drained", True)
+    regroup(turn)
 
 
 def world_of(turn: Turn) -> World:
@@ -225,20 +242,23 @@ def draining(turn: Turn) -> bool:
         return True
     leaving = any(n.leaving and turn.is_working(n) for n in job.nodes.values())
     drained = any(member.part is Part.DRAINED for member in world_of(turn).members)
-    if leaving and drain.growth:
-        drain.growth = False
+    if leaving and drain.optional:
+        drain.growth = drain.shrink = False
         live.drain_deadline = notice_end(turn)
         return True
     if drain.growth and not drain.agreed and not drained and not newcomers(turn, presumed=True):
         withdraw(turn, "the newcomer is gone")
         return True
-    # A growth's drain may take as long as ranks advance or its save grows; a leaver's notice runs out regardless.
+    if drain.shrink and not drain.agreed and not drained and not is_too_large(turn):
+        withdraw(turn, "it is not wanted any more")
+        return True
+    # Where nobody goes it may take as long as ranks advance or its save grows; a leaver's notice runs out regardless.
     deadline = live.drain_deadline or turn.now
-    if drain.growth:
+    if drain.optional:
         deadline = max(deadline, live.moved_at + job.settings.drain_timeout)
     if not turn.due(deadline):
         return False
-    if drain.growth and not drain.agreed and not drained:
+    if drain.optional and not drain.agreed and not drained:
         withdraw(turn, f"the ranks did not agree on a boundary within {job.settings.drain_timeout:.0f} s")
     else:
         turn.notice(f"the drain ({drain.reason}) did not end in time: going back to the last commit", True)
@@ -248,8 +268,9 @@ def draining(turn: Turn) -> bool:
 
 
 def withdraw(turn: Turn, why: str) -> None:
-    """The growth does not happen now; the ranks train on, and it is tried again at the next commit."""
-    turn.notice(f"growing is put off: {why}")
+    """Nobody goes and nobody comes now; the ranks train on, and it is tried again at the next commit."""
+    shrinks = turn.job.drain is not None and turn.job.drain.shrink
+    turn.notice(f"{'scaling down' if shrinks else 'growing'} is put off: {why}")
     turn.job.drain = None
     turn.job.grown = False
     turn.live.drain_deadline = None

@@ -155,6 +155,7 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     job.failures = 0
     job.causes = []
     job.message = ""
+    job.limit = 0
     job.quiet = True
     job.settled = job.fixed_nnodes
     job.settings_epoch = -1
@@ -225,5 +226,7 @@ def settle_for(job: Job, settings: control_pb2.Settings) -> None:
     chosen = settings_from(settings)
     if job.fixed_nnodes:
         chosen.min_nodes, chosen.max_nodes = job.settings.min_nodes, job.settings.max_nodes
+    if (chosen.min_nodes, chosen.max_nodes) != (job.settings.min_nodes, job.settings.max_nodes):
+        job.limit = 0  # It was a limit within other bounds.
     job.settings = chosen
     job.settled = True

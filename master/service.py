@@ -103,6 +103,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
         assert isinstance(message, pb.StatusReply), f"the brain answered GetStatus with {type(message).__name__}"
         return message
 
+    async def Scale(self, request: pb.ScaleRequest, context: Context) -> pb.ScaleReply:
+        await self._check(request.job_id or self._job_id, request.protocol, context)
+        message = await self._answer(await self._driver.call(request), context)
+        assert isinstance(message, pb.ScaleReply), f"the brain answered Scale with {type(message).__name__}"
+        return message
+
     async def _ack(self, request: Any, context: Context) -> pb.Ack:
         await self._check(request.caller.job_id, request.caller.protocol, context)
         message = await self._answer(await self._driver.call(request), context)

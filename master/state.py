@@ -219,9 +219,16 @@ class Drain:
 
     growth: bool
     reason: str
+    # For a limit that the world exceeds.
+    shrink: bool = False
     agreed: bool = False
     # The last step known when it began: its boundary comes later, and what speaks of an earlier one is late news.
     after: int = 0
+
+    @property
+    def optional(self) -> bool:
+        """Nobody goes: if it cannot be done now, the ranks train on, and it is tried again."""
+        return self.growth or self.shrink
 
 
 @dataclass
@@ -269,6 +276,8 @@ class Job:
     settings: Settings = field(default_factory=Settings)
     # --nnodes was given to the master: agents do not set it.
     fixed_nnodes: bool = False
+    # The most nodes that a world may have, below max; 0: max.
+    limit: int = 0
     settled: bool = False
     # After a lost store: the epoch of which the settings in force are remembered; -1 where nobody's memory says them.
     settings_epoch: int = -1
@@ -322,6 +331,11 @@ class Job:
     @property
     def run_id(self) -> str:
         return f"run-{self.run:04d}"
+
+    @property
+    def most_nodes(self) -> int:
+        """Of a world: --nnodes' maximum, or what the job was scaled to."""
+        return min(self.limit or self.settings.max_nodes, self.settings.max_nodes)
 
     @property
     def round(self) -> int:

@@ -7,6 +7,7 @@ from dalsegno.protos import control_pb2
 from .checkpoints import prunable, resume_point, to_proto
 from .forming import missing
 from .registration import settings_proto
+from .scaling import of_nodes
 from .state import Checkpoint, Job, Node, Part, Phase, State, World
 from .turn import Turn
 
@@ -114,8 +115,10 @@ def spare_reason(state: State, node: Node) -> str:
     """Why a node has no place, for a person; empty where it is about to get one."""
     if node.name in state.live.held_until:
         return f"{node.name} was lost too often lately: it is a spare for a while"
-    if state.job.world is not None and len(state.job.world.members) >= state.job.settings.max_nodes:
-        return f"{node.name} is a spare: the world has {state.job.settings.max_nodes} nodes"
+    job = state.job
+    if job.world is not None and len(job.world.members) >= job.most_nodes:
+        scaled = "the job was scaled to" if job.limit else "the world has"
+        return f"{node.name} is a spare: {scaled} {of_nodes(job.most_nodes)}"
     return ""
 
 
@@ -183,6 +186,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         step=max([*live.steps.values(), job.left_step]),
         loss=live.loss,
         settings=settings_proto(job.settings),
+        limit=job.limit,
     )
     world = job.world
     for node in job.nodes.values():

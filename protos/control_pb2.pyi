@@ -1417,6 +1417,7 @@ class StatusReply(google.protobuf.message.Message):
     HEAD_FIELD_NUMBER: builtins.int
     HISTORY_FIELD_NUMBER: builtins.int
     SETTINGS_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
     generation: builtins.int
     job_id: builtins.str
     run_id: builtins.str
@@ -1425,6 +1426,8 @@ class StatusReply(google.protobuf.message.Message):
     reason: builtins.str
     step: builtins.int
     loss: builtins.float
+    limit: builtins.int
+    """The most nodes that the world may have, below the settings' max_nodes; 0: none was set."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -1448,8 +1451,55 @@ class StatusReply(google.protobuf.message.Message):
         head: global___Checkpoint | None = ...,
         history: collections.abc.Iterable[global___EpochRecord] | None = ...,
         settings: global___Settings | None = ...,
+        limit: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["head", b"head", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "generation", b"generation", "head", b"head", "history", b"history", "job_id", b"job_id", "loss", b"loss", "nodes", b"nodes", "phase", b"phase", "reason", b"reason", "run_id", b"run_id", "settings", b"settings", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "generation", b"generation", "head", b"head", "history", b"history", "job_id", b"job_id", "limit", b"limit", "loss", b"loss", "nodes", b"nodes", "phase", b"phase", "reason", b"reason", "run_id", b"run_id", "settings", b"settings", "step", b"step"]) -> None: ...
 
 global___StatusReply = StatusReply
+
+@typing.final
+class ScaleRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: builtins.int
+    PROTOCOL_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    job_id: builtins.str
+    """Empty: whatever job the master runs."""
+    protocol: builtins.int
+    nodes: builtins.int
+    """max_nodes: no limit any more."""
+    def __init__(
+        self,
+        *,
+        job_id: builtins.str = ...,
+        protocol: builtins.int = ...,
+        nodes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["job_id", b"job_id", "nodes", b"nodes", "protocol", b"protocol"]) -> None: ...
+
+global___ScaleRequest = ScaleRequest
+
+@typing.final
+class ScaleReply(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: builtins.int
+    LIMIT_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    generation: builtins.int
+    limit: builtins.int
+    """In force now."""
+    nodes: builtins.int
+    """Of the last opened world; it changes later."""
+    def __init__(
+        self,
+        *,
+        generation: builtins.int = ...,
+        limit: builtins.int = ...,
+        nodes: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "limit", b"limit", "nodes", b"nodes"]) -> None: ...
+
+global___ScaleReply = ScaleReply

@@ -124,6 +124,11 @@ class ControlStub(object):
                 request_serializer=dalsegno_dot_protos_dot_control__pb2.StatusRequest.SerializeToString,
                 response_deserializer=dalsegno_dot_protos_dot_control__pb2.StatusReply.FromString,
                 _registered_method=True)
+        self.Scale = channel.unary_unary(
+                '/dalsegno.control.v1.Control/Scale',
+                request_serializer=dalsegno_dot_protos_dot_control__pb2.ScaleRequest.SerializeToString,
+                response_deserializer=dalsegno_dot_protos_dot_control__pb2.ScaleReply.FromString,
+                _registered_method=True)
 
 
 class ControlServicer(object):
@@ -252,6 +257,14 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Scale(self, request, context):
+        """For people and tools: how many nodes the world may have, from min to max. A larger one is drained, and its last nodes
+        stay as spares. FAILED_PRECONDITION when the job has ended, or no agent has come yet.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -344,6 +357,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetStatus,
                     request_deserializer=dalsegno_dot_protos_dot_control__pb2.StatusRequest.FromString,
                     response_serializer=dalsegno_dot_protos_dot_control__pb2.StatusReply.SerializeToString,
+            ),
+            'Scale': grpc.unary_unary_rpc_method_handler(
+                    servicer.Scale,
+                    request_deserializer=dalsegno_dot_protos_dot_control__pb2.ScaleRequest.FromString,
+                    response_serializer=dalsegno_dot_protos_dot_control__pb2.ScaleReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -832,6 +850,33 @@ class Control(object):
             '/dalsegno.control.v1.Control/GetStatus',
             dalsegno_dot_protos_dot_control__pb2.StatusRequest.SerializeToString,
             dalsegno_dot_protos_dot_control__pb2.StatusReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Scale(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dalsegno.control.v1.Control/Scale',
+            dalsegno_dot_protos_dot_control__pb2.ScaleRequest.SerializeToString,
+            dalsegno_dot_protos_dot_control__pb2.ScaleReply.FromString,
             options,
             channel_credentials,
             insecure,

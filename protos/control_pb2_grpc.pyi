@@ -136,6 +136,14 @@ class ControlStub:
     ]
     """For people and tools: the job as it stands. Needs no registration."""
 
+    Scale: grpc.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.ScaleRequest,
+        dalsegno.protos.control_pb2.ScaleReply,
+    ]
+    """For people and tools: how many nodes the world may have, from min to max. A larger one is drained, and its last nodes
+    stay as spares. FAILED_PRECONDITION when the job has ended, or no agent has come yet.
+    """
+
 class ControlAsyncStub:
     Register: grpc.aio.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.RegisterRequest,
@@ -241,6 +249,14 @@ class ControlAsyncStub:
         dalsegno.protos.control_pb2.StatusReply,
     ]
     """For people and tools: the job as it stands. Needs no registration."""
+
+    Scale: grpc.aio.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.ScaleRequest,
+        dalsegno.protos.control_pb2.ScaleReply,
+    ]
+    """For people and tools: how many nodes the world may have, from min to max. A larger one is drained, and its last nodes
+    stay as spares. FAILED_PRECONDITION when the job has ended, or no agent has come yet.
+    """
 
 class ControlServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -383,5 +399,15 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[dalsegno.protos.control_pb2.StatusReply, collections.abc.Awaitable[dalsegno.protos.control_pb2.StatusReply]]:
         """For people and tools: the job as it stands. Needs no registration."""
+
+    @abc.abstractmethod
+    def Scale(
+        self,
+        request: dalsegno.protos.control_pb2.ScaleRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[dalsegno.protos.control_pb2.ScaleReply, collections.abc.Awaitable[dalsegno.protos.control_pb2.ScaleReply]]:
+        """For people and tools: how many nodes the world may have, from min to max. A larger one is drained, and its last nodes
+        stay as spares. FAILED_PRECONDITION when the job has ended, or no agent has come yet.
+        """
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dalsegno.agent import events as ev
+from dalsegno.master.events import Called, Reply
+from dalsegno.protos import control_pb2
 
 from .plan import HOSTS
 
@@ -35,6 +37,21 @@ def all_leave(sim: Simulation) -> None:
         leave(sim, agent)
     for _ in range(sim.plan.settings.min_nodes):
         sim.clock.after(sim.random.uniform(0.5, 12.0), sim.start_later)
+
+
+def scale(sim: Simulation) -> None:
+    """A person wants another number of nodes."""
+    settings = sim.plan.settings
+    wanted = sim.random.randint(settings.min_nodes, settings.max_nodes)
+
+    def answered(reply: Reply) -> None:
+        sim.trace("person", "scale {}: {} {}", wanted, reply.code, reply.detail)
+        if reply.code == "OK":
+            sim.ledger.scaled_to(wanted)
+
+    # What is being allowed may happen before the person has the answer.
+    sim.ledger.limit = max(sim.ledger.limit, wanted)
+    sim.master.receive(Called(control_pb2.ScaleRequest(job_id="job", nodes=wanted)), answered)
 
 
 def kill_node(sim: Simulation) -> None:
@@ -443,6 +460,7 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         join,
         leave,
         all_leave,
+        scale,
         kill_node,
         kill_agent,
         lose_host,

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from .world import Simulation
 
 
+# Without faults a scale-down is done by then (seconds): start, load, step, save, form. A silent script has 30 s before.
+SCALED_WITHIN = 15.0
+SCALED_SILENT = 45.0
+
+
 class Violation(AssertionError):
     """An invariant does not hold. `name` says which."""
 
@@ -70,6 +75,9 @@ class Ledger:
         self.growing = False
         # Epochs of a silent script of which the console says that they began.
         self.presented: set[int] = set()
+        # The most nodes that a world may have since a person said so, and when that was.
+        self.limit = sim.plan.settings.max_nodes
+        self.limit_at = 0.0
         # Something other than joins and notices happened. (A silent script can save nothing.)
         self.unplanned = sim.plan.silent
         # Some node was out of the master's sight, or did not see what others had sealed.
@@ -97,7 +105,9 @@ class Ledger:
         self.amnesia = True
         self.listening = False
         self.stores_lost += 1
-        self.grown = None  # Nobody remembers what it cost.
+        # Nobody remembers what it cost, nor the limit.
+        self.grown = None
+        self.limit = self.sim.plan.settings.max_nodes
         last = max(self.worlds, default=0)
         # Where no world was opened, what one master told counts no more than what the next one does.
         self.witnesses = {
@@ -109,6 +119,10 @@ class Ledger:
             and agent.seen_epoch >= last
             and nnodes(agent.told) == self.nnodes
         }
+
+    def scaled_to(self, nodes: int) -> None:
+        """The master has accepted it."""
+        self.limit, self.limit_at = nodes, self.sim.clock.now
 
     def master_moved(self, job: Job) -> None:
         """After every event that may have changed durable state."""
@@ -126,6 +140,8 @@ class Ledger:
         if self.amnesia:
             self._heard_out(job)
         elif job.settled:
+            if self.nnodes != nnodes(job.settings):
+                self.limit = job.settings.max_nodes  # Other agents, other bounds.
             self.nnodes = nnodes(job.settings)
         if self.amnesia and (job.listening or job.world is None):
             return
@@ -270,11 +286,12 @@ class Ledger:
             "size of the world",
             f"{count} nodes",
         )
+        self.require(count <= self.limit, "scaled", f"epoch {world.epoch} has {count} nodes, allowed are {self.limit}")
         self.require(world.resume == self.head[2], "newest commit", f"epoch {world.epoch} starts from {world.resume!r}")
         if world.resume:
             self._resumable(world)
         self._seen_by_members(world)
-        if world.epoch == 1 and count < settings.max_nodes - settings.max_nodes % settings.node_unit:
+        if world.epoch == 1 and count < job.most_nodes - job.most_nodes % settings.node_unit:
             quiet = self.sim.clock.now - self.arrived_at
             self.require(quiet >= settings.quiet_time - 0.001, "quiet time", f"opened {quiet:.2f} s after an arrival")
         if opened.grown:
@@ -357,6 +374,14 @@ class Ledger:
 
     def stepped(self, epoch: int, step: int) -> None:
         self.executed.append((epoch, step))
+        known = self.worlds.get(epoch)
+        if self.sim.plan.kind == "planned" and known is not None and len(known.members) > self.limit:
+            within = SCALED_SILENT if self.sim.plan.silent else SCALED_WITHIN
+            self.require(
+                self.sim.clock.now < self.limit_at + within,
+                "scaled in time",
+                f"epoch {epoch} still has {len(known.members)} nodes, not {self.limit}",
+            )
         self.last_step_at = self.sim.clock.now
 
     def pruned(self, agent: SimAgent, ref: control_pb2.CheckpointRef) -> None:

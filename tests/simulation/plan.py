@@ -10,7 +10,7 @@ from dalsegno.protos import control_pb2
 
 HOSTS = ("host-a", "host-b", "host-c", "host-d")
 
-PLANNED = ("join", "join", "leave", "leave", "all_leave")
+PLANNED = ("join", "join", "leave", "leave", "all_leave", "scale")
 CRASHES = (
     "kill_node",
     "kill_node",

@@ -25,6 +25,7 @@ from dalsegno.master import (
     membership,
     phases,
     recollection,
+    scaling,
     views,
 )
 from dalsegno.master.state import Checkpoint, Job, Node, Part, Phase, State
@@ -199,6 +200,23 @@ def grows_at_once(original: Any) -> Any:
         return 0.0
 
     return grow_interval
+
+
+def forgets_the_limit(original: Any) -> Any:
+    def select(turn: Turn, nodes: list[Node]) -> list[Node]:
+        limit, turn.job.limit = turn.job.limit, 0
+        chosen: list[Node] = original(turn, nodes)
+        turn.job.limit = limit
+        return chosen
+
+    return select
+
+
+def never_shrinks(original: Any) -> Any:
+    def wants_to_shrink(turn: Turn) -> bool:
+        return False
+
+    return wants_to_shrink
 
 
 def says_nothing_of_the_unheard(original: Any) -> Any:
@@ -432,6 +450,8 @@ PLANTS: dict[str, Plant] = dict(
         plant(announcements, "without_steps", says_nothing_of_the_unheard, "worlds are presented", kind="planned"),
         plant(forming, "is_gathered", waits_for_nobody, "quiet time"),
         plant(membership, "select", opens_below_min, "size of the world"),
+        plant(membership, "select", forgets_the_limit, "scaled", kind="planned"),
+        plant(scaling, "wants_to_shrink", never_shrinks, "scaled in time", kind="planned"),
         plant(checkpoints, "loads_as_is", loads_another_shape_as_it_is, "loads"),
         plant(membership, "is_candidate", takes_the_blind, "members see the directory", kind="disk"),
         plant(conversion, "check_owner", never_replaces_a_converter, "liveness", kind="convert"),

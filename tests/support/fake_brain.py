@@ -70,6 +70,8 @@ class FakeBrain:
             # As an agent that has seen a later master than the store has.
             state.generation = max(state.generation, message.generation + 1)
             return Reply("OK", "", control_pb2.RegisterReply(generation=state.generation, node=message.node))
+        if isinstance(message, control_pb2.ScaleRequest):
+            return Reply("OK", "", control_pb2.ScaleReply(generation=state.generation, limit=message.nodes))
         caller: control_pb2.Caller = message.caller  # type: ignore[attr-defined]
         if isinstance(message, control_pb2.FailureRequest):
             state.job["half"] = 1

@@ -304,6 +304,10 @@ class Driven:
         self.now += seconds
         self.event(HeldUp())
 
+    def scale(self, nodes: int) -> Reply:
+        """A person asks for so many nodes."""
+        return self.call(control_pb2.ScaleRequest(job_id="job", nodes=nodes))
+
     def restart(self, keep_store: bool = True) -> None:
         """A new master process: over the stored job, or over an empty store."""
         self.now += 100.0

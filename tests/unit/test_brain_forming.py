@@ -484,4 +484,4 @@ def test_the_largest_world_of_a_given_size(workers: list[int], size: int, unit: 
     """Most nodes, at most four, a multiple of the unit, the first of each kind, in their order."""
     nodes = [job_state.Node(f"n{i}", f"i{i}", "host", nproc, i) for i, nproc in enumerate(workers)]
     limits = job_state.Settings(min_nodes=2, max_nodes=4, node_unit=unit)
-    assert [node.order for node in membership.of_size(nodes, size, limits)] == chosen
+    assert [node.order for node in membership.of_size(nodes, size, limits, 4)] == chosen

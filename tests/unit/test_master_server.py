@@ -140,7 +140,7 @@ def test_every_operation_of_the_protocol_reaches_the_brain() -> None:
             await master.register()
             service = pb.DESCRIPTOR.services_by_name["Control"]
             for method in service.methods:
-                if method.name in ("Register", "Watch", "GetStatus", "ReportFailure"):
+                if method.name in ("Register", "Watch", "GetStatus", "Scale", "ReportFailure"):
                     continue
                 request = getattr(pb, method.input_type.name)(caller=caller())
                 call = getattr(master.stub, method.name)(request, timeout=5)
@@ -148,6 +148,18 @@ def test_every_operation_of_the_protocol_reaches_the_brain() -> None:
                     await fails(call, grpc.StatusCode.FAILED_PRECONDITION, "fenced: for a test")
                 else:
                     assert (await call).generation == master.server.driver.generation
+
+    asyncio.run(scene())
+
+
+def test_scaling_needs_no_registration_and_the_right_job() -> None:
+    """A person's tool may call it; another job's master refuses."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            assert (await master.stub.Scale(pb.ScaleRequest(nodes=3), timeout=5)).limit == 3
+            other = master.stub.Scale(pb.ScaleRequest(job_id="other", nodes=3), timeout=5)
+            await fails(other, grpc.StatusCode.INVALID_ARGUMENT, "not 'other'")
 
     asyncio.run(scene())
 

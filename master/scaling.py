@@ -1,0 +1,67 @@
+"""Fewer nodes than --nnodes allows, because somebody says so: the world drains, and its first nodes go on."""
+
+from __future__ import annotations
+
+from dalsegno.protos import control_pb2
+
+from .events import Reply
+from .state import Job, Node, Part
+from .turn import Turn
+
+
+def scale(turn: Turn, message: control_pb2.ScaleRequest) -> Reply:
+    """Sets or lifts the limit. Saying the same again changes nothing."""
+    job, settings = turn.job, turn.job.settings
+    if job.phase.is_terminal:
+        return Reply("FAILED_PRECONDITION", f"the job has ended ({job.message}): there is nothing to scale")
+    if not job.settled:
+        return Reply("FAILED_PRECONDITION", "no agent has said the job's --nnodes yet: start one first")
+    if not settings.min_nodes <= usable(job, message.nodes) <= message.nodes <= settings.max_nodes:
+        unit = f" in steps of --node-unit={settings.node_unit}" if settings.node_unit > 1 else ""
+        return Reply(
+            "INVALID_ARGUMENT",
+            f"cannot scale to {message.nodes} nodes: --nnodes={settings.min_nodes}:{settings.max_nodes}{unit} allows"
+            f" {settings.min_nodes} to {settings.max_nodes}",
+        )
+    limit = message.nodes if message.nodes < settings.max_nodes else 0
+    count = len(job.world.members) if job.world is not None else 0
+    if limit != job.limit:
+        job.limit = limit
+        turn.notice(f"scaled to {of_nodes(message.nodes)}" + (f", the world has {count}" if count else ""))
+    return Reply(message=control_pb2.ScaleReply(generation=job.generation, limit=job.most_nodes, nodes=count))
+
+
+def of_nodes(count: int) -> str:
+    """How many, for a person."""
+    return f"{count} node{'s' if count != 1 else ''}"
+
+
+def is_too_large(turn: Turn) -> bool:
+    """The open world has more nodes than the next one may have."""
+    world = turn.job.world
+    return world is not None and len(world.members) > turn.job.most_nodes
+
+
+def has_shrunk(turn: Turn, old: set[str], nodes: list[Node]) -> bool:
+    """The limit leaves out a live node of the last world, whose incarnations are `old`."""
+    job = turn.job
+    chosen = {node.incarnation for node in nodes}
+    out = any(node.incarnation in old - chosen and not node.leaving for node in job.nodes.values())
+    return bool(job.limit) and out and len(nodes) >= usable(job, job.limit)
+
+
+def usable(job: Job, count: int) -> int:
+    """Of so many nodes, how many a world may have: a multiple of --node-unit."""
+    return count - count % max(1, job.settings.node_unit)
+
+
+def wants_to_shrink(turn: Turn) -> bool:
+    """A scale-down starts once the epoch has made a step; after one that was put off, with the next commit."""
+    job, live = turn.job, turn.live
+    if not job.limit or job.world is None or live.ended or not is_too_large(turn):
+        return False
+    if any(member.part is not Part.RUNNING for member in job.world.members):
+        return False
+    if not job.has_session:
+        return job.world.presented  # Before that its hello may be on its way.
+    return live.first_step_at is not None and not live.grow_after_commit
