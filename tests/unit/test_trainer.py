@@ -482,3 +482,34 @@ def test_deepspeed_has_one_clipping() -> None:
     setting = Setting(worker_session.session(), torch.device("cpu"), BatchPlan(4, 1, 4), 0.5)
     with pytest.raises(ValueError, match=r"gradient_clipping is 1\.0 and max_grad_norm 0\.5"):
         strategy.setup(make_model(), make_optimizer, None, setting)
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_padded_rows_and_token_means_count_right(tokens: bool) -> None:
+    """Rows beyond a micro-batch's own, or rows without a token, move neither the weights nor the logged loss."""
+
+    def rows(model: Any, data: Tensor) -> Tensor:
+        return (model(data[:, :3]) - data[:, 3:]).square().flatten(1).mean(1)
+
+    def token_mean(model: Any, data: Tensor) -> Tensor:
+        real = data[:, 0] > 0
+        return (rows(model, data) * real).sum() / real.sum()
+
+    logged: list[float] = []
+    options: dict[str, Any] = {"pad": True, "loss": rows}
+    if tokens:
+        options = {"loss": token_mean, "count_tokens": lambda data: int((data[:, 0] > 0).sum())}
+    made = make(
+        max_steps=1, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5), global_batch_size=5, max_micro_batch_size=2, scheduler=None, log_every=1,
+        loggers=[lambda step, values: logged.append(values["loss"])], **options,
+    )  # fmt: skip
+    made.fit()
+    sampler, model = ElasticSampler(LENGTH, 5, seed=3), make_model()
+    data = torch.stack([Points()[i] for i in sampler.batch_at(sampler.position).sample_ids])
+    wanted = token_mean(model, data) if tokens else rows(model, data).mean()
+    wanted.backward()  # type: ignore[no-untyped-call]
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    assert logged == [pytest.approx(float(wanted.detach()), rel=1e-12)]
+    torch.testing.assert_close(
+        weights(made), torch.cat([p.detach().flatten() for p in model.parameters()]), rtol=1e-12, atol=1e-12
+    )
