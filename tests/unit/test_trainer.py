@@ -500,9 +500,15 @@ def test_padded_rows_and_token_means_count_right(tokens: bool) -> None:
     if tokens:
         options = {"loss": token_mean, "count_tokens": lambda data: int((data[:, 0] > 0).sum())}
     made = make(
-        max_steps=1, optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5), global_batch_size=5, max_micro_batch_size=2, scheduler=None, log_every=1,
-        loggers=[lambda step, values: logged.append(values["loss"])], **options,
-    )  # fmt: skip
+        max_steps=1,
+        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5),
+        global_batch_size=5,
+        max_micro_batch_size=2,
+        scheduler=None,
+        log_every=1,
+        loggers=[lambda step, values: logged.append(values["loss"])],
+        **options,
+    )
     made.fit()
     sampler, model = ElasticSampler(LENGTH, 5, seed=3), make_model()
     data = torch.stack([Points()[i] for i in sampler.batch_at(sampler.position).sample_ids])
