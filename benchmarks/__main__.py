@@ -6,10 +6,11 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import changes, checksums, peers, saving
+from benchmarks import changes, checksums, peers, sampler, saving
 
 BENCHMARKS: dict[str, Callable[[], int]] = {
     "checksums": checksums.main,
+    "sampler": sampler.main,
     "saving": saving.main,
     "changes": changes.main,
     "peers": peers.main,

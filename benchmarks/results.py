@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from rich.table import Table
 # Where results go, unless the environment says otherwise.
 DIRECTORY_VARIABLE = "DALSEGNO_BENCH_DIR"
 DEFAULT_DIRECTORY = Path("build/benchmarks")
+WIDTH = 160
 PACKAGES = ("dalsegno", "torch", "deepspeed", "numpy", "grpcio", "protobuf", "xxhash")
 
 Row = Mapping[str, Any]
@@ -68,7 +70,8 @@ def report(name: str, rows: Sequence[Row], *, title: str, settings: Row | None =
         table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*(_text(row.get(column)) for column in columns))
-    console = Console()
+    # What goes to a file or a pipe is not squeezed into 80 columns.
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     memory = f"{here['memory_bytes'] / 2**30:.0f} GiB"
     console.print(f"{here['processor']}, {here['cores']} cores, {memory}, {here['system']}", highlight=False)

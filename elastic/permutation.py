@@ -14,17 +14,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
+import numpy.typing as npt
 
 VERSION = 2
 TABLE_LENGTH = 256
 ROUNDS = 8
 MAX_LENGTH = 1 << 62
 _MASK = (1 << 64) - 1
+_STIRS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
+_LAST_SHIFT = np.uint64(31)
+# Up to so many numbers, one by one is quicker than together: numpy's calls cost as much as 20 to 30 numbers.
+_FEW = 24
 # A window is computed in pieces of this many where all of it is wanted.
 _PIECE = 1 << 16
+
+Numbers = npt.NDArray[np.uint64]
 
 
 def version_for(length: int) -> int:
@@ -67,10 +74,7 @@ class Permutation:
             raise IndexError(position)
         if self._table is not None:
             return self._table[position]
-        index: int = self._encrypt(position)
-        while index >= self.length:
-            index = self._encrypt(index)
-        return index
+        return self._walk(self._encrypt(position))
 
     def slice(self, start: int, stop: int) -> list[int]:
         """The indices at positions ``start`` to ``stop - 1``, computed together.
@@ -82,12 +86,17 @@ class Permutation:
             raise IndexError((start, stop))
         if self._table is not None:
             return self._table[start:stop]
-        values = self._encrypt(np.arange(start, stop, dtype=np.uint64))
+        if stop - start <= _FEW:
+            return [self[position] for position in range(start, stop)]
+        values = self._encrypt_all(np.arange(start, stop, dtype=np.uint64))
         outside = np.flatnonzero(values >= self.length)
-        while outside.size:
-            values[outside] = self._encrypt(values[outside])
-            outside = outside[values[outside] >= self.length]
+        while outside.size > _FEW:
+            walked = self._encrypt_all(values[outside])
+            values[outside] = walked
+            outside = outside[walked >= self.length]
         result: list[int] = values.tolist()
+        for position in outside.tolist():
+            result[position] = self._walk(result[position])
         return result
 
     def window(self, start: int, stop: int) -> Window:
@@ -100,12 +109,36 @@ class Permutation:
             raise IndexError((start, stop))
         return Window(self, start, stop)
 
-    def _encrypt(self, value: Any) -> Any:
-        """One pass of the network, alike for a Python int and for a uint64 array (which wraps by itself)."""
+    def _walk(self, value: int) -> int:
+        """On from a number of the domain to the first that is within the length."""
+        while value >= self.length:
+            value = self._encrypt(value)
+        return value
+
+    def _encrypt(self, value: int) -> int:
+        """One pass of the network."""
         half, low = self._half, (1 << self._half) - 1
         left, right = value >> half, value & low
         for key in self._keys:
             left, right = right, left ^ (_mix(right, key) & low)
+        return (left << half) | right
+
+    def _encrypt_all(self, values: Numbers) -> Numbers:
+        """The same for each of ``values``, uint64, which wrap by themselves."""
+        half, low = np.uint64(self._half), np.uint64((1 << self._half) - 1)
+        left, right = values >> half, values & low
+        mixed, shifted = np.empty_like(values), np.empty_like(values)
+        for key in self._keys:
+            np.add(right, np.uint64(key), out=mixed)
+            for shift, factor in _STIRS:
+                np.right_shift(mixed, shift, out=shifted)
+                np.bitwise_xor(mixed, shifted, out=mixed)
+                np.multiply(mixed, factor, out=mixed)
+            np.right_shift(mixed, _LAST_SHIFT, out=shifted)
+            np.bitwise_xor(mixed, shifted, out=mixed)
+            np.bitwise_and(mixed, low, out=mixed)
+            np.bitwise_xor(left, mixed, out=left)
+            left, right = right, left
         return (left << half) | right
 
 
@@ -153,8 +186,8 @@ def _shuffled(length: int, seed: bytes) -> list[int]:
     return table
 
 
-def _mix(value: Any, key: int) -> Any:
-    """Finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) over value and key."""
+def _mix(value: int, key: int) -> int:
+    """Finaliser of SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) over value and key; `_encrypt_all` has it too."""
     value = (value + key) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK

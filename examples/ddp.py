@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, session  # elastic
+from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, session  # elastic
 
 
 def make_model(width: int = 64) -> nn.Module:
@@ -46,6 +46,7 @@ def main() -> None:
     sampler = ElasticSampler(len(data), flags.global_batch_size, seed=flags.seed)  # elastic
     plan = BatchPlan(flags.global_batch_size, s.world_size, flags.max_micro_batch_size)  # elastic
     batches: Batches[Tensor] = Batches(data, sampler, plan, s.rank, resume=s.resume)  # elastic
+    accumulate = Accumulation(wrapped, optimizer)  # elastic: no_sync and its bookkeeping
 
     def save(path: Path) -> None:
         if s.rank == 0:  # every rank has the same
@@ -55,12 +56,10 @@ def main() -> None:
     clock = common.StepClock(flags.step_time)
     for batch in s.steps(batches, max_steps=flags.steps, save=save, save_every=flags.save_every, seed=flags.seed):
         total = 0.0
-        for micro in batch.micro_batches:
-            if isinstance(wrapped, DistributedDataParallel):
-                wrapped.require_backward_grad_sync = micro.is_last
+        for micro in accumulate(batch):
             logits = wrapped(micro.data[:, :-1])
             loss = cross_entropy(logits.flatten(0, 1), micro.data[:, 1:].flatten())
-            micro.scale(loss, model.parameters()).backward()  # elastic: instead of loss / accumulation
+            micro.scale(loss).backward()  # elastic: instead of loss / accumulation
             total += float(loss.detach()) * micro.n
         norm = common.gradient_norm(model.parameters())
         optimizer.step()

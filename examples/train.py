@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, session  # elastic
+from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, session  # elastic
 from dalsegno.elastic import deepspeed as elastic_deepspeed  # elastic
 
 BLOCK, WIDTH, HEADS, LAYERS = 64, 128, 4, 6
@@ -97,6 +97,8 @@ def main() -> None:
     sampler = ElasticSampler(len(data), flags.global_batch_size, seed=flags.seed)  # elastic
     batches: Batches[Tensor] = Batches(data, sampler, plan, s.rank, scale="deepspeed", resume=s.resume)  # elastic
 
+    accumulate = Accumulation(engine)  # elastic
+
     log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
     clock = common.StepClock(flags.step_time)
     save = elastic_deepspeed.save(engine)  # elastic: instead of engine.save_checkpoint(...)
@@ -109,7 +111,7 @@ def main() -> None:
         seed=flags.seed,
     ):
         total = 0.0
-        for micro in batch.micro_batches:
+        for micro in accumulate(batch):
             loss = engine(micro.data.to(engine.device))
             engine.backward(micro.scale(loss))  # elastic: instead of engine.backward(loss)
             norm = common.gradient_norm(model.parameters()) if flags.zero_stage == 0 else 0.0

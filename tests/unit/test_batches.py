@@ -444,9 +444,15 @@ def test_random_data_are_the_same_at_every_world_size() -> None:
     alone = history(1)
     assert history(3) == alone
     assert history(2, workers=2) == alone
-    # The same samples are drawn anew in the next data epoch.
-    first, later = {x for v in alone[0].values() for x, _ in v}, {x for v in alone[3].values() for x, _ in v}
-    assert not first & later
+
+
+def test_augmentation_is_drawn_anew_in_each_data_epoch() -> None:
+    """The same sample, the same seed, another data epoch: other noise."""
+    plan = BatchPlan(40, 1, 40, fixed_micro_batch=True)
+    batches = Batches(Augmented(40), ElasticSampler(40, 40, shuffle=False), plan, 0, seed=8, data_epochs=2)
+    first, second = (part.data[:, 0] - torch.arange(40.0) for batch in batches for part in batch.micro_batches)
+    assert not set(first.tolist()) & set(second.tolist())
+    assert len(set(first.tolist())) == 40
 
 
 def test_public_surface_is_pinned() -> None:

@@ -112,6 +112,13 @@ def test_a_stream_resumes_where_the_training_stood(data: Any) -> None:
     assert position == Position(2, 0)
 
 
+def test_a_data_set_is_told_the_data_epoch() -> None:
+    """`set_epoch`, before each pass and before it is skipped into, as torch's samplers and others have it."""
+    for start, workers in [(Position(), 0), (Position(1, 8), 0), (Position(1, 8), 1)]:
+        for before, *_, values in history(Skipping(20), 8, 1, 8, 3, start=start, workers=workers):
+            assert [value // 1000 for value in values] == [before.data_epoch] * len(values)
+
+
 def test_skip_spares_the_reading() -> None:
     """What lies before the position is not read where the data set can pass over it."""
     data = Skipping(1000)
