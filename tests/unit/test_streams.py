@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterable, Iterator
 from itertools import islice
@@ -10,10 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, Position
+from dalsegno.elastic.fetching import Fetcher, Maker
+from dalsegno.elastic.fetching import Stream as Parts
 
 
 class Stream(IterableDataset[Tensor]):
@@ -195,3 +200,46 @@ def test_a_stream_is_not_shuffled() -> None:
         assert isinstance(data, Iterable)
         with pytest.raises(ValueError, match="give the ElasticSampler shuffle=False"):
             Batches(data, ElasticSampler(30, 8), BatchPlan(8, 1, 4), 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    length=st.integers(1, 60),
+    size=st.integers(1, 20),
+    lives=st.lists(st.tuples(st.integers(1, 5), st.integers(0, 6), st.integers(0, 2)), min_size=1, max_size=6),
+    micro=st.integers(1, 6),
+    flags=st.tuples(st.booleans(), st.booleans(), st.booleans(), st.booleans()),
+)
+def test_any_lives_and_worlds_give_the_stream_s_own_history(
+    length: int, size: int, lives: list[tuple[int, int, int]], micro: int, flags: tuple[bool, bool, bool, bool]
+) -> None:
+    """As for map-style data sets: drains, crashes and worlds at any points, each sample once, in order."""
+    fixed, known, drop_last, skipping = flags
+    drop_last = drop_last and length >= size
+    data: Any = Skipping(length) if skipping else Stream(length)
+    options = {"length": length if known else None, "drop_last": drop_last, "fixed": fixed}
+    found, position = [], Position()
+    for world, steps, lost in lives:
+        life = history(data, size, world, micro, steps, start=position, **options)[: max(0, steps - lost)]
+        found += life
+        position = life[-1][1] if life else position
+    count = length // size * size if drop_last else length
+    epoch = [range(i, min(i + size, count)) for i in range(0, count, size)]
+    assert [[value % 1000 for value in values] for *_, values in found] == [
+        [float(i) for i in epoch[k % len(epoch)]] for k in range(len(found))
+    ]
+    assert [p.data_epoch for p, *_ in found] == [k // len(epoch) for k in range(len(found))]
+
+
+def test_what_workers_are_sent_can_be_pickled() -> None:
+    """Workers that are spawned, not forked, get the data set, the maker and the parts that way."""
+    sampler, plan = ElasticSampler(30, 8, shuffle=False), BatchPlan(8, 2, 3, pad=True)
+    maker: Maker[Tensor] = Maker(None, 4)
+    stream = Parts(Stream(30), sampler, plan, 1, maker, Position(0, 8), 2)
+    copied = pickle.loads(pickle.dumps(stream))
+    part, data = next(iter(copied))
+    assert torch.equal(data, next(iter(stream))[1])
+    fetcher: Fetcher[Tensor] = Fetcher(torch.arange(30.0), maker)
+    again = pickle.loads(pickle.dumps((fetcher, part)))
+    assert torch.equal(again[0][again[1]], fetcher[part])
+    assert fetcher[part].tolist()[: part.slice.n] == [float(i) for i in part.sample_ids]
