@@ -59,8 +59,10 @@ class Accumulation:
             ValueError: The factors are not made for this model.
         """
         self._open.close()  # what a loop that raised left open
-        if self._batch is not None:
-            self._batch.check_complete()
+        before, self._batch = self._batch, None
+        if before is not None:
+            # Once: a script that catches it, and zeroes the gradients, may go on.
+            before.check_complete()
         if self._engine != (batch.scale == "deepspeed"):
             wanted = "deepspeed" if self._engine else "ddp"
             raise ValueError(

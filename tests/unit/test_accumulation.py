@@ -166,6 +166,7 @@ def test_a_batch_that_was_left_is_an_error_before_the_next_one() -> None:
     with pytest.raises(RuntimeError, match="step 1 ended after 1 of its 3"):
         accumulate(second)
     assert model.synchronising
+    assert len(list(accumulate(second))) == 3
 
 
 class Alone:

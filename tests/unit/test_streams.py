@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.data import IterableDataset, get_worker_info
 
-from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, Position
+from dalsegno.elastic import Batches, BatchPlan, Boundary, ElasticSampler, Position
+from dalsegno.elastic.collective import Solo
+from dalsegno.elastic.exchange import Exchange, Flags
 from dalsegno.elastic.fetching import Fetcher, Maker
 from dalsegno.elastic.fetching import Stream as Parts
+from dalsegno.elastic.loop import steps as training_steps
 
 
 class Stream(IterableDataset[Tensor]):
@@ -140,6 +143,43 @@ def test_what_is_left_of_an_unknown_length_is_known_one_batch_ahead() -> None:
     assert make(Stream(20), 8, 2, 4, 1, data_epochs=1, start=Position(1, 0)).left == 0
     known = make(Stream(20), 8, 2, 4, 1, data_epochs=2, length=20)
     assert [known.left for _ in known] == [5, 4, 3, 2, 1, 0]
+
+
+class Alone:
+    """As much of a session as the training loop asks for: the real exchange, in a world of one."""
+
+    rank, resume, can_save, worth_saving = 0, None, False, False
+
+    def __init__(self) -> None:
+        self.step, self.finished, self._exchange = 0, False, Exchange(Solo(), interval=0.0)
+
+    def meet(self, ahead: int) -> int:
+        return self._exchange.meet(ahead)
+
+    def begin_step(self, ahead: int) -> None:
+        self._exchange.begin(self.step + 1, Flags(), ahead)
+
+    def end_step(self) -> Boundary:
+        self.step += 1
+        return self._exchange.end(1e-3)
+
+    def finish(self) -> None:
+        self.finished = True
+
+    def restore_rng(self, seed: int | None) -> None: ...
+
+
+@pytest.mark.parametrize("length", [None, 37])
+def test_the_training_loop_ends_with_the_stream(length: int | None) -> None:
+    """Also where nobody knew its length; entering the loop again trains nothing twice."""
+    session: Any = Alone()
+    batches = make(Stream(37), 12, 1, 5, 0, length=length, data_epochs=2)
+    seen = [part.sample_ids for batch in training_steps(session, batches, max_steps=3) for part in batch.micro_batches]
+    assert (session.step, session.finished, batches.left) == (3, True, 5 if length else 1)
+    session.finished = False
+    seen += [part.sample_ids for batch in training_steps(session, batches) for part in batch.micro_batches]
+    assert (session.step, session.finished, batches.left) == (8, True, 0)
+    assert [i for ids in seen for i in ids] == [*range(37), *range(37)]
 
 
 def test_the_position_moves_with_the_training() -> None:
