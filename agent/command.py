@@ -53,11 +53,19 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _status(options: argparse.Namespace) -> int:
+    return _ask(options, "status")
+
+
+def _scale(options: argparse.Namespace) -> int:
+    return _ask(options, "scale")
+
+
+def _ask(options: argparse.Namespace, name: str) -> int:
     with quiet_grpc():
-        from .status import status
+        from . import status
 
     try:
-        return status(options)
+        return int(getattr(status, name)(options))
     except (ValueError, OSError) as error:
         raise _UsageError(str(error)) from error
 
@@ -227,15 +235,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
     status = commands.add_parser("status", help="the job as it stands")
-    status.add_argument("--master", default=os.environ.get("DLROVER_MASTER_ADDR"), metavar="HOST:PORT")
-    status.add_argument("--job-id")
-    status.add_argument("--checkpoint-dir", default="checkpoints", metavar="DIR", help="where an embedded master lives")
-    for name in ("token-file", "tls-ca", "tls-cert", "tls-key"):
-        variable = f"PET_{name.upper().replace('-', '_')}"
-        status.add_argument(
-            f"--{name}", metavar="FILE", default=os.environ.get(variable), help="as dlrover-run's; also its variable"
-        )
     status.set_defaults(act=_status)
+    scale = commands.add_parser("scale", help="how many nodes the job's world may have, between --nnodes' two numbers")
+    scale.add_argument("nodes", type=int, metavar="N", help="with fewer than there are, the others stand by as spares")
+    scale.set_defaults(act=_scale)
+    for command in (status, scale):
+        _add_master(command)
     checkpoints = commands.add_parser("checkpoints", help="what is in a checkpoint directory")
     actions = checkpoints.add_subparsers(dest="action", required=True, parser_class=_Parser)
     acts: tuple[tuple[str, Callable[[argparse.Namespace], int], str], ...] = (
@@ -256,6 +261,20 @@ def _parser() -> argparse.ArgumentParser:
     convert.set_defaults(act=_convert)
     commands.add_parser("doctor", help="who owns which script, versions, extras").set_defaults(act=_doctor)
     return parser
+
+
+def _add_master(command: argparse.ArgumentParser) -> None:
+    """Which master to ask, and how it lets in."""
+    command.add_argument("--master", default=os.environ.get("DLROVER_MASTER_ADDR"), metavar="HOST:PORT")
+    command.add_argument("--job-id")
+    command.add_argument(
+        "--checkpoint-dir", default="checkpoints", metavar="DIR", help="where an embedded master lives"
+    )
+    for name in ("token-file", "tls-ca", "tls-cert", "tls-key"):
+        variable = f"PET_{name.upper().replace('-', '_')}"
+        command.add_argument(
+            f"--{name}", metavar="FILE", default=os.environ.get(variable), help="as dlrover-run's; also its variable"
+        )
 
 
 def run(arguments: Sequence[str] | None) -> int:

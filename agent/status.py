@@ -1,11 +1,13 @@
-"""`dalsegno status`: a job as its master sees it."""
+"""`dalsegno status` and `dalsegno scale`: a job as its master sees it, and how many nodes it may have."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -17,9 +19,11 @@ from .credentials import TOKEN_VARIABLE, CredentialFiles
 from .events import EXIT_FAILED, EXIT_FINISHED
 from .handshake import mismatch
 
-__all__ = ["status"]
+__all__ = ["scale", "status"]
 
 _TIMEOUT = 5.0
+# The master did answer, and the detail is the line.
+_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 
 def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
@@ -52,21 +56,46 @@ def status(options: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: see `_master_of`.
     """
+    return _ask(options, "GetStatus", control_pb2.StatusRequest(protocol=PROTOCOL), status_lines)
+
+
+def scale(options: argparse.Namespace) -> int:
+    """Tells the master how many nodes the world may have; the exit code.
+
+    Raises:
+        ValueError, OSError: see `_master_of`.
+    """
+    if options.nodes < 1:
+        raise ValueError(f"a world has at least 1 node, not {options.nodes}")
+    return _ask(options, "Scale", control_pb2.ScaleRequest(protocol=PROTOCOL, nodes=options.nodes), scale_lines)
+
+
+def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Callable[[Any], list[str]]) -> int:
+    """One call to the job's master; prints its answer."""
     address, credentials = _master_of(options)
+    request.job_id = options.job_id or ""
     with credentials.channel(address) as channel:
         try:
-            reply = control_pb2_grpc.ControlStub(channel).GetStatus(
-                control_pb2.StatusRequest(job_id=options.job_id or "", protocol=PROTOCOL),
-                timeout=_TIMEOUT,
-                metadata=credentials.metadata,
-            )
+            call = getattr(control_pb2_grpc.ControlStub(channel), method)
+            reply = call(request, timeout=_TIMEOUT, metadata=credentials.metadata)
         except grpc.RpcError as error:
             text = f"the master at {address} does not answer: {code_of(error).name}: {detail_of(error)}"
+            if code_of(error) in _REFUSED:
+                text = detail_of(error)
             print(f"dalsegno: {mismatch(address, credentials) or text}", file=sys.stderr)
             return EXIT_FAILED
-    for line in status_lines(reply):
+    for line in lines_of(reply):
         print(line)
     return EXIT_FINISHED
+
+
+def scale_lines(reply: control_pb2.ScaleReply) -> list[str]:
+    """What holds now, for a person."""
+    if reply.nodes > reply.limit:
+        return [
+            f"at most {reply.limit} nodes from now on; {reply.nodes} save at the next step boundary, and some stand by"
+        ]
+    return [f"at most {reply.limit} nodes from now on; the world has {reply.nodes}"]
 
 
 def status_lines(reply: control_pb2.StatusReply) -> list[str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -77,6 +79,25 @@ def test_a_leave_loses_nothing(clusters: Clusters, undisturbed: Undisturbed) -> 
 
 
 @pytest.mark.usefixtures("hang_ups")
+def test_a_scale_down_loses_nothing(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """`dalsegno scale`: saved first, the node that is left out stands by, and comes back when it may."""
+    job, first = together(clusters, "a", "b")
+    assert "2 save" in scaled(job, 1).stdout
+    second = job.wait_world(1, steps=3, after=first)
+    refused = scaled(job, 5)
+    assert (refused.returncode, "allows 1 to 2" in refused.stderr) == (1, True)
+    assert scaled(job, 2).returncode == 0
+    job.wait_world(2, steps=3, after=second)
+    end(job, undisturbed)
+
+
+def scaled(job: Cluster, nodes: int) -> subprocess.CompletedProcess[str]:
+    """What a person types in another terminal."""
+    command = [sys.executable, "-m", "dalsegno.agent.command", "scale", str(nodes), f"--job-id={job.job}"]
+    command.append(f"--checkpoint-dir={job.checkpoints}")
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
 def test_all_nodes_leave_at_once(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The run is saved where it stood, whichever notice came; the same command later goes on at that step."""
     job, _ = together(clusters, "a", "b", "c")
