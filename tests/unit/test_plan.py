@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from fractions import Fraction
 from math import ceil
@@ -43,13 +44,14 @@ def check_cut(plan: BatchPlan, total: int, ranks: Iterable[int] | None = None) -
     for s in everything:
         check_slice(plan, s, total, cuts)
     for scale, divisor in (("ddp", world), ("deepspeed", slots)):
-        for s in everything:
+        for n in {s.n for s in everything}:
             # The nearest number to the exact factor, and nothing else.
-            assert plan.loss_scale(s.n, total, scale) == float(Fraction(s.n * divisor, total))
+            assert plan.loss_scale(n, total, scale) == float(Fraction(n * divisor, total))
     if ranks is None:
         assert [s.number for s in everything] == list(range(slots))
         assert [p for s in real for p in range(s.start, s.stop)] == list(range(total))
-        assert sum(Fraction(s.n, total) for s in everything) == 1
+        counts = Counter(s.n for s in everything)
+        assert sum(Fraction(n * count, total) for n, count in counts.items()) == 1
         if not plan.fixed_micro_batch:
             per_rank = [sum(s.n for s in part) for part in dealt]
             assert max(per_rank) - min(per_rank) <= 1
