@@ -40,6 +40,7 @@ _PARTS = {
     "etcd": ("aetcd",),
     "http": ("fastapi", "uvicorn"),
     "swift": ("ms-swift",),
+    "log": ("tensorboard", "wandb"),
 }
 
 
