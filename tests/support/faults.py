@@ -154,11 +154,14 @@ def held_conversions(files: int = 5) -> dict[str, str]:
 
 
 def wait_held_converter(cluster: Cluster) -> int:
-    """Until a converter is held; returns its process id."""
+    """Until a converter is held and a file of its is journalled, which takes a moment longer; returns its process id."""
 
     def look() -> int | None:
         held = next(iter(cluster.holds.glob("conversion-*")), None)
-        return None if held is None else int(held.name.removeprefix("conversion-"))
+        journals = run_directory(cluster).glob("step-*.universal.*/JOURNAL.jsonl")
+        if held is None or not any(journal.read_bytes().count(b"\n") > 1 for journal in journals):
+            return None
+        return int(held.name.removeprefix("conversion-"))
 
     return cluster.wait_for(look, "a conversion in the middle of its files")
 
