@@ -133,12 +133,15 @@ def note_late(turn: Turn, late: Iterable[control_pb2.Checkpoint]) -> None:
     """Have the files of checkpoints deleted that closed epochs sealed and nobody recorded.
 
     Only those older than a commit that was made since: before that, a master that lost its store would read the run
-    back from them.
+    back from them. And not the best: after a lost store it has no record where what led from it to the head was pruned.
     """
     job = turn.job
     head, known = resume_point(job), {record.digest for record in job.late}
+    spared = bests(record for record in job.checkpoints if not record.retired)
     for message in late:
-        if head is not None and message.epoch < head.epoch and message.ref.digest not in known:
+        if message.ref.digest in known or message.ref.name in spared:
+            continue
+        if head is not None and message.epoch < head.epoch:
             job.late.append(from_proto(message))
             turn.notice(f"{message.ref.name} is no part of the run, which went on in epoch {head.epoch}: it is deleted")
 

@@ -411,6 +411,27 @@ def test_what_a_closed_epoch_sealed_too_late_is_deleted_once_a_newer_one_is_comm
     assert not job.job.late
 
 
+def test_the_best_is_not_taken_for_late_by_a_master_that_lost_its_store() -> None:
+    """What led from it to the newest checkpoint was pruned, so it is not read back as part of the run; it stays."""
+    job = Driven(settings(node_timeout=4))
+    (a,) = job.start(1)
+    best, other = job.seal(2), job.seal(3)
+    job.restart(keep_store=False)
+    newest = control_pb2.Checkpoint()
+    newest.CopyFrom(best)
+    newest.ref.name, newest.ref.digest = "step-9.e3.1", "digest of step-9.e3.1"
+    newest.epoch, newest.step, newest.best = 3, 9, best.ref.name
+    newest.resumed_from.digest = "digest of what was pruned"
+    job.sealed.append(newest)
+    again = job.node(epoch=3, generation=1, inventory=job.sealed, previous_incarnation=a.incarnation)
+    again.join()
+    job.wait(6)
+    again.join()
+    job.wait(2)
+    assert again.directive.run.resume.source.step == 9
+    assert [record.name for record in job.job.late] == [other.ref.name]
+
+
 def test_a_drain_reported_too_late_is_refused_unless_it_is_recorded() -> None:
     """A leaver must know whether what it saved is part of the run."""
     job = Driven()
