@@ -115,7 +115,7 @@ def no_verdict(sim: Simulation) -> None:
     def again() -> None:
         sim.reads_fail = False
 
-    sim.clock.after(sim.random.uniform(2.0, 40.0), again)
+    sim.clock.after(sim.random.uniform(5.0, 40.0), again)
 
 
 def flapping_node(sim: Simulation) -> None:
@@ -383,6 +383,9 @@ def damage_newest(sim: Simulation) -> None:
         sim.trace("disk", "{} is damaged", sharded[-1].message.ref.name)
         sim.ledger.unplanned = True
         sharded[-1].damaged = True
+        if sim.random.random() < 0.5:
+            # Before a newer one hides it.
+            sim.clock.after(sim.random.uniform(0.05, 2.0), crash_worker, sim)
 
 
 def damage_source(sim: Simulation) -> None:
@@ -409,7 +412,8 @@ def hung_converter(sim: Simulation) -> None:
 
 def weak_reader(sim: Simulation) -> None:
     """One host's workers cannot load the newest checkpoint, which is whole."""
-    host = sim.random.choice(HOSTS)
+    agent = sim.pick(sim.living())
+    host = agent.host if agent is not None else HOSTS[0]
     sim.ledger.unplanned = True
     sim.ledger.script_failures += 1
     for entry in sim.disk.sealed.values():

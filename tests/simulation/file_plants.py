@@ -6,12 +6,13 @@ from typing import Any
 
 from dalsegno.agent import directives
 from dalsegno.agent.turn import Turn as AgentTurn
-from dalsegno.master import checkpoints, conversion, membership, phases
+from dalsegno.master import checkpoints, membership, phases
 from dalsegno.master.checkpoints import resume_point
 from dalsegno.master.state import Checkpoint, Job, Node, Phase
 from dalsegno.master.turn import Turn
 from dalsegno.protos import control_pb2
 
+from .disk import Disk
 from .plants import Plant, plant
 from .workers import Collective
 
@@ -25,12 +26,11 @@ def records_what_nobody_sealed(original: Any) -> Any:
     return from_proto
 
 
-def saves_under_the_same_name_again(original: Any) -> Any:
-    def save(self: Collective, drain: bool) -> None:
-        self.attempt = 0
-        original(self, drain)
+def names_without_the_epoch(original: Any) -> Any:
+    def name(self: Collective) -> str:
+        return f"step-{self.step}.{self.attempt}"
 
-    return save
+    return name
 
 
 def lets_a_conversion_run_on(original: Any) -> Any:
@@ -77,15 +77,14 @@ def prunes_what_is_being_loaded(original: Any) -> Any:
     return prunable
 
 
-def takes_back_after_damage(original: Any) -> Any:
-    def verified(turn: Turn, *args: Any) -> tuple[str, str]:
-        answer: tuple[str, str] = original(turn, *args)
-        if any(record.damaged for record in turn.job.checkpoints):
-            for record in turn.job.checkpoints:
-                record.retired = record.damaged
-        return answer
+def deletes_the_newest_too(original: Any) -> Any:
+    def delete(self: Disk, name: str) -> None:
+        original(self, name)
+        sharded = [other for other in self.sealed if ".universal." not in other]
+        if sharded:
+            original(self, sharded[-1])
 
-    return verified
+    return delete
 
 
 def believes_that_all_see_it(original: Any) -> Any:
@@ -95,32 +94,22 @@ def believes_that_all_see_it(original: Any) -> Any:
     return sees_resume
 
 
-def keeps_records_of_deleted_files(original: Any) -> Any:
-    def forget_pruned(job: Job, digests: set[str]) -> None:
-        return None
-
-    return forget_pruned
-
-
 FILE_PLANTS: dict[str, Plant] = dict(
     [
         plant(checkpoints, "from_proto", records_what_nobody_sealed, "commits are sealed"),
-        plant(Collective, "_save", saves_under_the_same_name_again, "names", kind="disk"),
+        plant(Collective, "_name", names_without_the_epoch, "names", kind="crashes"),
         plant(AgentTurn, "stop_conversion", lets_a_conversion_run_on, "one conversion", kind="convert"),
         plant(directives, "side_orders", deletes_what_a_conversion_reads, "what is converted stays", kind="convert"),
         plant(membership, "check_liveness", declares_nodes_of_an_ended_job_dead, "one end"),
         plant(checkpoints, "prunable", prunes_the_resume_point, "the resume point stays"),
         plant(checkpoints, "prunable", prunes_what_is_being_loaded, "what is loaded stays"),
         plant(
-            conversion,
-            "verified",
-            takes_back_after_damage,
+            Disk,
+            "delete",
+            deletes_the_newest_too,
             "resume point exists",
-            kind="convert",
-            also=(
-                (checkpoints, "forget_pruned", keeps_records_of_deleted_files),
-                (membership, "sees_resume", believes_that_all_see_it),
-            ),
+            kind="crashes",
+            also=((membership, "sees_resume", believes_that_all_see_it),),
         ),
     ]
 )

@@ -39,6 +39,7 @@ DISK = (
     "no_conversion",
     "weak_reader",
     "no_verdict",
+    "no_verdict",
 )
 LOSS = ("lose_store",)
 
@@ -124,7 +125,7 @@ def plan_of(seed: int) -> Plan:
         universal_checkpoint=True,
         keep_checkpoints=random.choice((0, 1, 2, 3)),
     )
-    if Random(f"short {seed}").random() < 0.1:
+    if Random(f"short {seed}").random() < 0.2:
         settings.node_timeout = LEAST_NODE_TIMEOUT
     fault_time = random.uniform(8.0, 80.0 if kind == "away" else 35.0)
     count = random.randint(2, 9)

@@ -49,7 +49,7 @@ class Plant:
     replace: Replace
     caught: frozenset[str]
     kind: str = ""
-    seeds: int = 300
+    seeds: int = 1500
     # Further replacements that the same bug takes.
     also: tuple[tuple[Any, str, Replace], ...] = ()
 

@@ -207,17 +207,20 @@ class Collective:
 
     # ---- saving -----------------------------------------------------------------------------------------------------
 
+    def _name(self) -> str:
+        return f"step-{self.step}.e{self.epoch}.{self.attempt}"
+
     def _save(self, drain: bool) -> None:
         if self.saved_step == self.step:
             self._saved(drain, None)
             return
         self.attempt += 1
-        name = f"step-{self.step}.e{self.epoch}.{self.attempt}"
+        name = self._name()
         while not self.sim.disk.begin(name):
             # Only a job whose store and agents were all lost can come by the same epoch again.
             self.sim.ledger.require(self.sim.ledger.stores_lost > 0, "names", f"{name} exists already")
             self.attempt += 1
-            name = f"step-{self.step}.e{self.epoch}.{self.attempt}"
+            name = self._name()
         for group in self.groups.values():
             group.says(0.01, 0, saving=worker_pb2.Saving(name=name, bytes=1000 * self.attempt))
         self._later(self.sim.plan.save_time * self.sim.random.uniform(0.5, 1.5), self._parts_written, name, drain)
