@@ -40,8 +40,9 @@ class Part(str, Enum):
     LOST = "lost"
 
 
-# Two heartbeats: below that no word for a node-timeout says nothing. Agents refuse it in their own command line, too.
-LEAST_NODE_TIMEOUT = 2.0
+# An agent gives a heartbeat 3 s and sends the next one a second later: one that got lost must be no death. Agents
+# refuse less on their own command line, too.
+LEAST_NODE_TIMEOUT = 4.0
 
 
 @dataclass
@@ -72,7 +73,10 @@ class Settings:
         if self.node_unit < 1 or self.max_nodes < self.node_unit:
             return f"--node-unit={self.node_unit} does not fit --nnodes={self.min_nodes}:{self.max_nodes}"
         if not self.node_timeout >= LEAST_NODE_TIMEOUT:
-            return f"--node-timeout={self.node_timeout:g}: agents are heard once a second, so at least 2 s are needed"
+            return (
+                f"--node-timeout={self.node_timeout:g}: an agent whose heartbeat was lost is heard after up to 4 s,"
+                " so that is the least"
+            )
         return ""
 
 

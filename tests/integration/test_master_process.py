@@ -140,13 +140,13 @@ def test_a_stopped_master_declares_nobody_dead(tmp_path: Path) -> None:
     """
     with master_process(tmp_path / "s.sqlite") as master:
         agents = [Agent(master.address, "a"), Agent(master.address, "b")]
-        epoch = open_world(agents, settings(node_timeout=2.0))
+        epoch = open_world(agents, settings(node_timeout=4.0))
         streams = [agent.watch() for agent in agents]
         for stream in streams:
             next(stream)
         master.process.send_signal(signal.SIGSTOP)
         waiting = agents[0].stub.Heartbeat.future(pb.HeartbeatRequest(caller=agents[0].caller()), timeout=10)
-        time.sleep(4)
+        time.sleep(5)
         master.process.send_signal(signal.SIGCONT)
         waiting.result(10)
         time.sleep(0.5)

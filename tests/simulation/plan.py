@@ -113,7 +113,7 @@ def plan_of(seed: int) -> Plan:
         min_nodes=minimum,
         max_nodes=maximum,
         node_unit=unit,
-        node_timeout=random.choice((4.0, 6.0, 15.0)),
+        node_timeout=random.choice((LEAST_NODE_TIMEOUT, 6.0, 15.0)),
         drain_timeout=8.0,
         join_timeout=random.choice((3.0, 5.0, 8.0)),
         stall_timeout=40.0,
@@ -125,8 +125,6 @@ def plan_of(seed: int) -> Plan:
         universal_checkpoint=True,
         keep_checkpoints=random.choice((0, 1, 2, 3)),
     )
-    if Random(f"short {seed}").random() < 0.2:
-        settings.node_timeout = LEAST_NODE_TIMEOUT
     fault_time = random.uniform(8.0, 80.0 if kind == "away" else 35.0)
     count = random.randint(2, 9)
     # Many of them early, when the first worlds form and nothing is saved yet.

@@ -306,7 +306,7 @@ def counts_the_finished_as_at_work(original: Any) -> Any:
 
 
 def takes_the_time_between_heartbeats_for_deafness(original: Any) -> Any:
-    return 0.0
+    return 0.9
 
 
 def believes_the_first_reader(original: Any) -> Any:
@@ -460,7 +460,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(conversion, "verify_pause", asks_for_a_verdict_only_twice, "liveness", kind="disk"),
         plant(phases, "stalled", never_sees_a_stall, "liveness", kind="crashes"),
         plant(phases, "stalled", counts_the_finished_as_at_work, "liveness", kind="crashes"),
-        plant(membership, "DEAF_LEAST", takes_the_time_between_heartbeats_for_deafness, "liveness", kind="crashes"),
+        plant(membership, "DEAF_AFTER", takes_the_time_between_heartbeats_for_deafness, "liveness", kind="crashes"),
         plant(conversion, "acquit", believes_the_first_reader, "no verifying checkpoint is skipped"),
         plant(checkpoints, "retire", retires_without_a_word, "committed steps grow"),
         plant(phases, "hopeless", gives_up_at_the_first_failure, "no failure without a reason"),

@@ -65,7 +65,7 @@ def test_where_the_master_is(arguments: list[str], environ: dict[str, str], expe
         (["--nnodes=a:b", "x.py"], {}, "MIN:MAX"),
         (["--nproc-per-node=0", "x.py"], {}, "at least 1 worker"),
         (["--no-such-flag", "x.py"], {}, "--no-such-flag"),
-        (["--node-timeout=1.9", "x.py"], {}, "at least 2 s"),
+        (["--node-timeout=3.9", "x.py"], {}, "so that is the least"),
         (["--drain-timeout=0", "x.py"], {}, "more than 0"),
         (["--drain-timeout=soon", "x.py"], {}, "no number of seconds"),
         (["--grow-interval=-3", "x.py"], {}, "no number of seconds"),
