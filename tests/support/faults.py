@@ -154,7 +154,7 @@ def held_conversions(files: int = 5) -> dict[str, str]:
 
 
 def wait_held_converter(cluster: Cluster) -> int:
-    """Until a converter is held and a file of its is journalled, which takes a moment longer; returns its process id."""
+    """Until a converter is held and a file of its is journalled, a moment later; returns its process id."""
 
     def look() -> int | None:
         held = next(iter(cluster.holds.glob("conversion-*")), None)
