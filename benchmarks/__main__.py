@@ -6,12 +6,13 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import changes, checksums, peers, sampler, saving
+from benchmarks import changes, checksums, convert, peers, sampler, saving
 
 BENCHMARKS: dict[str, Callable[[], int]] = {
     "checksums": checksums.main,
     "sampler": sampler.main,
     "saving": saving.main,
+    "convert": convert.main,
     "changes": changes.main,
     "peers": peers.main,
 }

@@ -127,8 +127,10 @@ def save(engine: Any, client_state: Mapping[str, Any] | None = None) -> Callable
 
     def write(path: Path) -> None:
         state = dict(client_state or {})
-        # The converter wants it in stages 1 and 2; without tensor parallelism there is nothing to say in it.
-        state.setdefault(UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION})
+        # The converter wants it in stages 1 and 2. With tensor parallelism DeepSpeed knows what it must say; what is in
+        # the client's state would replace that.
+        if getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
+            state.setdefault(UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION})
         with _errors_after_collectives(engine):
             engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
 

@@ -33,13 +33,14 @@ _TENSOR_PARALLEL = "ds_autotp_universal_checkpoint_meta"
 def own_loading(engine: Any) -> Iterator[None]:
     """Lets the engine's ZeRO optimizer load universal files by `load_groups` or `load_partition` while it lasts.
 
-    With a model-parallel unit DeepSpeed's own loader stays: it knows how parameters are sliced there.
+    With tensor parallelism DeepSpeed's own loader stays: it knows how parameters are sliced there.
     """
     optimizer = engine.optimizer
+    sliced = any(hasattr(parameter, _TENSOR_PARALLEL) for parameter in engine.module.parameters())
     stage = int(engine.zero_optimization_stage())
     name = "load_hp_checkpoint_state" if stage == 3 else "load_hp_checkpoint_state_from_checkpoint_dir"
     theirs = getattr(optimizer, name, None)
-    if theirs is None or getattr(optimizer, "mpu", None) is not None:
+    if theirs is None or sliced or getattr(optimizer, "mpu", None) is not None:
         yield
         return
     if stage == 3:
@@ -203,9 +204,10 @@ def restore_unpartitioned(engine: Any, directory: Path) -> None:
     """Copies what no optimizer knows from the model states: buffers, frozen and other parameters. Collective.
 
     Raises:
-        RuntimeError: A parameter that is trained is not there: ZeRO-3 saves none that the optimizer does not know.
+        RuntimeError: A parameter that is trained is not there: ZeRO-3 saves none that the optimizer does not know; or
+            one has another shape: frozen ones do not follow a change of tensor parallelism.
     """
-    files = model_state_files(directory)
+    files = model_state_files(directory, int(getattr(engine, "checkpoint_mp_rank", 0)))
     states = [load(path, mmap=True) for path in files]
     module: Mapping[str, Any] = states[0]["module"]
     partitioned = states[0].get("param_shapes")  # stage 0 partitions nothing, and DeepSpeed loads all of it
@@ -234,8 +236,11 @@ def _unpartitioned(
     if isinstance(value, Tensor) and tuple(value.shape) == shape:
         return value
     # Stage 3 partitions these too; each rank's file has its fragment, padded.
-    if name not in (states[0].get("frozen_param_shapes") or {}):
+    saved = (states[0].get("frozen_param_shapes") or {}).get(name)
+    if saved is None:
         return None
+    if tuple(saved) != shape:
+        raise RuntimeError(f"{name} was saved with shape {tuple(saved)}, the model's has {shape}")
     fragments = [rank["frozen_param_fragments"][name].reshape(-1) for rank in states]
     return torch.cat(fragments)[: torch.Size(shape).numel()].reshape(shape)
 

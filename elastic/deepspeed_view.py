@@ -24,19 +24,23 @@ NESTED = "optimizer_state_dict"
 _MODEL = {False: "mp_rank_00_model_states.pt", True: "zero_pp_rank_0_mp_rank_00_model_states.pt"}
 
 
-def model_state_files(directory: Path) -> list[Path]:
-    """All files of model states, rank 0's first; stages 1 and 2 have one.
+def model_state_files(directory: Path, model_rank: int = 0) -> list[Path]:
+    """Files of model states of one rank of model parallelism, rank 0's first; stages 1 and 2 have one.
 
     Raises:
         RuntimeError: There are none.
     """
     files: list[Path] = []
-    while (path := directory / f"zero_pp_rank_{len(files)}_mp_rank_00_model_states.pt").is_file():
+    while (path := directory / f"zero_pp_rank_{len(files)}_mp_rank_{model_rank:02d}_model_states.pt").is_file():
         files.append(path)
-    files = files or [path for path in [directory / _MODEL[False]] if path.is_file()]
-    if not files:
-        raise RuntimeError(f"no model states in {directory}")
-    return files
+    whole = directory / f"mp_rank_{model_rank:02d}_model_states.pt"
+    if not files and whole.is_file():
+        files = [whole]
+    if files:
+        return files
+    if model_rank > 0:  # it was saved with fewer of them
+        return model_state_files(directory)
+    raise RuntimeError(f"no model states in {directory}")
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 THREADS = 4
 MEMORY_BYTES = 16 << 20
-# Of what a thread may use: the values, the model's own weights to compare them with, and what a comparison makes.
+# A thread's buffers (values, the same in another type, what they are compared with), and what comes and goes.
 _SHARES = 4
 _SMALLEST_PIECE, _LARGEST_PIECE = 4 << 10, 4 << 20
 _PAGE = 4096

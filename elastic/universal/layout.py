@@ -77,10 +77,16 @@ def refuse_layout(model: Mapping[str, Any]) -> None:
         raise Unsupported("a model with experts")
     if not isinstance(model.get("param_shapes"), list) or not isinstance(model.get("module"), Mapping):
         raise Unsupported("model states of a pipeline")
-    described = set(model.get(_UNIVERSAL_INFO) or ()) - {_UNIVERSAL_VERSION}
-    if described:
+    if described := described_parameters(model):
         # Padded vocabularies, fused weights: the converter has to act on them at any size.
-        raise Unsupported(f"parameters are described by {sorted(described)}")
+        raise Unsupported(f"parameters are described by {described}")
+
+
+def described_parameters(model: Mapping[str, Any]) -> list[str]:
+    """What the model states tell a converter about how parameters are split: kinds of patterns, sorted."""
+    return sorted(
+        key for key, value in (model.get(_UNIVERSAL_INFO) or {}).items() if key != _UNIVERSAL_VERSION and value
+    )
 
 
 def refuse_unconvertible(model: Mapping[str, Any]) -> None:
@@ -103,4 +109,4 @@ def refuse_unconvertible(model: Mapping[str, Any]) -> None:
         )
 
 
-__all__ = ("Files", "Unsupported", "find_files", "refuse_layout", "refuse_unconvertible")
+__all__ = ("Files", "Unsupported", "described_parameters", "find_files", "refuse_layout", "refuse_unconvertible")

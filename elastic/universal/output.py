@@ -163,8 +163,9 @@ class _Hashing(io.RawIOBase):
 
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")
+        self._hash.update(view)
+        rest = view
         try:
-            rest = view
             while rest:
                 # Up to a boundary in the file: writes that begin and end within a page cost the kernel more.
                 part = rest[: WRITE_BYTES - self.size % WRITE_BYTES]
@@ -176,7 +177,6 @@ class _Hashing(io.RawIOBase):
         return len(view)
 
     def _append(self, part: memoryview) -> None:
-        self._hash.update(part)
         self.size += len(part)
         while part:  # a file may take less than it was given
             count = os.write(self.descriptor, part)

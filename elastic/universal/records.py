@@ -134,15 +134,16 @@ def _storage_records(path: Path, descriptor: int) -> list[tuple[int, int]]:
     """(first byte, size) of every storage's record."""
     found = []
     with open(os.dup(descriptor), "rb") as file, zipfile.ZipFile(file) as archive:
-        for info in archive.infolist():
-            parts = info.filename.split("/")
-            if parts[1:] == [_BYTE_ORDER] and archive.read(info).decode() != sys.byteorder:
-                raise NotInPieces(f"{path.name} was saved on a machine with another order of bytes")
-            if len(parts) == 3 and parts[1] == "data":
-                header = os.pread(descriptor, _LOCAL_HEADER.size, info.header_offset)
-                found.append(
-                    (info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header)), info.file_size)
-                )
+        listed = archive.infolist()
+    for info in listed:
+        header = os.pread(descriptor, _LOCAL_HEADER.size, info.header_offset)
+        start = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
+        parts = info.filename.split("/")
+        # Read without zipfile, which wants a checksum that torch may have left out.
+        if parts[1:] == [_BYTE_ORDER] and os.pread(descriptor, info.file_size, start).decode() != sys.byteorder:
+            raise NotInPieces(f"{path.name} was saved on a machine with another order of bytes")
+        if len(parts) == 3 and parts[1] == "data":
+            found.append((start, info.file_size))
     return found
 
 

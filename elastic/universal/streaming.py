@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,10 +29,13 @@ from .source import COMMON_STATE, FP32, Parameter, Source
 
 
 class _Buffers(threading.local):
-    """Each thread's own two: for values, and for what they are compared with."""
+    """Each thread's own: for values, for the same in another type, and for what those are compared with.
+
+    Made once: tensors that come and go in these sizes leave the heap in pieces, several times what they need.
+    """
 
     def __init__(self, size: int) -> None:
-        self.values, self.others = memoryview(bytearray(size)), memoryview(bytearray(size))
+        self.values, self.converted, self.others = (memoryview(bytearray(size)) for _ in range(3))
 
 
 def write(
@@ -61,7 +63,7 @@ def write(
     for name, value in form.unpartitioned.items():
         tasks.append((value.numel(), _task(_write_unpartitioned, source, name, value, output, buffers)))
     tasks.sort(key=lambda task: -task[0])  # large ones first: the last thread to finish then has little left to do
-    with _without_crc32():
+    with _without_crc32(), _one_thread_each():
         _run([task for _, task in tasks], effort.threads)
         for name, step in form.steps.items():
             output.save(f"{ZERO}/{name}/step.pt", step)
@@ -93,10 +95,13 @@ def _write_state(
     extents = source.extents(parameter, state)
     like = source.flat[0][parameter.group][state if extents is not None else FP32]
     around = form.frame(parameter, like.dtype)
-    pieces = zeros(around.nbytes, buffers.values) if extents is None else read(extents, buffers.values)
     model: Tensor | None = source.model["module"].get(parameter.name) if state == FP32 and source.stage < 3 else None
+    room = buffers.values
+    if model is not None:  # whose values may be wider and have to fit as many
+        room = room[: len(room) // max(1, model.element_size() // like.element_size())]
+    pieces = zeros(around.nbytes, room) if extents is None else read(extents, room)
     if model is not None:
-        pieces = _compared(pieces, source, parameter, model, like.dtype, buffers.others)
+        pieces = _compared(pieces, source, parameter, model, like.dtype, buffers)
     output.stream(path, around, pieces)
 
 
@@ -113,7 +118,9 @@ def _write_unpartitioned(source: Source, name: str, value: Tensor, output: Outpu
     around = frame(tuple(value.shape), torch.float32, stride=tuple(value.stride()), key=PARAM)
     wide = max(1, 4 // value.element_size())
     pieces = read([source.model_extent(value)], buffers.values[: len(buffers.values) // wide])
-    output.stream(path, around, pieces if value.dtype == torch.float32 else _as_fp32(pieces, value.dtype))
+    if value.dtype != torch.float32:
+        pieces = (converted(piece, value.dtype, torch.float32, buffers.converted) for piece in pieces)
+    output.stream(path, around, pieces)
 
 
 def read(extents: Iterable[Extent], buffer: memoryview) -> Iterator[memoryview]:
@@ -139,10 +146,12 @@ def zeros(nbytes: int, buffer: memoryview) -> Iterator[memoryview]:
         yield buffer[: min(len(buffer), nbytes - start)]
 
 
-def _as_fp32(pieces: Iterable[memoryview], dtype: torch.dtype) -> Iterator[memoryview]:
-    for piece in pieces:
-        values: Any = torch.frombuffer(piece, dtype=dtype).float().numpy()
-        yield memoryview(values).cast("B")
+def converted(piece: memoryview, dtype: torch.dtype, other: torch.dtype, buffer: memoryview) -> memoryview:
+    """The values of ``piece``, which are of ``dtype``, as ``other``, in ``buffer``."""
+    values = torch.frombuffer(piece, dtype=dtype)
+    result = buffer[: values.numel() * other.itemsize]
+    torch.frombuffer(result, dtype=other).copy_(values)
+    return result
 
 
 def _compared(
@@ -151,7 +160,7 @@ def _compared(
     parameter: Parameter,
     model: Tensor,
     dtype: torch.dtype,
-    buffer: memoryview,
+    buffers: _Buffers,
 ) -> Iterator[memoryview]:
     """Passes fp32 weights on, each piece once it was held against the model states: they are two copies of one thing.
 
@@ -161,11 +170,12 @@ def _compared(
     extent = source.model_extent(model) if model.is_contiguous() else None
     start = 0
     for piece in pieces:
-        values = torch.frombuffer(piece, dtype=dtype).to(model.dtype)
+        ours = piece if dtype == model.dtype else converted(piece, dtype, model.dtype, buffers.converted)
+        values = torch.frombuffer(ours, dtype=model.dtype)
         if extent is None:
             theirs = model.reshape(-1)[start : start + values.numel()]
         else:
-            other = buffer[: values.numel() * model.element_size()]
+            other = buffers.others[: values.numel() * model.element_size()]
             extent.read_into(other, start * model.element_size())
             theirs = torch.frombuffer(other, dtype=model.dtype)
         if not torch.equal(values, theirs) and not _equal_with_nan(values, theirs):
@@ -191,4 +201,15 @@ def _without_crc32() -> Iterator[None]:
         torch.serialization.set_crc32_options(before)
 
 
-__all__ = ("read", "write", "zeros")
+@contextmanager
+def _one_thread_each() -> Iterator[None]:
+    """Our threads share the cores already."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+__all__ = ("converted", "read", "write", "zeros")

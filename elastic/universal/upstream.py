@@ -23,7 +23,7 @@ from torch import Tensor
 
 from .errors import EnvironmentFailed, SourceBad
 from .forms import PARAM, ZERO
-from .layout import refuse_unconvertible
+from .layout import described_parameters, refuse_unconvertible
 from .loading import describe_refusal, load, only_safe_loading
 from .source import ADAM_STATES, COMMON_STATE, FP32
 
@@ -75,6 +75,10 @@ def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda coun
             ds_to_universal.main(arguments)
         except UnpicklingError as error:
             raise EnvironmentFailed(describe_refusal("the checkpoint", error)) from error
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:
+            raise EnvironmentFailed(f"DeepSpeed's converter failed: {type(error).__name__}: {error}") from error
     _check(work / "out", models)
     return work / "out"
 
@@ -100,6 +104,14 @@ def _model_states(source: Path) -> list[Mapping[str, Any]]:
             models.append(content)
     if not models:
         raise SourceBad(f"no files of DeepSpeed's model states (*_model_states.pt) in {source.name}")
+    names = [_names(model) for model in models]
+    # Ranks of tensor parallelism describe the same parameters; stages of a pipeline each their own.
+    tensor_parallel = any(names[0] and other == names[0] for other in names[1:])
+    if tensor_parallel and int(models[0].get("mp_world_size") or 1) > 1 and not described_parameters(models[0]):
+        raise EnvironmentFailed(
+            "saved with tensor parallelism and without a description of it (universal_checkpoint_info): DeepSpeed's "
+            "converter would glue copies of one parameter together; save with one to be able to change the world size"
+        )
     return models
 
 

@@ -40,10 +40,12 @@ def run_world(world: int, command: Sequence[str], *, seconds: float = 120.0) -> 
             rank.close()
 
 
-def run_worker(world: int, task: dict[str, Any]) -> list[dict[str, Any]]:
+def run_worker(
+    world: int, task: dict[str, Any], *, worker: Path = WORKER, seconds: float = 120.0
+) -> list[dict[str, Any]]:
     """Runs one task of the ZeRO worker; returns each rank's result, and fails with the ranks' output if one failed."""
     Path(task["out"]).mkdir(parents=True, exist_ok=True)
-    results = run_world(world, [str(WORKER), json.dumps(task)])
+    results = run_world(world, [str(worker), json.dumps(task)], seconds=seconds)
     failed = [f"rank {rank}: {code}\n{output}" for rank, (code, output) in enumerate(results) if code != 0]
     assert not failed, "\n".join(failed)
     return [json.loads((Path(task["out"]) / f"result-{rank}.json").read_text()) for rank in range(world)]

@@ -1,0 +1,280 @@
+"""``convert_directory``: any DeepSpeed checkpoint into any directory, in place, gone on with after a kill."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dalsegno.elastic.checkpoint import Manifest, verify
+from dalsegno.elastic.checkpoint.files import checksum
+from dalsegno.elastic.universal import (
+    Effort,
+    EnvironmentFailed,
+    SourceBad,
+    Watch,
+    Wish,
+    convert,
+    convert_directory,
+)
+from dalsegno.elastic.universal.journal import JOURNAL
+from dalsegno.elastic.universal.loading import load
+from tests.support.conversions import Died, convert_halfway, die_after, files_below, target_of
+from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker
+
+pytestmark = pytest.mark.timeout(180)
+OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
+
+
+@pytest.fixture
+def plain(sources: Sources, tmp_path: Path) -> Path:
+    """A ZeRO-2 checkpoint of two ranks as a script without ours leaves it: nothing seals it."""
+    source = tmp_path / "global_step3"
+    shutil.copytree(sources.get(2, 2)[0], source, ignore=shutil.ignore_patterns("MANIFEST.json"))
+    return source
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+
+
+def test_the_files_are_the_same_as_in_a_run(sources: Sources, plain: Path, tmp_path: Path) -> None:
+    """Complete at the end, listed with checksums, and named where DeepSpeed looks for a name."""
+    sealed = tmp_path / "step-3.e1.0"
+    shutil.copytree(sources.get(2, 2)[0], sealed)
+    convert(sealed, target_of(sealed))
+    target = tmp_path / "out" / "universal"
+    made = convert_directory(plain, target)
+    assert list(made) == list(Manifest.read(target_of(sealed)).files)
+    assert files_below(target) == sorted(["CONVERTED.json", *(entry.path for entry in made)])
+    listed = json.loads((target / "CONVERTED.json").read_bytes())["files"]
+    assert [checksum(target, entry.path) for entry in made] == list(made)
+    assert [(entry["path"], entry["xxh3_128"]) for entry in listed] == [(entry.path, entry.xxh3_128) for entry in made]
+    assert (target.parent / "latest_universal").read_text() == "universal"
+
+
+def test_a_runs_own_names_are_sealed_as_a_runs(sources: Sources, tmp_path: Path) -> None:
+    """So that the run and `dalsegno checkpoints` know it."""
+    source = tmp_path / "step-3.e1.0"
+    shutil.copytree(sources.get(2, 2)[0], source)
+    convert_directory(source, target_of(source, 7), latest=False)
+    verify(target_of(source, 7), Manifest.read(target_of(source, 7)))
+    assert not (tmp_path / "latest_universal").exists()
+
+
+@pytest.mark.parametrize("wish", [Wish(stage=3), Wish(reset_optimizer=True)], ids=["stage", "reset"])
+def test_what_a_run_would_not_expect_is_not_sealed_as_a_runs(sources: Sources, tmp_path: Path, wish: Wish) -> None:
+    source = tmp_path / "step-3.e1.0"
+    shutil.copytree(sources.get(2, 2)[0], source)
+    convert_directory(source, target_of(source), wish=wish)
+    assert not (target_of(source) / "MANIFEST.json").exists()
+    with pytest.raises(ValueError, match="its own stage"):
+        convert(source, target_of(source, 2), wish=wish)
+
+
+def test_a_killed_one_is_gone_on_with(plain: Path, tmp_path: Path) -> None:
+    """SIGKILL in the middle; the same call keeps what was finished and verifies, and deletes what was not."""
+    target = tmp_path / "universal"
+    convert_halfway(plain, target, 5, "--anywhere")
+    finished = [json.loads(line)["path"] for line in (target / JOURNAL).read_text().splitlines()[1:]]
+    assert len(finished) == 5
+    os.chmod(target / finished[0], 0o644)
+    with open(target / finished[0], "r+b") as file:
+        file.seek(100)
+        file.write(b"?")
+    (target / "zero" / "stray.pt").write_bytes(b"half a file")
+    kept = {path: (target / path).stat().st_ino for path in finished[1:]}
+    made = convert_directory(plain, target)
+    assert {path: (target / path).stat().st_ino for path in kept} == kept
+    whole = convert_directory(plain, tmp_path / "again")
+    assert made == whole
+    assert files_below(target) == files_below(tmp_path / "again")
+
+
+def test_two_at_a_time(plain: Path, tmp_path: Path) -> None:
+    """The second one is told; it would delete what the first one is writing."""
+    target = tmp_path / "universal"
+    with pytest.raises(Died):
+        convert_directory(plain, target, watch=die_after(3))
+    with open(target / JOURNAL) as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        with pytest.raises(EnvironmentFailed, match="another conversion is writing"):
+            convert_directory(plain, target)
+    assert convert_directory(plain, target)
+
+
+def test_complete_already(plain: Path, tmp_path: Path) -> None:
+    """Nothing is made twice, and another source's is not taken for it."""
+    target = tmp_path / "universal"
+    assert convert_directory(plain, target)
+    assert convert_directory(plain, target) == ()
+    rewrite(plain / "mp_rank_00_model_states.pt", lambda content: content.update(note="another"))
+    with pytest.raises(EnvironmentFailed, match="holds something else already"):
+        convert_directory(plain, target)
+
+
+def test_the_beginning_of_another_conversion(plain: Path, tmp_path: Path) -> None:
+    """Neither of another source nor of other wishes: their files would be mixed."""
+    target = tmp_path / "universal"
+    with pytest.raises(Died):
+        convert_directory(plain, target, watch=die_after(3))
+    with pytest.raises(EnvironmentFailed, match="conversion of something else: remove it"):
+        convert_directory(plain, target, wish=Wish(stage=3))
+
+
+def test_directories_that_are_not_for_it(plain: Path, tmp_path: Path) -> None:
+    """One line each, before anything is read."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("?")
+    with pytest.raises(EnvironmentFailed, match="is not empty"):
+        convert_directory(plain, tmp_path / "mine")
+    with pytest.raises(EnvironmentFailed, match="lies in the checkpoint"):
+        convert_directory(plain, plain / "universal")
+    with pytest.raises(EnvironmentFailed, match="is a file"):
+        convert_directory(plain, tmp_path / "mine" / "thesis.txt")
+    with pytest.raises(SourceBad, match="holds no files of a DeepSpeed checkpoint"):
+        convert_directory(tmp_path / "mine", tmp_path / "other")
+    with pytest.raises(EnvironmentFailed, match="is no directory"):
+        convert_directory(tmp_path / "nothing", tmp_path / "other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["global_step3", "mine"]
+
+
+def forget_moments(source: Path, ranks: tuple[int, ...]) -> None:
+    for rank in ranks:
+
+        def forget(content: dict[str, Any]) -> None:
+            for group in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+                del group["exp_avg"], group["exp_avg_sq"]
+
+        rewrite(source / OPTIMIZER.format(rank), forget)
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)], ids=["all", "one-rank"])
+def test_moments_that_are_missing(plain: Path, tmp_path: Path, ranks: tuple[int, ...]) -> None:
+    """DeepSpeed's converter leaves them out without a word; here it is an error that says how to do without them."""
+    forget_moments(plain, ranks)
+    with pytest.raises(SourceBad, match="--reset-optimizer"):
+        convert_directory(plain, tmp_path / "universal")
+
+
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
+def test_a_reset_that_was_asked_for(sources: Sources, tmp_path: Path, stage: int) -> None:
+    """The weights of the checkpoint, and an optimizer as at its first step."""
+    made, saved = sources.get(stage, 2)
+    source = tmp_path / "global_step3"
+    shutil.copytree(made, source, ignore=shutil.ignore_patterns("MANIFEST.json"))
+    if stage == 2:
+        forget_moments(source, (0, 1))
+    target = tmp_path / "universal"
+    convert_directory(source, target, wish=Wish(reset_optimizer=True))
+    resume = {"load": str(source), "form": "universal", "universal": str(target), "step": STEPS}
+    run_worker(1, {"stage": stage, "steps": 1, "out": str(tmp_path / "out"), **resume})
+    loaded: Held = read_held(tmp_path / "out", "loaded", 1)
+    for name, states in loaded.states.items():
+        assert torch.equal(states["fp32"], saved.states[name]["fp32"]), name
+        assert not states["exp_avg"].any()
+        assert not states["exp_avg_sq"].any()
+    assert set(loaded.ranks[0]["steps"]) == {0.0}
+
+
+def test_ranks_that_are_at_different_steps(plain: Path, tmp_path: Path) -> None:
+    """Files of two saves that were mixed."""
+
+    def advance(content: dict[str, Any]) -> None:
+        for group in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            group["step"] = group["step"] + 1
+
+    rewrite(plain / OPTIMIZER.format(1), advance)
+    with pytest.raises(SourceBad, match="different numbers of optimizer steps"):
+        convert_directory(plain, tmp_path / "universal")
+
+
+@pytest.mark.parametrize(
+    ("zero", "message"),
+    [
+        ({"round_robin_gradients": True}, "round_robin_gradients"),
+        ({"mics_shard_size": 2}, "mics_shard_size"),
+        ({"offload_optimizer": {"device": "nvme"}}, "nvme"),
+    ],
+)
+@pytest.mark.parametrize("described", [False, True], ids=["ours", "upstream"])
+def test_layouts_that_nobody_converts_rightly(
+    plain: Path, tmp_path: Path, zero: dict[str, Any], message: str, described: bool
+) -> None:
+    """Refused also where DeepSpeed's own converter would be asked, which makes wrong files without a word."""
+
+    def change(content: dict[str, Any]) -> None:
+        content["ds_config"]["zero_optimization"].update(zero)
+        if described:  # what only DeepSpeed's converter knows
+            content["universal_checkpoint_info"]["tp_replicated_parameter_patterns"] = [".*bias"]
+
+    rewrite(plain / "mp_rank_00_model_states.pt", change)
+    with pytest.raises(EnvironmentFailed, match=message):
+        convert_directory(plain, tmp_path / "universal")
+
+
+def test_a_name_that_deepspeeds_converter_trips_over(sources: Sources, tmp_path: Path) -> None:
+    """With ``[`` in a parameter's name it drops the moments and says Done; with ``+`` it raises."""
+    made, saved = sources.get(2, 2, model="names")
+    with pytest.raises(EnvironmentFailed, match=r"converter (left out|failed)"):
+        convert_directory(made, tmp_path / "theirs", wish=Wish(upstream=True))
+    convert_directory(made, tmp_path / "ours")
+    for name, states in saved.states.items():
+        for state, value in states.items():
+            content = load(tmp_path / "ours" / "zero" / name / f"{state}.pt")["param"]
+            assert torch.equal(content.reshape(-1).double(), value), f"{name}/{state}"
+
+
+def test_files_of_torchs_older_format(plain: Path, tmp_path: Path) -> None:
+    """They cannot be read in pieces: DeepSpeed's converter takes them."""
+    path = plain / OPTIMIZER.format(0)
+    torch.save(torch.load(path, weights_only=False), path, _use_new_zipfile_serialization=False)
+    made = convert_directory(plain, tmp_path / "universal")
+    rewrite(path, lambda content: None)
+    again = convert_directory(plain, tmp_path / "again")
+    assert [entry.path for entry in made] == [entry.path for entry in again]
+    one, two = (load(tmp_path / name / "zero/body.weight/exp_avg.pt") for name in ("universal", "again"))
+    assert torch.equal(one["param"], two["param"])
+
+
+def test_a_class_that_is_allowed(plain: Path, tmp_path: Path) -> None:
+    """A script's own class in the model states, by name and for this conversion alone."""
+    import argparse
+
+    rewrite(plain / "mp_rank_00_model_states.pt", lambda content: content.update(args=argparse.Namespace(a=1)))
+    with pytest.raises(EnvironmentFailed, match=r"argparse\.Namespace"):
+        convert_directory(plain, tmp_path / "universal")
+    with pytest.raises(EnvironmentFailed, match="is not a class"):
+        convert_directory(plain, tmp_path / "universal", wish=Wish(allow=("os.system",)))
+    with pytest.raises(EnvironmentFailed, match="cannot be allowed"):
+        convert_directory(plain, tmp_path / "universal", wish=Wish(allow=("nowhere.Thing",)))
+    assert convert_directory(plain, tmp_path / "universal", wish=Wish(allow=("argparse.Namespace",)))
+    with pytest.raises(EnvironmentFailed, match=r"argparse\.Namespace"):
+        convert_directory(plain, tmp_path / "other")
+
+
+def test_effort() -> None:
+    """What it may take is checked before anything is done."""
+    assert Effort(threads=2, memory=1 << 20).piece == 128 << 10
+    assert Effort(threads=1, memory=1 << 40).piece == 4 << 20
+    for wrong in ({"threads": 0}, {"threads": 4, "memory": 1000}):
+        with pytest.raises(ValueError, match="threads"):
+            Effort(**wrong)
+
+
+def test_any_effort_makes_the_same(plain: Path, tmp_path: Path) -> None:
+    """Pieces of one page, of odd numbers of them, and of everything at once."""
+    made = [
+        convert_directory(plain, tmp_path / f"{number}", wish=Wish(effort=effort), watch=Watch())
+        for number, effort in enumerate([Effort(1, 16 << 10), Effort(3, 200 << 10), Effort(8, 1 << 30)])
+    ]
+    assert made[0] == made[1] == made[2]
