@@ -10,7 +10,10 @@ import io
 import os
 import struct
 import sys
+import threading
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -180,7 +183,8 @@ def frame(
         key: The tensor's key in a dictionary; None: the tensor is all there is.
         cat_dim: DeepSpeed's entry before the tensor; None: none.
 
-    The archive's own checksums must be off (``set_crc32_options``): the bytes are not there when they are written.
+    The archive's own checksums are left out, as ``set_crc32_options(False)`` does: they would be of other bytes, and
+    torch never looks at them.
     """
     # Never touched, so it costs addresses and no memory.
     tensor = torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
@@ -188,9 +192,24 @@ def frame(
     if key is not None and cat_dim is not None:
         content = {"cat_dim": cat_dim, key: tensor}
     recorder = _Recorder()
-    with torch.serialization.skip_data():
+    with _without_crc32(), torch.serialization.skip_data():
         torch.save(content, cast(BinaryIO, recorder))
     return Frame(bytes(recorder.head), recorder.left_out, bytes(recorder.tail))
+
+
+# The option is a thread's own since torch 2.13 and the process's before: set where it is used, by one at a time.
+_crc32 = threading.Lock()
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    with _crc32:
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            yield
+        finally:
+            torch.serialization.set_crc32_options(before)
 
 
 class _Recorder(io.RawIOBase):

@@ -63,7 +63,7 @@ def write(
     for name, value in form.unpartitioned.items():
         tasks.append((value.numel(), _task(_write_unpartitioned, source, name, value, output, buffers)))
     tasks.sort(key=lambda task: -task[0])  # large ones first: the last thread to finish then has little left to do
-    with _without_crc32(), _one_thread_each():
+    with _one_thread_each():
         _run([task for _, task in tasks], effort.threads)
         for name, step in form.steps.items():
             output.save(f"{ZERO}/{name}/step.pt", step)
@@ -188,17 +188,6 @@ def _compared(
 
 def _equal_with_nan(one: Tensor, two: Tensor) -> bool:
     return bool(((one == two) | (one.isnan() & two.isnan())).all())
-
-
-@contextmanager
-def _without_crc32() -> Iterator[None]:
-    """The zip format's own checksums cost more than ours and are never looked at: the manifest has xxh3."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,13 @@ from dalsegno.elastic.universal.records import Frame, NotInPieces, TorchFile, de
 from dalsegno.elastic.universal.streaming import converted, read, zeros
 
 
-@pytest.fixture(autouse=True)
-def no_crc32() -> Iterator[None]:
-    """As in a conversion."""
+def saved(content: Any) -> bytes:
+    """What torch writes without the archive's own checksums."""
+    file = io.BytesIO()
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
-    yield
-    torch.serialization.set_crc32_options(before)
-
-
-def saved(content: Any) -> bytes:
-    file = io.BytesIO()
     torch.save(content, file)
+    torch.serialization.set_crc32_options(before)
     return file.getvalue()
 
 
@@ -50,6 +45,16 @@ def test_a_frame_is_what_torch_writes_around_values(shape: tuple[int, ...], dtyp
     assert whole(frame(shape, dtype), of(tensor)) == saved(tensor)
     assert whole(frame(shape, dtype, key=PARAM), of(tensor)) == saved({PARAM: tensor})
     assert whole(frame(shape, dtype, key=PARAM, cat_dim=0), of(tensor)) == saved({"cat_dim": 0, PARAM: tensor})
+
+
+def test_a_frame_is_the_same_from_any_thread() -> None:
+    """Torch's option for checksums is a thread's own: two conversions of one source would differ in their files."""
+    frame.cache_clear()
+    with ThreadPoolExecutor(1) as pool:
+        theirs = pool.submit(frame, (7, 9), torch.float32).result()
+    assert torch.serialization.get_crc32_options(), "the option is back"
+    frame.cache_clear()
+    assert frame((7, 9), torch.float32) == theirs
 
 
 def test_a_frame_keeps_the_order_of_storage() -> None:
