@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from .loss_scale import LossScale
 from .strategies import (
     TRAINER_FILE,
     MakeOptimizer,
@@ -44,11 +45,14 @@ class FSDP(Strategy):
         options: For ``fully_shard``: ``mp_policy``, ``reshard_after_forward``, ``offload_policy``.
     """
 
+    loss_scale: LossScale
+
     def __init__(self, blocks: Iterable[type[nn.Module]] = (), **options: Any) -> None:
         if "mesh" in options or "shard_placement_fn" in options:
             raise ValueError("FSDP shards the rows of every parameter over all ranks: leave out mesh and placement")
         self._blocks, self._options = tuple(blocks), options
         self._max_grad_norm: float | None = None
+        self.loss_scale = LossScale(None)
 
     @property
     def name(self) -> str:
@@ -65,7 +69,7 @@ class FSDP(Strategy):
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        self._max_grad_norm = setting.max_grad_norm
+        self._max_grad_norm, self.loss_scale = setting.max_grad_norm, LossScale(setting.scaler)
         model.to(setting.device)
         resume = setting.session.resume
         if resume is None:
@@ -82,20 +86,20 @@ class FSDP(Strategy):
         if resume is None:
             return {}
         load(resume.path, model, self.optimizer)
-        return load_trainer_state(resume.path, self.scheduler)
+        return load_trainer_state(resume.path, self.scheduler, self.loss_scale)
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.loss_scale.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> Tensor | float | None:
-        norm = step_and_clear(self.model, self.optimizer, self.scheduler, self._max_grad_norm)
+        norm = step_and_clear(self.model, self.optimizer, self.scheduler, self._max_grad_norm, self.loss_scale)
         return norm.full_tensor() if isinstance(norm, Tensor) and hasattr(norm, "full_tensor") else norm
 
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
         _reshard(self.model)
         found = files(self.model, self.optimizer)
         if dist.get_rank() == 0:
-            found[TRAINER_FILE] = trainer_state(state, self.scheduler)
+            found[TRAINER_FILE] = trainer_state(state, self.scheduler, self.loss_scale)
         return found
 
 

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from .loss_scale import LossScale
 from .plan import BatchPlan
 from .training_state import TrainingState, read_tensors
 from .worker_session import Session
@@ -40,12 +42,14 @@ class Setting:
         device: Of this rank.
         plan: How the global batch is dealt.
         max_grad_norm: Gradients are clipped to this norm; None: they are not.
+        scaler: For fp16: scales the loss; None: nothing does.
     """
 
     session: Session
     device: torch.device
     plan: BatchPlan
     max_grad_norm: float | None
+    scaler: GradScaler | None = None
 
 
 class Strategy(ABC):
@@ -54,12 +58,14 @@ class Strategy(ABC):
     Attributes:
         scale: What the factors of micro-batches are made for, see ``BatchPlan.loss_scale``.
         any_world_size: Its checkpoints load at any world size; None: what the session knows of `name`.
+        loss_scale: What it does with a `Setting`'s scaler; None: it takes none.
         model: What is called for training, once `setup` is done.
         optimizer, scheduler: The same; without a scheduler None.
     """
 
     scale = "ddp"
     any_world_size: bool | None = True
+    loss_scale: LossScale | None = None
     model: nn.Module
     optimizer: Optimizer
     scheduler: Any = None
@@ -92,7 +98,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def step(self) -> Tensor | float | None:
-        """After the last micro-batch: clips, steps, clears the gradients.
+        """After the last micro-batch: clips, steps, clears the gradients. Steps or not on all ranks alike.
 
         Returns:
             The norm of the whole gradient before clipping, where it was computed.
@@ -132,9 +138,12 @@ class DDP(Strategy):
         options: For ``DistributedDataParallel``: ``find_unused_parameters``, ``bucket_cap_mb``, ….
     """
 
+    loss_scale: LossScale
+
     def __init__(self, **options: Any) -> None:
         self._options = options
         self._max_grad_norm: float | None = None
+        self.loss_scale = LossScale(None)
 
     @property
     def name(self) -> str:
@@ -149,16 +158,18 @@ class DDP(Strategy):
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting
     ) -> dict[str, Any]:
-        self._max_grad_norm = setting.max_grad_norm
+        self._max_grad_norm, self.loss_scale = setting.max_grad_norm, LossScale(setting.scaler)
         model.to(setting.device)
         self._bare = self.model = model
         self.optimizer = make_optimizer(model)
         # Made before the optimizer's state is loaded: to make a scheduler sets the learning rate of step 0.
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
-        scheduler = {} if self.scheduler is None else {"scheduler": self.scheduler}
+        parts: dict[str, Any] = {} if self.scheduler is None else {"scheduler": self.scheduler}
+        if setting.scaler is not None:
+            parts["scaler"] = self.loss_scale
         self._held = TrainerState()
         self._training = TrainingState(
-            setting.session, model=model, optimizer=self.optimizer, **scheduler, trainer=self._held
+            setting.session, model=model, optimizer=self.optimizer, **parts, trainer=self._held
         )
         self._training.load()
         if setting.session.world_size > 1:
@@ -166,13 +177,13 @@ class DDP(Strategy):
         return self._held.state_dict()
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.loss_scale.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> Tensor | float | None:
-        return step_and_clear(self._bare, self.optimizer, self.scheduler, self._max_grad_norm)
+        return step_and_clear(self._bare, self.optimizer, self.scheduler, self._max_grad_norm, self.loss_scale)
 
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        trainer_state(state, self.scheduler)
+        trainer_state(state, self.scheduler, self.loss_scale)
         self._held.load_state_dict(state)
         return self._training.files()
 
@@ -219,14 +230,17 @@ def init_process_group() -> None:
 
 
 def step_and_clear(
-    model: nn.Module, optimizer: Optimizer, scheduler: Any, max_grad_norm: float | None
+    model: nn.Module, optimizer: Optimizer, scheduler: Any, max_grad_norm: float | None, loss_scale: LossScale
 ) -> Tensor | float | None:
-    """Clips over all parameters (of sharded ones all ranks' parts), steps, clears; the norm before clipping."""
+    """Clips over all parameters (of sharded ones all ranks' parts), steps, clears; the norm before clipping.
+
+    Where gradients are not finite, neither the optimizer nor the scheduler steps.
+    """
     norm: Tensor | None = None
+    loss_scale.unscale(optimizer)
     if max_grad_norm is not None:
         norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
-    optimizer.step()
-    if scheduler is not None:
+    if loss_scale.step(optimizer) and scheduler is not None:
         scheduler.step()
     optimizer.zero_grad()
     return norm
@@ -246,14 +260,15 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
         ) from error
 
 
-def trainer_state(state: Mapping[str, Any], scheduler: Any) -> bytes:
+def trainer_state(state: Mapping[str, Any], scheduler: Any, loss_scale: LossScale) -> bytes:
     """What is small and alike on all ranks, as a file's content, once it is sure that it can be read again.
 
     Raises:
         TypeError: A scheduler or callback keeps something else than plain values and tensors.
     """
     held = io.BytesIO()
-    torch.save({"trainer": dict(state), "scheduler": None if scheduler is None else scheduler.state_dict()}, held)
+    schedule = None if scheduler is None else scheduler.state_dict()
+    torch.save({"trainer": dict(state), "scheduler": schedule, "scaler": loss_scale.state_dict()}, held)
     try:
         torch.load(io.BytesIO(held.getvalue()), weights_only=True)
     except UnpicklingError as error:
@@ -264,16 +279,18 @@ def trainer_state(state: Mapping[str, Any], scheduler: Any) -> bytes:
     return held.getvalue()
 
 
-def load_trainer_state(directory: Path, scheduler: Any) -> dict[str, Any]:
+def load_trainer_state(directory: Path, scheduler: Any, loss_scale: LossScale) -> dict[str, Any]:
     """The inverse of `trainer_state`.
 
     Raises:
-        ValueError: With a scheduler saved and none now, or the other way round.
+        ValueError: With a scheduler or a loss scale saved and none now, or the other way round.
     """
     state = read_tensors(directory / TRAINER_FILE)
     if (state["scheduler"] is None) != (scheduler is None):
         had, has = ("no", "one") if state["scheduler"] is None else ("one", "none")
         raise ValueError(f"the checkpoint has {had} scheduler, the Trainer {has}: the learning rate would be another")
+    # Earlier versions had no loss scale.
+    loss_scale.load_state_dict(state.get("scaler") or LossScale(None).state_dict())
     if scheduler is not None:
         scheduler.load_state_dict(state["scheduler"])
     return dict(state["trainer"])

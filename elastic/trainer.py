@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 
 from .accumulation import Accumulation
 from .background_save import background
@@ -65,6 +66,9 @@ class Trainer:
         scheduler: ``scheduler(optimizer)`` makes it; it steps after each optimizer step.
         strategy: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or a `Strategy` with options.
         max_grad_norm: Clips the norm of the whole global batch's gradient.
+        grad_scaler: For fp16: a ``torch.amp.GradScaler``, saved and loaded with the rest. Where gradients are not
+            finite, optimizer and scheduler do not step, on any rank; the step counts, and its batch is consumed. Not
+            for DeepSpeed, which scales by itself.
         seed: Of the order of samples and the random generators. (The model is made by the script.)
         shuffle, drop_last: See `ElasticSampler`.
         collate, count_tokens, loader_options: See `Batches`.
@@ -96,6 +100,7 @@ class Trainer:
     scheduler: MakeScheduler | None = None
     strategy: Strategy | str = "ddp"
     max_grad_norm: float | None = None
+    grad_scaler: GradScaler | None = None
     seed: int = 0
     shuffle: bool = True
     drop_last: bool = False
@@ -129,6 +134,11 @@ class Trainer:
         self._strategy = _strategy(self.strategy)
         if self.save_in_background and self._strategy.scale == "deepspeed":
             raise ValueError("save_in_background: DeepSpeed's engine writes by itself, choose another strategy")
+        if self.grad_scaler is not None and self._strategy.loss_scale is None:
+            raise ValueError(
+                f"grad_scaler: strategy {self._strategy.name} takes none (DeepSpeed scales by itself, with fp16 in its "
+                "config)"
+            )
         self._hooks = [*self.callbacks, *([Console()] if self.progress else [])]
         self._session: Session | None = None
         self._state, self._ends = "new", (self.max_steps, self.data_epochs)
@@ -195,7 +205,7 @@ class Trainer:
         )
         # Before anything large is loaded: another order of samples is refused here.
         self._batches = self._make_batches(s, plan)
-        setting = Setting(s, self._where, plan, self.max_grad_norm)
+        setting = Setting(s, self._where, plan, self.max_grad_norm, self.grad_scaler)
         state = self._strategy.setup(self.model, self.optimizer, self.scheduler, setting)
         own = [] if self._strategy.scale == "deepspeed" else [self._strategy.optimizer]
         self._accumulate = Accumulation(self._strategy.model, *own)
@@ -312,9 +322,17 @@ class Trainer:
         values = {"loss": mean, "lr": float(self._strategy.optimizer.param_groups[0]["lr"])}
         if norm is not None:
             values["grad_norm"] = float(norm)
+        if self.grad_scaler is not None:
+            values.update(self._scale())
         values["seconds_per_step"] = (now - began) / max(1, self.step - step)
         self._send(values)
         self._each(lambda hook: hook.on_log(self, values))
+
+    def _scale(self) -> dict[str, float]:
+        held = self._strategy.loss_scale
+        if held is None or held.value is None:
+            return {}
+        return {"loss_scale": held.value, "skipped_steps": float(held.skipped)}
 
     # Evaluation.
 

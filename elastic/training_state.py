@@ -47,7 +47,7 @@ class TrainingState:
         """What this rank saves, for ``background``. Tensors are the training's own."""
         if self._session.rank != 0:
             return {}
-        kept = {name: {"type": type(part).__name__, "state": part.state_dict()} for name, part in self._parts.items()}
+        kept = {name: {"type": _kind(part), "state": part.state_dict()} for name, part in self._parts.items()}
         return {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
 
     def write(self, path: Path) -> None:
@@ -70,7 +70,7 @@ class TrainingState:
         weights, kept = read_tensors(resume.path / MODEL_FILE), read_tensors(resume.path / TRAINING_FILE)
         check_same_names(weights, self._model.state_dict())
         had = {name: str(part["type"]) for name, part in kept.items()}
-        have = {name: type(part).__name__ for name, part in self._parts.items()}
+        have = {name: _kind(part) for name, part in self._parts.items()}
         if had != have:
             raise ValueError(
                 f"{resume.ref.name} was saved with {_named(had)}, this training has {_named(have)}: it would go on"
@@ -122,6 +122,12 @@ def check_same_names(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Non
         if names
     ]
     raise ValueError(f"the checkpoint is of another model: {'; '.join(only)}")
+
+
+def _kind(part: Stateful) -> str:
+    # A scaler that is switched off has no state, and takes any without a word.
+    on = getattr(part, "is_enabled", None)
+    return type(part).__name__ + (" (disabled)" if callable(on) and not on() else "")
 
 
 def _named(parts: Mapping[str, str]) -> str:

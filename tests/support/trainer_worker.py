@@ -17,9 +17,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset, IterableDataset
 
-from dalsegno.elastic import Callback, Counts, Evaluator, Tracked, Trainer, counts, worker_session
+from dalsegno.elastic import (
+    Accumulation,
+    Batches,
+    BatchPlan,
+    Callback,
+    Counts,
+    ElasticSampler,
+    Evaluator,
+    Tracked,
+    Trainer,
+    TrainingState,
+    background,
+    counts,
+    worker_session,
+)
 from dalsegno.elastic.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.fsdp import FSDP
 from dalsegno.elastic.strategies import DDP, Strategy
@@ -111,6 +126,33 @@ def make_strategy(name: str) -> Strategy:
     return FSDP(blocks=(Block,)) if name == "fsdp" else DDP()
 
 
+def make_scaler(case: Mapping[str, Any]) -> torch.amp.grad_scaler.GradScaler | None:
+    """A small scale that grows every second step, on request."""
+    if not case.get("scaled"):
+        return None
+    return torch.amp.grad_scaler.GradScaler("cpu", init_scale=256.0, growth_interval=2)
+
+
+def scaled_losses(model: Any, data: tuple[Tensor, Tensor], case: Mapping[str, Any], step: int, rank: int) -> Tensor:
+    """(batch,), in fp16 on request. At the steps ``overflows`` the last rank's gradient gets too large, in one row of
+    one matrix: of sharded gradients one rank has that row."""
+
+    def overflow(gradient: Tensor) -> Tensor:
+        factor = torch.ones_like(gradient)
+        factor[:, 0] = 60000.0 if case.get("fp16") else float("inf")
+        return gradient * factor * factor
+
+    first: nn.Module = getattr(model, "module", model).first
+    world, hooks = dist.get_world_size() if dist.is_initialized() else 1, []
+    if step in case.get("overflows", ()) and rank == world - 1 and torch.is_grad_enabled():
+        hooks.append(first.register_forward_hook(lambda *called: called[2].register_hook(overflow) and None))
+    with torch.autocast("cpu", torch.float16, enabled=bool(case.get("fp16"))):
+        output = model(data[0])
+    for hook in hooks:
+        hook.remove()
+    return (output.to(data[1].dtype) - data[1]).square().flatten(1).mean(1)
+
+
 class Notes(Callback):
     """Writes down all that it is told."""
 
@@ -145,13 +187,14 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         model,
         Points(dtype=dtype),
         optimizer=make_optimizer,
-        loss=lambda model, data: losses(model, data).mean(),
+        loss=lambda model, data: scaled_losses(model, data, case, trainer.step + 1, trainer.rank).mean(),
         global_batch_size=GLOBAL_BATCH,
         max_micro_batch_size=MICRO,
         max_steps=case["steps"],
         scheduler=make_scheduler,
         strategy=make_strategy(case["strategy"]),
         max_grad_norm=0.5,
+        grad_scaler=make_scaler(case),
         seed=3,
         checkpoint_dir=case.get("directory"),
         save_every=case.get("save_every", 0),
@@ -175,6 +218,56 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "evaluations": notes.evaluations,
         "best": None if fitted.best is None else fitted.best.name,
     }
+
+
+def by_hand(case: dict[str, Any]) -> dict[str, Any]:
+    """The same training without a Trainer: DDP with a TrainingState, or FSDP1 with torch's scaler and no checkpoint."""
+    dtype = torch.float32 if case["sharded"] else torch.float64
+    session = worker_session.session(case.get("directory"))
+    torch.manual_seed(5)
+    model: nn.Module = Model().to(dtype)
+    wrapped, optimizer = model, make_optimizer(model)
+    scheduler, scaler = make_scheduler(optimizer), make_scaler(case)
+    assert scaler is not None
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    if case["sharded"]:
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        wrapped = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+        optimizer = make_optimizer(wrapped)
+        scheduler = make_scheduler(optimizer)
+        scaler = ShardedGradScaler("cpu", init_scale=256.0, growth_interval=2)
+    state = TrainingState(session, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    if not case["sharded"]:
+        state.load()
+        wrapped = DistributedDataParallel(model)
+    sampler = ElasticSampler(LENGTH, GLOBAL_BATCH, seed=3)
+    plan = BatchPlan(GLOBAL_BATCH, session.world_size, MICRO)
+    batches: Batches[Any] = Batches(Points(dtype=dtype), sampler, plan, session.rank, resume=session.resume)
+    accumulate = Accumulation(wrapped, optimizer)
+    found: dict[str, Any] = {"loss": [], "loss_scale": [], "grad_norm": []}
+    save = None if case["sharded"] else background(state.files)
+    for batch in session.steps(batches, max_steps=case["steps"], save=save, seed=3):
+        total = 0.0
+        for micro in accumulate(batch):
+            losses = scaled_losses(wrapped, micro.data, case, batch.step, session.rank).mean()
+            scaler.scale(micro.scale(losses)).backward()  # type: ignore[no-untyped-call]
+            total += float(losses.detach()) * micro.n
+        scaler.unscale_(optimizer)
+        clip: Any = wrapped.clip_grad_norm_ if case["sharded"] else None
+        norm = clip(0.5) if clip else nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        before = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        if scaler.get_scale() >= before:
+            scheduler.step()
+        optimizer.zero_grad()
+        found["loss"].append(session.sum(total) / batch.n)
+        found["loss_scale"].append(scaler.get_scale())
+        found["grad_norm"].append(float(norm))
+    return found
 
 
 def evaluate(case: dict[str, Any]) -> dict[str, Any]:
@@ -235,7 +328,7 @@ def main() -> None:
                 dist.init_process_group("gloo")
             results.append(evaluate(case))
         else:
-            results.append(train(case))
+            results.append(by_hand(case) if case.get("kind") == "by hand" else train(case))
     (arguments.out / f"result-{rank}.json").write_text(json.dumps(results))
     if dist.is_initialized():
         dist.barrier()

@@ -8,12 +8,14 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
 from torch.utils.data import Dataset
 
 from dalsegno.elastic import (
@@ -32,6 +34,8 @@ from dalsegno.elastic.callbacks import Console, TensorBoard, WeightsAndBiases
 from dalsegno.elastic.checkpoint import CheckpointStore
 from dalsegno.elastic.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.fsdp import FSDP
+from dalsegno.elastic.loss_scale import LossScale
+from dalsegno.elastic.strategies import TRAINER_FILE, load_trainer_state, trainer_state
 
 STEPS, GLOBAL_BATCH, LENGTH = 7, 6, 20
 
@@ -226,6 +230,7 @@ def test_data_epochs_end_a_run() -> None:
             {"scheduler": None},
             "scheduler LambdaLR.*this training has optimizer AdamW, trainer",
         ),
+        ({"grad_scaler": GradScaler("cpu")}, "this training has optimizer AdamW, scheduler LambdaLR, scaler LossScale"),
         ({"data": Points(21)}, "length was 20 and is 21"),
         ({"seed": 4}, "seed was 3 and is 4"),
         ({"global_batch_size": 5}, "global_batch_size was 6 and is 5"),
@@ -457,6 +462,7 @@ def test_a_missing_logger_is_said_at_once(
         ({"save_every": -1}, "cannot be negative"),
         ({"strategy": "horovod"}, "strategy is 'ddp', 'fsdp', 'deepspeed' or a Strategy"),
         ({"strategy": DeepSpeed(), "save_in_background": True}, "writes by itself"),
+        ({"strategy": DeepSpeed(), "grad_scaler": GradScaler("cpu")}, "deepspeed-zero-1 takes none"),
     ],
 )
 def test_options_that_cannot_go_together_are_refused(options: dict[str, Any], message: str) -> None:
@@ -519,3 +525,69 @@ def test_padded_rows_and_token_means_count_right(tokens: bool) -> None:
     torch.testing.assert_close(
         weights(made), torch.cat([p.detach().flatten() for p in model.parameters()]), rtol=1e-12, atol=1e-12
     )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_step_whose_gradients_are_not_finite_is_left_out(fused: bool) -> None:
+    """Its batch is consumed, it counts as a step; no weight moves, no moment, no rate; the scale is halved."""
+    seen: list[tuple[Tensor, float]] = []
+    logged: list[Mapping[str, float]] = []
+
+    class Notes(Callback):
+        def on_step(self, trainer: Trainer, batch: Any) -> None:
+            seen.append((weights(trainer).clone(), trainer._strategy.optimizer.param_groups[0]["lr"]))
+
+    def loss(model: Any, data: Tensor) -> Tensor:
+        return loss_of(model, data) * (float("inf") if made.step + 1 in (3, 4) else 1.0)
+
+    made = make(
+        loss=loss,
+        optimizer=lambda model: torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused),
+        grad_scaler=GradScaler("cpu", init_scale=16.0, growth_interval=2),
+        callbacks=[Notes()],
+        log_every=1,
+        loggers=[lambda step, values: logged.append(values)],
+    )
+    assert made.fit().step == STEPS
+    assert [values["loss_scale"] for values in logged] == [16, 32, 16, 8, 8, 16, 16]
+    assert [values["skipped_steps"] for values in logged] == [0, 0, 1, 2, 2, 2, 2]
+    assert [torch.equal(before, after) for (before, _), (after, _) in pairwise(seen)] == [
+        *(False, True, True),
+        *(False, False, False),
+    ]
+    assert [rate for _, rate in seen] == [pytest.approx(0.1 * 0.8**n) for n in (1, 2, 2, 2, 3, 4, 5)]
+    assert len(made.dataset.asked) == sum([6, 6, 6, 2, 6, 6, 6])
+
+
+def test_gradients_that_are_never_finite_end_the_run() -> None:
+    """Halving the scale for ever would look like a training that goes on."""
+    made = make(
+        loss=lambda model, data: loss_of(model, data) * float("nan"),
+        grad_scaler=GradScaler("cpu"),
+        max_steps=100,
+        log_every=100,
+    )
+    with pytest.raises(FloatingPointError, match=r"not finite at a loss scale of 6\.10352e-05 either"):
+        made.fit()
+    assert made.step == 30
+
+
+def test_a_loss_scale_that_is_gone_or_new_is_refused(tmp_path: Path) -> None:
+    """Also one that is switched off; and a checkpoint of before there was one loads."""
+
+    def written(scaler: GradScaler | None) -> None:
+        (tmp_path / TRAINER_FILE).write_bytes(trainer_state({"at": 1}, None, LossScale(scaler)))
+
+    on, off = GradScaler("cpu", init_scale=4.0), GradScaler("cpu", enabled=False)
+    written(on)
+    for scaler in (None, off):
+        with pytest.raises(ValueError, match="the checkpoint has a loss scale, the Trainer none"):
+            load_trainer_state(tmp_path, None, LossScale(scaler))
+    other = GradScaler("cpu")
+    assert load_trainer_state(tmp_path, None, LossScale(other)) == {"at": 1}
+    assert other.get_scale() == 4.0
+    written(off)
+    with pytest.raises(ValueError, match="the checkpoint has no loss scale, the Trainer one"):
+        load_trainer_state(tmp_path, None, LossScale(on))
+    torch.save({"trainer": {"at": 2}, "scheduler": None}, tmp_path / TRAINER_FILE)
+    assert load_trainer_state(tmp_path, None, LossScale(None)) == {"at": 2}

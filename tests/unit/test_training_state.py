@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
 
 from dalsegno.elastic import TrainingState, background
 from dalsegno.elastic.training_state import check_same_names
@@ -16,19 +17,6 @@ from dalsegno.elastic.worker_session import Session
 from tests.unit.test_best import start
 
 pytestmark = pytest.mark.timeout(60)
-
-
-class Scaler:
-    """A loss scale that grows, as torch's GradScaler does on a GPU."""
-
-    def __init__(self) -> None:
-        self.scale = 1.0
-
-    def state_dict(self) -> dict[str, float]:
-        return {"scale": self.scale}
-
-    def load_state_dict(self, state: dict[str, float], /) -> None:
-        self.scale = state["scale"]
 
 
 def parts(width: int = 8, lr: float = 0.1) -> dict[str, Any]:
@@ -39,7 +27,7 @@ def parts(width: int = 8, lr: float = 0.1) -> dict[str, Any]:
         "model": model,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50),
-        "scaler": Scaler(),
+        "scaler": GradScaler("cpu", init_scale=8.0, growth_interval=2),
     }
 
 
@@ -51,12 +39,12 @@ def train(session: Session, made: dict[str, Any], until: int, how: str) -> list[
     seen = []
     for _ in session.steps(iter(range(100)), max_steps=until, save=save, save_every=3, seed=5):
         loss = made["model"](torch.randn(6, 4) + random.random()).square().mean()
-        (loss * made["scaler"].scale).backward()
-        made["optimizer"].step()
+        made["scaler"].scale(loss * (float("inf") if session.step in (2, 6) else 1.0)).backward()
+        made["scaler"].step(made["optimizer"])
+        made["scaler"].update()
         made["optimizer"].zero_grad()
         made["scheduler"].step()
-        made["scaler"].scale *= 1.5
-        seen.append((float(loss.detach()), made["scheduler"].get_last_lr()[0], made["scaler"].scale))
+        seen.append((float(loss.detach()), made["scheduler"].get_last_lr()[0], made["scaler"].get_scale()))
     return seen
 
 
@@ -73,6 +61,7 @@ def test_an_interrupted_training_goes_on_bit_for_bit(tmp_path: Path, how: str) -
         assert session.step == 4
         found += train(session, parts(), 9, how)
     assert found == wanted
+    assert [scale for *_, scale in found] == [8, 16, 8, 8, 16, 16, 8, 8, 16]
 
 
 def saved(directory: Path, made: dict[str, Any]) -> None:
@@ -93,10 +82,14 @@ def test_other_parts_are_refused_before_anything_changes(tmp_path: Path) -> None
     saved(tmp_path, parts())
     made = parts()
     made["optimizer"] = torch.optim.SGD(made["model"].parameters(), lr=0.1)
-    assert "with optimizer AdamW, scheduler CosineAnnealingLR, scaler Scaler" in refusal(tmp_path, made)
+    assert "with optimizer AdamW, scheduler CosineAnnealingLR, scaler GradScaler" in refusal(tmp_path, made)
     made = parts()
     del made["scheduler"]
-    assert "this training has optimizer AdamW, scaler Scaler" in refusal(tmp_path, made)
+    assert "this training has optimizer AdamW, scaler GradScaler" in refusal(tmp_path, made)
+    # A scaler that is switched off would take the other's state and do nothing with it.
+    made = parts()
+    made["scaler"] = GradScaler("cpu", enabled=False)
+    assert "scaler GradScaler (disabled): it would go on otherwise" in refusal(tmp_path, made)
 
 
 def test_another_model_is_refused_with_the_reason(tmp_path: Path) -> None:

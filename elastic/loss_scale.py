@@ -1,0 +1,82 @@
+"""A gradient scaler in a `Trainer`: fp16's loss scale, steps that are left out, and how many."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+# Below this nothing is left to scale: it is not fp16's range that makes the gradients infinite.
+LOWEST = 2.0**-14
+
+
+class LossScale:
+    """Around a ``GradScaler``, or nothing. All ranks see the same gradients or share what they found, so all agree.
+
+    Attributes:
+        skipped: Optimizer steps that were left out so far, because gradients were infinite or NaN. Their batches count.
+    """
+
+    def __init__(self, scaler: GradScaler | None) -> None:
+        self._scaler = scaler
+        self.skipped = 0
+
+    @property
+    def value(self) -> float | None:
+        """The scale of the next step; None where nothing is scaled."""
+        return None if self._scaler is None or not self._scaler.is_enabled() else float(self._scaler.get_scale())
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """The loss to go backwards from."""
+        return loss if self._scaler is None else self._scaler.scale(loss)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Makes the gradients the loss's own again, once they are complete, so that they can be clipped."""
+        if self._scaler is not None:
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> bool:
+        """Steps, unless a gradient is infinite or NaN on any rank, and makes the next step's scale.
+
+        Returns:
+            Whether it stepped.
+
+        Raises:
+            FloatingPointError: Gradients are not finite however small the scale.
+        """
+        before = self.value
+        if self._scaler is None or before is None:
+            optimizer.step()
+            return True
+        self._scaler.step(optimizer)
+        self._scaler.update()
+        after = float(self._scaler.get_scale())
+        # The optimizer itself need not know: a fused one is called in any case. A scale sinks for no other reason.
+        stepped = after >= before
+        self.skipped += not stepped
+        if not stepped and after < LOWEST:
+            raise FloatingPointError(
+                f"the gradients are not finite at a loss scale of {before:g} either: that is not fp16's range. Look at "
+                "the loss, the learning rate and the weights of the last checkpoint"
+            )
+        return stepped
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints."""
+        return {"skipped": self.skipped, "scaler": {} if self._scaler is None else self._scaler.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse.
+
+        Raises:
+            ValueError: With a scale saved and none now, or the other way round.
+        """
+        if bool(state["scaler"]) != (self.value is not None):
+            had, has = ("a", "none") if state["scaler"] else ("no", "one")
+            raise ValueError(f"the checkpoint has {had} loss scale, the Trainer {has}: make the grad_scaler as it was")
+        self.skipped = int(state["skipped"])
+        if self._scaler is not None:
+            self._scaler.load_state_dict(dict(state["scaler"]))
