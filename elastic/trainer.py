@@ -21,10 +21,11 @@ from .accumulation import Accumulation
 from .background_save import background
 from .batches import Batch, Batches
 from .callbacks import Callback, Console, Logger
-from .checkpoint import UNIVERSAL, Best, Position, Tracked
+from .checkpoint import Best, Position, Tracked
 from .counts import sum_over_ranks
 from .evaluator import Evaluator, Interrupted, to_device
 from .plan import BatchPlan
+from .resuming import check_strategy
 from .sampler import ElasticSampler
 from .saving import SaveError
 from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy
@@ -197,7 +198,7 @@ class Trainer:
 
     def _open(self) -> None:
         s = self._session = session(self.checkpoint_dir, keep=self.keep)
-        self._check_strategy(s)
+        check_strategy(s.resume, self._strategy.name)
         wanted = None if self.device is None else torch.device(self.device)
         self._where = self._strategy.start(s.world_size, s.local_rank, wanted)
         plan = BatchPlan(
@@ -216,18 +217,6 @@ class Trainer:
         if s.resume is not None:
             self._load_state(state)
         self._owed = self.step > 0 and self._due(self.step, last=False) and self._evaluated != self.step
-
-    def _check_strategy(self, s: Session) -> None:
-        if s.resume is None:
-            return
-        saved, ours = s.resume.manifest.shape.strategy, self._strategy.name
-        # Universal files are those of any stage; their loader says which ones fit.
-        family = s.resume.form == UNIVERSAL and saved.startswith("deepspeed") and ours.startswith("deepspeed")
-        if saved != ours and not family:
-            raise ValueError(
-                f"{s.resume.ref.name} was written with strategy {saved}, this run has {ours}: take the same one, or "
-                "start a new run"
-            )
 
     def _make_batches(self, s: Session, plan: BatchPlan) -> Batches[Any]:
         length = len(self.dataset) if hasattr(self.dataset, "__len__") else None

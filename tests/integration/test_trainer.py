@@ -6,6 +6,8 @@ import json
 import math
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -166,6 +168,39 @@ def test_another_world_goes_on_with_the_same_curve(tmp_path: Path) -> None:
                 for name in ("loss", "grad_norm", "lr"):
                     assert logged[name] == pytest.approx(wanted[name][index], rel=1e-10), (world, name)
         last = steps
+
+
+@pytest.mark.parametrize("stage", [1, 3, pytest.param(2, marks=pytest.mark.full)])
+def test_deepspeed_goes_on_in_another_world_with_the_same_curve(tmp_path: Path, stage: int) -> None:
+    """ZeRO with 1 rank, then 2, then 3: losses, norms, rates, evaluations and the best checkpoint of a plain loop."""
+    wanted, run_dir = plain(9, torch.float32), tmp_path / "checkpoints"
+    evaluations: list[Any] = []
+    last = 0
+    for world, steps in ((1, 3), (2, 6), (3, 9)):
+        newest = CheckpointStore(run_dir).newest() if last else None
+        if newest is not None:
+            universal(run_dir / newest.name)
+        case = {"strategy": f"zero{stage}", "steps": steps, "directory": str(run_dir)}
+        (ranks,) = run(tmp_path / f"{world}", world, [case])
+        assert ranks[0]["steps"] == list(range(last + 1, steps + 1))
+        assert all(rank["evaluations"] == ranks[0]["evaluations"] for rank in ranks)
+        for logged, index in zip(ranks[0]["logs"], range(last, steps), strict=True):
+            assert logged["loss"] == pytest.approx(wanted["loss"][index], rel=1e-5), (world, index)
+            assert logged["grad_norm"] == pytest.approx(wanted["grad_norm"][index], rel=1e-4), (world, index)
+            assert logged["lr"] == pytest.approx(wanted["lr"][index], rel=1e-12), (world, index)
+        evaluations += ranks[0]["evaluations"]
+        last = steps
+    assert [step for step, _ in evaluations] == [3, 6, 9]
+    for (_, metrics), (_, other) in zip(evaluations, wanted["evaluations"], strict=True):
+        assert metrics == pytest.approx(other, rel=1e-5)
+    assert min(wanted["evaluations"], key=lambda pair: pair[1]["loss"])[0] == 6
+    assert ranks[0]["best"].startswith("step-6."), "the world before made it, and this one remembers"
+
+
+def universal(checkpoint: Path) -> None:
+    """What an agent has made before it starts another number of ranks."""
+    command = [sys.executable, "-m", "dalsegno.elastic.universal", f"--source={checkpoint}"]
+    subprocess.run([*command, f"--target={checkpoint}.universal.1"], check=True, capture_output=True, timeout=120)
 
 
 def test_a_gradient_that_overflows_on_one_rank_is_left_out_on_all(tmp_path: Path) -> None:

@@ -234,8 +234,8 @@ def test_data_epochs_end_a_run() -> None:
         ({"data": Points(21)}, "length was 20 and is 21"),
         ({"seed": 4}, "seed was 3 and is 4"),
         ({"global_batch_size": 5}, "global_batch_size was 6 and is 5"),
-        ({"strategy": "fsdp"}, "written with strategy ddp, this run has fsdp"),
-        ({"strategy": "deepspeed"}, "written with strategy ddp, this run has deepspeed-zero-1"),
+        ({"strategy": "fsdp"}, "written with strategy ddp, and this run has fsdp: go on with ddp"),
+        ({"strategy": "deepspeed"}, "written with strategy ddp, and this run has deepspeed-zero-1"),
         (
             {"optimizer": lambda model: torch.optim.AdamW(list(model.parameters())[:2])},
             "the optimizer in step-2.* does not fit",
