@@ -8,8 +8,9 @@
         ...
 
 Works for ZeRO stages 0 to 3 without tensor or pipeline parallelism. A checkpoint is loaded in the form that the session
-says: as it was saved where the world size is the same (stage 0: at any), else from its universal form. What DeepSpeed's
-own universal loading gets wrong is in ``deepspeed_loading``.
+says: as it was saved where the world size is the same (stage 0: at any); else from its universal form, or by each rank
+from the shards of those that saved it ("re-sharding"), which needs no conversion. Both go through DeepSpeed's universal
+loading; what that gets wrong is in ``deepspeed_loading``.
 
 The random state is not saved here: the session does that.
 """
@@ -18,7 +19,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
@@ -32,10 +33,23 @@ from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_
 
 from dalsegno.elastic.checkpoint import UNIVERSAL
 
-from .deepspeed_loading import own_loading, repair_groups, restore_unpartitioned, separate_steps
-from .deepspeed_view import sharded_view, universal_view
+from .deepspeed_loading import (
+    knows_universal_files,
+    own_loading,
+    repair_groups,
+    restore_unpartitioned,
+    separate_steps,
+    whole_parameters,
+)
+from .deepspeed_view import ZERO, resharded_view, sharded_view, universal_view
+from .universal.errors import ConversionError
+from .universal.forms import Form
 from .universal.loading import describe_refusal, only_safe_loading
+from .universal.source import open_source
+from .universal.values import ShardedValues, UniversalValues, Values
 
+# Versions of DeepSpeed in which re-sharding was tried.
+_TRIED = ((0, 19),)
 UNIVERSAL_VERSION = 0.4
 _ROUND_ROBIN = (
     "made with zero_optimization.round_robin_gradients, which lays weights out in a way that checkpoints do not "
@@ -52,6 +66,8 @@ class Resume(Protocol):
     def path(self) -> Path: ...
     @property
     def universal(self) -> Path | None: ...
+    @property
+    def reshard(self) -> bool: ...
 
 
 class Plan(Protocol):
@@ -93,7 +109,7 @@ def config(base: Mapping[str, Any], plan: Plan, resume: Resume | None) -> dict[s
 
     Returns:
         A new dictionary: micro batch, accumulation, and ``checkpoint.load_universal`` exactly when the resume point is
-        universal.
+        universal or another number of ranks saved it.
 
     Raises:
         ValueError: ``base`` asks for a layout that no checkpoint survives a change of the world with.
@@ -108,33 +124,46 @@ def config(base: Mapping[str, Any], plan: Plan, resume: Resume | None) -> dict[s
     result.pop("train_batch_size", None)
     result["train_micro_batch_size_per_gpu"] = plan.micro_batch_size
     result["gradient_accumulation_steps"] = plan.accumulation
-    universal = resume is not None and resume.form == UNIVERSAL
-    result["checkpoint"] = {**result.get("checkpoint", {}), "load_universal": universal}
+    by_values = resume is not None and loads_by_values(resume)
+    result["checkpoint"] = {**result.get("checkpoint", {}), "load_universal": by_values}
     return result
 
 
-def save(engine: Any, client_state: Mapping[str, Any] | None = None) -> Callable[[Path], None]:
+def save(engine: Any, client_state: Mapping[str, Any] | None = None) -> Save:
     """The ``write`` function that a session calls on every rank to save ``engine``.
 
     Args:
         engine: From ``deepspeed.initialize``.
         client_state: Plain values or tensors of the script's own; `restore` gives them back.
+    """
+    return Save(engine, client_state)
 
-    Returns:
-        ``write(path)``. It creates ``path`` and writes this rank's files; it raises where they could not be written,
-        but only after DeepSpeed's collectives, so that no other rank waits for this one.
+
+class Save:
+    """``write(path)`` creates ``path`` and writes this rank's files. See `save`.
+
+    Attributes:
+        reshards: See `can_reshard`; the session writes it down.
     """
 
-    def write(path: Path) -> None:
-        state = dict(client_state or {})
+    def __init__(self, engine: Any, client_state: Mapping[str, Any] | None = None) -> None:
+        self._engine, self._client_state = engine, client_state
+        self.reshards = can_reshard(engine)
+
+    def __call__(self, path: Path) -> None:
+        """Writes.
+
+        Raises:
+            OSError: Something could not be written; only raised after DeepSpeed's collectives, so that no other rank
+                waits for this one.
+        """
+        state = dict(self._client_state or {})
         # The converter wants it in stages 1 and 2. With tensor parallelism DeepSpeed knows what it must say; what is in
         # the client's state would replace that.
-        if getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
+        if getattr(self._engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
             state.setdefault(UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION})
-        with _errors_after_collectives(engine):
-            engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
-
-    return write
+        with _errors_after_collectives(self._engine):
+            self._engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
 
 
 def restore(engine: Any, resume: Resume | None) -> dict[str, Any]:
@@ -154,30 +183,73 @@ def restore(engine: Any, resume: Resume | None) -> dict[str, Any]:
     """
     if resume is None:
         return {}
-    universal = resume.form == UNIVERSAL
-    if bool(engine.load_universal_checkpoint()) != universal:
+    by_values = loads_by_values(resume)
+    if bool(engine.load_universal_checkpoint()) != by_values:
         raise ValueError(f"the engine's config was not made by `config` for this resume point (form {resume.form})")
-    directory = resume.universal if universal else resume.path
-    if directory is None:
-        raise ValueError("the resume point is universal and does not say where")
-    if universal and engine.zero_round_robin_gradients():
+    if by_values and engine.zero_round_robin_gradients():
         raise ValueError(f"the engine was {_ROUND_ROBIN}")
-    with _only_what_is_safe(directory):
-        return _load(engine, directory, universal)
+    with _only_what_is_safe(resume.path):
+        return _load(engine, resume)
 
 
-def _load(engine: Any, directory: Path, universal: bool) -> dict[str, Any]:
-    stage = int(engine.zero_optimization_stage())
-    viewed = universal_view(directory, stage) if universal else sharded_view(directory)
-    with viewed as view, own_loading(engine) if universal else nullcontext():
-        loaded, client_state = engine.load_checkpoint(str(view.parent), tag=view.name)
-    if loaded is None:
-        raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")
-    if universal:
-        repair_groups(engine, directory)
+def loads_by_values(resume: Resume) -> bool:
+    """Whether each rank takes its own ranges of every parameter, instead of the file of the rank before it."""
+    return resume.form == UNIVERSAL or resume.reshard
+
+
+def _load(engine: Any, resume: Resume) -> dict[str, Any]:
+    directory = resume.path if resume.universal is None else resume.universal
+    with _opened(resume, int(engine.zero_optimization_stage())) as (view, values):
+        with nullcontext(True) if values is None else own_loading(engine, values, view) as ours:
+            if resume.reshard and not ours:
+                raise RuntimeError(_not_here(resume, "the engine partitions its parameters in another way"))
+            loaded, client_state = engine.load_checkpoint(str(view.parent), tag=view.name)
+        if loaded is None:
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")
+        if values is not None:
+            repair_groups(engine, view)
     separate_steps(engine)
     restore_unpartitioned(engine, directory)
     return dict(client_state or {})
+
+
+@contextmanager
+def _opened(resume: Resume, stage: int) -> Iterator[tuple[Path, Values | None]]:
+    """What DeepSpeed is told to load, and what its optimizer then loads; None: what DeepSpeed finds itself."""
+    if resume.form == UNIVERSAL:
+        if resume.universal is None:
+            raise ValueError("the resume point is universal and does not say where")
+        with universal_view(resume.universal, stage) as view:
+            yield view, UniversalValues(view / ZERO)
+    elif resume.reshard:
+        try:
+            form = Form(open_source(resume.path), stage)
+        except ConversionError as error:
+            raise RuntimeError(_not_here(resume, str(error))) from error
+        with form.source, resharded_view(resume.path, form) as view:
+            yield view, ShardedValues(form)
+    else:
+        with sharded_view(resume.path) as view:
+            yield view, None
+
+
+def _not_here(resume: Resume, reason: str) -> str:
+    return f"{resume.path.name} cannot be loaded by another number of ranks as it is ({reason}): it must be converted"
+
+
+def can_reshard(engine: Any) -> bool:
+    """Whether what the engine saves now can be loaded by `restore` at another number of ranks without a conversion.
+
+    It leans on private names of DeepSpeed, so only in versions that were tried; else universal files are made.
+    """
+    return (
+        tuple(int(part) for part in deepspeed.__version__.split(".")[:2]) in _TRIED
+        and 1 <= int(engine.zero_optimization_stage()) <= 3
+        and not getattr(engine, "has_moe_layers", False)
+        and not engine.zero_nvme_offload_optimizer()
+        and knows_universal_files(engine)
+        and whole_parameters(engine)
+    )
 
 
 def strategy(engine: Any) -> str:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,157 +21,162 @@ from torch import Tensor
 
 from .deepspeed_view import COMMON, NESTED, ZERO, model_state_files
 from .universal.loading import load
+from .universal.source import ADAM_STATES, FP32
+from .universal.values import STEP, Values
 
-_PARAMETER = "param"
-_FP32 = "fp32"
-_ADAM = ("exp_avg", "exp_avg_sq")
-_EXPERT = "is_expert_param"
 _TENSOR_PARALLEL = "ds_autotp_universal_checkpoint_meta"
 
 
 @contextmanager
-def own_loading(engine: Any) -> Iterator[None]:
-    """Lets the engine's ZeRO optimizer load universal files by `load_groups` or `load_partition` while it lasts.
+def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[bool]:
+    """Lets the engine's ZeRO optimizer load ``values`` by `load_groups` or `load_partition` while it lasts.
 
-    With tensor parallelism DeepSpeed's own loader stays: it knows how parameters are sliced there.
+    Args:
+        engine: DeepSpeed's.
+        values: Of the checkpoint.
+        directory: What DeepSpeed is told to load.
+
+    Yields:
+        Whether it does. With tensor parallelism DeepSpeed's own loader stays: it knows how parameters are sliced there.
     """
     optimizer = engine.optimizer
-    sliced = any(hasattr(parameter, _TENSOR_PARALLEL) for parameter in engine.module.parameters())
-    stage = int(engine.zero_optimization_stage())
-    name = "load_hp_checkpoint_state" if stage == 3 else "load_hp_checkpoint_state_from_checkpoint_dir"
-    theirs = getattr(optimizer, name, None)
-    if theirs is None or sliced or getattr(optimizer, "mpu", None) is not None:
-        yield
+    theirs = getattr(optimizer, _loader(engine), None)
+    if theirs is None or not whole_parameters(engine):
+        yield False
         return
-    if stage == 3:
+    if int(engine.zero_optimization_stage()) == 3:
 
         def ours(folder: str, key: str, param: Any = None) -> Tensor:
-            return load_partition(optimizer, Path(folder), key, param, theirs)
+            name = str(Path(folder).relative_to(directory / ZERO))
+            if values.expert(name):
+                whole: Tensor = theirs(folder, key, param=param)
+                return whole
+            return load_partition(optimizer, values, name, key, param)
 
     else:
 
-        def ours(groups: str, directory: str) -> None:  # type: ignore[misc]  # each stage's own signature
+        def ours(groups: str, folder: str) -> None:  # type: ignore[misc]  # each stage's own signature
             trained = int(engine.global_steps) > int(engine.skipped_steps)
-            load_groups(optimizer, groups, Path(directory) / ZERO, trained=trained)
+            load_groups(optimizer, groups, values, load(Path(folder) / ZERO / COMMON), trained=trained)
 
-    setattr(optimizer, name, ours)
+    setattr(optimizer, _loader(engine), ours)
     try:
-        yield
+        yield True
     finally:
-        delattr(optimizer, name)
+        delattr(optimizer, _loader(engine))
 
 
-def load_partition(optimizer: Any, folder: Path, state: str, parameter: Any, theirs: Callable[..., Tensor]) -> Tensor:
+def _loader(engine: Any) -> str:
+    """The name of the method that reads universal files."""
+    stage = int(engine.zero_optimization_stage())
+    return "load_hp_checkpoint_state" if stage == 3 else "load_hp_checkpoint_state_from_checkpoint_dir"
+
+
+def knows_universal_files(engine: Any) -> bool:
+    """Whether the engine's optimizer has the method that `own_loading` replaces."""
+    return hasattr(engine.optimizer, _loader(engine))
+
+
+def whole_parameters(engine: Any) -> bool:
+    """Whether parameters are partitioned only by ZeRO: without tensor parallelism."""
+    sliced = any(hasattr(parameter, _TENSOR_PARALLEL) for parameter in engine.module.parameters())
+    return not sliced and getattr(engine.optimizer, "mpu", None) is None
+
+
+def load_partition(optimizer: Any, values: Values, name: str, state: str, parameter: Any) -> Tensor:
     """This rank's part of one state of one parameter for ZeRO-3, padded; reads only its own range.
 
     Args:
         optimizer: ``DeepSpeedZeroOptimizer_Stage3``.
-        folder: The parameter's directory.
+        values: Of the checkpoint.
+        name: The parameter's.
         state: ``"fp32"``, ``"exp_avg"`` or ``"exp_avg_sq"``.
         parameter: The model's; None where an older DeepSpeed does not say.
-        theirs: DeepSpeed's own method, for experts and tensor parallelism.
 
     Returns:
         Shape ``(ceil(numel / ranks),)``, dtype as saved.
 
     Raises:
-        RuntimeError: The file is missing, or is not this parameter's.
+        RuntimeError: It was not saved, or is not this parameter's.
     """
-    path = folder / f"{state}.pt"
-    content = _loaded(path)
-    if hasattr(parameter, _TENSOR_PARALLEL) or (isinstance(content, dict) and content.get(_EXPERT)):
-        return theirs(str(folder), state, param=parameter)
-    whole = _flat(content)
-    if parameter is not None and whole.numel() != parameter.ds_numel:
-        raise RuntimeError(f"{path} has {whole.numel()} values, the model's parameter has {parameter.ds_numel}")
+    if state not in values.states(name):
+        raise RuntimeError(f"{name} has no {state} in the checkpoint")
+    numel = values.size(name)
+    if parameter is not None and numel != parameter.ds_numel:
+        raise RuntimeError(f"{name} was saved with {numel} values, the model's parameter has {parameter.ds_numel}")
     rank, world = dist.get_rank(optimizer.dp_process_group), dist.get_world_size(optimizer.dp_process_group)
-    size = -(-whole.numel() // world)
-    start = min(rank * size, whole.numel())
-    own = whole[start : start + size]
-    return own if own.numel() == size else torch.cat([own, own.new_zeros(size - own.numel())])
+    size = -(-numel // world)
+    start = min(rank * size, numel)
+    own = torch.zeros(size, dtype=values.dtype(name, state))
+    values.read(name, state, start, own[: numel - start])
+    return own
 
 
-def load_groups(optimizer: Any, groups_name: str, directory: Path, *, trained: bool = True) -> None:
-    """Fills this rank's flat partitions of ZeRO-1 and 2 from universal files, reading only its own ranges.
+def load_groups(
+    optimizer: Any, groups_name: str, values: Values, common: Mapping[str, Any], *, trained: bool = True
+) -> None:
+    """Fills this rank's flat partitions of ZeRO-1 and 2, reading only its own ranges.
 
     Args:
         optimizer: ``DeepSpeedZeroOptimizer`` or ``BF16_Optimizer``.
         groups_name: Its attribute that lists the parameters by group.
-        directory: The checkpoint's ``zero/``.
+        values: Of the checkpoint.
+        common: What the checkpoint says of all parameters: the content of ``optimizer_state.pt``.
         trained: The optimizer had made steps when the checkpoint was saved.
 
     Raises:
         OSError: A file cannot be read.
-        RuntimeError: A file is missing.
+        RuntimeError: Something was not saved.
         ValueError: The checkpoint's groups or sizes are not this model's.
     """
-    common = load(directory / COMMON)
     optimizer._load_global_state(common)
     groups = getattr(optimizer, groups_name)
     if len(groups) != len(common["param_groups"]):
         raise ValueError(f"{len(common['param_groups'])} parameter groups were saved, the script makes {len(groups)}")
     for parameters, group, saved in zip(groups, optimizer.optimizer.param_groups, common["param_groups"], strict=True):
+        names = [optimizer.param_names[parameter] for parameter in parameters]
+        _check_states(values, names, {FP32, *(ADAM_STATES if trained and "betas" in saved and "eps" in saved else ())})
         flat = group["params"][0]
         state = optimizer.optimizer.state[flat]
-        files = {id(parameter): _state_files(directory / optimizer.param_names[parameter]) for parameter in parameters}
-        wanted = set(files[id(parameters[0])]) | {_FP32}
-        if trained and "betas" in saved and "eps" in saved:
-            wanted |= set(_ADAM)
-        for parameter in parameters:
-            missing = wanted - set(files[id(parameter)])
-            if missing:
-                raise RuntimeError(f"{directory / optimizer.param_names[parameter]} has no {sorted(missing)[0]}.pt")
-        _make_states(files[id(parameters[0])], flat, state, common)
-        for parameter in parameters:
+        _make_states(values, names[0], flat, state, common)
+        for name, parameter in zip(names, parameters, strict=True):
             if parameter._hp_mapping is not None:
-                _load_fragment(parameter, files[id(parameter)], state)
+                _load_fragment(parameter, values, name, state)
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
-def _make_states(files: Mapping[str, Path], flat: Tensor, state: dict[str, Any], common: Mapping[str, Any]) -> None:
+def _check_states(values: Values, names: Sequence[str], wanted: set[str]) -> None:
+    """All parameters of a group have what is wanted, and what the first of them has."""
+    wanted = wanted | values.states(names[0])
+    for name in names:
+        missing = sorted(wanted - values.states(name))
+        if missing:
+            raise RuntimeError(f"{name} has no {missing[0]} in the checkpoint")
+
+
+def _make_states(values: Values, name: str, flat: Tensor, state: dict[str, Any], common: Mapping[str, Any]) -> None:
     """An optimizer's states as they are to be filled: flat like the partition, of the dtype that was saved."""
-    for key, path in files.items():
-        if key == "step":
-            state["step"] = load(path)
-        elif key != _FP32:
-            state[key] = torch.zeros_like(flat, dtype=_flat(_loaded(path)).dtype)
-    if "step" not in files and NESTED in common:  # made by stage 3
-        state["step"] = common[NESTED]["state"][0]["step"]
+    saved = values.states(name)
+    for key in sorted(saved - {FP32, STEP}):
+        state[key] = torch.zeros_like(flat, dtype=values.dtype(name, key))
+    if STEP in saved:
+        state[STEP] = values.step(name)
+    elif NESTED in common:  # made by stage 3
+        state[STEP] = common[NESTED]["state"][0][STEP]
 
 
-def _load_fragment(parameter: Any, files: Mapping[str, Path], state: Mapping[str, Any]) -> None:
+def _load_fragment(parameter: Any, values: Values, name: str, state: Mapping[str, Any]) -> None:
     mapping = parameter._hp_mapping
     source, target = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
     mapping.optim_fragment = {}
-    for key, path in files.items():
-        if key == "step":
-            continue
-        whole = _flat(_loaded(path))
-        if whole.numel() != parameter.numel():
-            raise ValueError(f"{path} has {whole.numel()} values, the model's parameter has {parameter.numel()}")
-        values = whole.narrow(0, source.start, source.numel)
-        if key == _FP32:
-            mapping.get_hp_fragment().data.copy_(values)
-            continue
-        mapping.optim_fragment[key] = state[key].narrow(0, target.start, target.numel)
-        mapping.optim_fragment[key].copy_(values)
-
-
-def _state_files(directory: Path) -> dict[str, Path]:
-    return {path.stem: path for path in sorted(directory.glob("*.pt"))}
-
-
-def _loaded(path: Path) -> Any:
-    try:
-        return load(path, mmap=True)
-    except FileNotFoundError as error:
-        raise RuntimeError(f"{path} is missing") from error
-
-
-def _flat(content: Any) -> Tensor:
-    """The values in a parameter's file: stage 3's files are bare tensors, the others wrap them in a dictionary."""
-    value: Tensor = content[_PARAMETER] if isinstance(content, dict) else content
-    return value.reshape(-1)
+    if values.size(name) != parameter.numel():
+        raise ValueError(f"{name} was saved with {values.size(name)} values, the model's has {parameter.numel()}")
+    for key in sorted(values.states(name) - {STEP}):
+        if key == FP32:
+            own = mapping.get_hp_fragment().data
+        else:
+            own = mapping.optim_fragment[key] = state[key].narrow(0, target.start, target.numel)
+        values.read(name, key, source.start, own)
 
 
 def torch_optimizer(engine: Any) -> Any:
@@ -204,14 +209,17 @@ def restore_unpartitioned(engine: Any, directory: Path) -> None:
     """Copies what no optimizer knows from the model states: buffers, frozen and other parameters. Collective.
 
     Raises:
-        RuntimeError: A parameter that is trained is not there: ZeRO-3 saves none that the optimizer does not know; or
-            one has another shape: frozen ones do not follow a change of tensor parallelism.
+        RuntimeError: The checkpoint has a parameter that the model has not. A parameter that is trained is not there:
+            ZeRO-3 saves none that the optimizer does not know; or one has another shape: frozen ones do not follow a
+            change of tensor parallelism.
     """
     files = model_state_files(directory, int(getattr(engine, "checkpoint_mp_rank", 0)))
     states = [load(path, mmap=True) for path in files]
     module: Mapping[str, Any] = states[0]["module"]
     partitioned = states[0].get("param_shapes")  # stage 0 partitions nothing, and DeepSpeed loads all of it
     owned = {name for group in partitioned or () for name in group}
+    if extra := sorted(owned - {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}):
+        raise RuntimeError(f"the checkpoint is another model's: this one has no {', '.join(extra[:3])}")
     buffers = dict(engine.module.named_buffers())
     with torch.no_grad():
         for name in states[0].get("buffer_names") or ():

@@ -2,7 +2,8 @@
 
 Stages 1 and 2 on one side and stage 3 on the other make universal files that do not load into each other, although the
 values are the same: the model states have other names, and ``optimizer_state.pt`` is another dictionary. And DeepSpeed
-finds no files behind a ``[`` in a path. Both are cured by a temporary directory of links.
+finds no files behind a ``[`` in a path. Both are cured by a temporary directory of links. A third kind of it makes
+DeepSpeed load a sharded checkpoint as if it were universal.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from .universal.forms import Form
 from .universal.loading import load
 
 ZERO, COMMON = "zero", "optimizer_state.pt"
@@ -77,6 +79,18 @@ def universal_view(directory: Path, stage: int) -> Iterator[Path]:
                 (view / ZERO / entry.name).symlink_to(entry.resolve())
         (view / _MODEL[wants_nested]).symlink_to(model.resolve())
         torch.save(_nested(common, directory) if wants_nested else _plain(common, model), view / ZERO / COMMON)
+        yield view
+
+
+@contextmanager
+def resharded_view(source: Path, form: Form) -> Iterator[Path]:
+    """A sharded checkpoint as a universal one without any parameter's files: their values are read where they lie."""
+    with _temporary() as parent:
+        view = parent / "checkpoint"
+        (view / ZERO).mkdir(parents=True)
+        torch.save(form.common_state(), view / ZERO / COMMON)
+        for name, there in form.model_files.items():
+            (view / name).symlink_to((source / there).resolve())
         yield view
 
 

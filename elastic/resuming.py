@@ -39,6 +39,8 @@ class ResumePoint:
         path: The directory that the writing world saved.
         universal: The directory of universal files, with that form.
         manifest: Of ``path``.
+        reshard: With the form ``"sharded"``: another number of ranks saved ``path``, and each of the present ones takes
+            its own ranges of it.
     """
 
     step: int
@@ -47,6 +49,7 @@ class ResumePoint:
     path: Path
     universal: Path | None
     manifest: Manifest
+    reshard: bool = False
 
     @property
     def ref(self) -> Ref:
@@ -54,7 +57,7 @@ class ResumePoint:
 
 
 def check_strategy(resume: ResumePoint | None, strategy: str) -> None:
-    """A run goes on with the strategy that wrote its files; DeepSpeed's universal ones fit each of its stages.
+    """A run goes on with the strategy that wrote its files; where each rank takes its ranges, any stage of DeepSpeed's.
 
     Raises:
         ValueError: It was written with another one.
@@ -62,7 +65,8 @@ def check_strategy(resume: ResumePoint | None, strategy: str) -> None:
     if resume is None:
         return
     saved = resume.manifest.shape.strategy
-    family = resume.form == UNIVERSAL and saved.startswith("deepspeed") and strategy.startswith("deepspeed")
+    by_values = resume.form == UNIVERSAL or resume.reshard
+    family = by_values and saved.startswith("deepspeed") and strategy.startswith("deepspeed")
     if saved != strategy and not family:
         raise ValueError(
             f"{resume.ref.name} was written with strategy {saved}, and this run has {strategy}: go on with {saved}, or"
@@ -104,7 +108,9 @@ def handed_out(
         return damaged
     assert source is not None
     universal = None if order.universal is None else directory
-    return ResumePoint(source.step, source.position, form, run_dir / order.source.name, universal, source)
+    shape = source.shape
+    reshard = universal is None and shape.reshards and shape.world_size != collective.world_size
+    return ResumePoint(source.step, source.position, form, run_dir / order.source.name, universal, source, reshard)
 
 
 def newest(store: CheckpointStore, collective: Collective, world_size: int) -> ResumePoint | None:
@@ -144,7 +150,7 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
                 log.warning("checkpoint %s is damaged, trying the one before: %s", ref.name, point.message)
             continue
         shape = point.manifest.shape
-        if shape.any_world_size or shape.world_size == world_size:
+        if shape.loads_at(world_size):
             return point
         return _universal_of(point, refs, store, collective, world_size)
     if sharded:

@@ -62,6 +62,7 @@ class Content:
         order: The order of samples; None where the script has its own.
         strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
         any_world_size: It loads at any world size as it is.
+        reshards: It loads at any world size without a conversion, each rank taking its ranges.
         metric: The run's tracked metric.
         best: The best checkpoint as of this one.
     """
@@ -71,6 +72,7 @@ class Content:
     order: Order | None = None
     strategy: str = "ddp"
     any_world_size: bool = True
+    reshards: bool = False
     metric: float | None = None
     best: Best | None = None
 
@@ -361,7 +363,7 @@ class Saver:
             epoch=identity.epoch,
             generation=identity.generation,
             form=SHARDED,
-            shape=Shape(identity.world_size, content.strategy, content.any_world_size),
+            shape=Shape(identity.world_size, content.strategy, content.any_world_size, content.reshards),
             position=content.position,
             order=content.order,
             source=None,

@@ -243,7 +243,8 @@ class Session:
         """Saves the present step on all ranks. Collective.
 
         Args:
-            write: ``write(path)`` writes this rank's files below ``path``; or a state, see ``background``.
+            write: ``write(path)`` writes this rank's files below ``path``; or a state, see ``background``. Where it has
+                an attribute ``reshards`` that is true, what it writes loads at any world size without a conversion.
             wait: False: a state is written while the training goes on. The save before it is waited for first, so
                 checkpoints are sealed in order of step.
             position: Where the data goes on.
@@ -271,7 +272,8 @@ class Session:
             self.settle()
             if self._saved is not None and self._saved[0] == self.step:
                 return self._saved[1]
-            content = self._content(position, order, strategy, any_world_size, metric)
+            reshards = bool(getattr(write, "reshards", False))
+            content = self._content(position, order, strategy, any_world_size, reshards, metric)
             if isinstance(write, Background):
                 name = self._saver.begin(content, write.state, self._prune, drain=drain)
                 return Ref(name, "") if name is not None and not wait else self.settle()
@@ -304,13 +306,14 @@ class Session:
         order: Order | None,
         strategy: str,
         any_world_size: bool | None,
+        reshards: bool,
         metric: float | None,
     ) -> Content:
         if any_world_size is None:
             any_world_size = strategy in ("ddp", "deepspeed-zero-0")
         if metric is None and self._measured is not None and self._measured[0] == self.step:
             metric = self._measured[1]
-        return Content(self.step, position or Position(), order, strategy, any_world_size, metric)
+        return Content(self.step, position or Position(), order, strategy, any_world_size, reshards, metric)
 
     def drain_failed(self) -> None:
         """The drain's save failed: train on, and try again after a pause if it is still wanted."""

@@ -87,7 +87,8 @@ def headline(world: World) -> str:
     count = len(world.members)
     text = f"epoch {world.epoch}: {', '.join(world.causes)}, {count} node{'s' if count != 1 else ''}"
     if world.resume:
-        return f"{text}, resumed at step {world.resumed_step}" + (" (universal)" if world.universal else "")
+        how = " (universal)" if world.universal else " (re-sharded)" if world.resharded else ""
+        return f"{text}, resumed at step {world.resumed_step}{how}"
     return f"{text}, from step 0"
 
 

@@ -20,6 +20,7 @@ def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
         world_size=message.shape.world_size,
         strategy=message.shape.strategy,
         any_world_size=message.shape.any_world_size,
+        reshards=message.shape.reshards,
         data_epoch=message.position.data_epoch,
         samples=message.position.samples,
         resumed_from=message.resumed_from.digest,
@@ -39,7 +40,10 @@ def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
         epoch=record.epoch,
         form=control_pb2.FORM_SHARDED,
         shape=control_pb2.Shape(
-            world_size=record.world_size, strategy=record.strategy, any_world_size=record.any_world_size
+            world_size=record.world_size,
+            strategy=record.strategy,
+            any_world_size=record.any_world_size,
+            reshards=record.reshards,
         ),
         position=control_pb2.Position(data_epoch=record.data_epoch, samples=record.samples),
         resumed_from=control_pb2.CheckpointRef(digest=record.resumed_from),
@@ -58,9 +62,29 @@ def resume_point(job: Job) -> Checkpoint | None:
     return max(usable, key=lambda record: (record.epoch, record.step), default=None)
 
 
-def loads_as_is(record: Checkpoint, world_size: int) -> bool:
-    """Whether a world of this size can load it without a conversion, or the conversion is there."""
-    return record.any_world_size or record.world_size == world_size or bool(record.universal_digest)
+def same_shape(record: Checkpoint, world_size: int) -> bool:
+    """Whether a world of this size loads it as it was saved."""
+    return record.any_world_size or record.world_size == world_size
+
+
+def resharded(job: Job, record: Checkpoint, world_size: int) -> bool:
+    """Whether a world of this size loads it by re-sharding: where that works and no universal files were asked for."""
+    return record.reshards and not job.settings.universal_checkpoint and not same_shape(record, world_size)
+
+
+def loads_now(job: Job, record: Checkpoint, world_size: int) -> bool:
+    """Whether a world of this size can load it: without a conversion, or with one that is there."""
+    return same_shape(record, world_size) or resharded(job, record, world_size) or bool(record.universal_digest)
+
+
+def give_up_resharding(turn: Turn, record: Checkpoint) -> None:
+    """It did not work, for whatever reason: from now on the checkpoint is converted."""
+    record.reshards = False
+    turn.notice(
+        f"the workers failed before their first step after {record.name} was loaded by another number of ranks: it is"
+        " converted instead",
+        True,
+    )
 
 
 def record_commit(turn: Turn, message: control_pb2.Checkpoint) -> str:
@@ -81,6 +105,7 @@ def record_commit(turn: Turn, message: control_pb2.Checkpoint) -> str:
     job.checkpoints.append(from_proto(message))
     if message.step > job.last_failure_step:
         job.failures = job.reopened = 0
+        job.doubtful = []
     job.ever_stepped = True
     turn.live.grow_after_commit = False
     turn.live.committed_at = turn.now

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from . import announcements, conversion
-from .checkpoints import loads_as_is, resume_point
+from . import announcements, conversion, failures
+from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .membership import agree_on_directory, eligible, expected, has_answered, of_size, sees_resume, select
 from .phases import end, hopeless
 from .scaling import has_shrunk, of_nodes
-from .state import Checkpoint, Member, Node, Part, Phase, World
+from .state import Checkpoint, Member, Node, Phase, World
 from .turn import Turn
 
 # After a conversion that failed on a growth, growing waits for a doubling time (seconds).
@@ -40,11 +40,14 @@ def forming(turn: Turn) -> bool:
     resume = resume_point(job)
     if not candidate:
         return moved
+    if resume is not None and resume.reshards and gathered and failures.cannot_reshard(turn, resume):
+        give_up_resharding(turn, resume)
+        job.pending_failure = None  # Counted as the script's only if it fails again.
     if not gate_open(turn, resume, candidate):
         # A block that came just now may mean WAITING.
         moved = moved or (is_blocked(turn) and not stuck and not old_shape(turn, resume, ready))
         candidate = fallback(turn, resume, ready) if gathered else []
-    if gathered and candidate and not count_failure(turn):
+    if gathered and candidate and not failures.count(turn):
         open_world(turn, candidate, resume)
         return True
     return moved or job.phase.is_terminal
@@ -95,7 +98,7 @@ def is_gathered(turn: Turn, gathering: list[Node], ready: list[Node]) -> bool:
 
 def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> bool:
     """The conversion gate: not needed, or ready."""
-    if resume is None or loads_as_is(resume, sum(node.nproc for node in candidate)):
+    if resume is None or loads_now(turn.job, resume, sum(node.nproc for node in candidate)):
         return True
     conversion.tend(turn, resume)
     return False
@@ -150,36 +153,6 @@ def missing(turn: Turn) -> str:
     return text
 
 
-def count_failure(turn: Turn) -> bool:
-    """Everybody of the failed epoch is back: the failure is the script's own. Returns whether it ends the job."""
-    job = turn.job
-    failure = job.pending_failure
-    job.pending_failure = None
-    if failure is None or job.world is None:
-        return False
-    if not all(is_back(turn, member) for member in job.world.members):
-        return False  # A node of it was lost or left: that is what broke it.
-    job.last_failure_step = max(job.last_failure_step, failure.step)
-    job.failures += 1
-    if job.failures <= job.settings.max_restarts:
-        return False
-    end(
-        turn,
-        Phase.FAILED,
-        f"{failure.node}: {failure.message}; {job.failures} failures without progress (--max-restarts "
-        f"{job.settings.max_restarts})",
-    )
-    return True
-
-
-def is_back(turn: Turn, member: Member) -> bool:
-    """Here and well after the failure of its epoch. One that is silent may only not be declared dead yet."""
-    node = turn.job.node_by(member.incarnation)
-    if node is None or node.leaving or member.part is Part.LOST:
-        return False
-    return turn.is_fresh(node) and has_answered(turn, node)
-
-
 def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
     """One transition; it closes the epoch before for ever."""
     job, live = turn.job, turn.live
@@ -200,7 +173,8 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
         store_host=first.store_host,
         store_port=first.store_port,
         resume=resume.digest if resume is not None else "",
-        universal=resume is not None and not resume.any_world_size and resume.world_size != size,
+        universal=resume is not None and not same_shape(resume, size) and not resharded(job, resume, size),
+        resharded=resume is not None and resharded(job, resume, size),
         resumed_step=resume.step if resume is not None else 0,
         causes=causes or ["restarted"],
         left_step=job.left_step,

@@ -153,6 +153,7 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     job.world = None
     job.pending_failure = None
     job.failures = 0
+    job.doubtful = []
     job.causes = []
     job.message = ""
     job.limit = 0

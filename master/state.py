@@ -139,6 +139,7 @@ class World:
     # Digest of the resume point, "" for step 0, and how it is loaded.
     resume: str = ""
     universal: bool = False
+    resharded: bool = False
     resumed_step: int = 0
     causes: list[str] = field(default_factory=list)
     # The step that the run had reached when the world before this one ended.
@@ -170,6 +171,8 @@ class Checkpoint:
     world_size: int
     strategy: str = ""
     any_world_size: bool = False
+    # Ranks of another world can take their ranges of it. No longer once such a world failed before its first step.
+    reshards: bool = False
     data_epoch: int = 0
     samples: int = 0
     resumed_from: str = ""
@@ -317,6 +320,8 @@ class Job:
     failures: int = 0
     last_failure_step: int = 0
     pending_failure: Failure | None = None
+    # Incarnations that had not answered when the world after a failure opened: were they lost, or only slow?
+    doubtful: list[str] = field(default_factory=list)
     # How often each node name was lost after its world had made a step.
     losses: dict[str, int] = field(default_factory=dict)
     # Names that are spares for now, and for how long (seconds; begins anew with a new master).

@@ -214,7 +214,9 @@ class Settings(google.protobuf.message.Message):
     quiet_time: builtins.float
     max_restarts: builtins.int
     universal_checkpoint: builtins.bool
-    """Scripts are handed --universal-checkpoint when they resume from universal files."""
+    """Universal files are made at each change of shape, also where ranks could re-shard; scripts are handed
+    --universal-checkpoint when they resume from them.
+    """
     keep_checkpoints: builtins.int
     """How many committed checkpoints are kept; 0: all."""
     def __init__(
@@ -248,19 +250,23 @@ class Shape(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     STRATEGY_FIELD_NUMBER: builtins.int
     ANY_WORLD_SIZE_FIELD_NUMBER: builtins.int
+    RESHARDS_FIELD_NUMBER: builtins.int
     world_size: builtins.int
     strategy: builtins.str
     """"ddp", "deepspeed-zero-0" .. "deepspeed-zero-3", or a name of the script's own."""
     any_world_size: builtins.bool
     """Loads at any world size as it is."""
+    reshards: builtins.bool
+    """Loads at any world size without a conversion, each rank taking its ranges of what others saved."""
     def __init__(
         self,
         *,
         world_size: builtins.int = ...,
         strategy: builtins.str = ...,
         any_world_size: builtins.bool = ...,
+        reshards: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["any_world_size", b"any_world_size", "strategy", b"strategy", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["any_world_size", b"any_world_size", "reshards", b"reshards", "strategy", b"strategy", "world_size", b"world_size"]) -> None: ...
 
 global___Shape = Shape
 

@@ -41,11 +41,18 @@ class Shape:
         world_size: Number of ranks.
         strategy: ``"ddp"``, ``"deepspeed-zero-0"`` … ``"deepspeed-zero-3"``, or a name of the script's own.
         any_world_size: Loads at any world size as it is.
+        reshards: Loads at any world size without a conversion, each rank taking its ranges of what others saved. Left
+            out of the manifest where it is false.
     """
 
     world_size: int
     strategy: str
     any_world_size: bool
+    reshards: bool = False
+
+    def loads_at(self, world_size: int) -> bool:
+        """Whether a world of this size can load it without a conversion."""
+        return self.any_world_size or self.reshards or self.world_size == world_size
 
 
 @dataclass(frozen=True)
@@ -144,6 +151,8 @@ class Manifest:
         content = asdict(self)
         if self.best is None:
             del content["best"]
+        if not self.shape.reshards:
+            del content["shape"]["reshards"]
         if self.order is not None and self.order.version == 1:
             del content["order"]["version"]
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -269,9 +278,12 @@ def _parse(raw: object) -> Manifest:
 
 
 def _shape(raw: object) -> Shape:
-    keys = _object(raw, "shape", Shape)
+    keys = _object({"reshards": False, **raw} if isinstance(raw, dict) else raw, "shape", Shape)
     return Shape(
-        _count(keys["world_size"], "world_size"), _text(keys["strategy"], "strategy"), _flag(keys["any_world_size"])
+        _count(keys["world_size"], "world_size"),
+        _text(keys["strategy"], "strategy"),
+        _flag(keys["any_world_size"]),
+        _flag(keys["reshards"]),
     )
 
 

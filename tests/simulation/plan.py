@@ -99,6 +99,9 @@ class Plan:
     mixed: bool
     # The script has no session: nobody hears of its steps, it saves nothing that counts, and cannot be drained.
     silent: bool
+    # Ranks of another world can load what was saved as it lies; or so it says, and they all fail with it.
+    reshards: bool
+    cannot_reshard: bool
 
 
 def plan_of(seed: int) -> Plan:
@@ -161,7 +164,11 @@ def plan_of(seed: int) -> Plan:
         silent=kind in ("planned", "crashes", "network") and Random(f"silent {seed}").random() < 0.1,
         mixed=Random(f"mixed {seed}").random() < 0.15,
         slow_disk=kind in ("disk", "convert") and random.random() < 0.1,
+        reshards=kind != "convert" and Random(f"reshards {seed}").random() < 0.35,
+        cannot_reshard=Random(f"cannot reshard {seed}").random() < 0.25,
     )
+    if plan.reshards:
+        settings.universal_checkpoint = plan.other_settings.universal_checkpoint = seed % 5 == 0
     if plan.silent:
         # Long enough for one world to be presented.
         plan.steps, plan.step_time = 40, 1.0

@@ -243,11 +243,22 @@ def opens_below_min(original: Any) -> Any:
 
 
 def loads_another_shape_as_it_is(original: Any) -> Any:
-    def loads_as_is(record: Checkpoint, world_size: int) -> bool:
+    def loads_now(job: Job, record: Checkpoint, world_size: int) -> bool:
         record.any_world_size = True
         return True
 
-    return loads_as_is
+    return loads_now
+
+
+def reshards_whatever_was_asked_for(original: Any) -> Any:
+    def resharded(job: Job, record: Checkpoint, world_size: int) -> bool:
+        return record.reshards and record.world_size != world_size
+
+    return resharded
+
+
+def never_gives_up_resharding(original: Any) -> Any:
+    return lambda turn, record: None
 
 
 def takes_the_blind(original: Any) -> Any:
@@ -452,7 +463,9 @@ PLANTS: dict[str, Plant] = dict(
         plant(membership, "select", opens_below_min, "size of the world"),
         plant(membership, "select", forgets_the_limit, "scaled", kind="planned"),
         plant(scaling, "wants_to_shrink", never_shrinks, "scaled in time", kind="planned"),
-        plant(checkpoints, "loads_as_is", loads_another_shape_as_it_is, "loads"),
+        plant(checkpoints, "loads_now", loads_another_shape_as_it_is, "loads"),
+        plant(checkpoints, "resharded", reshards_whatever_was_asked_for, "loads"),
+        plant(checkpoints, "give_up_resharding", never_gives_up_resharding, "liveness"),
         plant(membership, "is_candidate", takes_the_blind, "members see the directory", kind="disk"),
         plant(conversion, "check_owner", never_replaces_a_converter, "liveness", kind="convert"),
         plant(conversion, "report", counts_only_files, "who moves keeps the lease", kind="convert"),

@@ -148,11 +148,17 @@ class Collective:
             source = self.sim.disk.ever[ref.digest]
             size = sum(member.nproc for member in world.members)
             shape = source.message.shape
+            same = universal or shape.any_world_size or shape.world_size == size
             self.sim.ledger.require(
-                universal or shape.any_world_size or shape.world_size == size,
+                same or (shape.reshards and not self.sim.plan.settings.universal_checkpoint),
                 "loads",
                 f"epoch {self.epoch} of {size} ranks loads {ref.name} as it is",
             )
+            if not same and self.sim.plan.cannot_reshard:
+                self.sim.trace("workers", "epoch {} cannot re-shard {}", self.epoch, ref.name)
+                for group in self.groups.values():
+                    group.crash(1)
+                return
         self.history = source.history if source is not None else ()
         self.loaded = True
         self.sim.trace("workers", "epoch {} loaded step {}", self.epoch, self.step)
@@ -257,6 +263,7 @@ class Collective:
                 world_size=sum(member.nproc for member in self.world.members),
                 strategy="deepspeed-zero-1",
                 any_world_size=self.sim.plan.any_world_size,
+                reshards=self.sim.plan.reshards,
             ),
             position=control_pb2.Position(data_epoch=0, samples=16 * self.step),
             bytes=1000,

@@ -263,7 +263,13 @@ class Driven:
         return nodes
 
     def seal(
-        self, step: int, epoch: int | None = None, any_size: bool = False, size: int = 0, largest_file: int = 0
+        self,
+        step: int,
+        epoch: int | None = None,
+        any_size: bool = False,
+        reshards: bool = False,
+        size: int = 0,
+        largest_file: int = 0,
     ) -> control_pb2.Checkpoint:
         """A checkpoint on the disk, of the open world; sizes in bytes."""
         epoch = self.epoch if epoch is None else epoch
@@ -275,7 +281,7 @@ class Driven:
             step=step,
             epoch=epoch,
             form=control_pb2.FORM_SHARDED,
-            shape=control_pb2.Shape(world_size=world.size, any_world_size=any_size),
+            shape=control_pb2.Shape(world_size=world.size, any_world_size=any_size, reshards=reshards),
             resumed_from=control_pb2.CheckpointRef(digest=world.resume),
             bytes=size,
             largest_file=largest_file,

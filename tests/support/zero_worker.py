@@ -6,7 +6,8 @@ weights, a frozen parameter, buffers that training changes, and a parameter that
 Run by torchrun-like environment variables; one JSON object in ``argv[1]`` says what to do:
 
 - ``stage``, ``steps`` and ``out``, where results go; ``save``: the checkpoint to write at the end;
-- ``load``, ``form``, ``universal``, ``step``: the resume point; ``stock``: DeepSpeed loads it alone, unrepaired;
+- ``load``, ``form``, ``universal``, ``reshard``, ``step``: the resume point; ``stock``: DeepSpeed loads it alone,
+  unrepaired;
 - ``config``: more of DeepSpeed's configuration; ``afterwards``: of ``zero_optimization``, unseen by `config` of ours;
 - ``model``: ``"names"`` adds parameters whose names are traps for paths and patterns, and some of one or no element;
   ``"outside"`` one that the optimizer does not know; ``"even"`` has groups of which every rank owns something, which
@@ -40,6 +41,7 @@ class Resume:
     form: str
     universal: Path | None
     step: int
+    reshard: bool = False
 
 
 @dataclass
@@ -156,6 +158,7 @@ def main() -> None:
             form=task["form"],
             universal=Path(task["universal"]) if task.get("universal") else None,
             step=task["step"],
+            reshard=task.get("reshard", False),
         )
     base: dict[str, Any] = {
         "zero_optimization": {"stage": task["stage"]},

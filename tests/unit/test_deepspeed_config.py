@@ -19,15 +19,17 @@ class Point:
     form: str
     path: Path = Path("a")
     universal: Path | None = None
+    reshard: bool = False
 
 
 PLAN = BatchPlan(16, 3, 4)  # two micro-steps of at most 3
 
 
 @pytest.mark.parametrize(
-    ("resume", "universal"), [(None, False), (Point("sharded"), False), (Point("universal"), True)]
+    ("resume", "universal"),
+    [(None, False), (Point("sharded"), False), (Point("universal"), True), (Point("sharded", reshard=True), True)],
 )
-def test_loads_universal_exactly_when_the_resume_point_is(resume: Point | None, universal: bool) -> None:
+def test_loads_by_values_where_the_resume_point_asks_for_it(resume: Point | None, universal: bool) -> None:
     base = {"checkpoint": {"load_universal": not universal, "tag_validation": "Ignore"}}
     assert config(base, PLAN, resume)["checkpoint"] == {"load_universal": universal, "tag_validation": "Ignore"}
 
