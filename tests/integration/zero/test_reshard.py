@@ -1,0 +1,122 @@
+"""Another number of ranks loads the shards as they lie: bit by bit what was saved, and no conversion."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
+
+from .test_equality import CASES
+from .test_restore import assert_all
+from .test_world_changes import MORE, assert_same, resumed, undisturbed
+
+__all__ = ["undisturbed"]
+
+pytestmark = pytest.mark.timeout(300)
+
+CHANGES = {
+    "names": ({"stage": 2, "world": 2, "model": "names"}, 3),
+    "names-zero3": ({"stage": 3, "world": 2, "model": "names"}, 3),
+    "outside": ({"stage": 2, "world": 2, "model": "outside"}, 1),
+    "sgd": ({"stage": 2, "world": 2, "optimizer": "sgd"}, 3),
+    "amsgrad": ({"stage": 1, "world": 2, "optimizer": "amsgrad"}, 3),
+    **{case: (task, 3 if task["world"] == 2 else 2) for case, task in CASES.items()},
+}
+DEFAULT = ("names", "names-zero3", "outside", "zero1-bf16-gradients-in-fp32", "zero3-bf16", "zero3-sub-groups")
+SHARDS = {"form": "sharded", "reshard": True}
+
+
+def load(out: Path, world: int, stage: int, source: Path, **task: Any) -> Held:
+    """What a fresh world of ``world`` ranks holds after it has loaded the shards."""
+    resume = {"load": str(source), "step": STEPS, **SHARDS}
+    run_worker(world, {"stage": stage, "steps": 1, "out": str(out), **resume, **task})
+    return read_held(out, "loaded", world)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if case in DEFAULT else pytest.mark.full) for case in CHANGES]
+)
+def test_everything_comes_back_at_another_world_size(sources: Sources, tmp_path: Path, case: str) -> None:
+    """Bitwise, in every precision, with odd names, other optimizers, offload, and parameters outside the optimizer."""
+    task, world = CHANGES[case]
+    source, saved = sources.get(**task)
+    more = {key: value for key, value in task.items() if key not in ("stage", "world")}
+    before = sorted(path.name for path in source.iterdir())
+    assert_all(load(tmp_path / "out", world, task["stage"], source, **more), saved)
+    assert sorted(path.name for path in source.iterdir()) == before, "nothing is written there"
+
+
+DIAGONAL = [(1, 2, 4), (2, 3, 1), (3, 1, 3), (3, 4, 2)]
+EVERYWHERE = [
+    (stage, old, new)
+    for stage in (1, 2, 3)
+    for old in (1, 2, 3, 4)
+    for new in (1, 2, 3, 4)
+    if old != new and (stage, old, new) not in DIAGONAL
+]
+
+
+@pytest.mark.parametrize(
+    ("stage", "old", "new"), [*DIAGONAL, *(pytest.param(*cell, marks=pytest.mark.full) for cell in EVERYWHERE)]
+)
+def test_the_run_goes_on(
+    sources: Sources, undisturbed: list[float], tmp_path: Path, stage: int, old: int, new: int
+) -> None:
+    source, saved = sources.get(stage, old)
+    loaded, losses = resumed(tmp_path / "out", new, stage, load=str(source), **SHARDS)
+    assert_same(loaded, saved)
+    assert losses == pytest.approx(undisturbed[STEPS:], rel=1e-5)
+
+
+@pytest.mark.parametrize(("stage", "old", "new"), [pytest.param(1, 1, 2, marks=pytest.mark.full), (3, 2, 1)])
+def test_before_the_first_step(undisturbed: list[float], tmp_path: Path, stage: int, old: int, new: int) -> None:
+    source = tmp_path / "step-0.e1.0"
+    run_worker(old, {"stage": stage, "steps": 0, "save": str(source), "out": str(tmp_path)})
+    seal_sharded(source, stage=stage, world=old, step=0)
+    task = {"stage": stage, "steps": MORE, "out": str(tmp_path / "out"), "step": 0}
+    results = run_worker(new, {**task, "load": str(source), **SHARDS})
+    assert results[0]["losses"] == pytest.approx(undisturbed[:MORE], rel=1e-5)
+
+
+def test_path_with_special_characters(sources: Sources, tmp_path: Path) -> None:
+    """DeepSpeed sees a temporary directory of links, whose name has none."""
+    made, saved = sources.get(1, 2)
+    source = tmp_path / "job [a]+b*" / made.name
+    shutil.copytree(made, source)
+    assert_all(load(tmp_path / "out", 1, 1, source), saved)
+
+
+OPTIMIZER = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
+
+
+def rewritten(made: Path, tmp_path: Path, **more: Any) -> Path:
+    """A copy in which rank 1's file says more, or says it in another way."""
+    source = tmp_path / made.name
+    shutil.copytree(made, source)
+    content = torch.load(source / OPTIMIZER, weights_only=False)
+    content["optimizer_state_dict"].update(more)
+    torch.save(content, source / OPTIMIZER)
+    return source
+
+
+def test_a_layout_that_is_not_known_is_refused(sources: Sources, tmp_path: Path) -> None:
+    """Half of the values are not where they are said to be: nobody trains with what happens to lie there."""
+    made, _ = sources.get(2, 2)
+    source = rewritten(made, tmp_path, param_slice_mappings=[{}, {}, {}])
+    with pytest.raises(AssertionError, match=r"cannot be loaded by another number of ranks .* must be converted"):
+        load(tmp_path / "out", 1, 2, source)
+
+
+@pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
+def test_another_model_is_refused(sources: Sources, tmp_path: Path, stage: int) -> None:
+    """With a parameter that was not saved, and without one that was: DeepSpeed's ZeRO-3 takes no notice of that."""
+    (plain, _), (more, _) = sources.get(stage, 2), sources.get(stage, 2, model="names")
+    with pytest.raises(AssertionError, match="the model has a parameter that was not saved"):
+        load(tmp_path / "out", 1, stage, plain, model="names")
+    with pytest.raises(AssertionError, match=r"another model's: this one has no|Unexpected key"):
+        load(tmp_path / "out", 1, stage, more)
