@@ -1,7 +1,7 @@
 """Conversion into the universal form beside a plain copy and DeepSpeed's converter: time, and memory at its peak.
 
-Two ranks of real DeepSpeed make a checkpoint of ZeRO-2 and one of ZeRO-3, of more than 1 GB each. Then, several times
-and in turn, each in a process of its own that has imported what it needs before the clock starts:
+Two ranks of real DeepSpeed make a checkpoint of ZeRO-2, then one of ZeRO-3. Of each, several times and in turn, each in
+a process of its own that has imported what it needs before the clock starts:
 
 - copy: the same files, one after the other, each made durable (fsync) as ours are;
 - copy, parallel: the same with as many threads as ours;
@@ -11,249 +11,238 @@ and in turn, each in a process of its own that has imported what it needs before
 Memory is that of the process and all its children: resident, sampled, in runs that are not timed. Shared pages count
 once for each process (RSS), and once altogether (PSS).
 
-A virtual machine's memory is several times slower when it is touched for the first time. So before the clock starts the
-page cache is made to fill what is free, and what was written stays until the end: what a run is given was used before.
+A virtual machine's memory is several times slower when it is touched for the first time. So before each run the page
+cache is made to fill what is free: whatever memory the run is given was in use before.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 
+from benchmarks.convert_once import WAYS
 from benchmarks.results import report
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("zero_ranks.py")
 STAGES = (2, 3)
 RANKS = 2
-MODEL = {"layers": 14, "width": 768, "words": 32000}
-REPEATS = 7
+# Of the model: everything grows with its width. ZeRO-2 saves 14 bytes per parameter: bf16, and fp32 three times.
+LAYERS, WORDS_PER_WIDTH, BYTES_PER_PARAMETER = 14, 40, 14
+MEGABYTES, REPEATS = 2000, 7
 STEP = 2
 # Seconds between two looks at memory, and for one run.
 LOOK_EVERY, PATIENCE = 0.01, 600.0
 # What is left free when memory is touched, for everybody else.
 SPARE_BYTES = 1 << 30
-WAYS = ("copy", "copy, parallel", "ours", "DeepSpeed")
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
     """A line for each way and stage, medians; 0 if all could be measured."""
+    flags = argparse.ArgumentParser(prog="python -m benchmarks.convert", description=__doc__.splitlines()[0])
+    flags.add_argument("--megabytes", type=int, default=MEGABYTES, help="of the ZeRO-2 checkpoint (%(default)s)")
+    flags.add_argument("--repeats", type=int, default=REPEATS, help="timed runs of each way (%(default)s)")
+    flags.add_argument("--directory", type=Path, help="on the disk to measure, with room for four times as much")
+    options = flags.parse_args(arguments)
+    model = shape(options.megabytes * 10**6)
+    settings: dict[str, Any] = {"ranks": RANKS, "repeats": options.repeats, **model}
     rows: list[dict[str, Any]] = []
-    settings: dict[str, Any] = {"ranks": RANKS, "repeats": REPEATS, **MODEL}
-    with tempfile.TemporaryDirectory(dir=os.environ.get("DALSEGNO_BENCH_SCRATCH")) as folder:
-        _touch_memory(Path(folder) / "touched")
+    with tempfile.TemporaryDirectory(dir=options.directory) as folder:
+        memory = _Touched(Path(folder) / "touched")
         for stage in STAGES:
-            source, parameters = _make(Path(folder), stage)
-            settings["parameters"] = parameters
-            rows += _measure(Path(folder), source, stage)
+            source, settings["parameters"] = _make(Path(folder), stage, model)
+            rows += _measure(source, stage, options.repeats, memory)
+            shutil.rmtree(source.parent)
     report("convert", rows, title="Conversion of a ZeRO checkpoint into its universal form", settings=settings)
     return 0
 
 
-def _make(folder: Path, stage: int) -> tuple[Path, int]:
+def shape(nbytes: int) -> dict[str, int]:
+    """A model whose ZeRO-2 checkpoint has about so many bytes."""
+    per_square = 12 * LAYERS + 2 * WORDS_PER_WIDTH
+    width = max(16, round(math.sqrt(nbytes / BYTES_PER_PARAMETER / per_square)))
+    return {"layers": LAYERS, "width": width, "words": WORDS_PER_WIDTH * width}
+
+
+def _make(folder: Path, stage: int, model: dict[str, int]) -> tuple[Path, int]:
     """A sealed checkpoint, and how many parameters it has."""
     from tests.support.zero_runs import run_worker, seal_sharded
 
     source = folder / f"zero{stage}" / f"step-{STEP}.e1.0"
-    task = {"stage": stage, "save": str(source), "out": str(source.parent), **MODEL}
+    task = {"stage": stage, "save": str(source), "out": str(source.parent), **model}
     (result, *_) = run_worker(RANKS, task, worker=WORKER, seconds=PATIENCE)
     seal_sharded(source, stage=stage, world=RANKS, step=STEP)
     return source, int(result["parameters"])
 
 
-def _measure(folder: Path, source: Path, stage: int) -> list[dict[str, Any]]:
+def _measure(source: Path, stage: int, repeats: int, memory: _Touched) -> list[dict[str, Any]]:
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-    target = (source.parent / f"{source.name}.universal.{number}" for number in range(1, 1000))
-    for repeat in range(REPEATS + 1):
-        for way in WAYS[repeat % len(WAYS) :] + WAYS[: repeat % len(WAYS)]:
-            # What others have written, or DeepSpeed has left to the kernel, must not be this one's to wait for.
-            os.sync()
-            took = _run(way, source, next(target))["seconds"]
+    ways = list(WAYS)
+    for repeat in range(repeats + 1):
+        first = repeat % len(ways)
+        for way in ways[first:] + ways[:first]:
+            with _target(source, memory) as target, _child(way, source, target) as child:
+                took = child.finish()
             if repeat > 0:  # the first round warms up
                 seconds[way].append(took)
-    memory = {way: _peak(way, source, next(target)) for way in WAYS}
-    copied = statistics.median(seconds["copy"])
-    theirs = statistics.median(seconds["DeepSpeed"])
-    size = sum(path.stat().st_size for path in source.iterdir())
-    rows = []
+    peaks = {}
     for way in WAYS:
-        median = statistics.median(seconds[way])
+        with _target(source, memory) as target, _child(way, source, target) as child:
+            peaks[way] = _peak(child)
+    size = sum(path.stat().st_size for path in source.iterdir())
+    copied, theirs = statistics.median(seconds["copy"]), statistics.median(seconds["DeepSpeed"])
+    rows = []
+    for way, took_all in seconds.items():
+        median = statistics.median(took_all)
         rows.append(
             {
                 "way": f"ZeRO-{stage}: {way}",
                 "bytes": size,
                 "median (s)": round(median, 3),
-                "fastest (s)": round(min(seconds[way]), 3),
-                "slowest (s)": round(max(seconds[way]), 3),
+                "fastest (s)": round(min(took_all), 3),
+                "slowest (s)": round(max(took_all), 3),
                 "times the copy": round(median / copied, 2),
                 "DeepSpeed's, times this": round(theirs / median, 2),
-                "peak RSS (MB)": round(memory[way]["rss"] / 1e6),
-                "peak PSS (MB)": round(memory[way]["pss"] / 1e6),
-                "before (MB)": round(memory[way]["before"] / 1e6),
+                **{f"{kind} (MB)": round(nbytes / 1e6) for kind, nbytes in peaks[way].items()},
             }
         )
-    shutil.rmtree(source.parent)
     return rows
 
 
-def _run(way: str, source: Path, target: Path) -> dict[str, float]:
-    with _child(way, source, target) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdout.readline()
-        child.stdin.write("\n")
-        child.stdin.flush()
-        line = child.stdout.readline()
-        if child.wait(PATIENCE) != 0:
-            raise RuntimeError(f"{way} failed: {child.stderr and child.stderr.read()[-2000:]}")
-    return {"seconds": float(json.loads(line)["seconds"])}
+@contextmanager
+def _target(source: Path, memory: _Touched) -> Iterator[Path]:
+    """A directory's name for one run. What it writes is gone afterwards."""
+    target = source.parent / f"{source.name}.universal.1"
+    memory.touch()
+    # What others have written, or DeepSpeed has left to the kernel, must not be this one's to wait for.
+    os.sync()
+    try:
+        yield target
+    finally:
+        shutil.rmtree(target, ignore_errors=True)
 
 
-def _peak(way: str, source: Path, target: Path) -> dict[str, int]:
-    """Bytes of memory of the process and its children: at most, and before it began."""
-    most = {"rss": 0, "pss": 0}
-    with _child(way, source, target) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        child.stdout.readline()
-        before = _memory(child.pid)["rss"]
-        stop = threading.Event()
+def _peak(child: _Child) -> dict[str, int]:
+    """Bytes of memory of the process and its children: before it began, and at most."""
+    before = _memory(child.pid)
+    most = dict(before)
+    stop = threading.Event()
 
-        def look() -> None:
-            while not stop.wait(LOOK_EVERY):
-                for kind, now in _memory(child.pid).items():
-                    most[kind] = max(most[kind], now)
+    def look() -> None:
+        while not stop.wait(LOOK_EVERY):
+            for kind, now in _memory(child.pid).items():
+                most[kind] = max(most[kind], now)
 
-        looking = threading.Thread(target=look)
-        looking.start()
-        child.stdin.write("\n")
-        child.stdin.flush()
-        child.stdout.readline()
+    looking = threading.Thread(target=look)
+    looking.start()
+    try:
+        child.finish()
+    finally:
         stop.set()
         looking.join()
-        child.wait(PATIENCE)
-    return {**most, "before": before}
+    return {"RSS before": before["RSS"], **{f"peak {kind}": nbytes for kind, nbytes in most.items()}}
 
 
 def _memory(pid: int) -> dict[str, int]:
-    total = {"rss": 0, "pss": 0}
-    try:
+    total = {"RSS": 0, "PSS": 0}
+    with suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
-        family = [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return total
-    for process in family:
-        try:
-            full = process.memory_full_info()
-        except (psutil.NoSuchProcess, psutil.ZombieProcess):
-            continue
-        total["rss"] += full.rss
-        total["pss"] += full.pss
+        for process in (parent, *parent.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):  # a zombie is one of these
+                full = process.memory_full_info()
+                total["RSS"] += full.rss
+                total["PSS"] += full.pss
     return total
 
 
+class _Child:
+    """One run, ready to begin."""
+
+    def __init__(self, way: str, process: subprocess.Popen[str], errors: IO[str]) -> None:
+        self._way, self._process, self._errors = way, process, errors
+        self.pid = process.pid
+        self._line()  # it is ready
+
+    def finish(self) -> float:
+        """Lets it begin; the seconds that it took."""
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(json.loads(self._line())["seconds"])
+
+    def _line(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self._errors.seek(0)
+            raise RuntimeError(f"{self._way} failed: {self._errors.read()[-2000:]}")
+        return line
+
+
 @contextmanager
-def _child(way: str, source: Path, target: Path) -> Iterator[subprocess.Popen[str]]:
-    command = [sys.executable, "-m", "benchmarks.convert", way, str(source), str(target)]
+def _child(way: str, source: Path, target: Path) -> Iterator[_Child]:
+    command = [sys.executable, "-m", "benchmarks.convert_once", way, str(source), str(target)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     with tempfile.TemporaryFile("w+") as errors:
-        child = subprocess.Popen(
-            command, cwd=ROOT, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
         )
+
+        def end() -> None:
+            # With its pool: DeepSpeed's workers outlive their parent.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+        deadline = threading.Timer(PATIENCE, end)
+        deadline.start()
         try:
-            yield child
+            yield _Child(way, process, errors)
         finally:
-            child.kill()
-            child.wait()
+            deadline.cancel()
+            end()
+            process.communicate()
 
 
-# ---- what runs in a child --------------------------------------------------------------------------------------------
+class _Touched:
+    """Keeps free memory in use, with pages of files that have none on the disk: the kernel takes them when it wants."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._files = folder, 0
+        folder.mkdir()
 
-def _copy(threads: int) -> Callable[[Path, Path], None]:
-    def copy(source: Path, target: Path) -> None:
-        from dalsegno.elastic.checkpoint.files import fsync_directory
-
-        def one(path: Path) -> None:
-            shutil.copyfile(path, target / path.name)
-            descriptor = os.open(target / path.name, os.O_RDONLY)
-            os.fsync(descriptor)
-            os.close(descriptor)
-
-        target.mkdir()
-        with ThreadPoolExecutor(threads) as pool:
-            list(pool.map(one, sorted(source.iterdir())))
-        fsync_directory(target)
-        fsync_directory(target.parent)
-
-    return copy
-
-
-def _ours(source: Path, target: Path) -> None:
-    from dalsegno.elastic.universal import convert
-
-    convert(source, target)
-
-
-def _deepspeed(source: Path, target: Path) -> None:
-    from deepspeed.checkpoint import ds_to_universal
-
-    ds_to_universal.main(
-        argparse.Namespace(
-            input_folder=str(source),
-            output_folder=str(target),
-            num_extract_workers=4,
-            num_merge_workers=2,
-            keep_temp_folder=False,
-            strict=True,
-            inject_missing_state=True,
-        )
-    )
-
-
-def _act(way: str, source: Path, target: Path) -> None:
-    from dalsegno.elastic.universal.effort import THREADS
-
-    ways = {"copy": _copy(1), "copy, parallel": _copy(THREADS), "ours": _ours, "DeepSpeed": _deepspeed}
-    if way == "ours":
-        from dalsegno.elastic.universal import check, streaming  # noqa: F401 (not timed)
-    elif way == "DeepSpeed":
-        import deepspeed.checkpoint.ds_to_universal  # noqa: F401 (not timed)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # DeepSpeed's converter prints
-    print("ready", file=answers, flush=True)
-    sys.stdin.readline()
-    began = time.perf_counter()
-    ways[way](source, target)
-    print(json.dumps({"seconds": time.perf_counter() - began}), file=answers, flush=True)
-
-
-def _touch_memory(path: Path) -> None:
-    """Fills free memory with pages of a file that has none on the disk; the kernel takes them back when it wants."""
-    free = psutil.virtual_memory().free - SPARE_BYTES
-    if free <= 0:
-        return
-    with open(path, "w+b") as file:
-        file.truncate(free)
-        buffer = bytearray(64 << 10)
-        while file.readinto(buffer):
-            pass
+    def touch(self) -> None:
+        free = psutil.virtual_memory().free - SPARE_BYTES
+        if free <= 0:
+            return
+        self._files += 1
+        with open(self._folder / str(self._files), "w+b") as file:
+            file.truncate(free)
+            buffer = bytearray(64 << 10)
+            while file.readinto(buffer):
+                pass
 
 
 if __name__ == "__main__":
-    _act(sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3]))
+    sys.exit(main(sys.argv[1:]))
