@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
@@ -144,6 +145,7 @@ class Trainer:
         self._session: Session | None = None
         self._state, self._ends = "new", (self.max_steps, self.data_epochs)
         self._stop_wanted = self._stopping = False
+        self._made: dict[str, str] = {}
         # An evaluation of the present step that is still to be made, and the last step that has one.
         self._owed, self._evaluated = False, 0
 
@@ -207,7 +209,7 @@ class Trainer:
         # Before anything large is loaded: another order of samples is refused here.
         self._batches = self._make_batches(s, plan)
         setting = Setting(s, self._where, plan, self.max_grad_norm, self.grad_scaler)
-        state = self._strategy.setup(self.model, self.optimizer, self.scheduler, setting)
+        state = self._set_up(setting)
         own = [] if self._strategy.scale == "deepspeed" else [self._strategy.optimizer]
         self._accumulate = Accumulation(self._strategy.model, *own)
         self.step = s.step
@@ -237,6 +239,28 @@ class Trainer:
             reduce=None if self.count_tokens is None else s.sum,
             loader_options=self.loader_options,
         )
+
+    def _set_up(self, setting: Setting) -> dict[str, Any]:
+        resume = setting.session.resume
+        scheduler = None if self.scheduler is None else self._noted("scheduler", self.scheduler)
+        try:
+            return self._strategy.setup(self.model, self._noted("optimizer", self.optimizer), scheduler, setting)
+        # What a framework says of states that are not those of this model or optimizer.
+        except (AttributeError, KeyError, RuntimeError) as error:
+            if resume is None or isinstance(error, torch.OutOfMemoryError | dist.DistError):
+                raise
+            why = " ".join(str(error).split())
+            raise ValueError(f"{resume.ref.name} does not fit this training ({_listed(self._made)}): {why}") from error
+
+    def _noted(self, name: str, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """``make``, and what kind of thing it made: a strategy may load another one's state without a word."""
+
+        def noting(argument: Any) -> Any:
+            made = make(argument)
+            self._made[name] = type(made).__name__
+            return made
+
+        return noting
 
     # The loop.
 
@@ -370,12 +394,13 @@ class Trainer:
         """What the session is given to save with."""
         if self.save_in_background:
             return background(lambda: self._strategy.files(self._state_dict()))
-        return lambda path: self._strategy.write(path, self._state_dict())
+        return _Write(self)
 
     def _state_dict(self) -> dict[str, Any]:
         return {
             "version": STATE_VERSION,
             "evaluated": self._evaluated,
+            "made": dict(self._made),
             "callbacks": {name: hook.state_dict() for name, hook in self._named_hooks().items()},
         }
 
@@ -383,6 +408,12 @@ class Trainer:
         if state["version"] != STATE_VERSION:
             raise ValueError(
                 f"the checkpoint's trainer state is of version {state['version']}, this program reads {STATE_VERSION}"
+            )
+        had = state.get("made", self._made)
+        if had != self._made:
+            raise ValueError(
+                f"the checkpoint's training has {_listed(had)}, this one has {_listed(self._made)}: it would go on "
+                "otherwise than it began; make the same ones, or start a new run"
             )
         self._evaluated = state["evaluated"]
         for name, hook in self._named_hooks().items():
@@ -416,9 +447,32 @@ class Trainer:
         return Fitted(self.step, self.metrics, self._opened.best)
 
 
+class _Write:
+    """The Trainer's ``write(path)``.
+
+    Attributes:
+        reshards: See ``Session.save``.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self.reshards = trainer, False
+        strategy = trainer._strategy
+        if strategy.scale == "deepspeed":
+            from .deepspeed import can_reshard
+
+            self.reshards = can_reshard(strategy.model)
+
+    def __call__(self, path: Path) -> None:
+        self._trainer._strategy.write(path, self._trainer._state_dict())
+
+
 def _own_loss(model: Any, data: Any) -> Tensor:
     loss: Tensor = model(data)
     return loss
+
+
+def _listed(made: Mapping[str, str]) -> str:
+    return " and ".join(f"{name} {kind}" for name, kind in sorted(made.items()))
 
 
 def _strategy(given: Strategy | str) -> Strategy:

@@ -170,20 +170,27 @@ def test_another_world_goes_on_with_the_same_curve(tmp_path: Path) -> None:
         last = steps
 
 
-@pytest.mark.parametrize("stage", [1, 3, pytest.param(2, marks=pytest.mark.full)])
-def test_deepspeed_goes_on_in_another_world_with_the_same_curve(tmp_path: Path, stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "form"),
+    [
+        (1, "sharded"),
+        (3, "universal"),
+        *(pytest.param(*cell, marks=pytest.mark.full) for cell in ((1, "universal"), (2, "sharded"), (3, "sharded"))),
+    ],
+)
+def test_deepspeed_goes_on_in_another_world_with_the_same_curve(tmp_path: Path, stage: int, form: str) -> None:
     """ZeRO with 1 rank, then 2, then 3: losses, norms, rates, evaluations and the best checkpoint of a plain loop."""
-    wanted, run_dir = plain(9, torch.float32), tmp_path / "checkpoints"
-    evaluations: list[Any] = []
-    last = 0
-    for world, steps in ((1, 3), (2, 6), (3, 9)):
-        newest = CheckpointStore(run_dir).newest() if last else None
-        if newest is not None:
-            universal(run_dir / newest.name)
-        case = {"strategy": f"zero{stage}", "steps": steps, "directory": str(run_dir)}
-        (ranks,) = run(tmp_path / f"{world}", world, [case])
-        assert ranks[0]["steps"] == list(range(last + 1, steps + 1))
+    wanted, evaluations, last = plain(9, torch.float32), list[Any](), 0
+    for epoch, (world, steps) in enumerate(((1, 3), (2, 6), (3, 9)), start=1):
+        resume = newest(tmp_path) if last else None
+        later = None if resume is None or form == "sharded" else universal(tmp_path / "run-0001" / resume.name)
+        case = json.dumps([{"strategy": f"zero{stage}", "steps": steps}])
+        with FakeAgent(tmp_path, world=world, epoch=epoch, resume=resume, universal=later) as agent:
+            agent.start("--cases", case, "--out", str(tmp_path), script=WORKER)
+            assert agent.wait(120) == [0] * world, agent.outputs
+        ranks = [json.loads((tmp_path / f"result-{rank}.json").read_text())[0] for rank in range(world)]
         assert all(rank["evaluations"] == ranks[0]["evaluations"] for rank in ranks)
+        assert ranks[0]["steps"] == list(range(last + 1, steps + 1))
         for logged, index in zip(ranks[0]["logs"], range(last, steps), strict=True):
             assert logged["loss"] == pytest.approx(wanted["loss"][index], rel=1e-5), (world, index)
             assert logged["grad_norm"] == pytest.approx(wanted["grad_norm"][index], rel=1e-4), (world, index)
@@ -197,10 +204,12 @@ def test_deepspeed_goes_on_in_another_world_with_the_same_curve(tmp_path: Path, 
     assert ranks[0]["best"].startswith("step-6."), "the world before made it, and this one remembers"
 
 
-def universal(checkpoint: Path) -> None:
-    """What an agent has made before it starts another number of ranks."""
-    command = [sys.executable, "-m", "dalsegno.elastic.universal", f"--source={checkpoint}"]
-    subprocess.run([*command, f"--target={checkpoint}.universal.1"], check=True, capture_output=True, timeout=120)
+def universal(checkpoint: Path) -> Manifest:
+    """What an agent may have made before it starts another number of ranks."""
+    target = checkpoint.with_name(f"{checkpoint.name}.universal.1")
+    command = [sys.executable, "-m", "dalsegno.elastic.universal", f"--source={checkpoint}", f"--target={target}"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return Manifest.read(target)
 
 
 def test_a_gradient_that_overflows_on_one_rank_is_left_out_on_all(tmp_path: Path) -> None:
@@ -228,6 +237,40 @@ def test_a_gradient_that_overflows_on_one_rank_is_left_out_on_all(tmp_path: Path
                     else:
                         assert not math.isfinite(logged[name])
         last = steps
+
+
+# What is otherwise, and the reason: ours, or what DeepSpeed says of it.
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "other names": ({"model": "other"}, "another model: none of its 13 names|does not fit this training .*Missing key"),
+    "more names": ({"model": "wide"}, "another model: .* only in the model|does not fit this training .*Missing key"),
+    "other groups": ({"optimizer": "one group"}, "2 groups|number of parameter groups|does not fit this training"),
+    "other optimizer": (
+        {"optimizer": "another kind"},
+        "has optimizer AdamW and scheduler .*this one has optimizer Adam ",
+    ),
+    "no scheduler": ({"unscheduled": True}, "scheduler LambdaLR, this one has optimizer AdamW:|has one scheduler"),
+    "length": ({"length": 51}, "length was 50 and is 51"),
+    "global batch": ({"global_batch": 12}, "global_batch_size was 13 and is 12"),
+    "seed": ({"seed": 4}, "seed was 3 and is 4"),
+    "strategy": ({"strategy": "ddp"}, "written with strategy .*, and this run has ddp"),
+}
+
+
+@pytest.mark.parametrize("strategy", ["fsdp", "zero1", pytest.param("zero3", marks=pytest.mark.full)])
+def test_every_strategy_refuses_what_is_not_the_same_training(tmp_path: Path, strategy: str) -> None:
+    """On all ranks, before the first step, in one line with the reason; and the right one still goes on."""
+    right = {"strategy": strategy, "steps": 2, "directory": str(tmp_path / "a")}
+    wrong = [{**right, "steps": 3, "refused": True, **options} for options, _ in REFUSED.values()]
+    other = {**right, "directory": str(tmp_path / "b")}
+    new = [{**other, "unscheduled": True}, {**other, "steps": 3, "refused": True}]
+    _, *refused, last, _, scheduled = run(tmp_path, 2, [right, *wrong, {**right, "steps": 3}, *new])
+    for (name, (_, reason)), ranks in zip(REFUSED.items(), refused, strict=True):
+        for rank in ranks:
+            assert re.search(rf"^ValueError: .*({reason})", rank["refused"]), (name, rank["refused"])
+            assert (rank["steps"], rank["refused"].count("\n")) == ([], 0)
+    for rank in scheduled:
+        assert re.search("ValueError: .*(has no scheduler|does not fit .*scheduler LambdaLR)", rank["refused"])
+    assert last[0]["steps"] == [3]
 
 
 @pytest.mark.parametrize("sharded", [False, True])

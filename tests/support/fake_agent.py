@@ -22,10 +22,23 @@ WORKER = Path(__file__).with_name("session_worker.py")
 
 
 class FakeAgent:
-    """One agent with all ranks of one epoch. Use as a context manager: it ends what it started."""
+    """One agent with all ranks of one epoch. Use as a context manager: it ends what it started.
 
-    def __init__(self, directory: Path, *, world: int, epoch: int, resume: Manifest | None = None) -> None:
+    Args:
+        universal: The form of ``resume`` that is to be loaded; None: as it is.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        world: int,
+        epoch: int,
+        resume: Manifest | None = None,
+        universal: Manifest | None = None,
+    ) -> None:
         self.directory, self.world, self.epoch, self.resume = directory, world, epoch, resume
+        self.universal = universal
         self.run_dir = directory / "run-0001"
         self.logs = directory / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -112,7 +125,10 @@ class FakeAgent:
         if self.resume is not None:
             env["DALSEGNO_RESUME_NAME"] = self.resume.name
             env["DALSEGNO_RESUME_DIGEST"] = self.resume.digest
-            env["DALSEGNO_RESUME_FORM"] = "sharded"
+            env["DALSEGNO_RESUME_FORM"] = "sharded" if self.universal is None else "universal"
+        if self.universal is not None:
+            env["DALSEGNO_UNIVERSAL_NAME"] = self.universal.name
+            env["DALSEGNO_UNIVERSAL_DIGEST"] = self.universal.digest
         return env
 
     def _accept(self) -> None:

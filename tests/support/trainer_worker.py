@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,12 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=0.02)
 
 
+OTHER_OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "one group": lambda model: torch.optim.AdamW(model.parameters()),
+    "another kind": lambda model: torch.optim.Adam(make_optimizer(model).param_groups),
+}
+
+
 def make_scheduler(optimizer: torch.optim.Optimizer) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
 
@@ -142,9 +148,9 @@ def scaled_losses(model: Any, data: tuple[Tensor, Tensor], case: Mapping[str, An
         factor[:, 0] = 60000.0 if case.get("fp16") else float("inf")
         return gradient * factor * factor
 
-    first: nn.Module = getattr(model, "module", model).first
     world, hooks = dist.get_world_size() if dist.is_initialized() else 1, []
     if step in case.get("overflows", ()) and rank == world - 1 and torch.is_grad_enabled():
+        first: nn.Module = getattr(model, "module", model).first
         hooks.append(first.register_forward_hook(lambda *called: called[2].register_hook(overflow) and None))
     with torch.autocast("cpu", torch.float16, enabled=bool(case.get("fp16"))):
         output = model(data[0])
@@ -175,7 +181,12 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
     """One training; all that was logged."""
     dtype = torch.float64 if case.get("double") else torch.float32
     torch.manual_seed(5)
-    model = Model(case.get("dropout", 0.0)).to(dtype)
+    model: nn.Module = Model(case.get("dropout", 0.0))
+    if case.get("model") == "wide":
+        model.last = nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 1))
+    elif case.get("model") == "other":
+        model = nn.Sequential(model)
+    model.to(dtype)
     notes = Notes()
 
     def slow_measure(model: Any, data: Any) -> dict[str, Any]:
@@ -185,17 +196,17 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 
     trainer = Trainer(
         model,
-        Points(dtype=dtype),
-        optimizer=make_optimizer,
+        Points(case.get("length", LENGTH), dtype),
+        optimizer=OTHER_OPTIMIZERS.get(case.get("optimizer", ""), make_optimizer),
         loss=lambda model, data: scaled_losses(model, data, case, trainer.step + 1, trainer.rank).mean(),
-        global_batch_size=GLOBAL_BATCH,
+        global_batch_size=case.get("global_batch", GLOBAL_BATCH),
         max_micro_batch_size=MICRO,
         max_steps=case["steps"],
-        scheduler=make_scheduler,
+        scheduler=None if case.get("unscheduled") else make_scheduler,
         strategy=make_strategy(case["strategy"]),
         max_grad_norm=0.5,
         grad_scaler=make_scaler(case),
-        seed=3,
+        seed=case.get("seed", 3),
         checkpoint_dir=case.get("directory"),
         save_every=case.get("save_every", 0),
         save_in_background=case.get("in_background", False),
@@ -211,6 +222,12 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         log_every=1,
         progress=False,
     )
+    if case.get("refused"):
+        try:
+            trainer.fit()
+        except (AttributeError, RuntimeError, ValueError) as error:
+            return {"refused": f"{type(error).__name__}: {error}", "steps": notes.steps}
+        return {"refused": "", "steps": notes.steps}
     fitted = trainer.fit()
     return {
         "steps": notes.steps,
