@@ -18,6 +18,7 @@ from dalsegno.elastic.checkpoint import Manifest, verify
 from dalsegno.protos import control_pb2
 from tests.support import local_processes as processes
 from tests.support.cluster import LEFT, TRAIN, Cluster, Training, Undisturbed
+from tests.support.faults import run_directory
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -315,11 +316,16 @@ def test_nodes_with_different_numbers_of_workers(clusters: Clusters, undisturbed
     end(job, undisturbed, lost={third: any_number(job)})
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_other_stages(clusters: Clusters, undisturbed: Undisturbed, stage: int) -> None:
-    """ZeRO 0, 2 and 3 through a join, a leave and a kill."""
-    job = clusters(training=Training(script=TRAIN, steps=60, extra=(f"--zero-stage={stage}",)))
+OTHER_STAGES = [(0, True), (2, True), (3, True), (1, False), (2, False)]
+
+
+@pytest.mark.parametrize(
+    ("stage", "universal"), [(3, False), *(pytest.param(*way, marks=pytest.mark.full) for way in OTHER_STAGES)]
+)
+def test_other_stages(clusters: Clusters, undisturbed: Undisturbed, stage: int, universal: bool) -> None:
+    """ZeRO 0, 2 and 3 through a join, a leave and a kill; 1 to 3 also without a conversion."""
+    training = Training(script=TRAIN, steps=60, extra=(f"--zero-stage={stage}",))
+    job = clusters(training=training, universal=universal)
     first = job.open("a", "b", steps=2)
     job.start("c")
     second = job.wait_world(3, steps=2, after=first)
@@ -329,7 +335,22 @@ def test_other_stages(clusters: Clusters, undisturbed: Undisturbed, stage: int) 
     fourth = job.wait_world(1, steps=2, after=third)
     job.assert_crash(fourth)
     end(job, undisturbed, {fourth: any_number(job)})
-    assert job.change(third).universal == (stage > 0)
+    how = "" if stage == 0 else "universal" if universal else "re-sharded"
+    assert [job.change(epoch).how for epoch in (second, third, fourth)] == [how] * 3
+    assert bool([*run_directory(job).glob("step-*.universal.*")]) == (how == "universal")
+
+
+def test_shards_that_cannot_be_loaded_are_converted(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """The script says that it can re-shard, and then its DeepSpeed cannot: one restart more, and nothing is lost."""
+    job = clusters(training=ZERO, universal=False, agent_flags=["--max-restarts=0"])
+    job.agent_environment = {"DALSEGNO_TEST_STRANGE": "1"}
+    first = job.open("a", steps=2)
+    job.start("b")
+    last = job.wait_world(2, steps=2, after=first)
+    assert last == first + 2
+    assert job.change(last).how == "universal"
+    job.wait_line("the workers failed before their first step .*: it is converted instead")
+    end(job, undisturbed)
 
 
 def of_step(job: Cluster, step: int) -> list[Manifest]:

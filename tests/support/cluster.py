@@ -125,14 +125,18 @@ class Change:
     cause: str
     nodes: int
     resumed: int
-    universal: bool
+    how: str
     paused: float
     lost: int
+
+    @property
+    def universal(self) -> bool:
+        return self.how == "universal"
 
 
 _CHANGE = re.compile(
     r"epoch (?P<epoch>\d+): (?P<cause>.*), (?P<nodes>\d+) nodes?, "
-    r"(?:from step 0|resumed at step (?P<resumed>\d+)(?P<universal> \(universal\))?)"
+    r"(?:from step 0|resumed at step (?P<resumed>\d+)(?: \((?P<how>universal|re-sharded)\))?)"
     r"(?:, paused (?P<paused>[\d.]+) s, lost (?P<lost>\d+) steps?)?$"
 )
 
@@ -142,9 +146,7 @@ def parse_change(line: str) -> Change | None:
     if match is None:
         return None
     number = {name: int(match[name] or 0) for name in ("epoch", "nodes", "resumed", "lost")}
-    return Change(
-        cause=match["cause"], universal=bool(match["universal"]), paused=float(match["paused"] or 0), **number
-    )
+    return Change(cause=match["cause"], how=match["how"] or "", paused=float(match["paused"] or 0), **number)
 
 
 @dataclass
@@ -159,6 +161,8 @@ class Cluster:
     agent_environment: Mapping[str, str] = field(default_factory=dict)
     # Run the example through `hooked.py`: its second half is slow until `hurry`, and workers can be held.
     hooked: bool = True
+    # Ask for universal files at each change of shape.
+    universal: bool = True
     job: str = field(default_factory=lambda: f"test-{secrets.token_hex(4)}")
     nodes: list[Node] = field(default_factory=list)
     lines: list[StepLine] = field(default_factory=list)
@@ -225,7 +229,7 @@ class Cluster:
             f"--job-id={self.job}",
             f"--node-name={name}",
             f"--checkpoint-dir={self.checkpoints}",
-            "--universal-checkpoint",
+            *(("--universal-checkpoint",) if self.universal else ()),
             "--grow-interval=0",
             *self.agent_flags,
             *script,
