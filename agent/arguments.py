@@ -196,8 +196,8 @@ def _add_ours(group: _Group) -> None:
     group.value("--checkpoint-dir", default="checkpoints", metavar="DIR", help="one file system that all nodes see")
     group.switch(
         "--universal-checkpoint",
-        help="hand this flag to the script, too, when it resumes from universal files (one with a session needs none); "
-        "such files are made where a new number of ranks needs them in any case",
+        help="make universal files at each change of shape, and hand this flag to the script when it resumes from them "
+        "(one with a session needs none); without it they are made only where ranks cannot load the others' shards",
     )
     group.value("--node-unit", default=1, type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
     group.value("--node-name", default="", metavar="NAME", help="default: the host name and a number")
