@@ -10,6 +10,7 @@ Run by torchrun-like environment variables; one JSON object in ``argv[1]`` says 
   unrepaired;
 - ``config``: more of DeepSpeed's configuration; ``afterwards``: of ``zero_optimization``, unseen by `config` of ours;
 - ``model``: ``"names"`` adds parameters whose names are traps for paths and patterns, and some of one or no element;
+  ``"sizes"`` only those of them that DeepSpeed's converter survives;
   ``"outside"`` one that the optimizer does not know; ``"even"`` has groups of which every rank owns something, which
   stock DeepSpeed needs;
 - ``optimizer``: ``"adamw"``, ``"amsgrad"`` or ``"sgd"`` with momentum.
@@ -52,6 +53,10 @@ class Plan:
 
 NAMES = {"a/b.c": (3, 5), "d[0]": (4, 2), "e+f": (9,), "one": (1,), "*g?": (2, 2)}
 """Of the additional parameters in the model ``"names"``, with their shapes; what comes before a dot is a module."""
+EXTRA: dict[str, dict[str, tuple[int, ...]]] = {
+    "names": NAMES,
+    "sizes": {name: NAMES[name] for name in ("a/b.c", "one")},
+}
 
 
 class Factor(nn.Module):
@@ -82,16 +87,15 @@ class Model(nn.Module):
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("average", torch.zeros(4))
         self.more = Factor()
-        if kind == "names":
-            for name, shape in NAMES.items():
-                *modules, last = name.split(".")
-                owner = self.more
-                for module in modules:
-                    owner.add_module(module, Factor())
-                    owner = owner.get_submodule(module)
-                owner.register_parameter(last, nn.Parameter(torch.full(shape, 0.5)))
+        for name, shape in EXTRA.get(kind, {}).items():
+            *modules, last = name.split(".")
+            owner = self.more
+            for module in modules:
+                owner.add_module(module, Factor())
+                owner = owner.get_submodule(module)
+            owner.register_parameter(last, nn.Parameter(torch.full(shape, 0.5)))
         # DeepSpeed's ZeRO-3 cannot gather a parameter without elements.
-        self.empty = nn.Parameter(torch.zeros(0, 3)) if kind == "names" and stage < 3 else None
+        self.empty = nn.Parameter(torch.zeros(0, 3)) if kind in EXTRA and stage < 3 else None
         self.outside = nn.Parameter(torch.full((3,), frozen_value)) if kind == "outside" else None
 
     def forward(self, tokens: Tensor) -> Tensor:

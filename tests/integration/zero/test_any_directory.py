@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import fcntl
+import itertools
 import json
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,10 +25,13 @@ from dalsegno.elastic.universal import (
     Wish,
     convert,
     convert_directory,
+    streaming,
 )
 from dalsegno.elastic.universal.journal import JOURNAL
 from dalsegno.elastic.universal.loading import load
+from dalsegno.elastic.universal.output import Output
 from tests.support.conversions import Died, convert_halfway, die_after, files_below, target_of
+from tests.support.shards import write_shards
 from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker
 
 pytestmark = pytest.mark.timeout(180)
@@ -166,6 +171,20 @@ def test_moments_that_are_missing(plain: Path, tmp_path: Path, ranks: tuple[int,
         convert_directory(plain, tmp_path / "universal")
 
 
+def test_moments_that_are_missing_at_stage_3(tmp_path: Path) -> None:
+    """They lie elsewhere in its files."""
+    source = tmp_path / "global_step3"
+    write_shards(source, {"weight": (3, 5)}, stage=3)
+
+    def forget(content: dict[str, Any]) -> None:
+        content["optimizer_state_dict"]["optimizer_state_dict"]["state"].clear()
+
+    for rank in (0, 1):
+        rewrite(source / OPTIMIZER.format(rank), forget)
+    with pytest.raises(SourceBad, match="Adam's moments are not there"):
+        convert_directory(source, tmp_path / "universal")
+
+
 @pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.full)])
 def test_a_reset_that_was_asked_for(sources: Sources, tmp_path: Path, stage: int) -> None:
     """The weights of the checkpoint, and an optimizer as at its first step."""
@@ -260,6 +279,33 @@ def test_a_class_that_is_allowed(plain: Path, tmp_path: Path) -> None:
     assert convert_directory(plain, tmp_path / "universal", wish=Wish(allow=("argparse.Namespace",)))
     with pytest.raises(EnvironmentFailed, match=r"argparse\.Namespace"):
         convert_directory(plain, tmp_path / "other")
+
+
+def test_a_file_that_was_not_made(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is missing is found before anything says that the directory is complete."""
+    stream = Output.stream
+
+    def forget(self: Output, path: str, *rest: Any) -> None:
+        if path != "zero/body.bias/exp_avg.pt":
+            stream(self, path, *rest)
+
+    monkeypatch.setattr(Output, "stream", forget)
+    with pytest.raises(EnvironmentFailed, match=r"left out zero/body\.bias/exp_avg\.pt"):
+        convert_directory(plain, tmp_path / "universal")
+    assert not (tmp_path / "universal" / "CONVERTED.json").exists()
+
+
+def test_parameters_are_worked_on_side_by_side(plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that wait for each other come through."""
+    number, meeting, write = itertools.count(), threading.Barrier(2, timeout=10), streaming._write_state
+
+    def meet(*arguments: Any) -> None:
+        if next(number) < 2:
+            meeting.wait()
+        write(*arguments)
+
+    monkeypatch.setattr(streaming, "_write_state", meet)
+    assert convert_directory(plain, tmp_path / "universal", wish=Wish(effort=Effort(threads=2)))
 
 
 def test_effort() -> None:
