@@ -165,6 +165,11 @@ class Batches(Generic[T]):
         return self._sampler.order
 
     @property
+    def position(self) -> Position:
+        """Where the training stands: the sampler's."""
+        return self._sampler.position
+
+    @property
     def left(self) -> int | None:
         """Batches not handed out yet, alike on all ranks; None: without end.
 

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from .background_save import Background
-from .batches import Batch
+from .batches import Batch, Batches
 from .checkpoint import Order, Position, Ref
 from .exchange import MAX_STEPS_APART, Boundary
 from .resuming import check_strategy
+from .sampler import check_order
 from .saving import SaveError
 from .worker_session import Session
 
@@ -62,7 +63,8 @@ def steps(
         seed: Of the random generators, see ``Session.restore_rng``.
 
     Raises:
-        ValueError: ``max_steps`` below 0 or ``save_every`` below 0; the resume point is another strategy's.
+        ValueError: ``max_steps`` below 0 or ``save_every`` below 0; the resume point is another strategy's, or of
+            another order of samples, or the data do not begin where it ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
         SaveError: The script's ``save`` has a mistake, or the final save failed again and again.
         Drained: See above.
@@ -75,6 +77,8 @@ def steps(
         save = None
     if save is not None:
         check_strategy(session.resume, strategy)
+    order = order or getattr(data, "order", None)
+    _check_data(session, data, order, moves=position is None)
     source = _source(data)
     run = _Run(
         session,
@@ -83,13 +87,31 @@ def steps(
         position=position,
         metric=metric,
         options={
-            "order": order or getattr(data, "order", None),
+            "order": order,
             "strategy": strategy,
             "any_world_size": any_world_size,
             "create_directory": create_directory,
         },
     )
     return _loop(session, source, run, max_steps, seed)
+
+
+def _check_data(session: Session, data: Any, order: Order | None, *, moves: bool) -> None:
+    """Do the data go on where the resume point ended? Nobody would notice samples that come twice, or never."""
+    resume = session.resume
+    if resume is None or session.step != resume.step:
+        return
+    if order is not None and resume.manifest.order is not None:
+        check_order(resume.manifest.order, order)
+    if moves and isinstance(data, Batches) and data.position != resume.position:
+        raise ValueError(
+            f"the data begin at {_place(data.position)}, and {resume.ref.name} ended at {_place(resume.position)}: "
+            "give Batches(..., resume=session.resume)"
+        )
+
+
+def _place(position: Position) -> str:
+    return f"sample {position.samples} of data epoch {position.data_epoch}"
 
 
 def _loop(

@@ -14,7 +14,7 @@ from .collective import Collective
 from .exits import EXIT_BAD_CHECKPOINT, BadResumePoint, insist
 from .identity import Identity
 from .link import PROTOCOL, Link
-from .resuming import Damaged
+from .resuming import Damaged, ResumePoint
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +50,21 @@ def refuse(link: Link | None, damaged: Damaged) -> NoReturn:
         )
         link.send(worker_pb2.ToAgent(bad_checkpoint=bad))
     raise BadResumePoint
+
+
+def check_world(resume: ResumePoint, world_size: int) -> None:
+    """Can this many ranks load what they were handed?
+
+    Raises:
+        RuntimeError: They cannot: each would load another rank's part, or none.
+    """
+    shape = resume.manifest.shape
+    if resume.form == SHARDED and not shape.loads_at(world_size):
+        raise RuntimeError(
+            f"{resume.ref.name} was written by {shape.world_size} ranks with strategy {shape.strategy}, which loads at "
+            f"no other number (there are {world_size}): start as many. If it does load at any, say so when saving, "
+            "with any_world_size=True"
+        )
 
 
 def take_lock(directory: Path, collective: Collective) -> LocalLock | None:

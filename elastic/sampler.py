@@ -16,6 +16,23 @@ _SINCE_VERSION_2 = {"version": 1, "order_version": 1}
 _COMPARED = ("seed", "length", "global_batch_size", "shuffle")
 
 
+def check_order(saved: Order, ours: Order) -> None:
+    """Compares a checkpoint's order of samples with this run's.
+
+    Raises:
+        ValueError: They differ, with the names and values that do.
+    """
+    wrong = [
+        f"{name} was {getattr(saved, name)} and is {getattr(ours, name)}"
+        for name in _COMPARED
+        if getattr(saved, name) != getattr(ours, name)
+    ]
+    if wrong:
+        raise ValueError(
+            f"the checkpoint's sample order is another one ({'; '.join(wrong)}): restore these or start a new run"
+        )
+
+
 @dataclass(frozen=True)
 class GlobalBatch:
     """The samples of one optimizer step, over all ranks.
@@ -173,22 +190,13 @@ class ElasticSampler:
         Raises:
             ValueError: They differ, with the names and values that do; or its version is a newer one.
         """
-        ours = self.order
-        wrong = [
-            f"{name} was {getattr(saved, name)} and is {getattr(ours, name)}"
-            for name in _COMPARED
-            if getattr(saved, name) != getattr(ours, name)
-        ]
-        if wrong:
-            raise ValueError(
-                f"the checkpoint's sample order is another one ({'; '.join(wrong)}): restore these or start a new run"
-            )
+        check_order(saved, self.order)
         if not 1 <= saved.version <= NEWEST_ORDER:
             raise ValueError(
                 f"the checkpoint's sample order is of version {saved.version}, this program knows 1 to {NEWEST_ORDER}: "
                 "install the dalsegno that wrote it, or a newer one"
             )
-        self.order = replace(ours, version=saved.version)
+        self.order = replace(self.order, version=saved.version)
         self._permutations.clear()
 
     def _permutation(self, data_epoch: int) -> Permutation:

@@ -39,7 +39,7 @@ from .exchange import Boundary, Exchange, Flags
 from .exits import EXIT_DRAINED, Drained, insist
 from .identity import Identity, from_environment
 from .link import Link
-from .opening import hello, refuse, take_lock
+from .opening import check_world, hello, refuse, take_lock
 from .resuming import Damaged, ResumePoint, handed_out, newest
 from .saving import Content, Saver
 
@@ -472,6 +472,7 @@ def _open(identity: Identity, keep: int, verify: bool) -> Session:
             found = handed_out(identity.resume, identity.run_dir, collective, verify=verify)
             if isinstance(found, Damaged):
                 refuse(link, found)
+            check_world(found, identity.world_size)
             resume = found
     elif identity.run_dir is not None:
         lock = take_lock(identity.run_dir, collective)

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, verify
+from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Shape, seal, verify
 from tests.support.fake_agent import WORKER, FakeAgent, assert_same_curve, read_history
 
 pytestmark = pytest.mark.timeout(120)
@@ -203,6 +205,24 @@ def test_damaged_resume_point_is_reported_and_never_loaded(tmp_path: Path, harm:
         assert agent.wait() == [84, 84], agent.outputs
         bad = agent.wait_for("bad_checkpoint")
     assert {(b.name, b.digest, b.form, b.file) for b in bad} == {(manifest.name, manifest.digest, 1, victim.name)}
+    assert not agent.history()
+
+
+def test_shards_of_another_world_are_refused_before_they_are_loaded(tmp_path: Path) -> None:
+    """Whatever an agent hands out: two ranks cannot load what three wrote as it is, and say so in one line."""
+    with FakeAgent(tmp_path, world=1, epoch=1) as agent:
+        agent.start("--steps", "2")
+        assert agent.wait() == [0], agent.outputs
+    directory, manifest = agent.run_dir / newest(tmp_path).name, newest(tmp_path)
+    (directory / "MANIFEST.json").unlink()
+    other = replace(manifest, shape=Shape(3, "fsdp1", False))
+    seal(directory, other)
+    with FakeAgent(tmp_path, world=2, epoch=2, resume=other) as agent:
+        agent.start("--steps", "4")
+        assert agent.wait() == [1, 1], agent.outputs
+    last = [output.strip().splitlines()[-1] for output in agent.outputs]
+    wanted = "RuntimeError: .* written by 3 ranks with strategy fsdp1, which loads at no other number .there are 2.*"
+    assert all(re.search(wanted, line) for line in last), last
     assert not agent.history()
 
 

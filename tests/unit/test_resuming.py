@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dalsegno.elastic import Batches, BatchPlan, ElasticSampler
 from dalsegno.elastic.checkpoint import SHARDED, UNIVERSAL, CheckpointName, CheckpointStore, Manifest, Ref, Shape
 from dalsegno.elastic.collective import Solo
 from dalsegno.elastic.identity import ResumeOrder
@@ -112,6 +114,44 @@ def test_another_strategy_is_refused_with_both_names(tmp_path: Path) -> None:
     for resume, strategy in ((sharded, "deepspeed-zero-2"), (sharded, "ddp"), (universal, "ddp")):
         with pytest.raises(ValueError, match=f"written with strategy deepspeed-zero-1, and this run has {strategy}"):
             check_strategy(resume, strategy)
+
+
+def test_the_loop_refuses_data_that_do_not_go_on(tmp_path: Path) -> None:
+    """Batches without ``resume=`` would begin anew, and an order that is given by hand is compared as well."""
+    data, plan = list(range(20)), BatchPlan(4, 1, 4)
+
+    def batches(seed: int = 0, resume: ResumePoint | None = None) -> Batches[Any]:
+        return Batches(data, ElasticSampler(20, 4, seed=seed), plan, 0, resume=resume)
+
+    with start(tmp_path) as session:
+        for batch in session.steps(batches(), max_steps=2, save=lambda path: None):
+            list(batch.micro_batches)
+    with start(tmp_path) as session:
+        with pytest.raises(ValueError, match=r"begin at sample 0 of data epoch 0, and step-2\..* at sample 8 of"):
+            session.steps(batches(), max_steps=3)
+        with pytest.raises(ValueError, match="seed was 0 and is 1"):
+            session.steps([1], max_steps=3, order=ElasticSampler(20, 4, seed=1).order)
+        going_on = batches(resume=session.resume)
+        for batch in session.steps(going_on, max_steps=3):
+            assert batch.position.samples == 8
+            list(batch.micro_batches)
+
+
+def test_what_loads_at_one_world_size_only_is_refused_at_another(tmp_path: Path) -> None:
+    """A strategy that nobody knows, or FSDP1's shards, unless it says that its files load anywhere."""
+    for number, claim in enumerate((None, True)):
+        with start(tmp_path / str(number)) as session:
+            list(session.steps([1], save=lambda path: None, strategy="fsdp1", any_world_size=claim))
+    assert [CheckpointStore(tmp_path / n).sealed()[0].shape for n in "01"] == [
+        Shape(1, "fsdp1", False),
+        Shape(1, "fsdp1", True),
+    ]
+    write(tmp_path / "two", CheckpointName(6, 0, 1), shape=Shape(2, "fsdp1", False))
+    with pytest.raises(RuntimeError, match="written by 2 ranks and loads at no other number"), start(tmp_path / "two"):
+        pass
+    write(tmp_path / "any", CheckpointName(6, 0, 1), shape=Shape(2, "fsdp1", True))
+    with start(tmp_path / "any") as session:
+        assert session.step == 6
 
 
 def test_the_loop_refuses_another_strategy_before_its_first_step(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import signal
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,12 @@ from dalsegno.elastic import (
     worker_session,
 )
 from dalsegno.elastic.callbacks import Console, TensorBoard, WeightsAndBiases
-from dalsegno.elastic.checkpoint import CheckpointStore
+from dalsegno.elastic.checkpoint import CheckpointName, CheckpointStore
 from dalsegno.elastic.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.fsdp import FSDP
 from dalsegno.elastic.loss_scale import LossScale
-from dalsegno.elastic.strategies import TRAINER_FILE, load_trainer_state, trainer_state
+from dalsegno.elastic.strategies import DDP, TRAINER_FILE, load_trainer_state, trainer_state
+from tests.unit.test_resuming import write
 
 STEPS, GLOBAL_BATCH, LENGTH = 7, 6, 20
 
@@ -252,6 +254,26 @@ def test_a_resume_that_cannot_be_right_is_refused(
         make(checkpoint_dir=tmp_path, **options).fit()
     process()
     assert make(checkpoint_dir=tmp_path).fit().step == STEPS
+
+
+class OneWorldOnly(DDP):
+    """A strategy of a script's own, whose files belong to ranks."""
+
+    name, any_world_size = "own", None
+
+
+def test_a_strategy_whose_files_belong_to_ranks_is_refused_in_another_world(
+    tmp_path: Path, process: Callable[[], None]
+) -> None:
+    """Nothing is known of it: it goes on with as many ranks, and with no other number."""
+    assert make(checkpoint_dir=tmp_path / "one", strategy=OneWorldOnly(), max_steps=2).fit().step == 2
+    process()
+    assert make(checkpoint_dir=tmp_path / "one", strategy=OneWorldOnly(), max_steps=3).fit().step == 3
+    process()
+    shape = CheckpointStore(tmp_path / "one").sealed()[-1].shape
+    write(tmp_path / "two", CheckpointName(2, 0, 1), shape=replace(shape, world_size=2))
+    with pytest.raises(RuntimeError, match="written by 2 ranks and loads at no other number"):
+        make(checkpoint_dir=tmp_path / "two", strategy=OneWorldOnly()).fit()
 
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, process: Callable[[], None]) -> None:
