@@ -18,7 +18,7 @@ __all__ = ["UsageError", "build_parser", "ignored", "parse"]
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # The master asks the same; seconds.
-LEAST_NODE_TIMEOUT = 4.0
+LEAST_NODE_TIMEOUT = 5.0
 _TRUE = ("1", "true", "yes", "on")
 # Accepted because scripts for DLRover or torchrun carry them: name, takes a value, why it is not needed here. With ours
 # that are called the same, these are all of DLRover's.
@@ -86,7 +86,7 @@ def _node_timeout(text: str) -> float:
     value = _seconds(text)
     if value < LEAST_NODE_TIMEOUT:
         raise argparse.ArgumentTypeError(
-            f"an agent whose heartbeat was lost is heard after up to {LEAST_NODE_TIMEOUT:g} s, so that is the least"
+            f"an agent whose heartbeat was lost is heard again within {LEAST_NODE_TIMEOUT:g} s, so that is the least"
         )
     return value
 

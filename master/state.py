@@ -40,9 +40,9 @@ class Part(str, Enum):
     LOST = "lost"
 
 
-# An agent gives a heartbeat 3 s and sends the next one a second later: one that got lost must be no death. Agents
-# refuse less on their own command line, too.
-LEAST_NODE_TIMEOUT = 4.0
+# A heartbeat comes a second after the last word, and is given 3 s before the next one is sent: one that got lost must be
+# no death. Agents refuse less on their own command line, too.
+LEAST_NODE_TIMEOUT = 5.0
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Settings:
     wait_for_nodes: float = -1.0
     quiet_time: float = 1.0
     max_restarts: int = 3
-    # Whether scripts are handed the flag, which agents do: resume points are converted wherever a shape needs it.
+    # Universal files at each change of shape, also where ranks could re-shard; agents hand scripts the flag then.
     universal_checkpoint: bool = False
     keep_checkpoints: int = 3
 
@@ -74,8 +74,8 @@ class Settings:
             return f"--node-unit={self.node_unit} does not fit --nnodes={self.min_nodes}:{self.max_nodes}"
         if not self.node_timeout >= LEAST_NODE_TIMEOUT:
             return (
-                f"--node-timeout={self.node_timeout:g}: an agent whose heartbeat was lost is heard after up to 4 s,"
-                " so that is the least"
+                f"--node-timeout={self.node_timeout:g}: an agent whose heartbeat was lost is heard again within "
+                f"{LEAST_NODE_TIMEOUT:g} s, so that is the least"
             )
         return ""
 

@@ -140,7 +140,7 @@ def test_a_stopped_master_declares_nobody_dead(tmp_path: Path) -> None:
     """
     with master_process(tmp_path / "s.sqlite") as master:
         agents = [Agent(master.address, "a"), Agent(master.address, "b")]
-        epoch = open_world(agents, settings(node_timeout=4.0))
+        epoch = open_world(agents, settings(node_timeout=5.0))
         streams = [agent.watch() for agent in agents]
         for stream in streams:
             next(stream)

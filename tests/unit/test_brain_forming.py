@@ -413,7 +413,7 @@ def test_what_a_closed_epoch_sealed_too_late_is_deleted_once_a_newer_one_is_comm
 
 def test_the_best_is_not_taken_for_late_by_a_master_that_lost_its_store() -> None:
     """What led from it to the newest checkpoint was pruned, so it is not read back as part of the run; it stays."""
-    job = Driven(settings(node_timeout=4))
+    job = Driven(settings(node_timeout=5))
     (a,) = job.start(1)
     best, other = job.seal(2), job.seal(3)
     job.restart(keep_store=False)
