@@ -6,13 +6,15 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import changes, checksums, convert, peers, sampler, saving
+from benchmarks import changes, checksums, convert, exchange, peers, reshard, sampler, saving
 
 BENCHMARKS: dict[str, Callable[[], int]] = {
     "checksums": checksums.main,
     "sampler": sampler.main,
     "saving": saving.main,
+    "exchange": exchange.main,
     "convert": convert.main,
+    "reshard": reshard.main,
     "changes": changes.main,
     "peers": peers.main,
 }

@@ -1,6 +1,8 @@
-"""One rank of the world that makes the checkpoint of `benchmarks.convert`: a transformer's shapes, two steps of AdamW.
+"""One rank of a world of `benchmarks.convert` and `benchmarks.reshard`: a transformer's shapes, two steps of AdamW.
 
-One JSON object in ``argv[1]``: ``stage``, ``layers``, ``width``, ``words``, ``save``, ``out``.
+One JSON object in ``argv[1]``: ``stage``, ``layers``, ``width``, ``words``, ``out``; and ``save``: the checkpoint to make;
+or ``load``: the one to load into a fresh engine, with ``universal`` or ``reshard`` as `restore` does it, with ``native`` as
+DeepSpeed alone does where the number of ranks is the same. How long that took is in the result.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +23,14 @@ from torch import Tensor, nn
 class Plan:
     micro_batch_size: int = 1
     accumulation: int = 1
+
+
+@dataclass
+class Resume:
+    path: Path
+    form: str
+    universal: Path | None
+    reshard: bool
 
 
 class Block(nn.Module):
@@ -59,6 +70,11 @@ def main() -> None:
     from dalsegno.elastic import deepspeed as ours
 
     ours.prepare()
+    resume = None
+    if "load" in task:
+        universal = Path(task["universal"]) if "universal" in task else None
+        form = "sharded" if universal is None else "universal"
+        resume = Resume(Path(task["load"]), form, universal, task.get("reshard", False))
     torch.manual_seed(1)
     model = Model(task["layers"], task["width"], task["words"])
     base = {
@@ -67,14 +83,24 @@ def main() -> None:
         "bf16": {"enabled": True},
     }
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ours.config(base, Plan(), None))
-    for step in range(2):
-        loss = engine(torch.arange(4) + step)
-        engine.backward(loss)
-        engine.step()
-    ours.save(engine)(Path(task["save"]))
-    parameters = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
-    result = {"parameters": parameters}
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=ours.config(base, Plan(), resume))
+    result: dict[str, float] = {"parameters": sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())}
+    if resume is None:
+        for step in range(2):
+            loss = engine(torch.arange(4) + step)
+            engine.backward(loss)
+            engine.step()
+        ours.save(engine)(Path(task["save"]))
+    else:
+        dist.barrier()
+        began = time.perf_counter()
+        if task.get("native"):
+            loaded, _ = engine.load_checkpoint(str(resume.path.parent), tag=resume.path.name)
+            assert loaded is not None
+        else:
+            ours.restore(engine, resume)
+        dist.barrier()
+        result["seconds"] = time.perf_counter() - began
     (Path(task["out"]) / f"result-{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     sys.stdout.flush()
