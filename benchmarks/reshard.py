@@ -1,8 +1,9 @@
 """Loading ZeRO shards into a world of another size as they lie, beside DeepSpeed's own load where the size is the same.
 
-Real DeepSpeed makes a checkpoint with two ranks, and the same model's with one and with three. Then, several times and in
-turn, two fresh ranks load: their own with DeepSpeed alone ("native"), the others' by re-sharding, and one by converting it
-first. Timed is the load from barrier to barrier, without the processes' start; files are in the page cache.
+Real DeepSpeed makes a checkpoint with two ranks, and the same model's with one and with three. Then, several times and
+in turn, two fresh ranks load: their own with DeepSpeed alone ("native"), the others' by re-sharding, and one by
+converting it first. Timed is the load from barrier to barrier, without the processes' start; files are in the page
+cache.
 """
 
 from __future__ import annotations

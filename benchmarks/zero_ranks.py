@@ -1,8 +1,8 @@
 """One rank of a world of `benchmarks.convert` and `benchmarks.reshard`: a transformer's shapes, two steps of AdamW.
 
-One JSON object in ``argv[1]``: ``stage``, ``layers``, ``width``, ``words``, ``out``; and ``save``: the checkpoint to make;
-or ``load``: the one to load into a fresh engine, with ``universal`` or ``reshard`` as `restore` does it, with ``native`` as
-DeepSpeed alone does where the number of ranks is the same. How long that took is in the result.
+One JSON object in ``argv[1]``: ``stage``, ``layers``, ``width``, ``words``, ``out``; and ``save``: the checkpoint to
+make; or ``load``: the one to load into a fresh engine, with ``universal`` or ``reshard`` as `restore` does it, with
+``native`` as DeepSpeed alone does where the number of ranks is the same. How long that took is in the result.
 """
 
 from __future__ import annotations

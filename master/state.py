@@ -40,8 +40,8 @@ class Part(str, Enum):
     LOST = "lost"
 
 
-# A heartbeat comes a second after the last word, and is given 3 s before the next one is sent: one that got lost must be
-# no death. Agents refuse less on their own command line, too.
+# A heartbeat comes a second after the last word, and is given 3 s before the next one is sent: one that got lost must
+# be no death. Agents refuse less on their own command line, too.
 LEAST_NODE_TIMEOUT = 5.0
 
 
