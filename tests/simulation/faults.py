@@ -10,6 +10,7 @@ from dalsegno.agent import events as ev
 from dalsegno.master.events import Called, Reply
 from dalsegno.protos import control_pb2
 
+from .flights import late_seal
 from .plan import HOSTS
 
 if TYPE_CHECKING:
@@ -479,6 +480,7 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         freeze_agent,
         freeze_node,
         late_commit,
+        late_seal,
         crash_master,
         crash_handled,
         crash_saved,

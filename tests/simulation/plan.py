@@ -102,6 +102,8 @@ class Plan:
     # Ranks of another world can load what was saved as it lies; or so it says, and they all fail with it.
     reshards: bool
     cannot_reshard: bool
+    # Saves are written and sealed while steps are made, some of them several steps late.
+    background: bool
 
 
 def plan_of(seed: int) -> Plan:
@@ -166,7 +168,11 @@ def plan_of(seed: int) -> Plan:
         slow_disk=kind in ("disk", "convert") and random.random() < 0.1,
         reshards=kind != "convert" and Random(f"reshards {seed}").random() < 0.35,
         cannot_reshard=Random(f"cannot reshard {seed}").random() < 0.25,
+        background=Random(f"background {seed}").random() < 0.3,
     )
+    if plan.background and kind in ("crashes", "masters", "late", "all"):
+        happenings.append((random.uniform(3.0, fault_time), "late_seal"))
+        plan.happenings = sorted(happenings)
     if plan.reshards:
         settings.universal_checkpoint = plan.other_settings.universal_checkpoint = seed % 5 == 0
     if plan.silent:

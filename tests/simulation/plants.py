@@ -415,6 +415,14 @@ def exits_well_from_a_failed_job(original: Any) -> Any:
     return ordered_finish
 
 
+def leaves_before_the_write_has_ended(original: Any) -> Any:
+    def settle(self: Collective, drain: bool) -> None:
+        self.flight = None
+        self._saved(drain, None)
+
+    return settle
+
+
 def skips_a_sample(original: Any) -> Any:
     def init(self: Collective, sim: Any, world: control_pb2.World) -> None:
         original(self, sim, world)
@@ -486,6 +494,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(AgentTurn, "exit_left", calls_everything_saved, "left with everything saved"),
         plant(directives, "ordered_gather", starts_beside_old_workers, "one epoch at a time"),
         plant(directives, "ordered_finish", exits_well_from_a_failed_job, "exit codes"),
+        plant(Collective, "_settle", leaves_before_the_write_has_ended, "planned changes lose nothing"),
         plant(Collective, "__init__", skips_a_sample, "each sample once"),
     ]
 )

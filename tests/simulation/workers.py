@@ -8,6 +8,7 @@ from dalsegno.agent import events as ev
 from dalsegno.protos import control_pb2, worker_pb2
 
 from .disk import Sealed
+from .flights import Flight
 
 if TYPE_CHECKING:
     from .agents import SimAgent
@@ -77,6 +78,7 @@ class Collective:
         self.saved_step = self.step
         self.attempt = 0
         self.is_broken = False
+        self.flight: Flight | None = None
         # What waits because a member is stopped (SIGSTOP).
         self._stuck: list[tuple[object, tuple[object, ...]]] = []
 
@@ -206,6 +208,9 @@ class Collective:
             for group in self.groups.values():
                 for rank in range(group.agent.nproc):
                     group.says(0.007, rank, draining=worker_pb2.Draining(step=self.step))
+        if self.flight is not None and self.flight.failed:
+            # Some rank could not write its part: the step's exchange has told all.
+            self._settled()
         if drain or self.step >= self.sim.plan.steps or self.step % self.sim.plan.save_every == 0:
             self._save(drain and self.step < self.sim.plan.steps)
         else:
@@ -217,6 +222,10 @@ class Collective:
         return f"step-{self.step}.e{self.epoch}.{self.attempt}"
 
     def _save(self, drain: bool) -> None:
+        if self.flight is not None:
+            # The one before is waited for first.
+            self._settle(drain)
+            return
         if self.saved_step == self.step:
             self._saved(drain, None)
             return
@@ -229,28 +238,69 @@ class Collective:
             name = self._name()
         for group in self.groups.values():
             group.says(0.01, 0, saving=worker_pb2.Saving(name=name, bytes=1000 * self.attempt))
+        if self.sim.plan.background:
+            self._begin_flight(name, drain)
+            return
         self._later(self.sim.plan.save_time * self.sim.random.uniform(0.5, 1.5), self._parts_written, name, drain)
+
+    def _begin_flight(self, name: str, drain: bool) -> None:
+        self.flight = Flight(self, self._manifest(name, self._lead.settings), drain=drain)
+        if drain or self.step >= self.sim.plan.steps:
+            self._settle(drain)
+        else:
+            self._later(0.02, self._next)
+
+    def _settle(self, drain: bool) -> None:
+        """All ranks wait for the save in the background; then for that of the present step."""
+        flight = self.flight
+        assert flight is not None
+        if not flight.over:
+            self._later(0.1, self._settle, drain)
+            return
+        self._settled()
+        if flight.sealed or flight.step != self.step:
+            self._save(drain)
+        else:
+            self._after_failure()
+
+    def _settled(self) -> None:
+        flight, self.flight = self.flight, None
+        assert flight is not None
+        if flight.sealed:
+            self.saved_step = flight.step
+        else:
+            self._say_failed(flight.name, flight.step, flight.drain)
 
     def _parts_written(self, name: str, drain: bool) -> None:
         if self.sim.disk.full:
-            self.sim.trace("workers", "epoch {}: saving {} failed, disk full", self.epoch, name)
-            if drain:
-                self.sim.ledger.failed_drains.setdefault(self.epoch, []).append(self.step)
-            failed = worker_pb2.SaveFailed(name=name, reason="no space left on device", drain=drain, step=self.step)
-            for group in self.groups.values():
-                group.says(0.002, 0, save_failed=failed)
-            if self.step < self.sim.plan.steps:
-                self._next()
-            else:
-                self._later(0.5, self._save, False)
+            self._say_failed(name, self.step, drain)
+            self._after_failure()
             return
-        lead = next(group for group in self.groups.values() if group.first_rank == 0)
+        lead = self._lead
         message = self._manifest(name, lead.settings)
         self.sim.disk.seal(message, self.history, lead.agent.host)
         self.sim.trace("workers", "epoch {} sealed {}", self.epoch, name)
         self.saved_step = self.step
         lead.says(0.003, 0, sealed=worker_pb2.Sealed(name=name, digest=message.ref.digest, step=self.step))
         self._later(0.004, self._saved, drain, message.ref)
+
+    @property
+    def _lead(self) -> Group:
+        return next(group for group in self.groups.values() if group.first_rank == 0)
+
+    def _say_failed(self, name: str, step: int, drain: bool) -> None:
+        self.sim.trace("workers", "epoch {}: saving {} failed, disk full", self.epoch, name)
+        if drain:
+            self.sim.ledger.failed_drains.setdefault(self.epoch, []).append(step)
+        failed = worker_pb2.SaveFailed(name=name, reason="no space left on device", drain=drain, step=step)
+        for group in self.groups.values():
+            group.says(0.002, 0, save_failed=failed)
+
+    def _after_failure(self) -> None:
+        if self.step < self.sim.plan.steps:
+            self._next()
+        else:
+            self._later(0.5, self._save, False)
 
     def _manifest(self, name: str, settings: control_pb2.Settings) -> control_pb2.Checkpoint:
         message = control_pb2.Checkpoint(
