@@ -56,6 +56,23 @@ class Points(Dataset[Tensor]):
         return torch.randn(4, generator=torch.Generator().manual_seed(index), dtype=torch.float64)
 
 
+class Asked(Points):
+    """Notes in a file what was asked for, also by a DataLoader's workers."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+        path.touch()
+
+    def __getitem__(self, index: int) -> Tensor:
+        with self.path.open("ab") as file:
+            file.write(b".")
+        return super().__getitem__(index)
+
+    def count(self) -> int:
+        return self.path.stat().st_size
+
+
 def make_model(dropout: float = 0.0, width: int = 5) -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(nn.Linear(3, width), nn.Tanh(), nn.Dropout(dropout), nn.Linear(width, 1)).double()
@@ -166,24 +183,48 @@ def test_a_resumed_run_is_the_undisturbed_one_bit_for_bit(
     assert saved_steps(tmp_path / "b") == [2, 3, 4, 5, 6, 7]
 
 
-def test_fit_at_the_end_consumes_nothing(tmp_path: Path, process: Callable[[], None]) -> None:
+@pytest.mark.parametrize(
+    ("end", "steps"),
+    [({}, STEPS), ({"max_steps": None, "data_epochs": 2}, 8), ({"data_epochs": 1}, 4)],
+    ids=["max_steps", "data_epochs", "whichever comes first"],
+)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_fit_at_the_end_consumes_nothing(
+    tmp_path: Path, process: Callable[[], None], end: dict[str, Any], steps: int, workers: int
+) -> None:
     """Called again, here or in a new process: no sample is read, no weight moves, nothing is saved twice."""
-    first = make(checkpoint_dir=tmp_path)
+    options = {"checkpoint_dir": tmp_path, "loader_options": {"num_workers": workers}, **end}
+    first = make(Asked(tmp_path / "asked"), **options)
     first.fit()
     wanted = weights(first).clone()
-    data = first.dataset
-    data.asked.clear()
-    assert first.fit().step == STEPS
+    # Workers fetch ahead, but only what is there.
+    sizes = [GLOBAL_BATCH, GLOBAL_BATCH, GLOBAL_BATCH, LENGTH - 3 * GLOBAL_BATCH] * 2
+    read = first.dataset.count()
+    assert read == sum(sizes[:steps]) if not workers or steps != STEPS else read >= sum(sizes[:steps])
+    assert first.fit().step == steps
     process()
-    again = make(checkpoint_dir=tmp_path)
-    assert again.fit().step == STEPS
-    assert data.asked == again.dataset.asked == []
+    again = make(first.dataset, **options)
+    assert again.fit().step == steps
+    assert first.dataset.count() == read
     assert torch.equal(weights(first), wanted)
     assert torch.equal(weights(again), wanted)
-    assert saved_steps(tmp_path) == [STEPS]
-    first.max_steps = STEPS + 1
+    assert saved_steps(tmp_path) == [steps]
+    first.max_steps = steps + 1
     with pytest.raises(RuntimeError, match="start the script again"):
         first.fit()
+
+
+def test_more_steps_never_repeat_a_prefix(tmp_path: Path, process: Callable[[], None]) -> None:
+    """Entered four times, each time for more steps: every sample in the order of one run, none twice."""
+    asked = []
+    for steps in (2, 3, 3, STEPS):
+        process()
+        made = make(checkpoint_dir=tmp_path, max_steps=steps)
+        made.fit()
+        asked += made.dataset.asked
+    sampler = ElasticSampler(LENGTH, GLOBAL_BATCH, seed=3)
+    assert asked == [i for _, batch in zip(range(STEPS), sampler, strict=False) for i in batch.sample_ids]
+    torch.testing.assert_close(weights(made), plain(STEPS), rtol=1e-12, atol=1e-12)
 
 
 def test_fit_after_an_error_never_repeats_what_was_trained(tmp_path: Path, process: Callable[[], None]) -> None:
