@@ -401,6 +401,7 @@ class Trainer:
             "version": STATE_VERSION,
             "evaluated": self._evaluated,
             "made": dict(self._made),
+            "drop_last": self.drop_last,
             "callbacks": {name: hook.state_dict() for name, hook in self._named_hooks().items()},
         }
 
@@ -415,6 +416,8 @@ class Trainer:
                 f"the checkpoint's training has {_listed(had)}, this one has {_listed(self._made)}: it would go on "
                 "otherwise than it began; make the same ones, or start a new run"
             )
+        if state.get("drop_last", self.drop_last) != self.drop_last:
+            raise ValueError(f"the checkpoint's training has drop_last={not self.drop_last}, this one has the other")
         self._evaluated = state["evaluated"]
         for name, hook in self._named_hooks().items():
             if state["callbacks"].get(name):

@@ -137,6 +137,29 @@ def test_the_loop_refuses_data_that_do_not_go_on(tmp_path: Path) -> None:
             list(batch.micro_batches)
 
 
+@pytest.mark.parametrize(
+    ("length", "size", "options", "message"),
+    [
+        (21, 4, {}, "length was 20 and is 21"),
+        (20, 5, {}, "global_batch_size was 4 and is 5"),
+        (20, 4, {"seed": 1}, "seed was 0 and is 1"),
+        (20, 4, {"shuffle": False}, "shuffle was True and is False"),
+    ],
+)
+def test_another_order_than_the_checkpoints_is_refused(
+    tmp_path: Path, length: int, size: int, options: dict[str, Any], message: str
+) -> None:
+    """When the Batches are made, with what it was and what it is."""
+    with start(tmp_path) as session:
+        first: Batches[Any] = Batches(list(range(20)), ElasticSampler(20, 4), BatchPlan(4, 1, 4), 0)
+        for batch in session.steps(first, max_steps=2, save=lambda path: None):
+            list(batch.micro_batches)
+    with start(tmp_path) as session:
+        sampler = ElasticSampler(length, size, **options)
+        with pytest.raises(ValueError, match=message):
+            Batches(list(range(length)), sampler, BatchPlan(size, 1, 4), 0, resume=session.resume)
+
+
 def test_what_loads_at_one_world_size_only_is_refused_at_another(tmp_path: Path) -> None:
     """A strategy that nobody knows, or FSDP1's shards, unless it says that its files load anywhere."""
     for number, claim in enumerate((None, True)):

@@ -276,6 +276,8 @@ def test_data_epochs_end_a_run() -> None:
         ({"grad_scaler": GradScaler("cpu")}, "this training has optimizer AdamW, scheduler LambdaLR, scaler LossScale"),
         ({"data": Points(21)}, "length was 20 and is 21"),
         ({"seed": 4}, "seed was 3 and is 4"),
+        ({"shuffle": False}, "shuffle was True and is False"),
+        ({"drop_last": True}, "drop_last=False, this one has the other"),
         ({"global_batch_size": 5}, "global_batch_size was 6 and is 5"),
         ({"strategy": "fsdp"}, "written with strategy ddp, and this run has fsdp: go on with ddp"),
         ({"strategy": "deepspeed"}, "written with strategy ddp, and this run has deepspeed-zero-1"),
