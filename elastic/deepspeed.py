@@ -30,6 +30,7 @@ import deepspeed.ops
 import torch
 import torch.distributed as dist
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY
+from deepspeed.pipe import PipelineModule
 
 from dalsegno.elastic.checkpoint import UNIVERSAL
 
@@ -209,7 +210,12 @@ def _load(engine: Any, resume: Resume) -> dict[str, Any]:
         if values is not None:
             repair_groups(engine, view)
     separate_steps(engine)
-    restore_unpartitioned(engine, directory)
+    if not isinstance(engine.module, PipelineModule):
+        restore_unpartitioned(engine, directory)
+    elif resume.form == UNIVERSAL:
+        # A pipeline's layers have files of their own, which are not among the universal ones.
+        with sharded_view(resume.path) as view:
+            engine.module.load_state_dir(str(view), engine.checkpoint_engine)
     return dict(client_state or {})
 
 

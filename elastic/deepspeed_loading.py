@@ -257,7 +257,7 @@ def _copy(parameter: Any, value: Tensor) -> None:
     if not hasattr(parameter, "ds_id"):
         parameter.copy_(value)
         return
-    # Rank 0's copy is the one that is partitioned anew.
+    # The copy of the first rank that shares it is the one that is partitioned anew.
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-        if dist.get_rank() == 0:
+        if dist.get_rank(parameter.ds_process_group) == 0:
             parameter.copy_(value)

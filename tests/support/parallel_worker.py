@@ -27,10 +27,14 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.up_proj = nn.Linear(WIDTH, 8)
         self.down_proj = nn.Linear(8, WIDTH)
+        self.frozen = nn.Parameter(torch.full((2,), 0.5), requires_grad=False)
+        self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.calls += 1
         change: Tensor = self.down_proj(torch.tanh(self.up_proj(self.norm(x))))
-        return x + change
+        return x + change * self.frozen.mean() + 0.1 * self.calls
 
 
 def loss(output: Tensor, tokens: Tensor) -> Tensor:
@@ -82,6 +86,9 @@ def main() -> None:
     ours.prepare()
     torch.manual_seed(1 if "load" not in task else 99)
     model = make_model(kind)
+    if "load" in task:  # whatever a load forgets keeps values that cannot be right
+        for tensor in [*model.buffers(), *model.parameters()]:
+            tensor.data.fill_(3.0)
     resume = None
     if "load" in task:
         resume = Resume(Path(task["load"]), "universal", Path(task["universal"]), task["step"])
