@@ -7,7 +7,9 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_HOLD      where its workers are held, with commas: `start` (before the example runs), `saved-N` (this
                             rank's part of the save of step N is written, the checkpoint not yet sealed), `end` (the
                             training finished and said so, the process not yet gone). `<place>-<node>-<epoch>` appears
-                            in the directory when a worker is held; it goes on when `release` appears
+                            in the directory when a worker is held; it goes on when `release` appears. With saves in the
+                            background there is `writing-N` instead of `saved-N`: this rank's part is being written
+    DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_CHILDREN  start two DataLoader workers and a grandchild in a session of its own first
 """
@@ -18,6 +20,7 @@ import os
 import runpy
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from dalsegno.elastic import Session, session
+from dalsegno.elastic import Session, background, session
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 HOLD_LIMIT = 180.0
@@ -80,6 +83,40 @@ def hold_saves() -> None:
     Session.save = save  # type: ignore[method-assign]
 
 
+class Held:
+    """Is pickled as 0, once this process is not held at a place any more."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __deepcopy__(self, memo: object) -> Held:
+        return self
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        hold(self.place)
+        return int, (0,)
+
+
+def save_in_background() -> None:
+    """Has what the example writes written in the background instead, behind the place `writing-N`."""
+    plain = Session.save
+
+    def save(self: Session, write: Any, **options: Any) -> Any:
+        def state() -> dict[str, Any]:
+            with tempfile.TemporaryDirectory() as made:
+                write(Path(made))
+                files: dict[str, Any] = {path.name: path.read_bytes() for path in Path(made).iterdir()}
+            return {
+                f"held-{self.rank}.pt": Held(f"writing-{self.step}"),
+                f"more-{self.rank}.bin": bytes(300_000),
+                **files,
+            }
+
+        return plain(self, background(state), **options)
+
+    Session.save = save  # type: ignore[method-assign]
+
+
 def be_strange() -> None:
     """What a version of DeepSpeed that came after the save may be like: only loading finds out."""
     import dalsegno.elastic.deepspeed
@@ -104,7 +141,7 @@ def main() -> None:
     sys.path.insert(0, str(EXAMPLES))
     kept = start_children() if os.environ.get("DALSEGNO_TEST_CHILDREN") else None
     slow_down(next(int(flag.partition("=")[2]) for flag in sys.argv if flag.startswith("--steps=")))
-    hold_saves()
+    save_in_background() if os.environ.get("DALSEGNO_TEST_BACKGROUND") else hold_saves()
     if os.environ.get("DALSEGNO_TEST_STRANGE"):
         be_strange()
     hold("start")
