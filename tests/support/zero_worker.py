@@ -115,7 +115,8 @@ def groups(model: Model, kind: str) -> list[dict[str, Any]]:
     if model.empty is not None:
         large.append(model.empty)
     if kind == "even":
-        small = [model.body.bias, model.scale]
+        large = [parameter for parameter in large if parameter is not model.idle]
+        small = [model.body.bias, model.scale, model.idle]  # 16 values: something for each of four ranks
         return [
             {"params": large, "weight_decay": 0.1, "lr": 0.01},
             {"params": small, "weight_decay": 0.0, "lr": 0.02},

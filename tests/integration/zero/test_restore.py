@@ -110,7 +110,7 @@ def test_the_stage_changes_too(sources: Sources, tmp_path: Path, old: int, new: 
 
 
 EVEN = {"model": "even"}
-STOCK = [(2, 2, None, 1), (2, 2, None, 3), (3, 2, None, 4), (3, 3, 2, 2), (2, 2, 3, 3)]
+STOCK = [(2, 2, 3, 1), (3, 2, 2, 2), (2, 2, None, 3), (3, 2, None, 4)]
 EVERYWHERE = [
     (stage, 2, into, world)
     for stage in (1, 2, 3)
