@@ -26,6 +26,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 
 from . import decisions
 from . import events as ev
+from .adoption import Adoption, Origin
 from .config import AgentConfig
 from .effects import Effects
 from .lifeline import Lifeline
@@ -103,6 +104,7 @@ class ElasticAgent(LocalElasticAgent):
         self._starts = 0
         self._link = WorkerLink(self._worker_said)
         lifeline.add_path(self._link.directory)
+        self._adoption = Adoption(script.arguments, mailbox.put)
         self._pool = self._make_pool()
         if self._pool is not None:
             effects.conversion.nursery = self._pool.start_helper
@@ -250,7 +252,20 @@ class ElasticAgent(LocalElasticAgent):
             environment |= {"DALSEGNO_SOCKET": str(self._link.path), **self._lifeline.environment()}
             self._set_local_rank_env(environment, local, spec)
             envs[local] = environment
-        arguments = self._arguments(world)
+        settings = self._effects.settings
+        arguments = self._adoption.begin(
+            self._effects.run_dir(),
+            world,
+            Origin(
+                self._config.job_id,
+                self._state.generation,
+                place.world_size,
+                settings.min_nodes,
+                settings.max_nodes,
+            ),
+            self._arguments(world),
+            first=place.group_rank == 0,
+        )
         self._starts += 1
         self._setup_local_watchdog(envs=envs)
         self._setup_healthcheck()
@@ -341,6 +356,7 @@ class ElasticAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Ends everything; torch's `run` calls it whatever happened. Workers that still run are killed."""
         self._end_context()
+        self._adoption.close()
         if self._pool is not None:
             self._pool.close()
         super()._shutdown(signal.SIGKILL, timeout)

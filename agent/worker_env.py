@@ -54,6 +54,7 @@ def resume_environment(world: control_pb2.World, run_dir: Path) -> dict[str, str
     environment = {
         "DALSEGNO_RESUME_NAME": resume.source.ref.name,
         "DALSEGNO_RESUME_DIGEST": resume.source.ref.digest,
+        "DALSEGNO_RESUME_DIR": str(run_dir / resume.source.ref.name),
         "DALSEGNO_RESUME_FORM": _FORMS[resume.form],
     }
     if resume.form == control_pb2.FORM_UNIVERSAL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import tempfile
 import time
@@ -181,6 +182,26 @@ def replace_file(path: Path, text: bytes) -> None:
     write_exclusive(temporary, text)
     move_over(temporary, path)
     fsync_directory(path.parent)
+
+
+def place_file(source: Path, target: Path) -> None:
+    """Puts a finished file under a second name: a hard link, or a durable copy where links are not possible.
+
+    Raises:
+        FileExistsError: ``target`` is there already.
+        OSError: The file system says no.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, target, follow_symlinks=False)
+    except FileExistsError:
+        raise
+    except OSError:
+        # Across file systems, or one without links (some FUSE mounts, SMB).
+        with open(source, "rb") as reader, open(target, "xb") as writer:
+            shutil.copyfileobj(reader, writer, 4 << 20)
+            writer.flush()
+            os.fsync(writer.fileno())
 
 
 def move_over(aside: Path, path: Path) -> None:

@@ -19,11 +19,11 @@ from dalsegno.elastic.checkpoint import (
     seal,
     verify,
 )
-from dalsegno.elastic.checkpoint.files import checksum
+from dalsegno.elastic.checkpoint.files import checksum, place_file
 
 from .effort import Effort
 from .errors import ConversionError, EnvironmentFailed, SourceBad
-from .journal import Journal, place, take_over
+from .journal import Journal, take_over
 
 Progress = Callable[[int, int], None]
 """Called with (files done, files in total), from any thread, one call at a time."""
@@ -224,7 +224,7 @@ def _produce_upstream(source: Path, target: Path, journal: Journal, wish: Wish, 
     counter = _Counter(0, len(names), watch.progress)
     for name in names:
         if name not in journal.entries:
-            place(staged / name, target / name)
+            place_file(staged / name, target / name)
             journal.add(checksum(target, name, sync=True, moved=watch.moved))
         counter.add()
     upstream.clear(target)

@@ -12,7 +12,6 @@ import errno
 import fcntl
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from threading import Lock
 from types import TracebackType
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, FileEntry, Manifest, verify_files
+from dalsegno.elastic.checkpoint.files import place_file
 
 JOURNAL = "JOURNAL.jsonl"
 VERSION = 1
@@ -165,7 +165,7 @@ def take_over(
             verify_files(directory, [entry], threads=1, moved=moved)
         except (CheckpointDamaged, OSError):
             return  # made anew below: a file that does not verify is simply not finished
-        place(directory / entry.path, target / entry.path)
+        place_file(directory / entry.path, target / entry.path)
         if not os.path.samefile(directory / entry.path, target / entry.path):
             verify_files(target, [entry], threads=1, moved=moved)
         journal.add(entry)
@@ -208,26 +208,6 @@ def keep_finished(
                 path.unlink()
     journal.restart(kept)
     return len(kept)
-
-
-def place(source: Path, target: Path) -> None:
-    """Puts a finished file under a second name: a hard link, or a durable copy where links are not possible.
-
-    Raises:
-        FileExistsError: ``target`` is there already.
-        OSError: The file system says no.
-    """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        os.link(source, target, follow_symlinks=False)
-    except FileExistsError:
-        raise
-    except OSError:
-        # Across file systems, or one without links (some FUSE mounts, SMB).
-        with open(source, "rb") as reader, open(target, "xb") as writer:
-            shutil.copyfileobj(reader, writer, 4 << 20)
-            writer.flush()
-            os.fsync(writer.fileno())
 
 
 def _lock_file(descriptor: int) -> None:

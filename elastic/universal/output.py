@@ -15,8 +15,9 @@ import torch
 import xxhash
 
 from dalsegno.elastic.checkpoint import FileEntry
+from dalsegno.elastic.checkpoint.files import place_file
 
-from .journal import Journal, place
+from .journal import Journal
 from .records import Frame
 
 SYNC_THREADS = 4
@@ -104,7 +105,7 @@ class Output:
         """Takes a file as it is; ``entry`` describes it."""
         if self.has(path):
             return
-        place(source, self._target / path)
+        place_file(source, self._target / path)
         descriptor = os.open(self._target / path, os.O_RDONLY | os.O_CLOEXEC)
         self._sync(descriptor, FileEntry(path, entry.size, entry.xxh3_128))
 

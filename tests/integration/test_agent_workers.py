@@ -371,11 +371,12 @@ def test_imports_that_forbid_forking(node: Node, monkeypatch: pytest.MonkeyPatch
     reports = []
     for round_ in range(2):
         if round_:
-            assert node.warm.wait(20)
+            assert node.warm.wait(60)
         context = node.workers(script, 2, pool)
         context.start()
         assert context.adopted == 2
-        assert {node.exits.get(timeout=30)[:2], node.exits.get(timeout=30)[:2]} == {(0, 0), (1, 0)}
+        ended = {node.exits.get(timeout=60)[:2] for _ in range(2)}
+        assert ended == {(0, 0), (1, 0)}
         context.stop(0)
         reports += [json.loads(Path(context.stdouts[rank]).read_text()) for rank in range(2)]
     assert [report["standby"] for report in reports] == [False, False, True, True]

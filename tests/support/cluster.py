@@ -163,6 +163,8 @@ class Cluster:
     hooked: bool = True
     # Ask for universal files at each change of shape.
     universal: bool = True
+    # Of the script, in nodes only and not in the undisturbed run.
+    script_flags: Sequence[str] = ()
     job: str = field(default_factory=lambda: f"test-{secrets.token_hex(4)}")
     nodes: list[Node] = field(default_factory=list)
     lines: list[StepLine] = field(default_factory=list)
@@ -235,6 +237,7 @@ class Cluster:
             *script,
             *self.training.flags(self.step_log),
             f"--step-time={self.step_time}",
+            *self.script_flags,
         ]
 
     def node(self, name: str) -> Node:
@@ -379,6 +382,10 @@ class Cluster:
             return newest if len(made) >= steps else None
 
         return self.wait_for(look, f"a world of {size} after epoch {after} with {steps} steps", seconds)
+
+    def first_step(self, epoch: int) -> int:
+        """With which step an epoch began."""
+        return min(line.step for line in self.poll() if line.epoch == epoch)
 
     def wait_step(self, step: int, seconds: float = PATIENCE) -> int:
         """Until any rank has done this step in the newest epoch; returns the epoch."""

@@ -13,8 +13,7 @@ import pytest
 from dalsegno.agent.claim import Claim, ClaimFile
 from dalsegno.agent.storage import JobDirectory
 from dalsegno.elastic.checkpoint import Best, CheckpointStore
-from dalsegno.elastic.checkpoint.files import publish, read_published, replace_file
-from dalsegno.elastic.universal.journal import place
+from dalsegno.elastic.checkpoint.files import place_file, publish, read_published, replace_file
 from tests.support.mounts import bare_mount
 
 # The same tests again, on this mount.
@@ -39,7 +38,7 @@ def test_however_the_mount_says_it(tmp_path: Path, code: int) -> None:
         replace_file(tmp_path / "note.json", b"{}")
         (tmp_path / "aside").write_bytes(b"x")
         publish(tmp_path / "aside", tmp_path / "probe")
-        place(tmp_path / "aside", tmp_path / "copy")
+        place_file(tmp_path / "aside", tmp_path / "copy")
     assert [(tmp_path / name).read_bytes() for name in ("note.json", "probe", "copy")] == [b"{}", b"x", b"x"]
 
 
@@ -99,6 +98,6 @@ def test_a_claim_moves(tmp_path: Path, refused: list[str]) -> None:
 def test_a_converted_file_is_copied_where_it_cannot_be_linked(tmp_path: Path, refused: list[str]) -> None:
     """What an earlier conversion finished is taken over all the same."""
     (tmp_path / "source").write_bytes(b"tensor")
-    place(tmp_path / "source", tmp_path / "lease" / "target")
+    place_file(tmp_path / "source", tmp_path / "lease" / "target")
     assert (tmp_path / "lease" / "target").read_bytes() == b"tensor"
     assert refused == ["link"]

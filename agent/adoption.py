@@ -1,0 +1,298 @@
+"""Checkpoints of scripts without a session: what DeepSpeed or Hugging Face's Trainer saved by itself is taken over.
+
+A script that is handed `${save_dir}` saves below a directory of its epoch's own, as it always does. The agent of group
+rank 0 looks there, and gives each complete checkpoint a second name among the run's (a hard link, or a copy where there
+are none), sealed like any other. The script may delete its own; it never writes into ours, because the next epoch has
+another directory, whose `latest` leads DeepSpeed out of it to the resume point.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint import (
+    SHARDED,
+    CheckpointDamaged,
+    CheckpointStore,
+    Manifest,
+    Position,
+    Ref,
+    Shape,
+    describe,
+    seal,
+)
+from dalsegno.elastic.checkpoint.files import list_files, place_file, replace_file
+from dalsegno.protos import control_pb2, worker_pb2
+
+from . import events as ev
+
+__all__ = ["MACRO", "Adopter", "Adoption", "Foreign", "Origin", "complete", "prepare", "save_directory"]
+
+MACRO = "${save_dir}"
+# Seconds between two looks; what has not changed from one to the next is no longer written.
+LOOK_EVERY = 1.0
+_DEEPSPEED = re.compile(r"global_step(\d+)")
+_TRANSFORMERS = re.compile(r"checkpoint-(\d+)")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
+_MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
+_MODEL = "mp_rank_00_model_states.pt"
+_TRAINER_STATE = "trainer_state.json"
+_RNG_OF_RANK = re.compile(r"rng_state_(\d+)\.pth")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """A complete checkpoint in the layout of its framework.
+
+    Attributes:
+        path: its directory.
+        step: optimizer steps done.
+        strategy: for the manifest's shape.
+        any_world_size: it loads at any.
+        state: names, sizes and times of its files: while it is written, this changes.
+    """
+
+    path: Path
+    step: int
+    strategy: str
+    any_world_size: bool
+    state: tuple[tuple[str, int, int], ...]
+
+
+def save_directory(run_dir: Path, epoch: int) -> Path:
+    """Where the script saves in this epoch, and in no other."""
+    return run_dir / f"e{epoch}"
+
+
+def prepare(run_dir: Path, world: control_pb2.World) -> Path:
+    """Makes the epoch's directory, as DeepSpeed wants to find it. Every agent does, before its workers start.
+
+    Raises:
+        OSError: the file system says no.
+    """
+    directory = save_directory(run_dir, world.epoch)
+    directory.mkdir(parents=True, exist_ok=True)
+    if world.HasField("resume"):
+        # The name of a tag, which DeepSpeed puts behind the directory: a way out of it.
+        replace_file(directory / "latest", f"../{world.resume.source.ref.name}".encode())
+        if world.resume.form == control_pb2.FORM_UNIVERSAL:
+            replace_file(directory / "latest_universal", f"../{world.resume.universal.name}".encode())
+    return directory
+
+
+def complete(directory: Path, world_size: int) -> Iterator[Foreign]:
+    """The checkpoints in a script's directory that all ranks have written their files of, oldest first.
+
+    Raises:
+        OSError: the file system says no.
+    """
+    found = []
+    for entry in os.scandir(directory):
+        if entry.is_dir(follow_symlinks=False):
+            for pattern, look in ((_DEEPSPEED, _of_deepspeed), (_TRANSFORMERS, _of_transformers)):
+                match = pattern.fullmatch(entry.name)
+                foreign = look(Path(entry.path), int(match[1]), world_size) if match else None
+                if foreign is not None:
+                    found.append(foreign)
+    yield from sorted(found, key=lambda foreign: foreign.step)
+
+
+def _of_deepspeed(path: Path, step: int, world_size: int) -> Foreign | None:
+    names = list_files(path)
+    partitioned = _engine_is_complete(path, names, world_size)
+    if partitioned is None or not (partitioned or _latest(path.parent) == path.name):
+        return None
+    return Foreign(path, step, "deepspeed", not partitioned, _state(path, names))
+
+
+def _latest(directory: Path) -> str:
+    """The tag that DeepSpeed wrote after all the files of rank 0: then what is not partitioned has no more to come."""
+    try:
+        return (directory / "latest").read_text().strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _of_transformers(path: Path, step: int, world_size: int) -> Foreign | None:
+    """The Trainer's own files, and where DeepSpeed trains, those of its engine in a directory further down."""
+    names = list_files(path)
+    ranks = {int(match[1]) for name in names if (match := _RNG_OF_RANK.fullmatch(name))}
+    if _TRAINER_STATE not in names or ranks not in (set(), set(range(world_size))):
+        return None
+    engines = {name.partition("/")[0] for name in names if _DEEPSPEED.fullmatch(name.partition("/")[0])}
+    for engine in engines:
+        inner = [name.removeprefix(f"{engine}/") for name in names if name.startswith(f"{engine}/")]
+        if _engine_is_complete(path / engine, inner, world_size) is None:
+            return None
+    strategy = "transformers-deepspeed" if engines else "transformers"
+    return Foreign(path, step, strategy, not engines, _state(path, names))
+
+
+def _engine_is_complete(path: Path, names: list[str], world_size: int) -> bool | None:
+    """Whether DeepSpeed's states are partitioned by rank; None: something is still missing."""
+    everybody = set(range(world_size))
+    optimizer = {int(match[1]) for name in names if (match := _OPTIMIZER.fullmatch(name))}
+    model = {int(match[1]) for name in names if (match := _MODEL_OF_RANK.fullmatch(name))}
+    if model and (model != everybody or optimizer != everybody):
+        return None  # stage 3
+    if not model and (_MODEL not in names or optimizer not in (set(), everybody)):
+        return None
+    # torch.save writes the archive's directory last.
+    whole = all(zipfile.is_zipfile(path / name) for name in names if name.endswith("_states.pt"))
+    return bool(optimizer) if whole else None
+
+
+def _state(path: Path, names: list[str]) -> tuple[tuple[str, int, int], ...]:
+    found = ((name, os.stat(path / name)) for name in names)
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a manifest says of the epoch that writes, beside what its world says."""
+
+    job_id: str
+    generation: int
+    world_size: int
+    min_nodes: int
+    max_nodes: int
+
+
+def adopt(foreign: Foreign, run_dir: Path, world: control_pb2.World, origin: Origin) -> Manifest:
+    """Gives it a second name among the run's checkpoints, and seals that.
+
+    Raises:
+        OSError: the file system says no. What was written stays unsealed, and goes with a later commit.
+    """
+    name = str(CheckpointStore(run_dir).next_name(foreign.step, world.epoch))
+    target = run_dir / name
+    target.mkdir()
+    for file, _, _ in foreign.state:
+        place_file(foreign.path / file, target / file)
+    resumed = world.resume.source.ref if world.HasField("resume") else None
+    manifest = Manifest(
+        name=name,
+        job_id=origin.job_id,
+        run_id=world.run_id,
+        step=foreign.step,
+        epoch=world.epoch,
+        generation=origin.generation,
+        form=SHARDED,
+        shape=Shape(origin.world_size, foreign.strategy, foreign.any_world_size),
+        position=Position(),
+        order=None,
+        source=None,
+        resumed_from=None if resumed is None else Ref(resumed.name, resumed.digest),
+        min_nodes=origin.min_nodes,
+        max_nodes=origin.max_nodes,
+        metric=None,
+        files=describe(target),
+    )
+    seal(target, manifest)
+    return manifest
+
+
+class Adopter:
+    """Looks at one epoch's directory until it is closed, on a thread of its own.
+
+    Args:
+        run_dir: the run's.
+        world: the epoch's.
+        origin: for the manifests.
+        deliver: given what the agent hears of a worker that sealed something, or of a checkpoint that is no good.
+    """
+
+    def __init__(
+        self, run_dir: Path, world: control_pb2.World, origin: Origin, deliver: Callable[[ev.Event], None]
+    ) -> None:
+        self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
+        self._step = world.resume.source.step if world.HasField("resume") else 0
+        self._seen: dict[Path, Foreign] = {}
+        self._complained = ""
+        self._closing = threading.Event()
+        threading.Thread(target=self._run, name="adoption", daemon=True).start()
+
+    def close(self) -> None:
+        """Looks no more. What it is at just now is finished, and refused where it comes too late."""
+        self._closing.set()
+
+    def _run(self) -> None:
+        directory = save_directory(self._run_dir, self._world.epoch)
+        while not self._closing.wait(LOOK_EVERY):
+            try:
+                for foreign in complete(directory, self._origin.world_size):
+                    self._look(foreign)
+            except FileNotFoundError:
+                pass  # The script deletes old ones while we look.
+            except (OSError, CheckpointDamaged) as error:
+                self._complain(directory.name, str(error))
+
+    def _look(self, foreign: Foreign) -> None:
+        if foreign.step <= self._step:
+            return
+        if self._seen.get(foreign.path) != foreign:
+            self._seen[foreign.path] = foreign  # Adopted at the next look, if nobody is writing it any more.
+            return
+        manifest = adopt(foreign, self._run_dir, self._world, self._origin)
+        logger.info("%s was saved by the script as %s", manifest.name, foreign.path.name)
+        self._step, self._complained = foreign.step, ""
+        sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
+        self._deliver(ev.WorkerSaid(self._world.epoch, 0, worker_pb2.ToAgent(sealed=sealed)))
+
+    def _complain(self, name: str, reason: str) -> None:
+        if reason != self._complained:
+            self._complained = reason
+            self._deliver(ev.ManifestRead(name, None, reason))
+
+
+class Adoption:
+    """One agent's, through all epochs. Does nothing for a script that is not handed `${save_dir}`.
+
+    Args:
+        arguments: the script's.
+        deliver: see `Adopter`.
+    """
+
+    def __init__(self, arguments: Sequence[str], deliver: Callable[[ev.Event], None]) -> None:
+        self._wanted = any(MACRO in argument for argument in arguments)
+        self._deliver = deliver
+        self._adopter: Adopter | None = None
+
+    def begin(
+        self, run_dir: Path, world: control_pb2.World, origin: Origin, arguments: Sequence[str], *, first: bool
+    ) -> tuple[str, ...]:
+        """An epoch's workers are about to start.
+
+        Args:
+            run_dir, world, origin: see `Adopter`.
+            arguments: the script's.
+            first: this agent is the world's first, the one that looks.
+
+        Returns:
+            The arguments with the epoch's directory in them.
+
+        Raises:
+            OSError: the file system says no.
+        """
+        self.close()
+        if not self._wanted:
+            return tuple(arguments)
+        directory = prepare(run_dir, world)
+        if first:
+            self._adopter = Adopter(run_dir, world, origin, self._deliver)
+        return tuple(argument.replace(MACRO, str(directory)) for argument in arguments)
+
+    def close(self) -> None:
+        """The epoch is over."""
+        if self._adopter is not None:
+            self._adopter.close()
+            self._adopter = None

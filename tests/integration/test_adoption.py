@@ -1,0 +1,47 @@
+"""A script that knows nothing of us: its own checkpoints become the run's, and the world changes at them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dalsegno.elastic.checkpoint import inventory
+from tests.support.cluster import Cluster, Training, Undisturbed
+from tests.support.faults import run_directory
+
+from .test_membership import Clusters
+
+pytestmark = pytest.mark.timeout(300)
+PLAIN = Path(__file__).resolve().parents[1] / "support" / "plain_deepspeed.py"
+
+
+def adopted(job: Cluster, after: int = 0) -> int:
+    """Until a checkpoint of a step beyond this one is the run's; returns its step."""
+    found = job.wait_for(
+        lambda: [one.step for one in inventory(run_directory(job)) if one.step > after] or None,
+        f"the script's checkpoint beyond step {after} among the run's",
+    )
+    return max(found)
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.full)])
+def test_a_deepspeed_script_without_a_session(clusters: Clusters, undisturbed: Undisturbed, stage: int) -> None:
+    """One node, two from a checkpoint on, and one again after a kill, through universal files."""
+    training = Training(script=PLAIN, steps=1000, save_every=20, extra=(f"--zero-stage={stage}",))
+    job = clusters(training=training, hooked=False, agent_flags=["--grow-wait=60"])
+    job.script_flags = ["--save-dir=${save_dir}"]
+    job.start("a")
+    adopted(job)
+    job.start("b")
+    second = job.wait_world(2, steps=5)
+    grown = job.first_step(second)
+    assert grown > 20
+    last = adopted(job, after=grown)
+    job.kill_node(job.node("b"))
+    third = job.wait_world(1, steps=5, after=second)
+    assert job.first_step(third) > last
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+    forms = {one.form for one in inventory(run_directory(job))}
+    assert forms == {"sharded", "universal"}

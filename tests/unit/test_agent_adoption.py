@@ -1,0 +1,155 @@
+"""Which checkpoints of a script are complete, and what becomes of them (the whole way: tests/integration)."""
+
+from __future__ import annotations
+
+import os
+import queue
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent import adoption
+from dalsegno.agent import events as ev
+from dalsegno.agent.adoption import Adoption, Origin, complete, prepare
+from dalsegno.elastic.checkpoint import Manifest, verify
+from dalsegno.protos import control_pb2
+
+ORIGIN = Origin("job", 1, 2, 1, 4)
+
+
+def states(path: Path, *names: str) -> None:
+    """Files as `torch.save` ends them."""
+    for name in names:
+        (path / name).parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(path / name, "w") as archive:
+            archive.writestr("data.pkl", name)
+
+
+def found(directory: Path, world_size: int = 2) -> list[tuple[str, int, str, bool]]:
+    return [(one.path.name, one.step, one.strategy, one.any_world_size) for one in complete(directory, world_size)]
+
+
+ZERO_1 = ["mp_rank_00_model_states.pt", *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))]
+ZERO_3 = [f"zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt" for rank in (0, 1) for kind in ("model", "optim")]
+
+
+@pytest.mark.parametrize("names", [ZERO_1, ZERO_3], ids=["zero1", "zero3"])
+def test_deepspeeds_is_complete_with_the_files_of_all_ranks(tmp_path: Path, names: list[str]) -> None:
+    """Not without any one of them, and not while one is being written."""
+    path = tmp_path / "global_step20"
+    path.mkdir()
+    for name in names:
+        assert found(tmp_path) == []
+        states(path, name)
+    assert found(tmp_path) == [("global_step20", 20, "deepspeed", False)]
+    last = path / names[-1]
+    os.truncate(last, last.stat().st_size - 10)
+    assert found(tmp_path) == []
+
+
+def test_stage_0_has_one_file(tmp_path: Path) -> None:
+    """Which other stages have first, so it takes `latest` to tell."""
+    states(tmp_path / "global_step7", ZERO_1[0])
+    assert found(tmp_path) == []
+    (tmp_path / "latest").write_text("global_step7")
+    assert found(tmp_path) == [("global_step7", 7, "deepspeed", True)]
+
+
+def test_transformers_is_complete_with_the_state_of_the_trainer_and_of_all_ranks(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint-30"
+    path.mkdir()
+    (path / "model.safetensors").write_bytes(b"x")
+    (path / "rng_state_0.pth").write_bytes(b"x")
+    assert found(tmp_path) == []
+    (path / "trainer_state.json").write_text("{}")
+    assert found(tmp_path) == []
+    (path / "rng_state_1.pth").write_bytes(b"x")
+    assert found(tmp_path) == [("checkpoint-30", 30, "transformers", True)]
+    states(path / "global_step30", *ZERO_1[:2])
+    assert found(tmp_path) == []
+    states(path / "global_step30", *ZERO_1)
+    assert found(tmp_path) == [("checkpoint-30", 30, "transformers-deepspeed", False)]
+
+
+def test_nothing_else_is_taken_for_one(tmp_path: Path) -> None:
+    states(tmp_path / "global_stepX", *ZERO_1)
+    states(tmp_path / "mine", *ZERO_1)
+    (tmp_path / "global_step4").symlink_to(tmp_path / "mine")
+    (tmp_path / "global_step5").write_text("no directory")
+    assert found(tmp_path) == []
+
+
+def world(epoch: int, resume: str = "", universal: str = "") -> control_pb2.World:
+    made = control_pb2.World(epoch=epoch, run_id="run-0001")
+    if resume:
+        made.resume.source.ref.name, made.resume.source.ref.digest, made.resume.source.step = resume, "0" * 64, 20
+        made.resume.form = control_pb2.FORM_SHARDED
+    if universal:
+        made.resume.form, made.resume.universal.name = control_pb2.FORM_UNIVERSAL, universal
+    return made
+
+
+def test_each_epoch_has_its_own_directory_which_leads_to_the_resume_point(tmp_path: Path) -> None:
+    assert [*prepare(tmp_path, world(1)).iterdir()] == []
+    second = prepare(tmp_path, world(2, "step-20.e1.1", "step-20.e1.1.universal.3"))
+    assert second == tmp_path / "e2"
+    assert (second / "latest").read_text() == "../step-20.e1.1"
+    assert (second / "latest_universal").read_text() == "../step-20.e1.1.universal.3"
+    assert prepare(tmp_path, world(2, "step-20.e1.1", "step-20.e1.1.universal.3")) == second, "every agent does it"
+
+
+def test_what_the_script_saves_is_sealed_once_under_our_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what is newer than the resume point; and the script's own may go, or be written again."""
+    monkeypatch.setattr(adoption, "LOOK_EVERY", 0.02)
+    heard: queue.Queue[ev.Event] = queue.Queue()
+    taken = Adoption(["--out=${save_dir}"], heard.put)
+    arguments = taken.begin(tmp_path, world(2, "step-20.e1.1"), ORIGIN, ["train.py", "--out=${save_dir}"], first=True)
+    assert arguments == ("train.py", f"--out={tmp_path / 'e2'}")
+    states(tmp_path / "e2" / "global_step20", *ZERO_1)
+    states(tmp_path / "e2" / "global_step40", *ZERO_1)
+    event = heard.get(timeout=20)
+    assert isinstance(event, ev.WorkerSaid)
+    sealed = event.message.sealed
+    assert (event.epoch, sealed.name, sealed.step) == (2, "step-40.e2.1", 40)
+    manifest = Manifest.read(tmp_path / sealed.name)
+    assert (manifest.digest, manifest.shape.world_size) == (sealed.digest, 2)
+    assert manifest.resumed_from is not None
+    for name in ZERO_1:
+        (tmp_path / "e2" / "global_step40" / name).unlink()
+    verify(tmp_path / sealed.name, manifest)
+    states(tmp_path / "e2" / "global_step60", *ZERO_1)
+    event = heard.get(timeout=20)
+    assert isinstance(event, ev.WorkerSaid)
+    assert event.message.sealed.step == 60
+    taken.close()
+    assert heard.empty()
+
+
+def test_what_cannot_be_sealed_is_said_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adoption, "LOOK_EVERY", 0.02)
+    plain, calls = adoption.adopt, 0
+
+    def full_at_first(*args: object) -> Manifest:
+        nonlocal calls
+        calls += 1
+        if calls <= 3:
+            raise OSError(28, "No space left on device")
+        return plain(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(adoption, "adopt", full_at_first)
+    heard: queue.Queue[ev.Event] = queue.Queue()
+    taken = Adoption(["${save_dir}"], heard.put)
+    taken.begin(tmp_path, world(1), ORIGIN, [], first=True)
+    states(tmp_path / "e1" / "global_step10", *ZERO_1)
+    problem, event = heard.get(timeout=20), heard.get(timeout=20)
+    assert isinstance(problem, ev.ManifestRead)
+    assert "No space left" in problem.message
+    assert isinstance(event, ev.WorkerSaid)
+    taken.close()
+
+
+def test_a_script_that_does_not_ask_for_it_is_left_alone(tmp_path: Path) -> None:
+    taken = Adoption(["--out=mine"], lambda event: None)
+    assert taken.begin(tmp_path, world(1), ORIGIN, ["--out=mine"], first=True) == ("--out=mine",)
+    assert [*tmp_path.iterdir()] == []
