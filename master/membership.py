@@ -129,6 +129,8 @@ def death_of(turn: Turn, node: Node, timeout: float, all_closed: bool) -> str:
     proof = float("-inf")
     if turn.is_working(node):
         proof = max((at for name, at in live.advanced.items() if name != node.name), default=proof)
+        if live.stopping:
+            proof = max(proof, live.moved_at)  # A save is one, too.
     if node.name in live.closed and not spoke_since(turn, node):
         closed = live.closed[node.name]
         if all_closed:
@@ -137,7 +139,7 @@ def death_of(turn: Turn, node: Node, timeout: float, all_closed: bool) -> str:
         grace = 0.0 if suspect else CLOSED_GRACE
         if not suspect and turn.is_working(node):
             # Steps that take longer than that do not stand still yet; a broken stream comes back meanwhile.
-            grace = min(timeout, max(CLOSED_GRACE, 1.2 * live.longest))
+            grace = timeout if live.stopping else min(timeout, max(CLOSED_GRACE, 1.2 * live.longest))
         due = (closed if grace == 0.0 else max(closed, proof)) + grace
         # After an outage connections close late and come back one by one.
         if turn.due(max(due, live.forgiven_at + min(timeout, RECONNECT))):

@@ -404,6 +404,8 @@ class Live:
     listen_until: float | None = None
     paused_since: float | None = None
     deaf: bool = False
+    # Ranks of the open epoch have agreed to save and stop, whoever told them: their steps stand still until then.
+    stopping: bool = False
     # When everybody's time began anew, because nobody could be heard before.
     forgiven_at: float = float("-inf")
 

@@ -119,6 +119,9 @@ def spare_reason(state: State, node: Node) -> str:
     if job.world is not None and len(job.world.members) >= job.most_nodes:
         scaled = "the job was scaled to" if job.limit else "the world has"
         return f"{node.name} is a spare: {scaled} {of_nodes(job.most_nodes)}"
+    unit = job.settings.node_unit
+    if unit > 1 and job.world is not None and len(job.nodes) - len(job.world.members) < unit:
+        return f"{node.name} is a spare: worlds have a multiple of {unit} nodes (--node-unit)"
     return ""
 
 

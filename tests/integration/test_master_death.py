@@ -15,7 +15,15 @@ import pytest
 from dalsegno.protos import control_pb2
 from tests.support import local_processes as processes
 from tests.support.cluster import TRAIN, Cluster, Training, Undisturbed
-from tests.support.faults import Service, held_conversions, run_directory, wait_held_converter
+from tests.support.faults import (
+    Service,
+    flip_byte,
+    held_conversions,
+    held_verifications,
+    run_directory,
+    wait_held_converter,
+)
+from tests.support.proxy import proxy
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -164,6 +172,50 @@ def test_killed_during_a_conversion(jobs: Jobs, undisturbed: Undisturbed, kind: 
     assert len({path.name for path in run_directory(job).glob("step-*.universal.*")}) == 1
     job.finish()
     job.assert_lost({})
+    job.assert_undisturbed(undisturbed)
+
+
+@kinds("service")
+def test_killed_during_a_verification(jobs: Jobs, undisturbed: Undisturbed, kind: str) -> None:
+    """A worker could not load the newest checkpoint: the second look is finished, and the one before is used."""
+    job = jobs(kind, training=SMALL)
+    (a,) = job.start("a")
+    job.wait_status(lambda status: status.head.step >= 10, "two commits")
+    job.kill_node(a)
+    head = job.wait_status(lambda status: True, "the newest commit").head if kind == "service" else None
+    found = sorted(run_directory(job).glob("step-*/MANIFEST.json"), key=lambda path: path.stat().st_mtime_ns)
+    newest, before = found[-1].parent, found[-2].parent
+    assert head is None or head.ref.name == newest.name
+    flip_byte(newest)
+    (b,) = job.start("b", environment=held_verifications())
+    job.wait_line("cannot read .*: it is being verified", b)
+    job.wait_for(lambda: (job.holds / "verification").exists(), "a verification in the middle")
+    kill_and_restart(job)
+    job.release()
+    job.wait_line(rf"{newest.name} is damaged .*: going back to {before.name}", b)
+    epoch = job.wait_world(1, after=1)
+    assert f"step-{job.change(epoch).resumed}." in before.name
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+
+
+def test_a_node_that_alone_is_cut_off_drains(jobs: Jobs, undisturbed: Undisturbed) -> None:
+    """Its peers still hear the master, so after the outage timeout it has them save; the others go on without it."""
+    flags = ["--node-timeout=30", "--master-outage-timeout=4"]
+    job = jobs("service", training=LONG, agent_flags=flags)
+    assert isinstance(job, Service)
+    with proxy(job.masters[-1].address) as way:
+        job.ways["b"] = way.address
+        _, b = job.start("a", "b")
+        epoch = job.wait_world(2, steps=3)
+        way.cut()
+        job.wait_line("the master cannot be reached", b)
+        alone = job.wait_world(1, steps=2, after=epoch)
+        way.mend()
+        both = job.wait_world(2, steps=2, after=alone)
+        job.finish()
+    job.assert_lost({})
+    assert both > alone
     job.assert_undisturbed(undisturbed)
 
 

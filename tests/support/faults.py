@@ -34,6 +34,8 @@ class Service(Cluster):
     # What `status` shows and checks; agents have theirs from flags and environment.
     credentials: Credentials = field(default_factory=Credentials)
     masters: list[MasterProcess] = field(default_factory=list)
+    # The address by which a node reaches the master, by its name.
+    ways: dict[str, str] = field(default_factory=dict)
 
     def start_master(self) -> MasterProcess:
         """Starts the master; again at the same address where it has had one."""
@@ -50,7 +52,7 @@ class Service(Cluster):
 
     def command(self, name: str) -> list[str]:
         runner, *rest = super().command(name)
-        return [runner, f"--master={self.masters[-1].address}", *rest]
+        return [runner, f"--master={self.ways.get(name, self.masters[-1].address)}", *rest]
 
     def master_pid(self) -> int | None:
         if not self.masters or self.masters[-1].process.poll() is not None:
@@ -151,6 +153,11 @@ def volume(path: Path, mebibytes: int) -> Iterator[Volume]:
 def held_conversions(files: int = 5) -> dict[str, str]:
     """Environment of an agent whose converters stop after so many files; see `held_conversions/sitecustomize.py`."""
     return {"PYTHONPATH": str(Path(__file__).with_name("held_conversions")), "DALSEGNO_TEST_HELD_FILES": str(files)}
+
+
+def held_verifications() -> dict[str, str]:
+    """Environment of an agent that stops when it verifies a checkpoint; see `held_verifications/sitecustomize.py`."""
+    return {"PYTHONPATH": str(Path(__file__).with_name("held_verifications"))}
 
 
 def wait_held_converter(cluster: Cluster) -> int:

@@ -153,3 +153,38 @@ def test_a_silent_script_of_which_one_node_finished_is_doubted_by_name() -> None
     job.wait(2)
     assert f"{a.name} finished, {b.name} did not for 200 s" in job.notices
     assert job.phase is Phase.RUNNING
+
+
+# ---- a drain that the master did not begin ---------------------------------------------------------------------------
+
+
+def test_a_cut_off_node_is_not_dead_while_its_ranks_save_to_stop() -> None:
+    """It had them agree on a drain because it cannot reach the master; its peers tell how their save comes along."""
+    job = Driven(settings(node_timeout=12.0))
+    a, b = job.start(2)
+    for step in (1, 2):
+        a.step(step)
+    b.hang_up()
+    a.step(3, draining=True)
+    for size in (100, 200, 300):
+        job.wait(8)
+        assert job.phase is Phase.RUNNING
+        a.step(3, saved_bytes=size, draining=True)
+    a.drained(3)
+    job.seal(3, any_size=True)
+    job.wait(13)
+    assert not b.is_known
+    a.join()
+    job.wait(2)
+    assert job.job.world is not None
+    assert (job.members, job.job.world.resumed_step) == ([a.name], 3)
+
+
+def test_a_drain_whose_save_stands_still_does_not_keep_a_dead_node_alive() -> None:
+    job = Driven(settings(node_timeout=12.0))
+    a, b = job.start(2)
+    a.step(1)
+    b.hang_up()
+    a.step(2, draining=True)
+    job.wait(14)
+    assert not b.is_known

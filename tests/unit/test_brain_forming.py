@@ -166,6 +166,8 @@ def test_a_world_is_a_multiple_of_the_node_unit() -> None:
     all_join(nodes)
     job.wait(1.5)
     assert len(job.members) == 2
+    (spare,) = [node for node in nodes if node.name not in job.members]
+    assert spare.directive.wait.reason == f"{spare.name} is a spare: worlds have a multiple of 2 nodes (--node-unit)"
 
 
 def test_fewer_than_min_wait_without_a_deadline_and_say_why() -> None:

@@ -1,0 +1,56 @@
+"""How many nodes a world may have, how long fewer wait, and what is done about ranks that stand still."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from dalsegno.protos import control_pb2
+from tests.support import local_processes as processes
+from tests.support.cluster import Training, Undisturbed
+
+from .test_membership import Clusters, any_number
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def test_worlds_are_multiples_of_the_node_unit(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Two nodes, a third one stands by, four; then one is killed, and of the other three two go on."""
+    job = clusters(nnodes="2:4", agent_flags=["--node-unit=2"])
+    second = job.open("a", "b", steps=2)
+    job.start("c")
+    job.wait_line("c is a spare", job.node("c"))
+    job.start("d")
+    fourth = job.wait_world(4, steps=2, after=second)
+    assert fourth == second + 1
+    job.kill_node(job.node("b"))
+    last = job.wait_world(2, steps=2, after=fourth)
+    status = job.wait_status(lambda status: len(status.nodes) == 3, "three nodes")
+    assert [node.role for node in status.nodes].count("spare") == 1
+    job.finish()
+    job.assert_lost({last: any_number(job)})
+    job.assert_undisturbed(undisturbed)
+
+
+def test_fewer_than_the_minimum_wait_only_so_long(clusters: Clusters) -> None:
+    job = clusters(nnodes="2:2", agent_flags=["--wait-for-nodes=6"])
+    (a,) = job.start("a")
+    a.expected = 1
+    job.wait_exit(a)
+    assert "1 here, at least 2 needed for 6 s (--wait-for-nodes)" in a.text()
+
+
+def test_ranks_that_stand_still_are_started_again(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """One rank stops in the middle of a step, and the other waits for it in a collective."""
+    job = clusters(training=Training(steps=80), agent_flags=["--stall-timeout=12"])
+    first = job.open("a", "b", steps=12)
+    processes.send([job.worker_pid(job.node("b"))], signal.SIGSTOP)
+    job.wait_line(r"no rank made a step for \d+ s \(--stall-timeout\)")
+    second = job.wait_world(2, steps=2, after=first)
+    assert job.change(second).cause == "stalled"
+    status = job.wait_status(lambda status: status.phase == control_pb2.PHASE_RUNNING, "running")
+    assert status.epoch == second
+    job.finish()
+    job.assert_lost({second: any_number(job)})
+    job.assert_undisturbed(undisturbed)

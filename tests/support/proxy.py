@@ -1,0 +1,86 @@
+"""A TCP proxy that a test can cut: one node loses its way to the master, and nobody else does."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+
+
+class Proxy:
+    """Passes connections on to ``target``.
+
+    Args:
+        target: ``HOST:PORT``.
+    """
+
+    def __init__(self, target: str) -> None:
+        host, _, port = target.rpartition(":")
+        self._target = host, int(port)
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self._lock = threading.Lock()
+        self._open: list[socket.socket] = []
+        self._is_cut = False
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self._server.getsockname()[1]}"
+
+    def cut(self) -> None:
+        """Ends all connections; new ones are accepted and closed at once."""
+        with self._lock:
+            self._is_cut = True
+            for one in self._open:
+                with contextlib.suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+            self._open.clear()
+
+    def mend(self) -> None:
+        """New connections are passed on again."""
+        with self._lock:
+            self._is_cut = False
+
+    def close(self) -> None:
+        self.cut()
+        self._server.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # closed
+            while True:
+                near, _ = self._server.accept()
+                with self._lock:
+                    cut = self._is_cut
+                if cut:
+                    near.close()
+                    continue
+                try:
+                    far = socket.create_connection(self._target, timeout=5)
+                except OSError:
+                    near.close()
+                    continue
+                far.settimeout(None)
+                with self._lock:
+                    self._open += [near, far]
+                for one, other in ((near, far), (far, near)):
+                    threading.Thread(target=_pump, args=(one, other), daemon=True).start()
+
+
+def _pump(source: socket.socket, target: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    for one in (source, target):
+        with contextlib.suppress(OSError):
+            one.shutdown(socket.SHUT_RDWR)
+
+
+@contextlib.contextmanager
+def proxy(target: str) -> Iterator[Proxy]:
+    """One, closed in the end."""
+    made = Proxy(target)
+    try:
+        yield made
+    finally:
+        made.close()
