@@ -27,6 +27,7 @@ from dalsegno.elastic.checkpoint import (
     Ref,
     Shape,
     describe,
+    files,
     finished_runs,
     inspect,
     inventory,
@@ -253,6 +254,22 @@ def test_store_names_prunes_and_marks(tmp_path: Path) -> None:
     store.mark_finished(6, newer)
     assert store.finished
     assert finished_runs(tmp_path) == ["run-0001"]
+
+
+def test_nodes_that_write_one_note_at_once_do_not_disturb_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In containers their process ids are the same; this process stands for both of them."""
+    move, others = files.move_over, iter([b"other"])
+
+    def meanwhile(aside: Path, path: Path) -> None:
+        for text in others:
+            files.replace_file(path, text)
+        move(aside, path)
+
+    monkeypatch.setattr(files, "move_over", meanwhile)
+    files.replace_file(tmp_path / "latest", b"mine!")
+    assert [(one.name, one.read_bytes()) for one in tmp_path.iterdir()] == [("latest", b"mine!")]
 
 
 def test_interrupted_prune_does_not_leave_a_sealed_wreck(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
