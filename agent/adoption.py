@@ -1,9 +1,10 @@
 """Checkpoints of scripts without a session: what DeepSpeed or Hugging Face's Trainer saved by itself is taken over.
 
 A script that is handed `${save_dir}` saves below a directory of its epoch's own, as it always does. The agent of group
-rank 0 looks there, and gives each complete checkpoint a second name among the run's (a hard link, or a copy where there
-are none), sealed like any other. The script may delete its own; it never writes into ours, because the next epoch has
-another directory, whose `latest` leads DeepSpeed out of it to the resume point.
+rank 0 looks there, and puts a copy of each complete checkpoint among the run's, sealed like any other. The script may
+delete its own, or save again under the same name, which writes over its files where they lie: so a link would not do.
+It never writes into ours, because the next epoch has another directory, whose `latest` leads DeepSpeed out of it to the
+resume point.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import logging
 import os
 import re
+import shutil
 import threading
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,16 +30,19 @@ from dalsegno.elastic.checkpoint import (
     describe,
     seal,
 )
-from dalsegno.elastic.checkpoint.files import list_files, place_file, replace_file
+from dalsegno.elastic.checkpoint.files import copy_file, list_files, place_file, replace_file
+from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.protos import control_pb2, worker_pb2
 
 from . import events as ev
 
-__all__ = ["MACRO", "Adopter", "Adoption", "Foreign", "Origin", "complete", "prepare", "save_directory"]
+__all__ = ["MACRO", "Adopter", "Adoption", "Foreign", "Origin", "candidates", "complete", "prepare", "save_directory"]
 
 MACRO = "${save_dir}"
 # Seconds between two looks; what has not changed from one to the next is no longer written.
 LOOK_EVERY = 1.0
+# The longest pause after what could not be written.
+LONGEST_PAUSE = 60.0
 _DEEPSPEED = re.compile(r"global_step(\d+)")
 _TRANSFORMERS = re.compile(r"checkpoint-(\d+)")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -89,21 +94,30 @@ def prepare(run_dir: Path, world: control_pb2.World) -> Path:
     return directory
 
 
-def complete(directory: Path, world_size: int) -> Iterator[Foreign]:
-    """The checkpoints in a script's directory that all ranks have written their files of, oldest first.
+def candidates(directory: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of what is named like a checkpoint in a script's directory, newest first.
 
     Raises:
         OSError: the file system says no.
     """
     found = []
-    for entry in os.scandir(directory):
-        if entry.is_dir(follow_symlinks=False):
-            for pattern, look in ((_DEEPSPEED, _of_deepspeed), (_TRANSFORMERS, _of_transformers)):
-                match = pattern.fullmatch(entry.name)
-                foreign = look(Path(entry.path), int(match[1]), world_size) if match else None
-                if foreign is not None:
-                    found.append(foreign)
-    yield from sorted(found, key=lambda foreign: foreign.step)
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            match = _DEEPSPEED.fullmatch(entry.name) or _TRANSFORMERS.fullmatch(entry.name)
+            if match and entry.is_dir(follow_symlinks=False):
+                found.append((int(match[1]), Path(entry.path)))
+    return sorted(found, reverse=True)
+
+
+def complete(path: Path, step: int, world_size: int) -> Foreign | None:
+    """One of the `candidates`, if all ranks have written their files of it.
+
+    Raises:
+        CheckpointDamaged: it holds something that is no file.
+        OSError: the file system says no.
+    """
+    look = _of_deepspeed if _DEEPSPEED.fullmatch(path.name) else _of_transformers
+    return look(path, step, world_size)
 
 
 def _of_deepspeed(path: Path, step: int, world_size: int) -> Foreign | None:
@@ -127,6 +141,9 @@ def _of_transformers(path: Path, step: int, world_size: int) -> Foreign | None:
     names = list_files(path)
     ranks = {int(match[1]) for name in names if (match := _RNG_OF_RANK.fullmatch(name))}
     if _TRAINER_STATE not in names or ranks not in (set(), set(range(world_size))):
+        return None
+    # Those of other ranks, which the state of the Trainer does not tell of.
+    if not all(zipfile.is_zipfile(path / name) for name in names if _RNG_OF_RANK.fullmatch(name)):
         return None
     engines = {name.partition("/")[0] for name in names if _DEEPSPEED.fullmatch(name.partition("/")[0])}
     for engine in engines:
@@ -167,38 +184,67 @@ class Origin:
     max_nodes: int
 
 
+class Changed(Exception):
+    """The script writes a checkpoint again."""
+
+
 def adopt(foreign: Foreign, run_dir: Path, world: control_pb2.World, origin: Origin) -> Manifest:
-    """Gives it a second name among the run's checkpoints, and seals that.
+    """Puts a copy of it among the run's checkpoints, and seals that. What cannot be finished is taken away again.
 
     Raises:
-        OSError: the file system says no. What was written stays unsealed, and goes with a later commit.
+        Changed: it is being written again.
+        CheckpointDamaged: somebody else has changed the copy.
+        OSError: the file system says no.
     """
     name = str(CheckpointStore(run_dir).next_name(foreign.step, world.epoch))
     target = run_dir / name
     target.mkdir()
-    for file, _, _ in foreign.state:
-        place_file(foreign.path / file, target / file)
-    resumed = world.resume.source.ref if world.HasField("resume") else None
-    manifest = Manifest(
-        name=name,
-        job_id=origin.job_id,
-        run_id=world.run_id,
-        step=foreign.step,
-        epoch=world.epoch,
-        generation=origin.generation,
-        form=SHARDED,
-        shape=Shape(origin.world_size, foreign.strategy, foreign.any_world_size),
-        position=Position(),
-        order=None,
-        source=None,
-        resumed_from=None if resumed is None else Ref(resumed.name, resumed.digest),
-        min_nodes=origin.min_nodes,
-        max_nodes=origin.max_nodes,
-        metric=None,
-        files=describe(target),
-    )
-    seal(target, manifest)
+    try:
+        _take(foreign, target)
+        resumed = world.resume.source.ref if world.HasField("resume") else None
+        manifest = Manifest(
+            name=name,
+            job_id=origin.job_id,
+            run_id=world.run_id,
+            step=foreign.step,
+            epoch=world.epoch,
+            generation=origin.generation,
+            form=SHARDED,
+            shape=Shape(origin.world_size, foreign.strategy, foreign.any_world_size),
+            position=Position(),
+            order=None,
+            source=None,
+            resumed_from=None if resumed is None else Ref(resumed.name, resumed.digest),
+            min_nodes=origin.min_nodes,
+            max_nodes=origin.max_nodes,
+            metric=None,
+            files=describe(target),
+        )
+        seal(target, manifest)
+    except BaseException:
+        # It would take room until the epoch is over, and the next try makes another.
+        if not os.path.lexists(target / MANIFEST):
+            shutil.rmtree(target, ignore_errors=True)
+        raise
     return manifest
+
+
+def _take(foreign: Foreign, target: Path) -> None:
+    """Copies its files: all are linked first, in a moment, so that the script may delete them meanwhile."""
+    for name, _, _ in foreign.state:
+        place_file(foreign.path / name, target / name)
+    if _state(foreign.path, [name for name, _, _ in foreign.state]) != foreign.state:
+        raise Changed
+    for number, (name, size, written) in enumerate(foreign.state):
+        link = target / name
+        if os.stat(link).st_nlink == 1:
+            continue  # A copy already, or nobody else's any more.
+        copy = target / f".copy-{number}"
+        copy_file(link, copy)
+        now = os.stat(link)
+        if (now.st_size, now.st_mtime_ns, os.stat(copy).st_size) != (size, written, size):
+            raise Changed
+        os.replace(copy, link)
 
 
 class Adopter:
@@ -217,7 +263,7 @@ class Adopter:
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
         self._step = world.resume.source.step if world.HasField("resume") else 0
         self._seen: dict[Path, Foreign] = {}
-        self._complained = ""
+        self._problems: dict[Path, str] = {}
         self._closing = threading.Event()
         threading.Thread(target=self._run, name="adoption", daemon=True).start()
 
@@ -227,31 +273,53 @@ class Adopter:
 
     def _run(self) -> None:
         directory = save_directory(self._run_dir, self._world.epoch)
-        while not self._closing.wait(LOOK_EVERY):
-            try:
-                for foreign in complete(directory, self._origin.world_size):
-                    self._look(foreign)
-            except FileNotFoundError:
-                pass  # The script deletes old ones while we look.
-            except (OSError, CheckpointDamaged) as error:
-                self._complain(directory.name, str(error))
+        pause = LOOK_EVERY
+        while not self._closing.wait(pause):
+            # Not every second, where each try may fill the disk first.
+            pause = LOOK_EVERY if self._look(directory) else min(2 * pause, LONGEST_PAUSE)
 
-    def _look(self, foreign: Foreign) -> None:
-        if foreign.step <= self._step:
+    def _look(self, directory: Path) -> bool:
+        """At all that is newer than what the run has; newest first, which may be all that there is time for."""
+        try:
+            found = candidates(directory)
+        except OSError as error:
+            return self._complain(directory, error)
+        calm = True
+        for step, path in found:
+            if self._closing.is_set():
+                break
+            if step < self._world.resume.source.step:
+                self._complain(path, "it is older than the resume point: the script did not load DALSEGNO_RESUME_DIR")
+            if step <= self._step:
+                continue
+            try:
+                self._consider(path, step)
+            except (FileNotFoundError, Changed):
+                pass  # The script deletes old ones while we look, or writes this one again.
+            except (OSError, ValueError, CheckpointDamaged) as error:
+                calm = self._complain(path, error)
+        return calm
+
+    def _consider(self, path: Path, step: int) -> None:
+        foreign = complete(path, step, self._origin.world_size)
+        if foreign is None:
             return
-        if self._seen.get(foreign.path) != foreign:
-            self._seen[foreign.path] = foreign  # Adopted at the next look, if nobody is writing it any more.
+        if self._seen.get(path) != foreign:
+            self._seen[path] = foreign  # Adopted at the next look, if nobody is writing it any more.
             return
         manifest = adopt(foreign, self._run_dir, self._world, self._origin)
-        logger.info("%s was saved by the script as %s", manifest.name, foreign.path.name)
-        self._step, self._complained = foreign.step, ""
+        logger.info("%s was saved by the script as %s", manifest.name, path.name)
+        self._step = step
+        self._problems.pop(path, None)
         sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
         self._deliver(ev.WorkerSaid(self._world.epoch, 0, worker_pb2.ToAgent(sealed=sealed)))
 
-    def _complain(self, name: str, reason: str) -> None:
-        if reason != self._complained:
-            self._complained = reason
-            self._deliver(ev.ManifestRead(name, None, reason))
+    def _complain(self, path: Path, problem: Exception | str) -> bool:
+        """Once about the same of the same; False, for those who ask whether all is well."""
+        if self._problems.get(path) != str(problem):
+            self._problems[path] = str(problem)
+            self._deliver(ev.ManifestRead(path.name, None, str(problem)))
+        return False
 
 
 class Adoption:

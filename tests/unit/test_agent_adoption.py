@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import queue
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from dalsegno.agent import adoption
 from dalsegno.agent import events as ev
-from dalsegno.agent.adoption import Adoption, Origin, complete, prepare
+from dalsegno.agent.adoption import Adoption, Origin, candidates, complete, prepare
 from dalsegno.elastic.checkpoint import Manifest, verify
 from dalsegno.protos import control_pb2
 
@@ -27,7 +28,8 @@ def states(path: Path, *names: str) -> None:
 
 
 def found(directory: Path, world_size: int = 2) -> list[tuple[str, int, str, bool]]:
-    return [(one.path.name, one.step, one.strategy, one.any_world_size) for one in complete(directory, world_size)]
+    every = [complete(path, step, world_size) for step, path in candidates(directory)]
+    return [(one.path.name, one.step, one.strategy, one.any_world_size) for one in every if one is not None]
 
 
 ZERO_1 = ["mp_rank_00_model_states.pt", *(f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in (0, 1))]
@@ -60,11 +62,13 @@ def test_transformers_is_complete_with_the_state_of_the_trainer_and_of_all_ranks
     path = tmp_path / "checkpoint-30"
     path.mkdir()
     (path / "model.safetensors").write_bytes(b"x")
-    (path / "rng_state_0.pth").write_bytes(b"x")
+    states(path, "rng_state_0.pth")
     assert found(tmp_path) == []
     (path / "trainer_state.json").write_text("{}")
     assert found(tmp_path) == []
-    (path / "rng_state_1.pth").write_bytes(b"x")
+    (path / "rng_state_1.pth").write_bytes(b"not all of it")
+    assert found(tmp_path) == []
+    states(path, "rng_state_1.pth")
     assert found(tmp_path) == [("checkpoint-30", 30, "transformers", True)]
     states(path / "global_step30", *ZERO_1[:2])
     assert found(tmp_path) == []
@@ -146,6 +150,126 @@ def test_what_cannot_be_sealed_is_said_once_and_tried_again(tmp_path: Path, monk
     assert isinstance(problem, ev.ManifestRead)
     assert "No space left" in problem.message
     assert isinstance(event, ev.WorkerSaid)
+    taken.close()
+
+
+def begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: control_pb2.World
+) -> tuple[Adoption, queue.Queue[ev.Event]]:
+    """Looks, quickly, at what is below ``e<epoch>``."""
+    monkeypatch.setattr(adoption, "LOOK_EVERY", 0.02)
+    heard: queue.Queue[ev.Event] = queue.Queue()
+    taken = Adoption(["${save_dir}"], heard.put)
+    taken.begin(tmp_path, world, ORIGIN, [], first=True)
+    return taken, heard
+
+
+def sealed_step(event: ev.Event) -> int:
+    assert isinstance(event, ev.WorkerSaid), event
+    return event.message.sealed.step
+
+
+def test_what_is_written_over_where_it_lies_stays_as_it_was_sealed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many scripts save the last step twice, once on schedule and once at the end; torch truncates what is there."""
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    states(tmp_path / "e1" / "global_step40", *ZERO_1)
+    assert sealed_step(heard.get(timeout=20)) == 40
+    states(tmp_path / "e1" / "global_step40", *ZERO_1)
+    os.truncate(tmp_path / "e1" / "global_step40" / ZERO_1[0], 0)
+    verify(tmp_path / "step-40.e1.1", Manifest.read(tmp_path / "step-40.e1.1"))
+    taken.close()
+
+
+@pytest.mark.parametrize("links", [True, False])
+def test_what_changes_while_it_is_copied_is_looked_at_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, links: bool
+) -> None:
+    """With hard links as without: half of one save and half of the next is neither."""
+
+    def none(*_: object, **__: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    if not links:
+        monkeypatch.setattr(os, "link", none)
+    copier = "copy_file" if links else "place_file"
+    plain: Callable[[Path, Path], None] = getattr(adoption, copier)
+    path, copied = tmp_path / "e1" / "global_step40", 0
+
+    def disturbed(source: Path, target: Path) -> None:
+        nonlocal copied
+        plain(source, target)
+        if not copied:
+            os.utime(path / source.name, ns=(1, 1))
+        copied += 1
+
+    monkeypatch.setattr(adoption, copier, disturbed)
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    states(path, *ZERO_1)
+    assert sealed_step(heard.get(timeout=20)) == 40
+    assert copied > len(ZERO_1)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["e1", "step-40.e1.1"]
+    assert sorted(one.name for one in (tmp_path / "step-40.e1.1").iterdir()) == sorted(["MANIFEST.json", *ZERO_1])
+    taken.close()
+
+
+def test_a_full_disk_is_not_filled_with_what_was_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What did not fit is gone before it is tried again."""
+    plain, tries = adoption.describe, 0
+
+    def full_at_first(directory: Path) -> object:
+        nonlocal tries
+        tries += 1
+        if tries <= 3:
+            raise OSError(28, "No space left on device")
+        return plain(directory)
+
+    monkeypatch.setattr(adoption, "describe", full_at_first)
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    states(tmp_path / "e1" / "global_step10", *ZERO_1)
+    assert isinstance(heard.get(timeout=20), ev.ManifestRead)
+    assert sealed_step(heard.get(timeout=20)) == 10
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["e1", "step-10.e1.1"]
+    taken.close()
+
+
+def test_one_that_cannot_be_taken_keeps_no_other_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link in it, or a name that is no text: said once, and the next ones are the run's."""
+    (tmp_path / "e1").mkdir()
+    for step, make in ((10, lambda path: path.symlink_to("x")), (20, lambda path: path.write_bytes(b""))):
+        states(tmp_path / "e1" / f"global_step{step}", *ZERO_1)
+        make(tmp_path / "e1" / f"global_step{step}" / os.fsdecode(b"odd\xff"))
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    assert {event.name for event in (heard.get(timeout=20), heard.get(timeout=20))} == {  # type: ignore[union-attr]
+        "global_step10",
+        "global_step20",
+    }
+    states(tmp_path / "e1" / "global_step30", *ZERO_1)
+    assert sealed_step(heard.get(timeout=20)) == 30
+    taken.close()
+
+
+def test_the_newest_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copying may take longer than a script trains between two saves: what is older is not waited for."""
+    for step in (10, 20, 30):
+        states(tmp_path / "e1" / f"global_step{step}", *ZERO_1)
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    assert sealed_step(heard.get(timeout=20)) == 30
+    states(tmp_path / "e1" / "global_step40", *ZERO_1)
+    assert sealed_step(heard.get(timeout=20)) == 40
+    taken.close()
+
+
+def test_a_script_that_began_anew_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would train again what the run has behind it, and nobody would see why no step counts."""
+    taken, heard = begun(tmp_path, monkeypatch, world(2, "step-20.e1.1"))
+    states(tmp_path / "e2" / "global_step20", *ZERO_1)
+    states(tmp_path / "e2" / "global_step10", *ZERO_1)
+    event = heard.get(timeout=20)
+    assert isinstance(event, ev.ManifestRead)
+    assert event.name == "global_step10"
+    assert "did not load" in event.message
     taken.close()
 
 
