@@ -41,6 +41,7 @@ def find_files(directory: Path) -> Files:
 
     Raises:
         SourceBad: Files without which there is nothing to convert are missing.
+        EnvironmentFailed: It is another framework's, or a trainer's that keeps DeepSpeed's further down.
         Unsupported: There are files of model-parallel ranks, pipeline stages or experts.
         OSError: The file system says no.
     """
@@ -55,6 +56,13 @@ def find_files(directory: Path) -> Files:
         if int(found[2]) != 0:
             raise Unsupported(f"{name}: tensor or pipeline parallelism")
         (optimizer if name.endswith("_optim_states.pt") else model)[int(found[1] or 0)] = name
+    if not model and not optimizer:
+        # Not DeepSpeed's, or its engine's below the files of a trainer: nothing is missing, and nobody can convert it.
+        below = sorted({path.parent.name for path in directory.glob("*/*_model_states.pt")})
+        where = f", they are in {', '.join(below)}" if below else ""
+        raise EnvironmentFailed(
+            f"{directory.name} has no files of DeepSpeed's at its top{where}: it loads at no other number of ranks"
+        )
     if not model:
         raise SourceBad(f"no files of DeepSpeed's model states (*_model_states.pt) in {directory.name}")
     if not optimizer:

@@ -12,8 +12,10 @@ import pytest
 
 from dalsegno.agent import adoption
 from dalsegno.agent import events as ev
-from dalsegno.agent.adoption import Adoption, Origin, candidates, complete, prepare
+from dalsegno.agent.adoption import Adoption, Foreign, Origin, candidates, complete, prepare
 from dalsegno.elastic.checkpoint import Manifest, verify
+from dalsegno.elastic.checkpoint.files import list_files
+from dalsegno.elastic.universal import EnvironmentFailed, convert
 from dalsegno.protos import control_pb2
 
 ORIGIN = Origin("job", 1, 2, 1, 4)
@@ -259,6 +261,18 @@ def test_the_newest_is_taken_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     states(tmp_path / "e1" / "global_step40", *ZERO_1)
     assert sealed_step(heard.get(timeout=20)) == 40
     taken.close()
+
+
+@pytest.mark.parametrize("engine", ["global_step30/", ""])
+def test_what_nobody_can_convert_is_not_taken_for_damaged(tmp_path: Path, engine: str) -> None:
+    """A checkpoint that verifies is never retired: the run keeps it, and goes on with as many ranks as saved it."""
+    path = tmp_path / "checkpoint-30"
+    states(path, *(f"{engine}{name}" for name in (ZERO_1 if engine else ["model_rank_0.pt"])), "rng_state_0.pth")
+    files = [path.joinpath(name) for name in list_files(path)]
+    state = tuple((file.relative_to(path).as_posix(), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    source = adoption.adopt(Foreign(path, 30, "of-its-own", False, state), tmp_path, world(1), ORIGIN)
+    with pytest.raises(EnvironmentFailed, match="no files of DeepSpeed's" + (r".* in global_step30" if engine else "")):
+        convert(tmp_path / source.name, tmp_path / f"{source.name}.universal.1")
 
 
 def test_a_script_that_began_anew_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
