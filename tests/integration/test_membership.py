@@ -99,6 +99,7 @@ def scaled(job: Cluster, nodes: int) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 
 
+@pytest.mark.usefixtures("hang_ups")
 def test_all_nodes_leave_at_once(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The run is saved where it stood, whichever notice came; the same command later goes on at that step."""
     job, _ = together(clusters, "a", "b", "c")
