@@ -179,7 +179,8 @@ def restore(engine: Any, resume: Resume | None) -> dict[str, Any]:
 
     Raises:
         ValueError: The engine was not configured for this resume point.
-        RuntimeError: DeepSpeed found nothing to load, a file is missing, or one holds objects that are not loaded.
+        RuntimeError: DeepSpeed found nothing to load, a file is missing, or one holds objects that are not loaded; or
+            another number of ranks saved it, and this engine is not one that `can_reshard`.
         OSError: A file cannot be read.
     """
     if resume is None:
@@ -189,6 +190,11 @@ def restore(engine: Any, resume: Resume | None) -> dict[str, Any]:
         raise ValueError(f"the engine's config was not made by `config` for this resume point (form {resume.form})")
     if by_values and engine.zero_round_robin_gradients():
         raise ValueError(f"the engine was {_ROUND_ROBIN}")
+    if resume.reshard and not can_reshard(engine):
+        # The manifest speaks of the DeepSpeed and the engine that saved.
+        tried = " or ".join(".".join(map(str, version)) for version in _TRIED)
+        reason = f"DeepSpeed {deepspeed.__version__}, or this engine of it; tried with ZeRO 1 to 3 of {tried}"
+        raise RuntimeError(_not_here(resume, reason))
     with _only_what_is_safe(resume.path):
         return _load(engine, resume)
 
@@ -201,9 +207,7 @@ def loads_by_values(resume: Resume) -> bool:
 def _load(engine: Any, resume: Resume) -> dict[str, Any]:
     directory = resume.path if resume.universal is None else resume.universal
     with _opened(resume, int(engine.zero_optimization_stage())) as (view, values):
-        with nullcontext(True) if values is None else own_loading(engine, values, view) as ours:
-            if resume.reshard and not ours:
-                raise RuntimeError(_not_here(resume, "the engine partitions its parameters in another way"))
+        with nullcontext() if values is None else own_loading(engine, values, view):
             loaded, client_state = engine.load_checkpoint(str(view.parent), tag=view.name)
         if loaded is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")

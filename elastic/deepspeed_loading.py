@@ -28,21 +28,20 @@ _TENSOR_PARALLEL = "ds_autotp_universal_checkpoint_meta"
 
 
 @contextmanager
-def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[bool]:
+def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
     """Lets the engine's ZeRO optimizer load ``values`` by `load_groups` or `load_partition` while it lasts.
+
+    With tensor parallelism DeepSpeed's own loader stays: it knows how parameters are sliced there.
 
     Args:
         engine: DeepSpeed's.
         values: Of the checkpoint.
         directory: What DeepSpeed is told to load.
-
-    Yields:
-        Whether it does. With tensor parallelism DeepSpeed's own loader stays: it knows how parameters are sliced there.
     """
     optimizer = engine.optimizer
     theirs = getattr(optimizer, _loader(engine), None)
     if theirs is None or not whole_parameters(engine):
-        yield False
+        yield
         return
     if int(engine.zero_optimization_stage()) == 3:
 
@@ -61,7 +60,7 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[bool]:
 
     setattr(optimizer, _loader(engine), ours)
     try:
-        yield True
+        yield
     finally:
         delattr(optimizer, _loader(engine))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("deepspeed")
 
+from dalsegno.elastic import deepspeed as elastic_ds
 from dalsegno.elastic.deepspeed import config
 from dalsegno.elastic.plan import BatchPlan
 
@@ -47,3 +49,22 @@ def test_batch_sizes_are_the_plans() -> None:
 def test_refuses_what_no_change_of_the_world_survives(key: str) -> None:
     with pytest.raises(ValueError, match=key):
         config({"zero_optimization": {"stage": 2, key: True}}, PLAN, None)
+
+
+@pytest.mark.parametrize("change", ["version", "experts"])
+def test_another_deepspeed_than_saved_it_does_not_reshard(monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+    """The manifest speaks of the one that saved; this one may lay values out in another way, unseen."""
+    engine = SimpleNamespace(
+        load_universal_checkpoint=lambda: True,
+        zero_round_robin_gradients=lambda: False,
+        zero_optimization_stage=lambda: 2,
+        zero_nvme_offload_optimizer=lambda: False,
+        has_moe_layers=change == "experts",
+        optimizer=SimpleNamespace(load_hp_checkpoint_state_from_checkpoint_dir=None),
+        module=SimpleNamespace(parameters=list),
+    )
+    if change == "version":
+        assert elastic_ds.can_reshard(engine)
+        monkeypatch.setattr("deepspeed.__version__", "0.20.0")
+    with pytest.raises(RuntimeError, match="must be converted"):
+        elastic_ds.restore(engine, Point("sharded", reshard=True))
