@@ -150,26 +150,30 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
                 log.warning("checkpoint %s is damaged, trying the one before: %s", ref.name, point.message)
             continue
         shape = point.manifest.shape
-        if shape.loads_at(world_size):
+        if shape.any_world_size or shape.world_size == world_size:
             return point
-        return _universal_of(point, refs, store, collective, world_size)
+        # Universal files that somebody has made come first: perhaps because re-sharding does not work here.
+        other = _universal_of(point, refs, store, collective)
+        if other is None and not shape.reshards:
+            raise RuntimeError(
+                f"{ref.name} was written by {shape.world_size} ranks and loads at no other number; start as many (there"
+                f" are {world_size}), convert it first, or let dlrover-run do that"
+            )
+        return other or point
     if sharded:
         raise RuntimeError(f"all {len(sharded)} checkpoints in {store.run_dir} are damaged; give another directory")
     return None
 
 
 def _universal_of(
-    point: ResumePoint, refs: list[Ref], store: CheckpointStore, collective: Collective, world_size: int
-) -> ResumePoint:
+    point: ResumePoint, refs: list[Ref], store: CheckpointStore, collective: Collective
+) -> ResumePoint | None:
     for ref in refs:
         if ref.name.startswith(f"{point.ref.name}.{UNIVERSAL}."):
             other = handed_out(ResumeOrder(point.ref, UNIVERSAL, ref), store.run_dir, collective)
             if isinstance(other, ResumePoint):
                 return other
-    raise RuntimeError(
-        f"{point.ref.name} was written by {point.manifest.shape.world_size} ranks and loads at no other number; start"
-        f" as many (there are {world_size}), convert it first, or let dlrover-run do that"
-    )
+    return None
 
 
 def _is_later(ref: Ref) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,27 @@ def test_alone_takes_the_newest_sound_one_that_fits(tmp_path: Path, caplog: pyte
     point = newest(store, Solo(), 3)
     assert point is not None
     assert point.universal == tmp_path / later.name
+
+
+def test_alone_universal_files_that_are_there_come_before_resharding(tmp_path: Path) -> None:
+    """Somebody has converted it, perhaps because re-sharding had said that this is needed; at its own size as saved."""
+    name = CheckpointName(6, 0, 1)
+    source = write(tmp_path, name, shape=replace(TWO, reshards=True))
+    store = CheckpointStore(tmp_path)
+    point = newest(store, Solo(), 1)
+    assert point is not None
+    assert (point.form, point.reshard) == (SHARDED, True)
+    later = write(tmp_path, name.later("universal", 1), shape=TWO, source=source.ref)
+    point = newest(store, Solo(), 1)
+    assert point is not None
+    assert (point.universal, point.reshard) == (tmp_path / later.name, False)
+    point = newest(store, Solo(), 2)
+    assert point is not None
+    assert point.form == SHARDED
+    os.truncate(tmp_path / later.name / "model.pt", 1)
+    point = newest(store, Solo(), 1)
+    assert point is not None
+    assert point.reshard
 
 
 def test_another_strategy_is_refused_with_both_names(tmp_path: Path) -> None:
