@@ -38,7 +38,7 @@ _HEAVY = (
 # What these import only when they are used, which then takes seconds; "?": silently left out where it is not there.
 _LATER = {
     "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer?",),
-    "dalsegno.elastic": ("dalsegno.elastic.worker_session?",),
+    "dalsegno.elastic": ("dalsegno.elastic.sessions?",),
 }
 _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
 # A script is text of a person's; more than this is not read to guess what it imports.

@@ -26,10 +26,11 @@ if TYPE_CHECKING:
     from .rng import sample_generator
     from .sampler import ElasticSampler
     from .saving import SaveError
+    from .sessions import session
     from .strategies import DDP, Strategy
     from .trainer import Trainer
     from .training_state import TrainingState
-    from .worker_session import Session, session
+    from .worker_session import Session
 
 __all__ = (
     "DDP",
@@ -96,7 +97,7 @@ _MODULES = {
     "TrainingState": "training_state",
     "background": "background_save",
     "sample_generator": "rng",
-    "session": "worker_session",
+    "session": "sessions",
 }
 
 

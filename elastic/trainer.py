@@ -29,8 +29,9 @@ from .plan import BatchPlan
 from .resuming import check_strategy
 from .sampler import ElasticSampler
 from .saving import SaveError
+from .sessions import session
 from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy
-from .worker_session import Session, session
+from .worker_session import Session
 
 log = logging.getLogger(__name__)
 

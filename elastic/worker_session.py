@@ -14,7 +14,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -34,13 +33,13 @@ from .checkpoint import (
     inventory,
     retirable,
 )
-from .collective import Collective, GlooCollective, Solo
+from .collective import Collective
 from .exchange import Boundary, Exchange, Flags
 from .exits import EXIT_DRAINED, Drained, insist
-from .identity import Identity, from_environment
+from .identity import Identity
 from .link import Link
-from .opening import check_world, hello, refuse, take_lock
-from .resuming import Damaged, ResumePoint, handed_out, newest
+from .opening import refuse
+from .resuming import Damaged, ResumePoint
 from .saving import Content, Saver
 
 log = logging.getLogger(__name__)
@@ -434,63 +433,3 @@ class Session:
 
 def _names(path: Path | None) -> tuple[str, ...]:
     return () if path is None else (path.name,)
-
-
-_sessions: list[Session] = []
-
-
-def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: bool = True) -> Session:
-    """The session of this process; a second call gives the first one's.
-
-    Under ``dlrover-run`` everything comes from the environment. Outside, the world is torchrun's or one rank, and with
-    a ``checkpoint_dir`` the newest sound checkpoint there is the resume point and SIGTERM saves before it stops.
-
-    Args:
-        checkpoint_dir: Only for use outside ``dlrover-run``, which has its own.
-        keep: Outside ``dlrover-run``: how many checkpoints to keep; 0: all.
-        verify: Read the resume point's files and compare their checksums before anything is loaded.
-
-    Raises:
-        RuntimeError: The environment is incomplete, the directory is in use, or the checkpoints there do not fit.
-        OSError: The agent or the directory cannot be reached.
-        BadResumePoint: The resume point is damaged; the agent was told. Exit code 84.
-    """
-    if not _sessions:
-        directory = None if checkpoint_dir is None else Path(checkpoint_dir).absolute()
-        _sessions.append(_open(from_environment(checkpoint_dir=directory), keep, verify))
-    return _sessions[0]
-
-
-def _open(identity: Identity, keep: int, verify: bool) -> Session:
-    collective: Collective = Solo()
-    if identity.world_size > 1:
-        collective = GlooCollective(identity.rank, identity.world_size, identity.epoch)
-    link = lock = resume = None
-    if identity.socket is not None:
-        link = Link(identity.socket, hello(identity))
-        if identity.resume is not None and identity.run_dir is not None:
-            found = handed_out(identity.resume, identity.run_dir, collective, verify=verify)
-            if isinstance(found, Damaged):
-                refuse(link, found)
-            check_world(found, identity.world_size)
-            resume = found
-    elif identity.run_dir is not None:
-        lock = take_lock(identity.run_dir, collective)
-        store = CheckpointStore(identity.run_dir)
-        resume = newest(store, collective, identity.world_size)
-        # Nobody counts epochs here. Names and manifests need them all the same: where the run goes back to an earlier
-        # checkpoint, what it makes from there is newer than what it left.
-        identity = replace(identity, epoch=collective.broadcast(store.next_epoch() if identity.rank == 0 else None))
-        if resume is not None:
-            identity = replace(identity, job_id=resume.manifest.job_id, run_id=resume.manifest.run_id)
-    opened = Session(identity, collective, link=link, lock=lock, resume=resume, keep=keep)
-    if identity.alone and identity.run_dir is not None:
-        _drain_on_sigterm(opened)
-    return opened
-
-
-def _drain_on_sigterm(opened: Session) -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: opened._on_sigterm())
-    else:
-        log.warning("session() was not called in the main thread: SIGTERM will not save before it stops")

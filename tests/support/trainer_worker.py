@@ -33,7 +33,7 @@ from dalsegno.elastic import (
     TrainingState,
     background,
     counts,
-    worker_session,
+    sessions,
 )
 from dalsegno.elastic.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.fsdp import FSDP
@@ -240,7 +240,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
 def by_hand(case: dict[str, Any]) -> dict[str, Any]:
     """The same training without a Trainer: DDP with a TrainingState, or FSDP1 with torch's scaler and no checkpoint."""
     dtype = torch.float32 if case["sharded"] else torch.float64
-    session = worker_session.session(case.get("directory"))
+    session = sessions.session(case.get("directory"))
     torch.manual_seed(5)
     model: nn.Module = Model().to(dtype)
     wrapped, optimizer = model, make_optimizer(model)
@@ -338,8 +338,8 @@ def main() -> None:
         if "port" in case:
             # A session is one per process, and its group needs a store that nobody used before.
             os.environ["MASTER_PORT"] = str(case["port"])
-            while worker_session._sessions:
-                worker_session._sessions.pop().close()
+            while sessions._sessions:
+                sessions._sessions.pop().close()
         if case.get("kind") == "evaluate":
             if not dist.is_initialized():
                 dist.init_process_group("gloo")

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dalsegno.elastic import worker_session
+from dalsegno.elastic import sessions
 from dalsegno.elastic.checkpoint import (
     SHARDED,
     Best,
@@ -222,7 +222,7 @@ def test_the_newest_and_its_best_always_stay(saves: list[tuple[int, bool]], keep
 def start(run_dir: Path, keep: int = 0) -> Iterator[Session]:
     """What ``session(checkpoint_dir=...)`` makes, without the process-wide one and its signal handler."""
     handler = signal.getsignal(signal.SIGTERM)
-    session = worker_session._open(Identity(run_dir=run_dir), keep, True)
+    session = sessions._open(Identity(run_dir=run_dir), keep, True)
     try:
         yield session
     finally:

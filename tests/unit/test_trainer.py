@@ -29,7 +29,7 @@ from dalsegno.elastic import (
     Strategy,
     Tracked,
     Trainer,
-    worker_session,
+    sessions,
 )
 from dalsegno.elastic.callbacks import Console, TensorBoard, WeightsAndBiases
 from dalsegno.elastic.checkpoint import CheckpointName, CheckpointStore
@@ -122,8 +122,8 @@ def process() -> Iterator[Callable[[], None]]:
     """Called: as if a new process began. A session is one per process."""
 
     def begin() -> None:
-        while worker_session._sessions:
-            worker_session._sessions.pop().close()
+        while sessions._sessions:
+            sessions._sessions.pop().close()
 
     before = signal.getsignal(signal.SIGTERM)
     begin()
@@ -321,7 +321,7 @@ def test_a_strategy_whose_files_belong_to_ranks_is_refused_in_another_world(
 
 def test_a_checkpoint_of_something_else_is_refused(tmp_path: Path, process: Callable[[], None]) -> None:
     """A script's own checkpoint in the same directory: one line that says what is missing."""
-    s = worker_session.session(tmp_path)
+    s = sessions.session(tmp_path)
     list(s.steps(iter([1]), save=lambda path: (path / "own.txt").touch() or None))
     process()
     with pytest.raises(ValueError, match=r"step-1\..* has no model\.pt"):
@@ -550,7 +550,7 @@ def test_deepspeed_has_one_clipping() -> None:
     assert strategy.name == "deepspeed-zero-2"
     from dalsegno.elastic.strategies import Setting
 
-    setting = Setting(worker_session.session(), torch.device("cpu"), BatchPlan(4, 1, 4), 0.5)
+    setting = Setting(sessions.session(), torch.device("cpu"), BatchPlan(4, 1, 4), 0.5)
     with pytest.raises(ValueError, match=r"gradient_clipping is 1\.0 and max_grad_norm 0\.5"):
         strategy.setup(make_model(), make_optimizer, None, setting)
 
