@@ -199,6 +199,7 @@ def test_killed_during_a_verification(jobs: Jobs, undisturbed: Undisturbed, kind
     job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_a_node_that_alone_is_cut_off_drains(jobs: Jobs, undisturbed: Undisturbed) -> None:
     """Its peers still hear the master, so after the outage timeout it has them save; the others go on without it."""
     flags = ["--node-timeout=30", "--master-outage-timeout=4"]

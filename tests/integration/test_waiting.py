@@ -41,6 +41,7 @@ def test_fewer_than_the_minimum_wait_only_so_long(clusters: Clusters) -> None:
     assert "1 here, at least 2 needed for 6 s (--wait-for-nodes)" in a.text()
 
 
+@pytest.mark.full
 def test_ranks_that_stand_still_are_started_again(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """One rank stops in the middle of a step, and the other waits for it in a collective."""
     job = clusters(training=Training(steps=80), agent_flags=["--stall-timeout=12"])

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from dalsegno.elastic.universal import EnvironmentFailed
+from dalsegno.elastic.universal.source import open_source
 from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
 
 from .test_equality import CASES
@@ -27,7 +29,7 @@ CHANGES = {
     "amsgrad": ({"stage": 1, "world": 2, "optimizer": "amsgrad"}, 3),
     **{case: (task, 3 if task["world"] == 2 else 2) for case, task in CASES.items()},
 }
-DEFAULT = ("names", "names-zero3", "outside", "zero1-bf16-gradients-in-fp32", "zero3-bf16", "zero3-sub-groups")
+DEFAULT = ("names", "names-zero3", "outside", "zero1-bf16-gradients-in-fp32", "zero3-sub-groups")
 SHARDS = {"form": "sharded", "reshard": True}
 
 
@@ -51,7 +53,7 @@ def test_everything_comes_back_at_another_world_size(sources: Sources, tmp_path:
     assert sorted(path.name for path in source.iterdir()) == before, "nothing is written there"
 
 
-DIAGONAL = [(1, 2, 4), (2, 3, 1), (3, 1, 3), (3, 4, 2)]
+DIAGONAL = [(2, 3, 1), (3, 1, 3)]
 EVERYWHERE = [
     (stage, old, new)
     for stage in (1, 2, 3)
@@ -110,6 +112,20 @@ def test_a_layout_that_is_not_known_is_refused(sources: Sources, tmp_path: Path)
     source = rewritten(made, tmp_path, param_slice_mappings=[{}, {}, {}])
     with pytest.raises(AssertionError, match=r"cannot be loaded by another number of ranks .* must be converted"):
         load(tmp_path / "out", 1, 2, source)
+
+
+def test_states_that_are_not_one_for_each_weight_are_no_damage(sources: Sources, tmp_path: Path) -> None:
+    """As those of 8-bit optimizers, one scale for a block: nobody can deal them out, and the checkpoint is kept."""
+    made, _ = sources.get(2, 2)
+    source = tmp_path / made.name
+    shutil.copytree(made, source)
+    for path in source.glob("*_optim_states.pt"):
+        content = torch.load(path, weights_only=False)
+        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
+            state["absmax1"] = torch.ones(1)
+        torch.save(content, path)
+    with pytest.raises(EnvironmentFailed, match="absmax1 is not one value for each weight"):
+        open_source(source)
 
 
 @pytest.mark.parametrize("stage", [pytest.param(2, marks=pytest.mark.full), 3])
