@@ -265,8 +265,14 @@ def _check(source: Source) -> None:
             raise SourceBad(f"{parameter.name}: {have} of {parameter.numel} values are in the files")
         for piece in parameter.pieces:
             for state, flat in source.flat[piece.rank][piece.group].items():
-                if flat.dim() != 1 or flat.stride() != (1,) or piece.start + piece.numel > flat.numel():
+                if flat.dim() == 1 and flat.stride() == (1,) and piece.start + piece.numel <= flat.numel():
+                    continue
+                if state == FP32:
                     raise SourceBad(f"{parameter.name}: rank {piece.rank} has too few values of {state}")
+                # Nothing is missing: an optimizer in 8 bits has one scale for a block.
+                raise EnvironmentFailed(
+                    f"the optimizer's {state} is not one value for each weight: it loads at no other number of ranks"
+                )
     if not source.reset:
         _check_states(source)
 
@@ -280,9 +286,18 @@ def _check_states(source: Source) -> None:
         )
     trained = int(source.model["global_steps"]) > int(source.model.get("skipped_steps") or 0)
     if source.adam and trained and not wanted.issuperset(ADAM_STATES):
+        if unknown := ", ".join(sorted(wanted - {FP32})):
+            raise EnvironmentFailed(
+                f"the optimizer gathers {unknown}, not Adam's moments: nobody can convert them; {_ANEW}"
+            )
         raise SourceBad(f"Adam's moments are not there: training would go on as if at its first step; {_ANEW}")
     for rank, groups in enumerate(source.flat):
         for group, states in enumerate(groups):
+            if set(states) != wanted and all(set(other[group]) == set(states) for other in source.flat):
+                raise EnvironmentFailed(
+                    f"the optimizer gathers other states for group {group} than for group 0, which nobody can convert; "
+                    f"{_ANEW}"
+                )
             if set(states) != wanted:
                 missing = sorted(wanted ^ set(states))
                 raise SourceBad(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -114,17 +115,41 @@ def test_a_layout_that_is_not_known_is_refused(sources: Sources, tmp_path: Path)
         load(tmp_path / "out", 1, 2, source)
 
 
-def test_states_that_are_not_one_for_each_weight_are_no_damage(sources: Sources, tmp_path: Path) -> None:
-    """As those of 8-bit optimizers, one scale for a block: nobody can deal them out, and the checkpoint is kept."""
+def in_8_bits(group: int, state: dict[str, Any]) -> None:
+    state["absmax1"] = torch.ones(1)
+
+
+def of_other_names(group: int, state: dict[str, Any]) -> None:
+    state["state1"], state["state2"] = state.pop("exp_avg"), state.pop("exp_avg_sq")
+
+
+def of_two_kinds(group: int, state: dict[str, Any]) -> None:
+    if group == 1:
+        state["momentum_buffer"] = state.pop("exp_avg")
+        del state["exp_avg_sq"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (in_8_bits, "absmax1 is not one value for each weight"),
+        (of_other_names, "gathers state1, state2, not Adam's moments"),
+        (of_two_kinds, "gathers other states for group 1"),
+    ],
+)
+def test_what_other_optimizers_gather_is_no_damage(
+    sources: Sources, tmp_path: Path, change: Callable[[int, dict[str, Any]], None], message: str
+) -> None:
+    """Nobody can deal it out, and the checkpoint is kept for as many ranks as saved it."""
     made, _ = sources.get(2, 2)
     source = tmp_path / made.name
     shutil.copytree(made, source)
     for path in source.glob("*_optim_states.pt"):
         content = torch.load(path, weights_only=False)
-        for state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].values():
-            state["absmax1"] = torch.ones(1)
+        for group, state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].items():
+            change(group, state)
         torch.save(content, path)
-    with pytest.raises(EnvironmentFailed, match="absmax1 is not one value for each weight"):
+    with pytest.raises(EnvironmentFailed, match=message):
         open_source(source)
 
 
