@@ -48,6 +48,8 @@ _TRANSFORMERS = re.compile(r"checkpoint-(\d+)")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
 _MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
 _MODEL = "mp_rank_00_model_states.pt"
+_NOT_ONLY_DATA = re.compile(r"(?:layer_|expp_rank_|.*mp_rank_(?!00_)).*[-_](?:model|optim)_states\.pt")
+_BEGAN_ANEW = "it is older than the resume point: the script did not load what DALSEGNO_RESUME_DIR names"
 _TRAINER_STATE = "trainer_state.json"
 _RNG_OF_RANK = re.compile(r"rng_state_(\d+)\.pth")
 
@@ -114,6 +116,7 @@ def complete(path: Path, step: int, world_size: int) -> Foreign | None:
 
     Raises:
         CheckpointDamaged: it holds something that is no file.
+        ValueError: it is not of data parallelism alone.
         OSError: the file system says no.
     """
     look = _of_deepspeed if _DEEPSPEED.fullmatch(path.name) else _of_transformers
@@ -155,8 +158,14 @@ def _of_transformers(path: Path, step: int, world_size: int) -> Foreign | None:
 
 
 def _engine_is_complete(path: Path, names: list[str], world_size: int) -> bool | None:
-    """Whether DeepSpeed's states are partitioned by rank; None: something is still missing."""
+    """Whether DeepSpeed's states are partitioned by rank; None: something is still missing.
+
+    Raises:
+        ValueError: which files there must be cannot be told.
+    """
     everybody = set(range(world_size))
+    if other := next(filter(_NOT_ONLY_DATA.fullmatch, names), ""):
+        raise ValueError(f"{other}: tensor or pipeline parallelism, or experts: this is not taken over")
     optimizer = {int(match[1]) for name in names if (match := _OPTIMIZER.fullmatch(name))}
     model = {int(match[1]) for name in names if (match := _MODEL_OF_RANK.fullmatch(name))}
     if model and (model != everybody or optimizer != everybody):
@@ -263,7 +272,7 @@ class Adopter:
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
         self._step = world.resume.source.step if world.HasField("resume") else 0
         self._seen: dict[Path, Foreign] = {}
-        self._problems: dict[Path, str] = {}
+        self._said: set[str] = set()
         self._closing = threading.Event()
         threading.Thread(target=self._run, name="adoption", daemon=True).start()
 
@@ -279,25 +288,33 @@ class Adopter:
             pause = LOOK_EVERY if self._look(directory) else min(2 * pause, LONGEST_PAUSE)
 
     def _look(self, directory: Path) -> bool:
-        """At all that is newer than what the run has; newest first, which may be all that there is time for."""
+        """At all that is newer than what the run has; newest first, which may be all that there is time for.
+
+        Returns:
+            Whether the file system let it be.
+        """
         try:
             found = candidates(directory)
         except OSError as error:
-            return self._complain(directory, error)
+            self._complain(directory, str(error))
+            return False
         calm = True
         for step, path in found:
             if self._closing.is_set():
                 break
             if step < self._world.resume.source.step:
-                self._complain(path, "it is older than the resume point: the script did not load DALSEGNO_RESUME_DIR")
+                self._complain(path, _BEGAN_ANEW)
             if step <= self._step:
                 continue
             try:
                 self._consider(path, step)
             except (FileNotFoundError, Changed):
                 pass  # The script deletes old ones while we look, or writes this one again.
-            except (OSError, ValueError, CheckpointDamaged) as error:
-                calm = self._complain(path, error)
+            except OSError as error:
+                self._complain(path, str(error))
+                calm = False
+            except (ValueError, CheckpointDamaged) as error:
+                self._complain(path, str(error))
         return calm
 
     def _consider(self, path: Path, step: int) -> None:
@@ -310,16 +327,15 @@ class Adopter:
         manifest = adopt(foreign, self._run_dir, self._world, self._origin)
         logger.info("%s was saved by the script as %s", manifest.name, path.name)
         self._step = step
-        self._problems.pop(path, None)
+        self._said &= {_BEGAN_ANEW}
         sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
         self._deliver(ev.WorkerSaid(self._world.epoch, 0, worker_pb2.ToAgent(sealed=sealed)))
 
-    def _complain(self, path: Path, problem: Exception | str) -> bool:
-        """Once about the same of the same; False, for those who ask whether all is well."""
-        if self._problems.get(path) != str(problem):
-            self._problems[path] = str(problem)
-            self._deliver(ev.ManifestRead(path.name, None, str(problem)))
-        return False
+    def _complain(self, path: Path, problem: str) -> None:
+        """Once, also where it is the same with the next one."""
+        if problem not in self._said:
+            self._said.add(problem)
+            self._deliver(ev.ManifestRead(path.name, None, problem))
 
 
 class Adoption:

@@ -60,6 +60,17 @@ def test_stage_0_has_one_file(tmp_path: Path) -> None:
     assert found(tmp_path) == [("global_step7", 7, "deepspeed", True)]
 
 
+@pytest.mark.parametrize(
+    "other", ["mp_rank_01_model_states.pt", "layer_1_expert_0_mp_rank_00_model_states.pt", "layer_00-model_states.pt"]
+)
+def test_beyond_data_parallelism_nobody_can_tell_when_it_is_complete(tmp_path: Path, other: str) -> None:
+    """Of the files of a save how many there must be is not in their names; and it would not load at any world size."""
+    states(tmp_path / "global_step7", ZERO_1[0], other)
+    (tmp_path / "latest").write_text("global_step7")
+    with pytest.raises(ValueError, match=f"{other}: tensor or pipeline parallelism, or experts"):
+        found(tmp_path)
+
+
 def test_transformers_is_complete_with_the_state_of_the_trainer_and_of_all_ranks(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint-30"
     path.mkdir()
