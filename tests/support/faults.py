@@ -151,13 +151,13 @@ def volume(path: Path, mebibytes: int) -> Iterator[Volume]:
 
 
 def held_conversions(files: int = 5) -> dict[str, str]:
-    """Environment of an agent whose converters stop after so many files; see `held_conversions/sitecustomize.py`."""
-    return {"PYTHONPATH": str(Path(__file__).with_name("held_conversions")), "DALSEGNO_TEST_HELD_FILES": str(files)}
+    """Environment of an agent whose converters stop after so many files; see `held_agents/sitecustomize.py`."""
+    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_FILES": str(files)}
 
 
 def held_verifications() -> dict[str, str]:
-    """Environment of an agent that stops when it verifies a checkpoint; see `held_verifications/sitecustomize.py`."""
-    return {"PYTHONPATH": str(Path(__file__).with_name("held_verifications"))}
+    """Environment of an agent that stops when it verifies a checkpoint."""
+    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_VERIFICATION": "1"}
 
 
 def wait_held_converter(cluster: Cluster) -> int:

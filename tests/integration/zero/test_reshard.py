@@ -14,22 +14,13 @@ from dalsegno.elastic.universal import EnvironmentFailed
 from dalsegno.elastic.universal.source import open_source
 from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
 
-from .test_equality import CASES
-from .test_restore import assert_all
+from .test_restore import CHANGES, assert_all
 from .test_world_changes import MORE, assert_same, resumed, undisturbed
 
 __all__ = ["undisturbed"]
 
 pytestmark = pytest.mark.timeout(300)
 
-CHANGES = {
-    "names": ({"stage": 2, "world": 2, "model": "names"}, 3),
-    "names-zero3": ({"stage": 3, "world": 2, "model": "names"}, 3),
-    "outside": ({"stage": 2, "world": 2, "model": "outside"}, 1),
-    "sgd": ({"stage": 2, "world": 2, "optimizer": "sgd"}, 3),
-    "amsgrad": ({"stage": 1, "world": 2, "optimizer": "amsgrad"}, 3),
-    **{case: (task, 3 if task["world"] == 2 else 2) for case, task in CASES.items()},
-}
 DEFAULT = ("names", "names-zero3", "outside", "zero1-bf16-gradients-in-fp32", "zero3-sub-groups")
 SHARDS = {"form": "sharded", "reshard": True}
 

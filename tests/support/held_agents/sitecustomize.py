@@ -1,0 +1,66 @@
+"""On an agent's PYTHONPATH: it stops in the middle of a conversion or a verification, until a test lets it go on.
+
+In the agent's environment: DALSEGNO_TEST_HOLDS, the directory where `conversion-<pid>` or `verification-<pid>` appears
+when one is held; it goes on when `release` appears there. And
+
+    DALSEGNO_TEST_HELD_FILES         its converters stop when so many files are begun
+    DALSEGNO_TEST_HELD_VERIFICATION  it stops when it reads a checkpoint's file; its workers, who do so too, do not
+
+An audit hook stays in force in processes that are forked later, and the product knows nothing of it.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HOLD_LIMIT = 180.0
+Held = Callable[[str, int], bool]
+
+
+def converting(files: int) -> Held:
+    """Only files that are begun, the journal apart."""
+    begun: set[str] = set()
+    lock = threading.Lock()
+
+    def held(path: str, flags: int) -> bool:
+        if not flags & os.O_EXCL or ".universal." not in path or not path.endswith(".pt"):
+            return False
+        with lock:
+            begun.add(path)
+            return len(begun) > files
+
+    return held
+
+
+def verifying(path: str, flags: int) -> bool:
+    """The agent itself reads a file of a checkpoint."""
+    reads = not flags & (os.O_WRONLY | os.O_RDWR)
+    return reads and path.endswith(".pt") and sys.argv[0].endswith("dlrover-run")
+
+
+def install(what: str, held: Held, holds: Path) -> None:
+    def hold(event: str, arguments: tuple[object, ...]) -> None:
+        # path, mode, flags
+        if event != "open" or not held(str(arguments[0]), int(str(arguments[2]))):
+            return
+        (holds / f"{what}-{os.getpid()}").touch()
+        deadline = time.monotonic() + HOLD_LIMIT
+        while not (holds / "release").exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"a {what} was held for {HOLD_LIMIT:.0f} s")
+            time.sleep(0.02)
+
+    sys.addaudithook(hold)
+
+
+if "DALSEGNO_TEST_HELD_FILES" in os.environ:
+    install(
+        "conversion",
+        converting(int(os.environ["DALSEGNO_TEST_HELD_FILES"])),
+        Path(os.environ["DALSEGNO_TEST_HOLDS"]),
+    )
+if "DALSEGNO_TEST_HELD_VERIFICATION" in os.environ:
+    install("verification", verifying, Path(os.environ["DALSEGNO_TEST_HOLDS"]))
