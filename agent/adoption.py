@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import threading
+import time
 import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ MACRO = "${save_dir}"
 LOOK_EVERY = 1.0
 # The longest pause after what could not be written.
 LONGEST_PAUSE = 60.0
+# How long the end of a worker waits for what it saved last.
+SETTLE_WITHIN = 600.0
 _DEEPSPEED = re.compile(r"global_step(\d+)")
 _TRANSFORMERS = re.compile(r"checkpoint-(\d+)")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
@@ -271,21 +274,49 @@ class Adopter:
     ) -> None:
         self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
         self._step = world.resume.source.step if world.HasField("resume") else 0
-        self._seen: dict[Path, Foreign] = {}
+        self._seen: dict[Path, tuple[Foreign, float]] = {}
         self._said: set[str] = set()
-        self._closing = threading.Event()
+        # Something was seen for the first time, or has changed: the next look decides.
+        self._undecided = False
+        self._closing = False
+        self._asked = self._answered = 0
+        self._news = threading.Condition()
         threading.Thread(target=self._run, name="adoption", daemon=True).start()
 
     def close(self) -> None:
         """Looks no more. What it is at just now is finished, and refused where it comes too late."""
-        self._closing.set()
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
+
+    def settle(self, timeout: float) -> None:
+        """Waits until all that is complete has been taken, or cannot be; at most `timeout` seconds."""
+        with self._news:
+            self._asked += 1
+            mine = self._asked
+            self._news.notify_all()
+            self._news.wait_for(lambda: self._closing or self._answered >= mine, timeout)
 
     def _run(self) -> None:
         directory = save_directory(self._run_dir, self._world.epoch)
-        pause = LOOK_EVERY
-        while not self._closing.wait(pause):
+        pause, asked = LOOK_EVERY, 0
+        while True:
+            asked = self._wait(pause, asked)
+            if self._closing:
+                return
+            calm = self._look(directory)
+            if not (calm and self._undecided):
+                with self._news:
+                    self._answered = asked
+                    self._news.notify_all()
             # Not every second, where each try may fill the disk first.
-            pause = LOOK_EVERY if self._look(directory) else min(2 * pause, LONGEST_PAUSE)
+            pause = LOOK_EVERY if calm else min(2 * pause, LONGEST_PAUSE)
+
+    def _wait(self, pause: float, asked: int) -> int:
+        """For the next look; at once where somebody waits for it. Returns how many have ever waited, `asked` before."""
+        with self._news:
+            self._news.wait_for(lambda: self._closing or self._asked > asked, pause)
+            return self._asked
 
     def _look(self, directory: Path) -> bool:
         """At all that is newer than what the run has; newest first, which may be all that there is time for.
@@ -298,9 +329,9 @@ class Adopter:
         except OSError as error:
             self._complain(directory, str(error))
             return False
-        calm = True
+        calm, self._undecided = True, False
         for step, path in found:
-            if self._closing.is_set():
+            if self._closing:
                 break
             if step < self._world.resume.source.step:
                 self._complain(path, _BEGAN_ANEW)
@@ -309,7 +340,8 @@ class Adopter:
             try:
                 self._consider(path, step)
             except (FileNotFoundError, Changed):
-                pass  # The script deletes old ones while we look, or writes this one again.
+                # The script deletes old ones while we look, or writes this one again.
+                self._undecided = True
             except OSError as error:
                 self._complain(path, str(error))
                 calm = False
@@ -321,8 +353,13 @@ class Adopter:
         foreign = complete(path, step, self._origin.world_size)
         if foreign is None:
             return
-        if self._seen.get(path) != foreign:
-            self._seen[path] = foreign  # Adopted at the next look, if nobody is writing it any more.
+        before, since = self._seen.get(path, (None, 0.0))
+        if before != foreign:
+            since = time.monotonic()
+            self._seen[path] = foreign, since
+        # Whoever waits makes us look early.
+        if before != foreign or time.monotonic() - since < LOOK_EVERY:
+            self._undecided = True
             return
         manifest = adopt(foreign, self._run_dir, self._world, self._origin)
         logger.info("%s was saved by the script as %s", manifest.name, path.name)
@@ -374,6 +411,12 @@ class Adoption:
         if first:
             self._adopter = Adopter(run_dir, world, origin, self._deliver)
         return tuple(argument.replace(MACRO, str(directory)) for argument in arguments)
+
+    def settle(self, timeout: float = SETTLE_WITHIN) -> None:
+        """A worker has ended well: what it saved last becomes the run's before that is told. From any thread."""
+        adopter = self._adopter
+        if adopter is not None:
+            adopter.settle(timeout)
 
     def close(self) -> None:
         """The epoch is over."""

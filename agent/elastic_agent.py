@@ -310,7 +310,12 @@ class ElasticAgent(LocalElasticAgent):
         }
 
     def _exited(self, epoch: int, start: int) -> Callable[[int, int, str], None]:
-        return lambda rank, code, message: self._mailbox.put(_Exited(epoch, rank, code, message, start))
+        def exited(rank: int, code: int, message: str) -> None:
+            if code == 0:
+                self._adoption.settle()
+            self._mailbox.put(_Exited(epoch, rank, code, message, start))
+
+        return exited
 
     def _refused_the_flag(self, event: ev.WorkerExited) -> bool:
         """Whether a script did not know the flag that we added; it is then started again without it, once.
@@ -349,6 +354,7 @@ class ElasticAgent(LocalElasticAgent):
         threading.Thread(target=stop, name="stop-workers", daemon=True).start()
 
     def _end_context(self) -> None:
+        self._adoption.close()
         if self._context is not None:
             self._context.stop(0)
             self._context = None
@@ -356,7 +362,6 @@ class ElasticAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """Ends everything; torch's `run` calls it whatever happened. Workers that still run are killed."""
         self._end_context()
-        self._adoption.close()
         if self._pool is not None:
             self._pool.close()
         super()._shutdown(signal.SIGKILL, timeout)

@@ -43,5 +43,6 @@ def test_a_deepspeed_script_without_a_session(clusters: Clusters, undisturbed: U
     assert job.first_step(third) > last
     job.finish()
     job.assert_undisturbed(undisturbed)
-    forms = {one.form for one in inventory(run_directory(job))}
-    assert forms == {"sharded", "universal"}
+    found = inventory(run_directory(job))
+    assert {one.form for one in found} == {"sharded", "universal"}
+    assert max(one.step for one in found) == 1000, "saved in the moment before it ended"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -295,6 +296,60 @@ def test_a_script_that_began_anew_is_named(tmp_path: Path, monkeypatch: pytest.M
     assert isinstance(event, ev.ManifestRead)
     assert event.name == "global_step10"
     assert "did not load" in event.message
+    taken.close()
+
+
+def test_what_is_saved_last_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script ends in the moment after its last save; what it did not finish, or is taken already, holds nobody up."""
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    monkeypatch.setattr(adoption, "LOOK_EVERY", 0.3)
+    for step in (10, 20):
+        states(tmp_path / "e1" / f"global_step{step}", *ZERO_1)
+        states(tmp_path / "e1" / "global_step99", *ZERO_1[:2])
+        taken.settle(20)
+        assert sealed_step(heard.get_nowait()) == step
+    monkeypatch.setattr(adoption, "LOOK_EVERY", 1000)
+    taken.settle(20)
+    taken.settle(20)
+    taken.close()
+    taken.settle(20)
+    taken.begin(tmp_path, world(2), ORIGIN, [], first=False)
+    taken.settle(20)
+
+
+def test_who_waits_does_not_make_it_be_taken_while_it_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Several workers of a node end one after the other, and another node's may still write."""
+    taken, heard = begun(tmp_path, monkeypatch, world(1))
+    monkeypatch.setattr(adoption, "LOOK_EVERY", 1000.0)
+    taken.settle(20)
+    states(tmp_path / "e1" / "global_step10", *ZERO_1)
+    for _ in range(3):
+        taken.settle(0.2)
+    assert heard.empty()
+    taken.close()
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("ends", [True, False])
+def test_what_was_saved_last_is_not_waited_for_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: bool
+) -> None:
+    """Neither where the disk is full, nor where the file system hangs."""
+    held = threading.Event()
+
+    def hangs(*_: object) -> Manifest:
+        if ends:
+            raise OSError(28, "No space left on device")
+        held.wait(30)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(adoption, "adopt", hangs)
+    taken, _ = begun(tmp_path, monkeypatch, world(1))
+    states(tmp_path / "e1" / "global_step10", *ZERO_1)
+    taken.settle(30 if ends else 0.5)
+    held.set()
     taken.close()
 
 
