@@ -73,3 +73,21 @@ def test_a_failure_after_the_first_step_says_nothing_about_it() -> None:
     a.join()
     assert job.phase is Phase.RUNNING
     assert a.directive.run.resume.form == SHARDED
+
+
+def test_universal_files_that_are_there_come_first() -> None:
+    """A master that lost its record does not know that re-sharding failed; what was made because of that is there."""
+    job = Driven(AUTO)
+    a = shrunk(job)
+    a.failed()
+    a.join()
+    universal = a.convert()
+    assert a.directive.run.resume.form == UNIVERSAL
+    everything = [*job.sealed, universal]
+    job.restart(keep_store=False)
+    again = job.node(inventory=everything)
+    again.join(everything)
+    job.wait(20)
+    again.join(everything)
+    job.wait(2)
+    assert again.directive.run.resume.form == UNIVERSAL
