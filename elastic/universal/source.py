@@ -284,6 +284,11 @@ def _check_states(source: Source) -> None:
         raise EnvironmentFailed(
             f"optimizer states {others}: DeepSpeed's universal loading of ZeRO-3 knows only Adam's moments; use ZeRO-2"
         )
+    gathered = source.inner["state"].get(0, {})
+    if counts := sorted(key for key, value in gathered.items() if key != "step" and _is_number(value)):
+        raise EnvironmentFailed(
+            f"the optimizer counts {', '.join(counts)} besides its step: universal files have no place for it; {_ANEW}"
+        )
     trained = int(source.model["global_steps"]) > int(source.model.get("skipped_steps") or 0)
     if source.adam and trained and not wanted.issuperset(ADAM_STATES):
         if unknown := ", ".join(sorted(wanted - {FP32})):
@@ -317,6 +322,10 @@ def _check_name(name: str) -> None:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or str(path) != name or path.parts[0] == COMMON_STATE:
         raise EnvironmentFailed(f"the parameter name {name!r} cannot be a directory's; rename it in the model")
+
+
+def _is_number(value: Any) -> bool:
+    return value.dim() == 0 if isinstance(value, Tensor) else isinstance(value, float)
 
 
 def _number(step: Any) -> float | None:

@@ -120,9 +120,14 @@ def of_two_kinds(group: int, state: dict[str, Any]) -> None:
         del state["exp_avg_sq"]
 
 
+def with_a_number(group: int, state: dict[str, Any]) -> None:
+    state["mu_product"] = torch.tensor(0.9)  # NAdam's
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (with_a_number, "counts mu_product besides its step"),
         (in_8_bits, "absmax1 is not one value for each weight"),
         (of_other_names, "gathers state1, state2, not Adam's moments"),
         (of_two_kinds, "gathers other states for group 1"),
