@@ -40,6 +40,7 @@ from . import events as ev
 __all__ = ["MACRO", "Adopter", "Adoption", "Foreign", "Origin", "candidates", "complete", "prepare", "save_directory"]
 
 MACRO = "${save_dir}"
+FLAG = "--universal-checkpoint"
 # Seconds between two looks; what has not changed from one to the next is no longer written.
 LOOK_EVERY = 1.0
 # The longest pause after what could not be written.
@@ -411,6 +412,15 @@ class Adoption:
         if first:
             self._adopter = Adopter(run_dir, world, origin, self._deliver)
         return tuple(argument.replace(MACRO, str(directory)) for argument in arguments)
+
+    def hint(self, world: control_pb2.World, arguments: Sequence[str]) -> str:
+        """What a person has to change for the script to find what it resumes from; empty where nothing is."""
+        if not self._wanted or world.resume.form != control_pb2.FORM_UNIVERSAL or FLAG in arguments:
+            return ""
+        return (
+            f"the script resumes at another number of ranks, from universal files, and is not told so: start with {FLAG}"
+            ", which it is handed then, and set checkpoint.load_universal in DeepSpeed's config where it has that flag"
+        )
 
     def settle(self, timeout: float = SETTLE_WITHIN) -> None:
         """A worker has ended well: what it saved last becomes the run's before that is told. From any thread."""

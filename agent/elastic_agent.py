@@ -266,6 +266,8 @@ class ElasticAgent(LocalElasticAgent):
             self._arguments(world),
             first=place.group_rank == 0,
         )
+        if hint := self._adoption.hint(world, arguments):
+            self._effects.perform(ev.Say(hint, True))
         self._starts += 1
         self._setup_local_watchdog(envs=envs)
         self._setup_healthcheck()

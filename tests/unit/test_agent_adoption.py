@@ -357,3 +357,13 @@ def test_a_script_that_does_not_ask_for_it_is_left_alone(tmp_path: Path) -> None
     taken = Adoption(["--out=mine"], lambda event: None)
     assert taken.begin(tmp_path, world(1), ORIGIN, ["--out=mine"], first=True) == ("--out=mine",)
     assert [*tmp_path.iterdir()] == []
+
+
+def test_a_script_that_is_not_told_of_universal_files_is_named(tmp_path: Path) -> None:
+    """DeepSpeed would look for shards of as many ranks and fail, again and again."""
+    taken = Adoption(["${save_dir}"], lambda event: None)
+    universal = world(2, "step-20.e1.1", "step-20.e1.1.universal.3")
+    assert "start with --universal-checkpoint" in taken.hint(universal, ["train.py"])
+    assert taken.hint(universal, ["train.py", "--universal-checkpoint"]) == ""
+    assert taken.hint(world(2, "step-20.e1.1"), ["train.py"]) == ""
+    assert Adoption(["x"], lambda event: None).hint(universal, ["train.py"]) == ""
