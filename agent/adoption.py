@@ -418,8 +418,8 @@ class Adoption:
         if not self._wanted or world.resume.form != control_pb2.FORM_UNIVERSAL or FLAG in arguments:
             return ""
         return (
-            f"the script resumes at another number of ranks, from universal files, and is not told so: start with {FLAG}"
-            ", which it is handed then, and set checkpoint.load_universal in DeepSpeed's config where it has that flag"
+            f"the script resumes at another number of ranks, from universal files, and is not told so: start with "
+            f"{FLAG}, which it is handed then, and set checkpoint.load_universal in DeepSpeed's config where it has it"
         )
 
     def settle(self, timeout: float = SETTLE_WITHIN) -> None:
