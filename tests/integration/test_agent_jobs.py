@@ -192,12 +192,12 @@ def test_plain_torchrun(programs: Programs) -> None:
         first = programs.start("first", *command)
         second = programs.start("second", *command)
         both = lambda: sum(bool(rows) and rows[-1][1] == 2 for rows in steps_of(out).values())  # noqa: E731
-        wait_for(lambda: both() == 2, 60, "the two did not meet")
+        wait_for(lambda: both() == 2, 120, "the two did not meet")
         (out / "crash-1").touch()
-        wait_for(lambda: both() >= 4, 60, "the world did not form again after a crash")
+        wait_for(lambda: both() >= 4, 120, "the world did not form again after a crash")
         second.send_signal(signal.SIGKILL)
         second.wait()
-        wait_for(lambda: any(rows[-1][1] == 1 for rows in steps_of(out).values() if rows), 60, "no world of one")
+        wait_for(lambda: any(rows[-1][1] == 1 for rows in steps_of(out).values() if rows), 120, "no world of one")
         assert first.wait(120) == 0, programs.log("first")
     finished = [rows for rows in steps_of(out).values() if rows and rows[-1][0] == 500]
     assert [rows[-1] for rows in finished] == [(500, 1)]

@@ -29,10 +29,11 @@ def test_training_goes_on_while_a_save_is_written_and_a_drain_waits_for_it(tmp_p
     release = tmp_path / "release"
     with FakeAgent(tmp_path, world=2, epoch=1) as agent:
         agent.start(
-            *("--steps", "1000", "--save-every", "3", "--step-time", "0.05"), "--background", f"--hold={release}"
+            *("--steps", "1000", "--save-every", "60", "--step-time", "0.05"), "--background", f"--hold={release}"
         )
-        agent.wait_for_step(5)
-        assert not agent.of("sealed"), "the save of step 3 cannot have ended"
+        # Long before the next save, which would wait for this one.
+        agent.wait_for_step(62)
+        assert not agent.of("sealed"), "the save of step 60 cannot have ended"
         agent.drain()
         agent.wait_for("draining", 2)
         assert not agent.of("sealed")
@@ -42,7 +43,7 @@ def test_training_goes_on_while_a_save_is_written_and_a_drain_waits_for_it(tmp_p
         drained = agent.wait_for("drained", 2)
         found = sealed(agent)
     steps = [m.step for m in found]
-    assert steps[0] == 3
+    assert steps[0] == 60
     assert steps == sorted(set(steps))
     assert {(d.name, d.digest, d.step) for d in drained} == {(found[-1].name, found[-1].digest, steps[-1])}
     assert json.loads((agent.run_dir / "latest.json").read_text())["step"] == steps[-1]

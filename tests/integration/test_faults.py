@@ -179,7 +179,7 @@ def test_damaged_checkpoint(clusters: Clusters, undisturbed: Undisturbed, damage
 def test_damaged_universal_form(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Only the later form is bad: it is dropped and made anew, and the run goes on from the same step."""
     training = Training(script=TRAIN, steps=40, save_every=0)
-    job = clusters(training=training, nnodes="1:2", agent_flags=["--quiet-time=8"])
+    job = clusters(training=training, nnodes="1:2", agent_flags=["--quiet-time=20"])
     job.start("a")
     epoch = job.wait_world(1, steps=3)
     job.start("b")
