@@ -179,6 +179,7 @@ def steps_of(out: Path) -> dict[str, list[tuple[int, int]]]:
     return found
 
 
+@pytest.mark.timeout(420)
 def test_plain_torchrun(programs: Programs) -> None:
     """Two torchrun nodes meet through our rendezvous, survive a worker's crash, and one the loss of the other."""
     out = programs.directory / "out"
