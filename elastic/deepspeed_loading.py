@@ -44,13 +44,14 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
         yield
         return
     if int(engine.zero_optimization_stage()) == 3:
+        room = _Room()
 
         def ours(folder: str, key: str, param: Any = None) -> Tensor:
             name = str(Path(folder).relative_to(directory / ZERO))
             if values.expert(name):
                 whole: Tensor = theirs(folder, key, param=param)
                 return whole
-            return load_partition(optimizer, values, name, key, param)
+            return load_partition(optimizer, values, name, key, param, room)
 
     else:
 
@@ -82,7 +83,22 @@ def whole_parameters(engine: Any) -> bool:
     return not sliced and getattr(engine.optimizer, "mpu", None) is None
 
 
-def load_partition(optimizer: Any, values: Values, name: str, state: str, parameter: Any) -> Tensor:
+class _Room:
+    """One buffer for all that is read in turn: memory touched for the first time costs more than the reading.
+
+    What it gave out is good until it is asked again. DeepSpeed copies what it is given before it does.
+    """
+
+    def __init__(self) -> None:
+        self._all = torch.empty(0)
+
+    def of(self, size: int, dtype: torch.dtype) -> Tensor:
+        if self._all.dtype != dtype or self._all.numel() < size:
+            self._all = torch.empty(size, dtype=dtype)
+        return self._all[:size]
+
+
+def load_partition(optimizer: Any, values: Values, name: str, state: str, parameter: Any, room: _Room) -> Tensor:
     """This rank's part of one state of one parameter for ZeRO-3, padded; reads only its own range.
 
     Args:
@@ -91,6 +107,7 @@ def load_partition(optimizer: Any, values: Values, name: str, state: str, parame
         name: The parameter's.
         state: ``"fp32"``, ``"exp_avg"`` or ``"exp_avg_sq"``.
         parameter: The model's; None where an older DeepSpeed does not say.
+        room: For the result.
 
     Returns:
         Shape ``(ceil(numel / ranks),)``, dtype as saved.
@@ -106,8 +123,9 @@ def load_partition(optimizer: Any, values: Values, name: str, state: str, parame
     rank, world = dist.get_rank(optimizer.dp_process_group), dist.get_world_size(optimizer.dp_process_group)
     size = -(-numel // world)
     start = min(rank * size, numel)
-    own = torch.zeros(size, dtype=values.dtype(name, state))
-    values.read(name, state, start, own[: numel - start])
+    own, count = room.of(size, values.dtype(name, state)), min(size, numel - start)
+    values.read(name, state, start, own[:count])
+    own[count:].zero_()
     return own
 
 
