@@ -14,12 +14,9 @@ SEED ?= 1
 # Whose dalsegno the simulator runs: the checkout's, or the wheel's.
 SIMULATOR ?= $(PY)
 RUNS ?= 2000
-# Process tests mostly wait; files go to as many pytest processes. In the long run single tests do, because one file alone
-# would take two hours there.
+# Process tests mostly wait. Each pytest process has its share of them, and helps the others out at the end.
 TEST_JOBS ?= 2
-TEST_DIST ?= loadfile
 test-all: TEST_JOBS = 4
-test-all: TEST_DIST = worksteal
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Two ranks or more share the cores: one thread each. CPU tests stay CPU tests where there is a GPU.
@@ -37,7 +34,7 @@ WHEEL_VENV := $(CURDIR)/build/venv-wheel
 # Outside the checkout's root, so that nothing is found by the current directory.
 PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WHEEL="$$(echo $(CURDIR)/build/wheel/*.whl)" \
 	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
-	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist $(TEST_DIST) --durations=15 $(CURDIR)/tests
+	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal --durations=15 $(CURDIR)/tests
 
 .PHONY: help install test test-all demo simulate bench lint format protos wheel tools farm clean
 

@@ -192,6 +192,7 @@ def test_a_token_that_is_changed(tmp_path: Path, keys: Keys, undisturbed: Undist
         job.assert_undisturbed(undisturbed)
 
 
+@pytest.mark.full
 def test_plain_torchrun(shell: Shell, keys: Keys, others: Keys) -> None:
     """Our rendezvous takes the same files through --rdzv-conf, and ends as soon when they are wrong."""
     script = shell.directory / "script.py"
