@@ -11,11 +11,9 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
 import threading
 import time
-import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,13 +29,14 @@ from dalsegno.elastic.checkpoint import (
     describe,
     seal,
 )
-from dalsegno.elastic.checkpoint.files import copy_file, list_files, place_file, replace_file
+from dalsegno.elastic.checkpoint.files import copy_file, place_file, replace_file
 from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.protos import control_pb2, worker_pb2
 
 from . import events as ev
+from .foreign import Foreign, candidates, complete, state_of
 
-__all__ = ["MACRO", "Adopter", "Adoption", "Foreign", "Origin", "candidates", "complete", "prepare", "save_directory"]
+__all__ = ["MACRO", "Adopter", "Adoption", "Origin", "prepare", "save_directory"]
 
 MACRO = "${save_dir}"
 FLAG = "--universal-checkpoint"
@@ -47,36 +46,9 @@ LOOK_EVERY = 1.0
 LONGEST_PAUSE = 60.0
 # How long the end of a worker waits for what it saved last.
 SETTLE_WITHIN = 600.0
-_DEEPSPEED = re.compile(r"global_step(\d+)")
-_TRANSFORMERS = re.compile(r"checkpoint-(\d+)")
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
-_MODEL = "mp_rank_00_model_states.pt"
-_NOT_ONLY_DATA = re.compile(r"(?:layer_|expp_rank_|.*mp_rank_(?!00_)).*[-_](?:model|optim)_states\.pt")
 _BEGAN_ANEW = "it is older than the resume point: the script did not load what DALSEGNO_RESUME_DIR names"
-_TRAINER_STATE = "trainer_state.json"
-_RNG_OF_RANK = re.compile(r"rng_state_(\d+)\.pth")
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Foreign:
-    """A complete checkpoint in the layout of its framework.
-
-    Attributes:
-        path: its directory.
-        step: optimizer steps done.
-        strategy: for the manifest's shape.
-        any_world_size: it loads at any.
-        state: names, sizes and times of its files: while it is written, this changes.
-    """
-
-    path: Path
-    step: int
-    strategy: str
-    any_world_size: bool
-    state: tuple[tuple[str, int, int], ...]
 
 
 def save_directory(run_dir: Path, epoch: int) -> Path:
@@ -98,92 +70,6 @@ def prepare(run_dir: Path, world: control_pb2.World) -> Path:
         if world.resume.form == control_pb2.FORM_UNIVERSAL:
             replace_file(directory / "latest_universal", f"../{world.resume.universal.name}".encode())
     return directory
-
-
-def candidates(directory: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of what is named like a checkpoint in a script's directory, newest first.
-
-    Raises:
-        OSError: the file system says no.
-    """
-    found = []
-    with os.scandir(directory) as entries:
-        for entry in entries:
-            match = _DEEPSPEED.fullmatch(entry.name) or _TRANSFORMERS.fullmatch(entry.name)
-            if match and entry.is_dir(follow_symlinks=False):
-                found.append((int(match[1]), Path(entry.path)))
-    return sorted(found, reverse=True)
-
-
-def complete(path: Path, step: int, world_size: int) -> Foreign | None:
-    """One of the `candidates`, if all ranks have written their files of it.
-
-    Raises:
-        CheckpointDamaged: it holds something that is no file.
-        ValueError: it is not of data parallelism alone.
-        OSError: the file system says no.
-    """
-    look = _of_deepspeed if _DEEPSPEED.fullmatch(path.name) else _of_transformers
-    return look(path, step, world_size)
-
-
-def _of_deepspeed(path: Path, step: int, world_size: int) -> Foreign | None:
-    names = list_files(path)
-    partitioned = _engine_is_complete(path, names, world_size)
-    if partitioned is None or not (partitioned or _latest(path.parent) == path.name):
-        return None
-    return Foreign(path, step, "deepspeed", not partitioned, _state(path, names))
-
-
-def _latest(directory: Path) -> str:
-    """The tag that DeepSpeed wrote after all the files of rank 0: then what is not partitioned has no more to come."""
-    try:
-        return (directory / "latest").read_text().strip()
-    except FileNotFoundError:
-        return ""
-
-
-def _of_transformers(path: Path, step: int, world_size: int) -> Foreign | None:
-    """The Trainer's own files, and where DeepSpeed trains, those of its engine in a directory further down."""
-    names = list_files(path)
-    ranks = {int(match[1]) for name in names if (match := _RNG_OF_RANK.fullmatch(name))}
-    if _TRAINER_STATE not in names or ranks not in (set(), set(range(world_size))):
-        return None
-    # Those of other ranks, which the state of the Trainer does not tell of.
-    if not all(zipfile.is_zipfile(path / name) for name in names if _RNG_OF_RANK.fullmatch(name)):
-        return None
-    engines = {name.partition("/")[0] for name in names if _DEEPSPEED.fullmatch(name.partition("/")[0])}
-    for engine in engines:
-        inner = [name.removeprefix(f"{engine}/") for name in names if name.startswith(f"{engine}/")]
-        if _engine_is_complete(path / engine, inner, world_size) is None:
-            return None
-    strategy = "transformers-deepspeed" if engines else "transformers"
-    return Foreign(path, step, strategy, not engines, _state(path, names))
-
-
-def _engine_is_complete(path: Path, names: list[str], world_size: int) -> bool | None:
-    """Whether DeepSpeed's states are partitioned by rank; None: something is still missing.
-
-    Raises:
-        ValueError: which files there must be cannot be told.
-    """
-    everybody = set(range(world_size))
-    if other := next(filter(_NOT_ONLY_DATA.fullmatch, names), ""):
-        raise ValueError(f"{other}: tensor or pipeline parallelism, or experts: this is not taken over")
-    optimizer = {int(match[1]) for name in names if (match := _OPTIMIZER.fullmatch(name))}
-    model = {int(match[1]) for name in names if (match := _MODEL_OF_RANK.fullmatch(name))}
-    if model and (model != everybody or optimizer != everybody):
-        return None  # stage 3
-    if not model and (_MODEL not in names or optimizer not in (set(), everybody)):
-        return None
-    # torch.save writes the archive's directory last.
-    whole = all(zipfile.is_zipfile(path / name) for name in names if name.endswith("_states.pt"))
-    return bool(optimizer) if whole else None
-
-
-def _state(path: Path, names: list[str]) -> tuple[tuple[str, int, int], ...]:
-    found = ((name, os.stat(path / name)) for name in names)
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in found)
 
 
 @dataclass(frozen=True)
@@ -246,7 +132,7 @@ def _take(foreign: Foreign, target: Path) -> None:
     """Copies its files: all are linked first, in a moment, so that the script may delete them meanwhile."""
     for name, _, _ in foreign.state:
         place_file(foreign.path / name, target / name)
-    if _state(foreign.path, [name for name, _, _ in foreign.state]) != foreign.state:
+    if state_of(foreign.path, [name for name, _, _ in foreign.state]) != foreign.state:
         raise Changed
     for number, (name, size, written) in enumerate(foreign.state):
         link = target / name

@@ -13,7 +13,8 @@ import pytest
 
 from dalsegno.agent import adoption
 from dalsegno.agent import events as ev
-from dalsegno.agent.adoption import Adoption, Foreign, Origin, candidates, complete, prepare
+from dalsegno.agent.adoption import Adoption, Origin, prepare
+from dalsegno.agent.foreign import Foreign, candidates, complete
 from dalsegno.elastic.checkpoint import Manifest, verify
 from dalsegno.elastic.checkpoint.files import list_files
 from dalsegno.elastic.universal import EnvironmentFailed, convert
