@@ -26,7 +26,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 
 from . import decisions
 from . import events as ev
-from .adoption import Adoption, Origin
+from .adoption import FLAG, Adoption, Origin
 from .config import AgentConfig
 from .effects import Effects
 from .lifeline import Lifeline
@@ -43,7 +43,6 @@ __all__ = ["ElasticAgent", "Ending"]
 _LAST_CALLS = 3.0
 # argparse's exit status for arguments that it does not know.
 _BAD_ARGUMENTS = 2
-_SCRIPT_FLAG = "--universal-checkpoint"
 
 logger = logging.getLogger(__name__)
 
@@ -298,8 +297,8 @@ class ElasticAgent(LocalElasticAgent):
     def _arguments(self, world: control_pb2.World) -> tuple[str, ...]:
         universal = world.HasField("resume") and world.resume.form == control_pb2.FORM_UNIVERSAL
         wanted = self._use_flag and self._effects.settings.universal_checkpoint
-        if wanted and universal and _SCRIPT_FLAG not in self._script.own:
-            return (*self._script.arguments, _SCRIPT_FLAG)
+        if wanted and universal and FLAG not in self._script.own:
+            return (*self._script.arguments, FLAG)
         return self._script.arguments
 
     def _prefixes(self, place: Place, role: str) -> dict[int, str] | None:
@@ -331,9 +330,7 @@ class ElasticAgent(LocalElasticAgent):
             return False
         self._use_flag = False
         self._effects.perform(
-            ev.Say(
-                f"the script does not know {_SCRIPT_FLAG}; it is started again and finds the files in its environment"
-            )
+            ev.Say(f"the script does not know {FLAG}; it is started again and finds the files in its environment")
         )
         self._end_context()
         self._start_workers(self._worker_group)

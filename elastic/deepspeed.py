@@ -43,6 +43,7 @@ from .deepspeed_loading import (
     whole_parameters,
 )
 from .deepspeed_view import ZERO, resharded_view, sharded_view, universal_view
+from .process_group import init_alone
 from .universal.errors import ConversionError
 from .universal.forms import Form
 from .universal.loading import describe_refusal, only_safe_loading
@@ -93,9 +94,7 @@ def prepare(backend: str | None = None) -> None:
     if backend is None:
         backend = "nccl" if torch.cuda.is_available() else "gloo"
     if not dist.is_initialized() and "RANK" not in os.environ:
-        # No port to choose and nobody to meet: a store in this process.
-        store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch's __init__ does not list it
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        init_alone(backend)
         os.environ.setdefault("LOCAL_RANK", "0")
     deepspeed.init_distributed(dist_backend=backend, verbose=False, auto_mpi_discovery=False)
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .loss_scale import LossScale
+from .process_group import init_process_group
 from .strategies import (
     TRAINER_FILE,
     MakeOptimizer,
     MakeScheduler,
     Setting,
     Strategy,
-    init_process_group,
     load_optimizer,
     load_trainer_state,
     own_device,

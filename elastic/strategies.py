@@ -7,7 +7,6 @@ and scheduler; the session restores the random generators and `Batches` the posi
 from __future__ import annotations
 
 import io
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from torch.optim import Optimizer
 
 from .loss_scale import LossScale
 from .plan import BatchPlan
+from .process_group import init_process_group
 from .training_state import TrainingState, read_tensors
 from .worker_session import Session
 
@@ -215,18 +215,6 @@ def own_device(local_rank: int) -> torch.device:
         return torch.device("cpu")
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
-
-
-def init_process_group() -> None:
-    """The default process group, of one rank where there is no torchrun."""
-    if dist.is_initialized():
-        return
-    if "RANK" in os.environ:
-        dist.init_process_group()
-        return
-    # No port to choose and nobody to meet: a store in this process.
-    store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch's __init__ does not list it
-    dist.init_process_group(store=store, rank=0, world_size=1)
 
 
 def step_and_clear(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
@@ -15,7 +15,6 @@ from dalsegno.elastic.checkpoint import (
     CheckpointName,
     FileEntry,
     Manifest,
-    Shape,
     seal,
     verify,
 )
@@ -232,23 +231,14 @@ def _produce_upstream(source: Path, target: Path, journal: Journal, wish: Wish, 
 
 def seal_form(manifest: Manifest, target: Path, entries: tuple[FileEntry, ...]) -> Manifest:
     """Seals ``target`` as the universal form of the checkpoint that ``manifest`` describes."""
-    sealed = Manifest(
+    sealed = replace(
+        manifest,
         name=target.name,
-        job_id=manifest.job_id,
-        run_id=manifest.run_id,
-        step=manifest.step,
-        epoch=manifest.epoch,
-        generation=manifest.generation,
         form=UNIVERSAL,
-        shape=Shape(manifest.shape.world_size, manifest.shape.strategy, any_world_size=True),
-        position=manifest.position,
-        order=manifest.order,
+        shape=replace(manifest.shape, any_world_size=True, reshards=False),
         source=manifest.ref,
-        resumed_from=manifest.resumed_from,
-        min_nodes=manifest.min_nodes,
-        max_nodes=manifest.max_nodes,
-        metric=manifest.metric,
         files=entries,
+        best=None,
     )
     seal(target, sealed)
     return sealed

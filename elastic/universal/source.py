@@ -138,11 +138,6 @@ _INNER = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_st
 _FLAT = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
 
 
-def needs_conversion(strategy: str) -> bool:
-    """Whether a checkpoint of this strategy loads only at the world size that wrote it (``Shape.strategy``)."""
-    return strategy in ("deepspeed-zero-1", "deepspeed-zero-2", "deepspeed-zero-3")
-
-
 def open_source(directory: Path, *, reset_optimizer: bool = False) -> Source:
     """Opens a sharded checkpoint and checks that it is complete.
 

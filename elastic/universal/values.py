@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,15 +57,11 @@ class UniversalValues:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._content = lru_cache(maxsize=_OPEN)(self._load)
-
-    def states(self, name: str) -> frozenset[str]:
-        found = frozenset(path.stem for path in (self._directory / name).glob("*.pt"))
-        if not found:
-            raise RuntimeError(f"{self._directory / name} is missing: the model has a parameter that was not saved")
-        return found
+        # Asked for every state of a parameter, at stage 3 one state of all of them after the other.
+        self.states, self._layout = cache(self._list), cache(self._describe)
 
     def size(self, name: str) -> int:
-        return self._flat(name, FP32).numel()
+        return self._layout(name)[0]
 
     def dtype(self, name: str, state: str) -> torch.dtype:
         return self._flat(name, state).dtype
@@ -77,8 +73,18 @@ class UniversalValues:
         return load(self._directory / name / f"{STEP}.pt")
 
     def expert(self, name: str) -> bool:
+        return self._layout(name)[1]
+
+    def _list(self, name: str) -> frozenset[str]:
+        found = frozenset(path.stem for path in (self._directory / name).glob("*.pt"))
+        if not found:
+            raise RuntimeError(f"{self._directory / name} is missing: the model has a parameter that was not saved")
+        return found
+
+    def _describe(self, name: str) -> tuple[int, bool]:
+        """Number of elements, and whether it is dealt out among experts."""
         content = self._content(name, FP32)
-        return isinstance(content, Mapping) and bool(content.get(_EXPERT))
+        return self._flat(name, FP32).numel(), isinstance(content, Mapping) and bool(content.get(_EXPERT))
 
     def _flat(self, name: str, state: str) -> Tensor:
         """Stage 3's files are bare tensors, the others wrap them in a dictionary."""
