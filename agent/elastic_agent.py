@@ -193,7 +193,7 @@ class ElasticAgent(LocalElasticAgent):
         return StandbyPool(
             self._lifeline,
             self._config.nproc,
-            modules_of(self._script.file),
+            modules_of(self._script.source),
             self._config.log_dir / "standby.log",
             lambda: self._mailbox.put(ev.StandbyWarm()),
         )

@@ -16,6 +16,7 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 
 from dalsegno.protos import control_pb2
 
+from .adoption import FLAG
 from .arguments import UsageError
 from .config import AgentConfig
 from .connection import Connector
@@ -153,7 +154,8 @@ def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirecto
         wait_for_nodes=options.wait_for_nodes,
         quiet_time=options.quiet_time,
         max_restarts=options.max_restarts,
-        universal_checkpoint=options.universal_checkpoint,
+        # Also where the script is told so from the beginning: its own flag is the same.
+        universal_checkpoint=options.universal_checkpoint or FLAG in options.training_script_args,
         keep_checkpoints=options.keep_checkpoints,
     )
     return AgentConfig(
@@ -171,13 +173,22 @@ def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirecto
     )
 
 
+_SWIFT_PLUGIN = "dalsegno_swift_plugin"
+
+
 def _knows_us(options: argparse.Namespace) -> bool:
-    """Whether the script's text imports our session, which reads the environment and needs no flag."""
+    """Whether the script has our session, which reads the environment and needs no flag.
+
+    Its text says so, or it is ms-swift with our plugin: that program takes no flag that it does not know.
+    """
     path = Path(options.training_script)
+    if any(_SWIFT_PLUGIN in argument for argument in options.training_script_args):
+        return True
     if options.module or options.no_python or not path.is_file():
         return False
     with open(path, encoding="utf-8", errors="replace") as file:
-        return "dalsegno.elastic" in file.read(1 << 20)
+        text = file.read(1 << 20)
+    return "dalsegno.elastic" in text or "dalsegno.swift_plugin" in text
 
 
 def _connect(options: argparse.Namespace, token: str | None, directory: JobDirectory, console: Console) -> _Source:

@@ -34,11 +34,17 @@ _HEAVY = (
     "lightning",
     "torchvision",
     "dalsegno.elastic",
+    "dalsegno.swift_plugin",
+    "swift",
 )
 # What these import only when they are used, which then takes seconds; "?": silently left out where it is not there.
 _LATER = {
     "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer?",),
     "dalsegno.elastic": ("dalsegno.elastic.sessions?",),
+    # Its package imports nothing by itself.
+    "transformers": ("transformers.trainer?",),
+    "dalsegno.swift_plugin": ("dalsegno.swift_plugin.trainer?",),
+    "swift": ("swift.pipelines.train.sft?", "swift.trainers.seq2seq_trainer?", "dalsegno.swift_plugin.swift_hooks?"),
 }
 _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
 # A script is text of a person's; more than this is not read to guess what it imports.
@@ -51,13 +57,21 @@ _SEND_TIMEOUT = 10
 logger = logging.getLogger(__name__)
 
 
-def modules_of(script: Path | None) -> tuple[str, ...]:
-    """The heavy modules to import for a script (None: not a file that can be read), from its text alone."""
-    if script is None or not script.is_file():
+def modules_of(script: Path | str | None) -> tuple[str, ...]:
+    """The heavy modules to import for a script.
+
+    Args:
+        script: Its file, whose text is looked at; or the name of a module, which alone counts: to find its file could
+            take imports. None: neither.
+    """
+    if isinstance(script, str):
+        # Those run ms-swift.
+        named = {script, "swift"} if script.startswith("dalsegno.swift_plugin.") else {script}
+    elif script is None or not script.is_file():
         return ALWAYS
-    with open(script, encoding="utf-8", errors="replace") as file:
-        text = file.read(_MAX_TEXT)
-    named = set(_IMPORT.findall(text))
+    else:
+        with open(script, encoding="utf-8", errors="replace") as file:
+            named = set(_IMPORT.findall(file.read(_MAX_TEXT)))
     wanted = [module for module in _HEAVY if any(name == module or name.startswith(f"{module}.") for name in named)]
     later = [one for module in wanted for one in _LATER.get(module, ())]
     if "deepspeed" in wanted and "dalsegno.elastic" in wanted:

@@ -75,9 +75,11 @@ class Script:
         return self.module or os.path.isfile(self.own[0])
 
     @property
-    def file(self) -> Path | None:
-        """The script's file, where its text can tell what it imports."""
-        return Path(self.own[0]) if self.adoptable and not self.module else None
+    def source(self) -> Path | str | None:
+        """What can tell what it imports: the script's file, or the module's name."""
+        if not self.adoptable:
+            return None
+        return self.own[0] if self.module else Path(self.own[0])
 
 
 class _StandbyHandler(SubprocessHandler):

@@ -13,7 +13,7 @@ from . import rng
 from .checkpoint import Order, Position
 from .fetching import Loading, Maker, Part, is_iterable
 from .micro_batch import MicroBatch
-from .plan import BatchPlan
+from .plan import BatchPlan, Slice
 from .sampler import ElasticSampler
 
 T = TypeVar("T")
@@ -61,6 +61,11 @@ class Batch(Generic[T]):
     def accumulation(self) -> int:
         """Micro-batches of this step, alike on all ranks and in all steps."""
         return len(self._parts)
+
+    @property
+    def cut(self) -> tuple[tuple[Slice, T], ...]:
+        """This rank's slices in order with their data, for what must see all of a step before it computes any of it."""
+        return tuple((part.slice, data) for part, data in self._parts)
 
     @property
     def micro_batches(self) -> Iterator[MicroBatch[T]]:

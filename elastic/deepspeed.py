@@ -18,6 +18,7 @@ The random state is not saved here: the session does that.
 from __future__ import annotations
 
 import copy
+import functools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -36,6 +37,8 @@ from dalsegno.elastic.checkpoint import UNIVERSAL
 
 from .deepspeed_loading import (
     knows_universal_files,
+    load_parameters,
+    load_whole_model,
     own_loading,
     repair_groups,
     restore_unpartitioned,
@@ -46,6 +49,7 @@ from .deepspeed_view import ZERO, resharded_view, sharded_view, universal_view
 from .process_group import init_alone
 from .universal.errors import ConversionError
 from .universal.forms import Form
+from .universal.layout import engine_directory
 from .universal.loading import describe_refusal, only_safe_loading
 from .universal.source import open_source
 from .universal.values import ShardedValues, UniversalValues, Values
@@ -157,21 +161,60 @@ class Save:
             OSError: Something could not be written; only raised after DeepSpeed's collectives, so that no other rank
                 waits for this one.
         """
-        state = dict(self._client_state or {})
-        # The converter wants it in stages 1 and 2. With tensor parallelism DeepSpeed knows what it must say; what is in
-        # the client's state would replace that.
-        if getattr(self._engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
-            state.setdefault(UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION})
+        state = _described(self._engine, self._client_state)
         with _errors_after_collectives(self._engine):
             self._engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
 
 
-def restore(engine: Any, resume: Resume | None) -> dict[str, Any]:
+@contextmanager
+def saved_by_trainer(engine: Any) -> Iterator[None]:
+    """Lets a framework call ``engine.save_checkpoint`` itself while it lasts, and adds what `Save` adds.
+
+    Raises:
+        OSError: Something could not be written; only raised at the end, see `Save`.
+    """
+    original = engine.save_checkpoint
+    latest: list[tuple[Path, str]] = []
+
+    @functools.wraps(original)
+    def save_checkpoint(
+        save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **options: Any
+    ) -> Any:
+        tag = str(tag or f"global_step{engine.global_steps}")
+        if save_latest and dist.get_rank() == 0:
+            latest.append((Path(save_dir) / "latest", tag))
+        # That file rank 0 would write before the last barrier, where its failure would hold up the others.
+        return original(save_dir, tag=tag, client_state=_described(engine, client_state), save_latest=False, **options)
+
+    engine.save_checkpoint = save_checkpoint
+    try:
+        with _errors_after_collectives(engine):
+            yield
+    finally:
+        del engine.save_checkpoint
+    for path, tag in latest:
+        path.write_text(tag)
+
+
+def _described(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is saved beside the engine's own state.
+
+    The converter wants to be told of universal checkpoints in stages 1 and 2. With tensor parallelism DeepSpeed knows
+    what must be said; what is in the client's state would replace that.
+    """
+    state = dict(client_state or {})
+    if getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
+        state.setdefault(UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION})
+    return state
+
+
+def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[str, Any]:
     """Loads the resume point into a fresh engine and repairs what DeepSpeed leaves wrong. Collective.
 
     Args:
         engine: From ``deepspeed.initialize`` with this module's `config`.
         resume: Where the session resumes; None: nothing is loaded.
+        strict: The checkpoint has all of the model's weights; not where frozen ones were left out.
 
     Returns:
         The ``client_state`` that was saved.
@@ -195,7 +238,35 @@ def restore(engine: Any, resume: Resume | None) -> dict[str, Any]:
         reason = f"DeepSpeed {deepspeed.__version__}, or this engine of it; tried with ZeRO 1 to 3 of {tried}"
         raise RuntimeError(_not_here(resume, reason))
     with _only_what_is_safe(resume.path):
-        return _load(engine, resume)
+        return _load(engine, resume, strict)
+
+
+def load_weights(engine: Any, directory: Path) -> None:
+    """Gives an engine's model the weights of a checkpoint that any number of ranks saved, and nothing else. Collective.
+
+    Meant for when the training is over: what the optimizer holds of the weights stays as it was.
+
+    Args:
+        engine: From ``deepspeed.initialize``.
+        directory: The checkpoint, see `engine_directory`.
+
+    Raises:
+        RuntimeError: It has no values for one of the model's parameters, or cannot be read.
+        OSError: The file system says no.
+    """
+    saved = engine_directory(directory)
+    with _only_what_is_safe(saved):
+        stage = int(engine.zero_optimization_stage())
+        if stage == 0:
+            load_whole_model(engine, saved)
+            return
+        try:
+            form = Form(open_source(saved), stage)
+        except ConversionError as error:
+            raise RuntimeError(f"the weights of {saved} cannot be read: {error}") from error
+        with form.source:
+            load_parameters(engine, ShardedValues(form))
+        restore_unpartitioned(engine, saved)
 
 
 def loads_by_values(resume: Resume) -> bool:
@@ -203,11 +274,12 @@ def loads_by_values(resume: Resume) -> bool:
     return resume.form == UNIVERSAL or resume.reshard
 
 
-def _load(engine: Any, resume: Resume) -> dict[str, Any]:
-    directory = resume.path if resume.universal is None else resume.universal
-    with _opened(resume, int(engine.zero_optimization_stage())) as (view, values):
+def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
+    saved = engine_directory(resume.path)
+    directory = saved if resume.universal is None else resume.universal
+    with _opened(resume, saved, int(engine.zero_optimization_stage())) as (view, values):
         with nullcontext() if values is None else own_loading(engine, values, view):
-            loaded, client_state = engine.load_checkpoint(str(view.parent), tag=view.name)
+            loaded, client_state = engine.load_checkpoint(str(view.parent), tag=view.name, load_module_strict=strict)
         if loaded is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")
         if values is not None:
@@ -217,13 +289,13 @@ def _load(engine: Any, resume: Resume) -> dict[str, Any]:
         restore_unpartitioned(engine, directory)
     elif resume.form == UNIVERSAL:
         # A pipeline's layers have files of their own, which are not among the universal ones.
-        with sharded_view(resume.path) as view:
+        with sharded_view(saved) as view:
             engine.module.load_state_dir(str(view), engine.checkpoint_engine)
     return dict(client_state or {})
 
 
 @contextmanager
-def _opened(resume: Resume, stage: int) -> Iterator[tuple[Path, Values | None]]:
+def _opened(resume: Resume, saved: Path, stage: int) -> Iterator[tuple[Path, Values | None]]:
     """What DeepSpeed is told to load, and what its optimizer then loads; None: what DeepSpeed finds itself."""
     if resume.form == UNIVERSAL:
         if resume.universal is None:
@@ -232,13 +304,13 @@ def _opened(resume: Resume, stage: int) -> Iterator[tuple[Path, Values | None]]:
             yield view, UniversalValues(view / ZERO)
     elif resume.reshard:
         try:
-            form = Form(open_source(resume.path), stage)
+            form = Form(open_source(saved), stage)
         except ConversionError as error:
             raise RuntimeError(_not_here(resume, str(error))) from error
-        with form.source, resharded_view(resume.path, form) as view:
+        with form.source, resharded_view(saved, form) as view:
             yield view, ShardedValues(form)
     else:
-        with sharded_view(resume.path) as view:
+        with sharded_view(saved) as view:
             yield view, None
 
 

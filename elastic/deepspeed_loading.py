@@ -196,6 +196,23 @@ def _load_fragment(parameter: Any, values: Values, name: str, state: Mapping[str
         values.read(name, key, source.start, own)
 
 
+def load_parameters(engine: Any, values: Values) -> None:
+    """Copies the weights of all parameters that have values. Collective at stage 3."""
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad and FP32 in values.states(name):
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                whole = torch.empty(values.size(name), dtype=values.dtype(name, FP32))
+                values.read(name, FP32, 0, whole)
+                _copy(parameter, whole.reshape(shape))
+
+
+def load_whole_model(engine: Any, directory: Path) -> None:
+    """Copies the weights that stage 0 saves as they are."""
+    (file,) = model_state_files(directory)
+    engine.module.load_state_dict(load(file, mmap=True)["module"], strict=False)
+
+
 def torch_optimizer(engine: Any) -> Any:
     """The client's optimizer below DeepSpeed's wrappers."""
     optimizer = engine.optimizer

@@ -32,6 +32,7 @@ class Identity:
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
+    local_world_size: int = 1
     epoch: int = 0
     socket: str | None = None
     job_id: str = ""
@@ -59,14 +60,15 @@ def from_environment(environ: Mapping[str, str] = os.environ, checkpoint_dir: Pa
     Raises:
         RuntimeError: A variable that belongs to the set is missing or is not a number.
     """
-    rank, world_size, local_rank = (_number(environ, key, default) for key, default in _TORCHRUN)
+    rank, world_size, local_rank, local_world_size = (_number(environ, key, default) for key, default in _TORCHRUN)
     socket = environ.get("DALSEGNO_SOCKET")
     if not socket:
-        return Identity(rank, world_size, local_rank, run_dir=checkpoint_dir)
+        return Identity(rank, world_size, local_rank, local_world_size, run_dir=checkpoint_dir)
     return Identity(
         rank=rank,
         world_size=world_size,
         local_rank=local_rank,
+        local_world_size=local_world_size,
         epoch=_number(environ, "DALSEGNO_EPOCH"),
         socket=socket,
         job_id=_text(environ, "DALSEGNO_JOB_ID"),
@@ -80,7 +82,7 @@ def from_environment(environ: Mapping[str, str] = os.environ, checkpoint_dir: Pa
     )
 
 
-_TORCHRUN = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+_TORCHRUN = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
 
 
 def _resume(environ: Mapping[str, str]) -> ResumeOrder | None:

@@ -65,6 +65,7 @@ class Content:
         reshards: It loads at any world size without a conversion, each rank taking its ranges.
         metric: The run's tracked metric.
         best: The best checkpoint as of this one.
+        keep: How many of the run's checkpoints stay, 0: all; None: as the job has it.
     """
 
     step: int
@@ -75,6 +76,7 @@ class Content:
     reshards: bool = False
     metric: float | None = None
     best: Best | None = None
+    keep: int | None = None
 
 
 class _Failed(Exception):
@@ -274,6 +276,15 @@ class Saver:
         better = self.tracked is not None and self.tracked.improves(value, best)
         return bool(self._collective.broadcast(better))
 
+    def credit(self, name: str, value: float) -> bool:
+        """A checkpoint that exists is the best so far, if it is with rank 0's ``value``. Collective."""
+        value = float(self._collective.broadcast(value))
+        if not math.isfinite(value) or not self.improves(value):
+            return False
+        assert self.tracked is not None
+        self.best = Best(name, self.tracked.metric, self.tracked.mode, value)
+        return True
+
     def _choose_name(self, content: Content, create_directory: bool) -> tuple[str, Content]:
         """Rank 0's name, metric and best: a metric is often computed on one rank, or differs in its last bits."""
         step, metric = content.step, content.metric
@@ -373,6 +384,7 @@ class Saver:
             metric=content.metric,
             files=files,
             best=content.best,
+            keep=content.keep,
         )
 
     def _seal(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:

@@ -108,6 +108,11 @@ class Session:
         return self._identity.alone
 
     @property
+    def max_world_size(self) -> int:
+        """Ranks of the largest world that this run may have, with as many on each node as here."""
+        return self.world_size if self.alone else self._identity.max_nodes * self._identity.local_world_size
+
+    @property
     def can_save(self) -> bool:
         """There is a directory for checkpoints."""
         return self._saver is not None
@@ -158,6 +163,16 @@ class Session:
         # Asked in the loop's body, it is of the step that has begun and will be counted when it ends.
         self._measured = (self.step + self._exchange.under_way, value, better)
         return better
+
+    def measured(self, value: float) -> bool:
+        """The metric of the resume point, for which those who saved it had no time. Collective.
+
+        Returns:
+            Whether it is the best so far: what is saved from now on says so. See ``improved``.
+        """
+        if self._saver is None or self.resume is None or self._saver.tracked is None:
+            raise RuntimeError("there is no resume point, or nothing is tracked")
+        return self._saver.credit(self.resume.ref.name, value)
 
     @property
     def worth_saving(self) -> bool:
@@ -237,6 +252,7 @@ class Session:
         any_world_size: bool | None = None,
         metric: float | None = None,
         create_directory: bool | None = None,
+        keep: int | None = None,
         drain: bool = False,
     ) -> Ref | None:
         """Saves the present step on all ranks. Collective.
@@ -252,6 +268,8 @@ class Session:
             any_world_size: The files load at any world size as they are; default: what is known of ``strategy``.
             metric: The run's tracked metric; rank 0's counts. Default: what ``improved`` was told of this step.
             create_directory: ``path`` exists when ``write`` is called; default: not for DeepSpeed, which makes it.
+            keep: From this one on, how many of the run's checkpoints stay beside the best, 0: all; default: as many as
+                the job's settings or the session's own ``keep`` say.
             drain: It is the save of a drain.
 
         Returns:
@@ -267,12 +285,14 @@ class Session:
         if self._saver is None:
             raise RuntimeError("nowhere to save: give session(checkpoint_dir=...) outside dlrover-run")
         began = time.monotonic()
+        if keep is not None:
+            self._keep = keep
         try:
             self.settle()
             if self._saved is not None and self._saved[0] == self.step:
                 return self._saved[1]
             reshards = bool(getattr(write, "reshards", False))
-            content = self._content(position, order, strategy, any_world_size, reshards, metric)
+            content = self._content(position, order, strategy, any_world_size, reshards, metric, keep)
             if isinstance(write, Background):
                 name = self._saver.begin(content, write.state, self._prune, drain=drain)
                 return Ref(name, "") if name is not None and not wait else self.settle()
@@ -307,12 +327,13 @@ class Session:
         any_world_size: bool | None,
         reshards: bool,
         metric: float | None,
+        keep: int | None,
     ) -> Content:
         if any_world_size is None:
             any_world_size = strategy in ("ddp", "deepspeed-zero-0")
         if metric is None and self._measured is not None and self._measured[0] == self.step:
             metric = self._measured[1]
-        return Content(self.step, position or Position(), order, strategy, any_world_size, reshards, metric)
+        return Content(self.step, position or Position(), order, strategy, any_world_size, reshards, metric, keep=keep)
 
     def drain_failed(self) -> None:
         """The drain's save failed: train on, and try again after a pause if it is still wanted."""

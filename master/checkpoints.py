@@ -28,6 +28,7 @@ def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
         largest_file=message.largest_file,
         metric=message.metric if message.HasField("metric") else None,
         best=message.best,
+        keep=message.keep if message.HasField("keep") else None,
     )
 
 
@@ -53,6 +54,8 @@ def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
     )
     if record.metric is not None:
         message.metric = record.metric
+    if record.keep is not None:
+        message.keep = record.keep
     return message
 
 
@@ -207,10 +210,12 @@ def retire(record: Checkpoint, damaged: bool) -> None:
 def retire_old(turn: Turn) -> None:
     """Beyond the last N, retire what nothing can still choose or use. Recorded before any file is deleted."""
     job = turn.job
-    keep = job.settings.keep_checkpoints
+    usable = sorted((r for r in job.checkpoints if not r.retired), key=lambda r: (r.epoch, r.step), reverse=True)
+    # What the script said last counts, where it says anything.
+    asked = usable[0].keep if usable else None
+    keep = job.settings.keep_checkpoints if asked is None else asked
     if keep <= 0:
         return
-    usable = sorted((r for r in job.checkpoints if not r.retired), key=lambda r: (r.epoch, r.step), reverse=True)
     in_use = in_use_digests(job)
     kept = [record for number, record in enumerate(usable) if number < keep or record.digest in in_use]
     spared = {record.digest for record in kept} | {record.digest for record in usable if record.name in bests(kept)}

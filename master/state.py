@@ -182,6 +182,8 @@ class Checkpoint:
     metric: float | None = None
     # Name of the run's best checkpoint as of this one; empty where no metric is tracked.
     best: str = ""
+    # How many checkpoints the script wants kept; None: as the job's settings have it.
+    keep: int | None = None
     universal_name: str = ""
     universal_digest: str = ""
     # Digests of later forms that turned out to be damaged: never adopted again.

@@ -331,6 +331,7 @@ class Checkpoint(google.protobuf.message.Message):
     METRIC_FIELD_NUMBER: builtins.int
     LARGEST_FILE_FIELD_NUMBER: builtins.int
     BEST_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     step: builtins.int
     epoch: builtins.int
@@ -346,6 +347,8 @@ class Checkpoint(google.protobuf.message.Message):
     """Bytes of its largest file; 0: not known."""
     best: builtins.str
     """Name of the best checkpoint of the run as of this one (it may be this one); empty where no metric is tracked."""
+    keep: builtins.int
+    """How many of the run's checkpoints stay, 0: all; not there where the script leaves it to the job's settings."""
     @property
     def ref(self) -> global___CheckpointRef: ...
     @property
@@ -379,9 +382,13 @@ class Checkpoint(google.protobuf.message.Message):
         metric: builtins.float | None = ...,
         largest_file: builtins.int = ...,
         best: builtins.str = ...,
+        keep: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_metric", b"_metric", "metric", b"metric", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "shape", b"shape", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_metric", b"_metric", "best", b"best", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "keep", b"keep", "metric", b"metric", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "shape", b"shape", "source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "best", b"best", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "keep", b"keep", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_keep", b"_keep"]) -> typing.Literal["keep"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_metric", b"_metric"]) -> typing.Literal["metric"] | None: ...
 
 global___Checkpoint = Checkpoint

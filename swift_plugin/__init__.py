@@ -1,16 +1,17 @@
-"""ms-swift (and so Hugging Face Trainer) on Dal Segno. This package is a door with nothing behind it yet.
+"""ms-swift and Hugging Face ``Trainer`` runs made elastic, without being rewritten. See ``docs/ms-swift.md``.
 
-What will be here: an entry script for ms-swift's `sft`, with the elastic sampler, resume points handed out by the
-master, and drains. Until then run a script of your own with `dalsegno.elastic.session()`; see `examples/train.py`.
+- ``dalsegno.swift_plugin.hf.elastic(trainer)``: any Hugging Face Trainer; needs no ms-swift.
+- ``dlrover-run … -m dalsegno.swift_plugin.sft …`` (or ``pt``, ``rlhf``): what ``swift sft …`` takes, and ours.
+- ``--external_plugins $(python -m dalsegno.swift_plugin) --callbacks dalsegno``: the same for ``swift sft`` itself.
+
+Importing this package imports none of them.
 """
 
 from __future__ import annotations
 
-__all__: tuple[str, ...] = ()
+from pathlib import Path
 
+__all__ = ("PLUGIN",)
 
-def __getattr__(name: str) -> object:
-    """One clear line for whoever looks for the integration; dunder lookups of import machinery stay ordinary."""
-    if name.startswith("__"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    raise ImportError(f"{__name__}.{name}: the ms-swift integration is not part of this version (see ROADMAP.md)")
+PLUGIN = Path(__file__).with_name("external") / "dalsegno_swift_plugin.py"
+"""The file for ms-swift's ``--external_plugins``."""

@@ -128,6 +128,8 @@ class Manifest:
     files: tuple[FileEntry, ...]
     # Left out where no metric is tracked.
     best: Best | None = None
+    # How many of the run's checkpoints stay, where the script says so; left out where it does not.
+    keep: int | None = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -151,6 +153,8 @@ class Manifest:
         content = asdict(self)
         if self.best is None:
             del content["best"]
+        if self.keep is None:
+            del content["keep"]
         if not self.shape.reshards:
             del content["shape"]["reshards"]
         if self.order is not None and self.order.version == 1:
@@ -239,6 +243,7 @@ class Manifest:
             metric=self.metric,
             best="" if self.best is None else self.best.name,
             largest_file=self.largest_file,
+            keep=self.keep,
         )
 
 
@@ -249,7 +254,7 @@ def _check_path(path: str) -> None:
 
 
 def _parse(raw: object) -> Manifest:
-    top = _object({"best": None, **raw} if isinstance(raw, dict) else raw, "manifest", Manifest)
+    top = _object({"best": None, "keep": None, **raw} if isinstance(raw, dict) else raw, "manifest", Manifest)
     if top["form"] not in FORMS:
         raise ValueError(f"unknown form {top['form']!r}")
     files = top["files"]
@@ -272,6 +277,7 @@ def _parse(raw: object) -> Manifest:
         max_nodes=_count(top["max_nodes"], "max_nodes"),
         metric=_maybe(top["metric"], _number),
         best=_maybe(top["best"], _best),
+        keep=_maybe(top["keep"], _keep),
         files=tuple(_file(entry) for entry in files),
         version=_count(top["version"], "version"),
     )
@@ -345,6 +351,10 @@ def _count(raw: object, what: str) -> int:
     if type(raw) is not int or not 0 <= raw < 1 << 63:
         raise ValueError(f"{what} is not a count: {raw!r}")
     return raw
+
+
+def _keep(raw: object) -> int:
+    return _count(raw, "keep")
 
 
 def _number(raw: object) -> float:

@@ -187,6 +187,7 @@ def produce(
     from .streaming import write
 
     taken = journal.entries
+    source, entries = _engine_part(source, entries)
     with allowing(wish.allow):
         try:
             opened = open_source(source, reset_optimizer=wish.reset_optimizer)
@@ -206,6 +207,17 @@ def produce(
                 write(opened, source, entries, output, form, wish.effort)
             check_complete(target, form, trusted=journal.entries.keys() - taken.keys())
     return _sorted(journal)
+
+
+def _engine_part(source: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, Mapping[str, FileEntry]]:
+    """Where DeepSpeed's files lie, and those of ``entries`` that lie there, by their paths from there on."""
+    from .layout import engine_directory
+
+    found = engine_directory(source)
+    if found == source:
+        return source, entries
+    below = f"{found.relative_to(source).as_posix()}/"
+    return found, {path.removeprefix(below): entry for path, entry in entries.items() if path.startswith(below)}
 
 
 def _sorted(journal: Journal) -> tuple[FileEntry, ...]:

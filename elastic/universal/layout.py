@@ -13,6 +13,7 @@ from .errors import EnvironmentFailed, SourceBad
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 _OTHER_FILES = re.compile(r"(?:layer_|expert_|.*[_-](?:model|optim)_states\.pt).*")
+_ENGINES = ("global_step*", "checkpoint-*/global_step*")
 _UNIVERSAL_INFO = "universal_checkpoint_info"
 _UNIVERSAL_VERSION = "universal_checkpoint_version"
 
@@ -36,12 +37,31 @@ class Files:
     model: tuple[str, ...]
 
 
+def engine_directory(directory: Path) -> Path:
+    """Where DeepSpeed's files of a checkpoint lie.
+
+    Args:
+        directory: The checkpoint: as DeepSpeed makes it, or a trainer's that has an engine save below its own files
+            (Hugging Face's ``checkpoint-<n>/global_step<n>/``, or that one's inside).
+
+    Returns:
+        ``directory`` itself, also where there are none; or the one below that holds them.
+
+    Raises:
+        OSError: The file system says no.
+    """
+    if any(_MODEL_FILE.fullmatch(path.name) or _OPTIMIZER_FILE.fullmatch(path.name) for path in directory.iterdir()):
+        return directory
+    below = {path.parent for place in _ENGINES for path in directory.glob(f"{place}/*_model_states.pt")}
+    return below.pop() if len(below) == 1 else directory
+
+
 def find_files(directory: Path) -> Files:
     """Tells a checkpoint's files apart by their names.
 
     Raises:
         SourceBad: Files without which there is nothing to convert are missing.
-        EnvironmentFailed: It is another framework's, or a trainer's that keeps DeepSpeed's further down.
+        EnvironmentFailed: It is another framework's, or DeepSpeed's files are further down: see `engine_directory`.
         Unsupported: There are files of model-parallel ranks, pipeline stages or experts.
         OSError: The file system says no.
     """
@@ -117,4 +137,12 @@ def refuse_unconvertible(model: Mapping[str, Any]) -> None:
         )
 
 
-__all__ = ("Files", "Unsupported", "described_parameters", "find_files", "refuse_layout", "refuse_unconvertible")
+__all__ = (
+    "Files",
+    "Unsupported",
+    "described_parameters",
+    "engine_directory",
+    "find_files",
+    "refuse_layout",
+    "refuse_unconvertible",
+)

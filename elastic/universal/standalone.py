@@ -19,6 +19,7 @@ from dalsegno.elastic.checkpoint.files import checksums, fsync_tree, list_files,
 from .conversion import Watch, Wish, produce, seal_form, typed_failures, verified
 from .errors import EnvironmentFailed, SourceBad
 from .journal import JOURNAL, ForeignJournal, Journal, keep_finished
+from .layout import engine_directory
 
 COMPLETE = "CONVERTED.json"
 LATEST = "latest_universal"
@@ -52,6 +53,8 @@ def convert_directory(
     with typed_failures():
         if not source.is_dir():
             raise EnvironmentFailed(f"{source} is no directory")
+        if not (source / MANIFEST).exists():
+            source = engine_directory(source)
         manifest = verified(source, None, watch.moved) if (source / MANIFEST).exists() else None
         entries = {entry.path: entry for entry in manifest.files} if manifest else _model_files(source, wish, watch)
         name = _made_from(source, manifest, wish)

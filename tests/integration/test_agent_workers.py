@@ -245,7 +245,7 @@ def test_what_a_standby_imports_is_there_and_costs_no_priority(node: Node) -> No
         "print(json.dumps([loaded, torch.cuda.is_initialized(), nices]))\n"
     )
     script = script_in(node.directory, code)
-    pool = node.pool(1, modules_of(script.file), low_priority=True)
+    pool = node.pool(1, modules_of(script.source), low_priority=True)
     assert node.warm.wait(60)
     context = node.workers(script, 1, pool)
     begin = time.monotonic()

@@ -33,6 +33,8 @@ from . import local_processes as processes
 ROOT = Path(__file__).resolve().parents[2]
 DDP = ROOT / "examples" / "ddp.py"
 TRAIN = ROOT / "examples" / "train.py"
+HF = ROOT / "examples" / "hf_trainer.py"
+DLROVER_RUN = str(Path(sysconfig.get_path("scripts")) / "dlrover-run")
 HOOKED = Path(__file__).with_name("hooked.py")
 # Relative difference of the losses that no one may see.
 LIMIT = 1e-5
@@ -56,6 +58,16 @@ class Training:
     global_batch_size: int = 16
     seed: int = 0
     extra: tuple[str, ...] = ()
+    # The undisturbed run is one node's, with agent and master: elsewhere the script is not elastic.
+    needs_agent: bool = False
+
+    def words(self, *, hooked: bool) -> list[str]:
+        """What is run, without its flags."""
+        return [str(HOOKED), self.script.name] if hooked else [str(self.script)]
+
+    def pace(self, step_time: float) -> list[str]:
+        """How it is told to make slow steps."""
+        return [f"--step-time={step_time}"]
 
     def flags(self, step_log: Path) -> list[str]:
         return [
@@ -79,11 +91,15 @@ class Undisturbed:
         """The kept history of an undisturbed run."""
         if training not in self._known:
             place = self._directory / f"undisturbed-{len(self._known)}"
+            place.mkdir()
             step_log = place / "steps"
-            command = [sys.executable, str(training.script), *training.flags(step_log)]
-            command.append(f"--checkpoint-dir={place / 'checkpoints'}")
-            done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False)
-            assert done.returncode == 0, done.stderr[-4000:]
+            directory, words = f"--checkpoint-dir={place / 'checkpoints'}", training.words(hooked=False)
+            if training.needs_agent:
+                command = [DLROVER_RUN, "--nnodes=1", directory, *words, *training.flags(step_log)]
+            else:
+                command = [sys.executable, *words, *training.flags(step_log), directory]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False, cwd=place)
+            assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
             self._known[training] = kept_history(StepLogReader(step_log).poll())
         return self._known[training]
 
@@ -222,11 +238,8 @@ class Cluster:
 
     def command(self, name: str) -> list[str]:
         """What a user would type. Growths follow each other at once: the scenes are short."""
-        script = [str(self.training.script)]
-        if self.hooked:
-            script = [str(HOOKED), self.training.script.name]
         return [
-            str(Path(sysconfig.get_path("scripts")) / "dlrover-run"),
+            DLROVER_RUN,
             f"--nnodes={self.nnodes}",
             f"--job-id={self.job}",
             f"--node-name={name}",
@@ -234,9 +247,9 @@ class Cluster:
             *(("--universal-checkpoint",) if self.universal else ()),
             "--grow-interval=0",
             *self.agent_flags,
-            *script,
+            *self.training.words(hooked=self.hooked),
             *self.training.flags(self.step_log),
-            f"--step-time={self.step_time}",
+            *self.training.pace(self.step_time),
             *self.script_flags,
         ]
 

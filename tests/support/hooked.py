@@ -50,20 +50,29 @@ def hold(place: str) -> None:
         time.sleep(LOOK_EVERY)
 
 
+def in_a_hurry() -> bool:
+    """Nothing more is to happen to the run."""
+    return (Path(os.environ["DALSEGNO_TEST_HOLDS"]) / "hurry").exists()
+
+
+def wait_for_the_test(steps: int) -> None:
+    """Makes the present step of so many long, if it is in the run's second half."""
+    slow = next(seconds for part, seconds in SLOW_STEPS if session().step >= part * steps)
+    deadline = time.monotonic() + slow
+    while time.monotonic() < deadline and not in_a_hurry() and not session().should_drain:
+        time.sleep(LOOK_EVERY)
+
+
 def slow_down(steps: int) -> None:
     """Lets steps of the second half last long, unless the test is in a hurry or the world is about to change."""
     import common  # The example's own, from its directory.
 
-    plain, hurry = common.StepClock.wait, Path(os.environ["DALSEGNO_TEST_HOLDS"]) / "hurry"
+    plain = common.StepClock.wait
 
     def wait(self: Any) -> None:
-        if hurry.exists():
-            return
-        plain(self)
-        slow = next(seconds for part, seconds in SLOW_STEPS if session().step >= part * steps)
-        deadline = time.monotonic() + slow
-        while time.monotonic() < deadline and not hurry.exists() and not session().should_drain:
-            time.sleep(LOOK_EVERY)
+        if not in_a_hurry():
+            plain(self)
+            wait_for_the_test(steps)
 
     common.StepClock.wait = wait
 

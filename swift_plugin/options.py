@@ -1,0 +1,62 @@
+"""What a person says beside the trainer's own arguments, and how large the global batch is."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+GLOBAL_BATCH_SIZE = "DALSEGNO_GLOBAL_BATCH_SIZE"
+FIXED_MICRO_BATCH = "DALSEGNO_FIXED_MICRO_BATCH"
+_YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a trainer is made elastic.
+
+    Attributes:
+        global_batch_size: Samples per optimizer step over all ranks; None: see `global_batch_size`.
+        fixed_micro_batch: See ``BatchPlan``.
+    """
+
+    global_batch_size: int | None = None
+    fixed_micro_batch: bool = False
+
+    def __post_init__(self) -> None:
+        if self.global_batch_size is not None and self.global_batch_size < 1:
+            raise ValueError(f"the global batch has at least one sample, not {self.global_batch_size}")
+
+
+def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
+    """For those who cannot add a flag.
+
+    Raises:
+        ValueError: A variable has a value that means nothing.
+    """
+    size, fixed = environ.get(GLOBAL_BATCH_SIZE, ""), environ.get(FIXED_MICRO_BATCH, "").lower()
+    if size and not size.isdecimal():
+        raise ValueError(f"{GLOBAL_BATCH_SIZE} is {size!r}: a number of samples was expected")
+    if fixed not in (*_YES, *_NO):
+        raise ValueError(f"{FIXED_MICRO_BATCH} is {fixed!r}: 1 or 0 was expected")
+    return Options(int(size) if size else None, fixed in _YES)
+
+
+def global_batch_size(options: Options, per_device: int, accumulation: int, session: Any) -> int:
+    """Samples per optimizer step over all ranks, alike at every world size.
+
+    What was asked for; else what the run began with; else what the trainer's own arguments come to in the largest world
+    that the job may have, which is the one that a person who wrote them had in mind.
+
+    Args:
+        options: What was asked for.
+        per_device, accumulation: The trainer's arguments.
+        session: The process's.
+    """
+    if options.global_batch_size is not None:
+        return options.global_batch_size
+    order = None if session.resume is None else session.resume.manifest.order
+    if order is not None:
+        return int(order.global_batch_size)
+    return per_device * accumulation * int(session.max_world_size)

@@ -1,0 +1,68 @@
+"""What cannot be made elastic, said before anything is loaded: what it is, why, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+
+# Older ones have one function for all of the training loop, which cannot be entered at its boundaries.
+OLDEST = (5, 6)
+
+
+def refuse(trainer: Any) -> None:
+    """Looks for what no change of the world would survive.
+
+    Raises:
+        ValueError: There is something.
+        RuntimeError: This version of transformers cannot be used.
+    """
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < OLDEST or not hasattr(trainer, "_run_epoch"):
+        raise RuntimeError(
+            f"transformers {transformers.__version__} has a training loop that cannot be entered at its steps: "
+            f"install transformers>={'.'.join(map(str, OLDEST))}"
+        )
+    for problem, cure in _found(trainer):
+        raise ValueError(f"{problem}: this cannot be trained elastically; {cure}")
+
+
+def _found(trainer: Any) -> list[tuple[str, str]]:
+    args = trainer.args
+    found = [(problem, cure) for there, problem, cure in _of_arguments(args) if there]
+    if args.n_gpu > 1:
+        found.append((f"{args.n_gpu} GPUs in one process", "start one process for each: --nproc-per-node=gpu"))
+    if trainer.is_fsdp_enabled:
+        found.append(("FSDP", "use DeepSpeed ZeRO or DDP, or write the loop with dalsegno.elastic.Trainer"))
+    if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
+        found.append(("tensor, context or sequence parallelism", "set their sizes to 1"))
+    if trainer.train_dataset is None:
+        found.append(("no train_dataset", "give the Trainer one"))
+    return found
+
+
+def _of_arguments(args: Any) -> list[tuple[bool, str, str]]:
+    sampling = getattr(args, "train_sampling_strategy", "random")
+    return [
+        (bool(args.auto_find_batch_size), "auto_find_batch_size", "set per_device_train_batch_size"),
+        (
+            bool(args.save_only_model),
+            "save_only_model, which saves nothing that a run could go on from",
+            "leave it out; checkpoint-<n> has the model's files in any case",
+        ),
+        (
+            bool(getattr(args, "group_by_length", False)) or sampling in ("group_by_length", "batch_rebalance"),
+            "samples grouped by length, in an order that depends on the world",
+            "leave it out (for ms-swift, --packing true has the same purpose)",
+        ),
+        (
+            bool(getattr(args, "use_flash_ckpt", False)),
+            "use_flash_ckpt, whose checkpoints are another program's",
+            "leave it out",
+        ),
+        (
+            bool(getattr(args, "resume_only_model", False)),
+            "resume_only_model",
+            "begin with the weights instead: --model, or --adapters",
+        ),
+    ]

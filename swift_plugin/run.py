@@ -1,0 +1,230 @@
+"""One elastic training by a Trainer: its session, its data, and what happens at the boundaries of its steps."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from dalsegno.elastic import Batch, BatchPlan, MicroBatch, SaveError, Session
+from dalsegno.elastic.exchange import MAX_STEPS_APART
+from dalsegno.elastic.resuming import check_strategy
+
+from . import checkpoints, data
+from .checkpoints import Unfinished, Write
+from .options import Options, global_batch_size
+
+log = logging.getLogger(__name__)
+
+FINAL_SAVE_TRIES = 3
+FINAL_SAVE_PAUSE_SECONDS = 2.0
+
+
+class Run:
+    """What an elastic Trainer knows beside its own state.
+
+    Args:
+        trainer: Constructed, not trained yet.
+        session: The process's.
+        options: What was asked for.
+
+    Raises:
+        ValueError: The resume point does not fit.
+
+    Attributes:
+        plan: Who computes what in this world.
+        batch: The step that is computed, with its ``sample_ids``.
+        micro: The micro-batch that is computed just now.
+        unfinished: Of the resume point, until it is seen to.
+        draining: All ranks save at this boundary and stop.
+        epoch_ended: The Trainer tells of the end of a data epoch.
+        writing: The save under way.
+        left: This process ends, and the training has not.
+    """
+
+    def __init__(self, trainer: Any, session: Session, options: Options) -> None:
+        args = trainer.args
+        size = global_batch_size(options, args.per_device_train_batch_size, args.gradient_accumulation_steps, session)
+        self.session, self.options = session, options
+        self.plan = BatchPlan(
+            size, session.world_size, args.per_device_train_batch_size, fixed_micro_batch=options.fixed_micro_batch
+        )
+        self.strategy = _strategy(trainer)
+        check_strategy(session.resume, self.strategy)
+        self.loader = data.make(trainer, self.plan, session)
+        self.output_dir = Path(args.output_dir)
+        self.batch: Batch[Any] | None = None
+        self.micro: MicroBatch[Any] | None = None
+        self._micros: Iterator[MicroBatch[Any]] = iter(())
+        self.unfinished: Unfinished | None = None
+        self.draining = self.epoch_ended = self.left = False
+        self.writing: Write | None = None
+        self._failed = False
+        # The Trainer deletes nothing: the run's own checkpoints are pruned as this says.
+        self.keep, args.save_total_limit = args.save_total_limit, None
+        if args.metric_for_best_model is not None:
+            session.track(args.metric_for_best_model, mode="max" if args.greater_is_better else "min")
+
+    # Where the run stands.
+
+    @property
+    def resume_directory(self) -> str | None:
+        """The ``checkpoint-<n>`` to resume from."""
+        resume = self.session.resume
+        return None if resume is None else str(checkpoints.trainers(resume.path, resume.step))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Data epochs that are complete, and micro-batches of the present one."""
+        position = self.loader.position
+        steps = -(-position.samples // self.plan.global_batch_size)
+        return position.data_epoch, steps * self.plan.accumulation
+
+    # A step.
+
+    def take(self, batch: Batch[Any]) -> None:
+        """``batch`` is the next step."""
+        self.batch, self._micros = batch, batch.micro_batches
+
+    def next_micro(self) -> MicroBatch[Any]:
+        """What is computed now. With fixed micro-batches the random generators are set for it."""
+        self.micro = next(self._micros)
+        return self.micro
+
+    def computed(self) -> None:
+        """It was, backwards too."""
+        if self.micro is not None and self.micro.is_last:
+            for _ in self._micros:
+                raise RuntimeError("a step has more micro-batches than its last one")
+        self.micro = None
+
+    # Saving.
+
+    def save(self, trainer: Any, save: Callable[[], None]) -> bool:
+        """Has the Trainer save the present step as one checkpoint of the run. Collective.
+
+        Returns:
+            Whether it is saved, now or before.
+        """
+        state, step = trainer.state, trainer.state.global_step
+        best = state.best_model_checkpoint
+        unfinished = self.unfinished or Unfinished()
+        pending = float(trainer._tr_loss)
+        unfinished = Unfinished(
+            loss=self.session.sum(pending) / self.session.world_size,
+            logged=trainer._globalstep_last_logged,
+            evaluation=unfinished.evaluation,
+            epoch_end=self.loader.epoch_is_over and not self.epoch_ended,
+        )
+        self.writing = Write(save, unfinished, self.session.rank, _reshards(trainer))
+        try:
+            ref = self.session.save(
+                self.writing,
+                position=self.loader.position,
+                order=self.loader.order,
+                strategy=self.strategy,
+                metric=state.best_metric if state.best_global_step == step else None,
+                keep=self.keep,
+                create_directory=True,
+                drain=self.draining,
+            )
+            written = self.writing.called
+        finally:
+            self.writing = None
+        self._failed = ref is None
+        if ref is None:
+            state.best_model_checkpoint = best
+            return False
+        assert self.session.run_dir is not None
+        checkpoint = self.session.run_dir / ref.name
+        if state.best_global_step == step:
+            state.best_model_checkpoint = str(checkpoints.trainers(checkpoint, step))
+        if written and self.session.rank == 0:
+            checkpoints.link(self.output_dir, checkpoint, step)
+        return True
+
+    def leave(self) -> bool:
+        """The drain's save has been tried: ends this process if it succeeded.
+
+        Returns:
+            False: it failed on all ranks, and the run goes on.
+        """
+        self.draining = False
+        if not self._failed:
+            self.loader.close()
+            self.left = True
+            self.session.leave_drained()
+        self.session.drain_failed()
+        return False
+
+    def finish(self, save: Callable[[], None]) -> None:
+        """The Trainer has come to its end: says so, once the last save has succeeded.
+
+        Raises:
+            SaveError: It has failed again and again.
+        """
+        self.loader.close()
+        for attempt in range(1, FINAL_SAVE_TRIES + 1):
+            if not self._failed:
+                self.session.finish()
+                if self.session.rank == 0:
+                    with suppress(OSError):
+                        checkpoints.tidy(self.output_dir)
+                return
+            # Nothing could end this wait early: the disk may have room again, or not.
+            threading.Event().wait(FINAL_SAVE_PAUSE_SECONDS * attempt)
+            save()
+        raise SaveError(f"the last step, {self.session.step}, could not be saved in {FINAL_SAVE_TRIES} tries")
+
+
+class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Lets all ranks of a run agree at the boundaries of the Trainer's steps.
+
+    Args:
+        run: The Trainer's.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.session.meet(_ahead(state) + 1)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.session.begin_step(_ahead(state))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        boundary = self._run.session.end_step()
+        # At the end there is nothing to drain: what is left is what a drain would have to do.
+        self._run.draining = boundary.drain and not boundary.end and not control.should_training_stop
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.epoch_ended = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self._run.session.report(float(logs["loss"]))
+
+
+def _ahead(state: Any) -> int:
+    """Steps that every rank has after the one that begins."""
+    return max(0, min(MAX_STEPS_APART, int(state.max_steps) - int(state.global_step) - 1))
+
+
+def _strategy(trainer: Any) -> str:
+    if not trainer.is_deepspeed_enabled:
+        return "ddp"
+    return f"deepspeed-zero-{int(trainer.accelerator.state.deepspeed_plugin.zero_stage)}"
+
+
+def _reshards(trainer: Any) -> bool:
+    if not trainer.is_deepspeed_enabled:
+        return False
+    from dalsegno.elastic.deepspeed import can_reshard
+
+    return can_reshard(trainer.model_wrapped)

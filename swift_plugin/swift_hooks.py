@@ -1,0 +1,143 @@
+"""ms-swift made elastic where it lets others in: the class of its trainer, its output directory, its callbacks.
+
+Nothing is changed outside ``dlrover-run``, nor where ``--callbacks dalsegno`` was not asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from swift.arguments import SftArguments
+from swift.callbacks import callbacks_map
+from swift.callbacks.base import TrainerCallback
+from swift.pipelines import SwiftSft
+from swift.trainers import Trainer as MeanTrainer
+from swift.trainers import TrainerFactory
+
+from .hf import under_dlrover_run
+from .options import Options, from_environment
+from .trainer import ElasticTrainer
+
+NAME = "dalsegno"
+"""For ``--callbacks``."""
+# What ms-swift aims at where it is not told how many steps to accumulate.
+_USUAL_BATCH = 16
+# Preferences, each pair of a loss of its own. The others draw answers from the model, or compare within a micro-batch.
+_RLHF = ("dpo", "orpo", "cpo", "simpo", "rm")
+_INSTEAD = {"deepspeed_elastic": "changing the world", "graceful_exit": "saving before a node goes"}
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+# They begin with a decomposition of the base weights, which every start would make anew.
+_DECOMPOSED = ("pissa", "olora", "lora-ga")
+
+
+class Marker(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed
+    """What ``--callbacks dalsegno`` names. It does nothing: what it asks for is in front of the trainer's class."""
+
+
+def install() -> None:
+    """Once in a process; again, it does nothing."""
+    if NAME in callbacks_map:
+        return
+    callbacks_map[NAME] = Marker
+    if under_dlrover_run():
+        _replace(SftArguments, "_init_deepspeed", _init_deepspeed)
+        _replace(SftArguments, "_add_version", _add_version)
+        _replace(SwiftSft, "_save_trainer_state", _save_trainer_state)
+        chosen = TrainerFactory.get_trainer_cls
+        TrainerFactory.get_trainer_cls = staticmethod(lambda args: _made_elastic(chosen(args), args))
+
+
+def _replace(owner: Any, name: str, ours: Any) -> None:
+    """``ours(original, self, ...)`` in place of a method."""
+    original = getattr(owner, name)
+    setattr(owner, name, functools.wraps(original)(lambda self, *args, **kwargs: ours(original, self, *args, **kwargs)))
+
+
+def wanted(args: Any) -> bool:
+    """Whether these arguments ask for it."""
+    return NAME in (getattr(args, "callbacks", None) or ())
+
+
+def _init_deepspeed(original: Any, args: Any) -> None:
+    if wanted(args):
+        for name, purpose in _INSTEAD.items():
+            if name in args.callbacks:
+                raise ValueError(f"--callbacks {name}: dalsegno does the {purpose} itself; leave {name} out")
+    original(args)
+    if wanted(args) and args.deepspeed:
+        from dalsegno.elastic import deepspeed
+
+        # Of this world; a configuration that says them itself would be compared with arguments of another one.
+        args.deepspeed.update(dict.fromkeys(_SIZES, "auto"))
+        deepspeed.prepare()
+
+
+def _add_version(original: Any, args: Any) -> None:
+    """One directory for all of a run's epochs, not one for each start."""
+    if not wanted(args):
+        original(args)
+        return
+    versioned = args.add_version
+    if versioned:
+        args.output_dir = os.path.join(
+            args.output_dir, f"{os.environ['DALSEGNO_JOB_ID']}-{os.environ['DALSEGNO_RUN_ID']}"
+        )
+    args.add_version = False
+    original(args)
+    args.add_version = versioned
+
+
+def _save_trainer_state(original: Any, pipeline: Any, trainer: Any) -> Any:
+    """What ms-swift tells of a training that has ended; one that was only drained has not."""
+    run = getattr(trainer, "elastic_run", None)
+    return {} if run is not None and run.left else original(pipeline, trainer)
+
+
+def _made_elastic(base: type[Any], args: Any) -> type[Any]:
+    if not wanted(args):
+        return base
+    rlhf = getattr(args, "rlhf_type", None)
+    if rlhf is not None and rlhf not in _RLHF:
+        raise ValueError(f"--rlhf_type {rlhf} cannot be trained elastically; what can: {', '.join(_RLHF)}")
+    if str(getattr(args, "init_weights", "")).startswith(_DECOMPOSED):
+        raise ValueError(f"--init_weights {args.init_weights} cannot be trained elastically: use another one")
+    options = options_of(args)
+    mean = rlhf is not None or issubclass(base, MeanTrainer)
+    return type(base.__name__, (_SwiftTrainer, base), {"options": options, "mean_over_samples": mean})
+
+
+def options_of(args: Any) -> Options:
+    """What was asked for: by our entry's flags, else by the environment."""
+    found = from_environment()
+    size = getattr(args, "global_batch_size", None) or found.global_batch_size
+    if size is None and args.gradient_accumulation_steps is None and "DALSEGNO_RESUME_NAME" not in os.environ:
+        size = _USUAL_BATCH
+    fixed = bool(getattr(args, "fixed_micro_batch", False)) or found.fixed_micro_batch
+    return replace(found, global_batch_size=size, fixed_micro_batch=fixed)
+
+
+class _SwiftTrainer(ElasticTrainer):
+    """Mixed in before ms-swift's trainers."""
+
+    options: Options
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.become_elastic(self.options)
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        super()._save(output_dir, state_dict)
+        with self._kept_errors():
+            own = Path(self.args.output_dir) / "args.json"  # ms-swift looks for it beside the checkpoint
+            if output_dir is not None and own.is_file() and not (Path(output_dir) / own.name).exists():
+                shutil.copyfile(own, Path(output_dir) / own.name)
+
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        super()._save_checkpoint(*args, **kwargs)
+        # Again: when ms-swift did, the link to the checkpoint was not there yet.
+        self._update_last_checkpoint_symlink(barrier=False)

@@ -1,0 +1,293 @@
+"""A Hugging Face ``Trainer`` whose world changes size: what is put in front of its class, and why.
+
+The Trainer keeps its loop, its losses, its logs, evaluations and callbacks. Replaced are: where its data come from
+(`data`), what a slice of a step counts, where it saves to and resumes from (`checkpoints`), and what happens between
+two steps (`run`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers.trainer as upstream
+
+from dalsegno.elastic import session
+
+from . import data, refusals
+from .checkpoints import Unfinished
+from .options import Options
+from .run import Boundaries, Run
+
+# What `_run_epoch` is told that `_maybe_log_save_evaluate` wants to know.
+_OF_AN_EPOCH = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
+    """Mixed in before a Trainer's class by `elastic_class`.
+
+    Attributes:
+        elastic_run: Its part in the run; None until `become_elastic`.
+    """
+
+    elastic_run: Run | None = None
+    control: Any  # the Trainer's
+    # Its `compute_loss` gives a mean over the micro-batch's samples, whatever it is told of their tokens.
+    mean_over_samples = False
+
+    def become_elastic(self, options: Options) -> None:
+        """Called once, when the Trainer is constructed.
+
+        Raises:
+            ValueError: It cannot be trained elastically, or the run's resume point is not its own.
+        """
+        refusals.refuse(self)
+        run = Run(self, session(), options)
+        args, plan = self.args, run.plan
+        self.elastic_run = run
+        args.gradient_accumulation_steps = plan.accumulation
+        args.ignore_data_skip = False
+        # Every token of a global batch counts the same, whichever rank has it.
+        args.average_tokens_across_devices = run.session.world_size > 1
+        if self.is_deepspeed_enabled:
+            _configure_deepspeed(self, run)
+        self.add_callback(Boundaries(run))
+
+    @property
+    def _run(self) -> Run:
+        assert self.elastic_run is not None
+        return self.elastic_run
+
+    # Resuming.
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any) -> Any:
+        run = self._run
+        if trial is not None:
+            raise ValueError("a hyperparameter search is many runs: this cannot be trained elastically")
+        if isinstance(resume_from_checkpoint, str) and run.session.resume is None:
+            raise ValueError(
+                f"resume_from_checkpoint={resume_from_checkpoint}: a run under dlrover-run resumes by itself from what "
+                "it has saved; to begin with weights that are there already, load them as the model"
+            )
+        found = super().train(resume_from_checkpoint=run.resume_directory, **kwargs)
+        run.finish(lambda: self._save_checkpoint(self.model, None))
+        return found
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        found: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        run = self._run
+        if run.session.resume is None:
+            return found
+        run.unfinished = Unfinished.read(run.session.resume.path)
+        if self.state.global_step != run.session.step:
+            raise ValueError(
+                f"{run.session.resume.ref.name} is of step {run.session.step}, and its trainer_state.json of step "
+                f"{self.state.global_step}"
+            )
+        return found if run.loader.endless else run.place
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with _replaced("deepspeed_load_checkpoint", self._load_engine):
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.is_deepspeed_enabled and self._run.session.resume is not None and self.lr_scheduler is not None:
+            # Its own state is there; the rates that it set last are the optimizer's, which the stages load unalike.
+            for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+                group["lr"] = rate
+        return prepared
+
+    def _load_engine(self, engine: Any, path: str, load_module_strict: bool = True) -> None:
+        from dalsegno.elastic.deepspeed import restore
+
+        restore(engine, self._run.session.resume, strict=load_module_strict)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        self._run.session.restore_rng(self.args.seed)
+
+    def _load_best_model(self) -> None:
+        if not self.is_deepspeed_enabled:
+            super()._load_best_model()
+            return
+        from dalsegno.elastic.deepspeed import load_weights
+
+        load_weights(self.model_wrapped, self.state.best_model_checkpoint)
+
+    # Data.
+
+    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run.loader
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run.unfinished is not None:
+            self._see_to(run.unfinished, **{name: kwargs[name] for name in _OF_AN_EPOCH})
+            if self.control.should_training_stop:
+                return None
+        run.epoch_ended = False
+        skip = upstream.skip_first_batches
+
+        def stands_there(loader: Any, count: int = 0) -> Any:
+            return loader if loader is run.loader else skip(loader, count)
+
+        with _replaced("skip_first_batches", stands_there):
+            return super()._run_epoch(*args, **kwargs)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        batch = next(epoch_iterator, None)
+        if batch is None:
+            return [], None
+        self._run.take(batch)
+        silent = self._counts_tokens
+        inputs = [data.silenced(given) if cut.filler and silent else given for cut, given in batch.cut]
+        count = self._get_num_items_in_batch(inputs, device)
+        if isinstance(count, torch.Tensor):
+            # A step without any token that counts has nothing to learn from, and must not divide by it.
+            count = count.clamp(min=1)
+        return inputs, count
+
+    # The loss of a slice.
+
+    @property
+    def _counts_tokens(self) -> bool:
+        """The loss of a slice is the sum over its tokens, divided by the number of the whole global batch's."""
+        return not self.mean_over_samples and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        micro = run.next_micro()
+        if micro.filler:
+            micro.zero_gradients(model.parameters())
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        run.computed()
+        return loss
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        found = super().compute_loss(
+            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
+        )
+        micro = self._run.micro
+        if micro is None or not (micro.filler or num_items_in_batch is None or not self._counts_tokens):
+            return found
+        loss, *outputs = found if return_outputs else (found,)
+        loss = micro.scale(loss)
+        return (loss, *outputs) if return_outputs else loss
+
+    # The boundary of a step.
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        run, evaluation = self._run, False
+        if run.draining:
+            # The notice is for saving. What resumes here evaluates first.
+            evaluation = self.control.should_evaluate
+            run.unfinished = Unfinished(evaluation=evaluation)
+            self.control.should_evaluate, self.control.should_save = False, True
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if run.draining:
+            run.unfinished = None
+            run.leave()
+            self.control.should_evaluate, self.control.should_save = evaluation, False
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
+        if self._run.unfinished is not None:  # the run had ended there, and nobody had said so
+            where = {"epoch": int(self.state.epoch or 0), "trial": trial, "start_time": start_time}
+            self._see_to(self._run.unfinished, model=self.model_wrapped, ignore_keys_for_eval=None, **where)
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def _see_to(self, unfinished: Unfinished, **of_epoch: Any) -> None:
+        """What those who saved the resume point had no time for."""
+        run = self._run
+        run.unfinished = None
+        self._tr_loss += unfinished.loss
+        self._globalstep_last_logged = unfinished.logged
+        best = self.state.best_global_step
+        if unfinished.epoch_end:
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+        self.control.should_evaluate = self.control.should_evaluate or unfinished.evaluation
+        if not (unfinished.epoch_end or unfinished.evaluation):
+            return
+        super()._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
+        if self.state.best_global_step != best and self.state.best_global_step == self.state.global_step:
+            run.session.measured(self.state.best_metric)
+            self.state.best_model_checkpoint = run.resume_directory
+
+    # Saving.
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        def theirs() -> None:
+            super(ElasticTrainer, self)._save_checkpoint(model, trial)
+
+        self._run.save(self, theirs)
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        writing = self._run.writing if self.elastic_run is not None else None
+        if writing is not None and writing.directory is not None:
+            return str(writing.directory)
+        return str(super()._get_output_dir(trial))
+
+    def _kept_errors(self) -> Any:
+        """Errors of the part of a save that one rank does alone are told when the others no longer wait for it."""
+        writing = self._run.writing
+        return contextlib.nullcontext() if writing is None else writing.errors.kept()
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        with self._kept_errors():
+            super()._save(output_dir, state_dict=state_dict)
+
+    def _save_rng_state(self, output_dir: Any) -> None:
+        with self._kept_errors():
+            super()._save_rng_state(output_dir)
+
+    def _save_scaler(self, output_dir: Any) -> None:
+        with self._kept_errors():
+            super()._save_scaler(output_dir)
+
+    def _push_from_checkpoint(self, checkpoint_folder: Any) -> None:
+        with self._kept_errors():
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: Any) -> None:
+        with self._kept_errors():
+            if not self.is_deepspeed_enabled:
+                super()._save_optimizer_and_scheduler(output_dir)
+                return
+            from dalsegno.elastic.deepspeed import saved_by_trainer
+
+            with saved_by_trainer(self.model_wrapped):
+                super()._save_optimizer_and_scheduler(output_dir)
+
+
+def elastic_class(base: type[Any]) -> type[Any]:
+    """``base`` made elastic."""
+    return type(base.__name__, (ElasticTrainer, base), {"__module__": base.__module__})
+
+
+def _configure_deepspeed(trainer: Any, run: Run) -> None:
+    """The engine's configuration for this world and resume point, in place of what the arguments had made of it."""
+    from dalsegno.elastic import deepspeed
+
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    own = plugin.hf_ds_config.config
+    made = deepspeed.config(own, run.plan, run.session.resume)
+    own.clear()
+    own.update(made)
+    plugin.deepspeed_config = own
+
+
+@contextlib.contextmanager
+def _replaced(name: str, value: Any) -> Iterator[None]:
+    """A function that the training loop calls by its name in its module."""
+    original = getattr(upstream, name)
+    setattr(upstream, name, value)
+    try:
+        yield
+    finally:
+        setattr(upstream, name, original)

@@ -1,0 +1,173 @@
+"""ms-swift under real agents: full-parameter and LoRA training whose world changes size, and `swift sft` by itself."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.swift_plugin import PLUGIN
+from tests.support import tiny_swift
+from tests.support.cluster import Cluster, Training, Undisturbed
+
+pytest.importorskip("swift", reason="the extra `swift` is not installed")
+pytestmark = pytest.mark.timeout(900)
+
+Clusters = Callable[..., Cluster]
+STEPS_PLUGIN = Path(tiny_swift.__file__).with_name("swift_steps.py")
+ENTRY = "dalsegno.swift_plugin"
+
+
+@dataclass(frozen=True)
+class Swift(Training):
+    """One of ms-swift's trainings.
+
+    Attributes:
+        made: Where the model and the data are.
+        module: What is run; `swift.cli.sft` is ms-swift's own, with our plugin.
+        options: Its flags, beside those of `tiny_swift`.
+    """
+
+    made: Path = Path()
+    module: str = f"{ENTRY}.sft"
+    options: tuple[tuple[str, str], ...] = ()
+    needs_agent: bool = True
+
+    def words(self, *, hooked: bool) -> list[str]:
+        return ["-m", self.module]
+
+    def pace(self, step_time: float) -> list[str]:
+        return []
+
+    def flags(self, step_log: Path) -> list[str]:
+        given: dict[str, Any] = {
+            "max_steps": self.steps,
+            "save_steps": self.save_every,
+            "per_device_train_batch_size": 3,
+            "output_dir": "out",
+            **dict(self.options),
+        }
+        plugins, callbacks = [str(STEPS_PLUGIN)], ["steps"]
+        if self.module.startswith("swift."):
+            plugins, callbacks = [*plugins, str(PLUGIN)], [*callbacks, "dalsegno"]
+        else:
+            given["global_batch_size"] = self.global_batch_size
+        flags = tiny_swift.flags(self.made / "model", self.made / "data.jsonl", **given)
+        return [*flags, "--external_plugins", *plugins, "--callbacks", *callbacks]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `model` and `data.jsonl`."""
+    directory = tmp_path_factory.mktemp("tiny")
+    tiny_swift.make_model(directory / "model")
+    # 152 samples, 16 at a time: data epochs of 10 steps, the last of which is short.
+    tiny_swift.make_data(directory / "data.jsonl", 152)
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in tiny_swift.OFFLINE.items():
+        monkeypatch.setenv(name, value)
+
+
+def start(clusters: Clusters, training: Swift, **options: Any) -> Cluster:
+    """A job whose workers log their steps."""
+    job = clusters(training=training, **{"nnodes": "1:3", **options})
+    environment: dict[str, str] = {"STEP_LOG": str(job.step_log)}
+    job.agent_environment = {**job.agent_environment, **environment}
+    return job
+
+
+def change_worlds(job: Cluster) -> None:
+    """1, 2, 3 nodes, a kill of one, and the others go on: three resumes and a fourth."""
+    job.open("a")
+    job.start("b")
+    second = job.wait_world(2, steps=3)
+    job.start("c")
+    third = job.wait_world(3, steps=3, after=second)
+    job.kill_node(job.node("b"))
+    fourth = job.wait_world(2, steps=3, after=third)
+    job.leave(job.node("c"))
+    job.wait_world(1, steps=2, after=fourth)
+    job.finish()
+    job.assert_lost({fourth: range(job.training.save_every + 1)})
+
+
+def output(job: Cluster) -> Path:
+    """The directory that all epochs have written to."""
+    (found,) = {path.parent for path in (job.directory / "out").rglob("logging.jsonl")}
+    return found
+
+
+def judge(job: Cluster, undisturbed: Undisturbed) -> None:
+    """The undisturbed run's losses, every sample once, and ms-swift's own files where they always are."""
+    job.assert_undisturbed(undisturbed)
+    last = output(job) / f"checkpoint-{job.training.steps}"
+    state = json.loads((last / "trainer_state.json").read_text())
+    logged = [line["step"] for line in state["log_history"] if "grad_norm" in line]
+    assert logged == list(range(1, job.training.steps + 1))
+    assert (last / "args.json").is_file()
+    assert (output(job) / "last-checkpoint").resolve() == last.resolve()
+
+
+def with_log(undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch) -> Undisturbed:
+    return undisturbed
+
+
+@pytest.mark.parametrize(
+    ("module", "options"),
+    [
+        (f"{ENTRY}.sft", {"deepspeed": "zero1"}),
+        pytest.param("swift.cli.sft", {"deepspeed": "zero1", "add_version": "false"}, marks=pytest.mark.full),
+        pytest.param(f"{ENTRY}.sft", {"deepspeed": "zero2"}, marks=pytest.mark.full),
+        pytest.param(f"{ENTRY}.sft", {"deepspeed": "zero3"}, marks=pytest.mark.full),
+        pytest.param(f"{ENTRY}.sft", {}, marks=pytest.mark.full),
+        pytest.param(f"{ENTRY}.sft", {"tuner_type": "lora"}, marks=pytest.mark.full),
+        pytest.param(f"{ENTRY}.sft", {"tuner_type": "lora", "deepspeed": "zero1"}, marks=pytest.mark.full),
+        pytest.param(f"{ENTRY}.sft", {"tuner_type": "lora", "deepspeed": "zero2"}, marks=pytest.mark.full),
+        pytest.param(f"{ENTRY}.sft", {"tuner_type": "lora", "deepspeed": "zero3"}, marks=pytest.mark.full),
+        pytest.param(f"{ENTRY}.pt", {"deepspeed": "zero1"}, marks=pytest.mark.full),
+        pytest.param(f"{ENTRY}.sft", {"streaming": "true", "deepspeed": "zero1"}, marks=pytest.mark.full),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "ddp",
+)
+def test_changes_of_the_world(
+    clusters: Clusters, undisturbed: Undisturbed, made: Path, module: str, options: Mapping[str, str]
+) -> None:
+    """Nodes join, one is killed, one leaves: the losses are the undisturbed run's."""
+    job = start(clusters, Swift(steps=40, save_every=10, made=made, module=module, options=tuple(options.items())))
+    change_worlds(job)
+    judge(job, undisturbed)
+
+
+def test_swift_by_itself_is_unchanged_with_the_plugin_loaded(made: Path, tmp_path: Path) -> None:
+    """Without `dlrover-run` the plugin does nothing: the same losses, files and exit code as without it."""
+    found = []
+    for name, plugin in (("without", []), ("with", ["--external_plugins", str(PLUGIN), "--callbacks", "dalsegno"])):
+        flags = tiny_swift.flags(
+            made / "model",
+            made / "data.jsonl",
+            max_steps=6,
+            save_steps=3,
+            per_device_train_batch_size=3,
+            gradient_accumulation_steps=2,
+            output_dir=tmp_path / name,
+            add_version="false",
+        )
+        done = subprocess.run(
+            [sys.executable, "-m", "swift.cli.sft", *flags, *plugin], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        checkpoints = sorted(path.name for path in (tmp_path / name).glob("checkpoint-*"))
+        state = json.loads((tmp_path / name / "checkpoint-6" / "trainer_state.json").read_text())
+        found.append((checkpoints, [line.get("loss") for line in state["log_history"]]))
+    assert found[0] == found[1]
+    assert found[0][0] == ["checkpoint-3", "checkpoint-6"]
