@@ -179,10 +179,12 @@ _SWIFT_PLUGIN = "dalsegno_swift_plugin"
 def _knows_us(options: argparse.Namespace) -> bool:
     """Whether the script has our session, which reads the environment and needs no flag.
 
-    Its text says so, or it is ms-swift with our plugin: that program takes no flag that it does not know.
+    Its text says so, or it is ms-swift, with our plugin or not: that program takes no flag that it does not know.
     """
     path = Path(options.training_script)
     if any(_SWIFT_PLUGIN in argument for argument in options.training_script_args):
+        return True
+    if options.module and options.training_script.startswith("swift."):
         return True
     if options.module or options.no_python or not path.is_file():
         return False

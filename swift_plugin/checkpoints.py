@@ -1,4 +1,4 @@
-"""The Trainer's own ``checkpoint-<n>`` among the run's checkpoints, and a link to it where people look for it."""
+"""The Trainer's own ``checkpoint-<n>`` among the run's checkpoints, and links to it where people look for it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 log = logging.getLogger(__name__)
 
 PROGRESS = "trainer-progress.json"
+TRAINER_STATE = "trainer_state.json"
 VERSION = 1
 
 
@@ -25,12 +27,16 @@ class Unfinished:
         logged: The step of that log.
         evaluation: An evaluation was due.
         epoch_end: A data epoch had ended, and nobody was told yet.
+        callbacks: What callbacks count that do not save it themselves: class, attribute, value.
+        tell_of_save: These are to be told that this step was saved: they never are before it is.
     """
 
     loss: float = 0.0
     logged: int = 0
     evaluation: bool = False
     epoch_end: bool = False
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    tell_of_save: bool = False
 
     def write(self, directory: Path) -> None:
         """Beside the Trainer's directory."""
@@ -64,11 +70,21 @@ class Errors:
             yield
         except Exception as error:
             log.debug("kept until the end of the save", exc_info=error)
-            self.first = self.first or error
+            self.first = self.first or _as_of_the_disk(error)
 
     def raise_first(self) -> None:
         if self.first is not None:
             raise self.first
+
+
+def _as_of_the_disk(error: Exception) -> Exception:
+    """The libraries that write weights and tokenizers have errors of their own for what the file system says."""
+    foreign = type(error).__module__.partition(".")[0] in ("safetensors", "safetensors_rust", "tokenizers")
+    if foreign or type(error) is Exception:
+        told = OSError(str(error))
+        told.__cause__ = error
+        return told
+    return error
 
 
 class Write:
@@ -109,33 +125,57 @@ def trainers(checkpoint: Path, step: int) -> Path:
     return checkpoint / f"checkpoint-{step}"
 
 
+def link(output_dir: Path, checkpoint: Path, step: int) -> None:
+    """Lets people find ``checkpoint-<step>`` in the output directory.
+
+    It is a directory of links to files. What anybody adds to it, a callback or ``swift infer``, is added there: in the
+    checkpoint itself it would be a file that its manifest does not know.
+
+    Args:
+        output_dir: The Trainer's.
+        checkpoint: Sealed.
+        step: Its own.
+    """
+    place, source = trainers(output_dir, step), trainers(checkpoint, step)
+    try:
+        if is_foreign(place):
+            log.warning("%s is there already and is not the run's: its own is %s", place, source)
+            return
+        for file in (path for path in source.rglob("*") if path.is_file()):
+            _link(place / file.relative_to(source), file)
+        tidy(output_dir)
+    except OSError as error:
+        log.warning("%s cannot be linked: %s; the checkpoint itself is %s", place, error, source)
+
+
+def _link(place: Path, file: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    temporary = place.with_name(f".{place.name}.{os.getpid()}")
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    temporary.symlink_to(file)
+    os.replace(temporary, place)
+
+
+def is_foreign(place: Path) -> bool:
+    """Whether something is there that no `link` has made: a checkpoint of another training."""
+    return os.path.lexists(place) and not (place / TRAINER_STATE).is_symlink()
+
+
 def tidy(output_dir: Path) -> None:
-    """Takes away links to checkpoints that have been pruned.
+    """Takes away links to what has been pruned; files that somebody has added stay.
 
     Raises:
         OSError: The file system says no.
     """
-    for old in output_dir.glob("checkpoint-*"):
-        if old.is_symlink() and not old.exists():
-            old.unlink(missing_ok=True)
-
-
-def link(output_dir: Path, checkpoint: Path, step: int) -> None:
-    """Lets people find ``checkpoint-<step>`` in the output directory, and takes away links to what is gone.
-
-    A link: the checkpoint's own directory is sealed, and one copy of it is enough.
-    """
-    place = trainers(output_dir, step)
-    temporary = place.with_name(f".{place.name}.{os.getpid()}")
-    try:
-        output_dir.mkdir(parents=True, exist_ok=True)
-        tidy(output_dir)
-        if place.exists() and not place.is_symlink():
-            log.warning("%s is there already and is not the run's: its own is %s", place, trainers(checkpoint, step))
-            return
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-        temporary.symlink_to(trainers(checkpoint, step), target_is_directory=True)
-        os.replace(temporary, place)
-    except OSError as error:
-        log.warning("%s cannot be linked: %s; the checkpoint itself is %s", place, error, trainers(checkpoint, step))
+    for place in output_dir.glob("checkpoint-*"):
+        state = place / TRAINER_STATE
+        if not state.is_symlink() or state.exists():
+            continue
+        for path in sorted(place.rglob("*"), reverse=True):  # what is deeper comes first
+            if path.is_symlink() and not path.exists():
+                path.unlink(missing_ok=True)
+            elif path.is_dir() and not any(path.iterdir()):
+                path.rmdir()
+        if not any(place.iterdir()):
+            place.rmdir()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 
 from dalsegno.elastic import Batch, Batches, BatchPlan, ElasticSampler, Order, Position
-
-log = logging.getLogger(__name__)
+from dalsegno.elastic.fetching import is_iterable
 
 IGNORED = -100
 """The label of what no loss counts."""
@@ -86,8 +85,14 @@ class StepLoader:
         self._steps = None
 
 
-def make(trainer: Any, plan: BatchPlan, session: Any) -> StepLoader:
+def make(trainer: Any, plan: BatchPlan, session: Any, *, by_samples: bool) -> StepLoader:
     """The loader of a Trainer in this world, at the session's resume point.
+
+    Args:
+        trainer: Constructed.
+        plan: Who computes what.
+        session: The process's.
+        by_samples: A slice counts as many as it has samples; else as many as it has labels.
 
     Raises:
         ValueError: The resume point is of another order of samples, or the data set has no batch.
@@ -98,7 +103,7 @@ def make(trainer: Any, plan: BatchPlan, session: Any) -> StepLoader:
         length,
         plan.global_batch_size,
         seed=args.seed if args.data_seed is None else args.data_seed,
-        shuffle=length is not None and _shuffled(args),
+        shuffle=not is_iterable(dataset) and _shuffled(args),
         drop_last=args.dataloader_drop_last,
     )
     collate = trainer.data_collator
@@ -113,10 +118,10 @@ def make(trainer: Any, plan: BatchPlan, session: Any) -> StepLoader:
         plan,
         session.rank,
         collate=collate,
-        # The Trainer divides a mean by the micro-steps, as DeepSpeed does.
-        scale="deepspeed",
         resume=session.resume,
         seed=args.seed,
+        count_tokens=None if by_samples else functools.partial(count_labels, shifted=_shifts_labels(trainer)),
+        reduce=None if by_samples else session.sum,
         loader_options=_loader_options(args),
     )
     return StepLoader(
@@ -124,8 +129,31 @@ def make(trainer: Any, plan: BatchPlan, session: Any) -> StepLoader:
     )
 
 
+def count_labels(inputs: Any, *, shifted: bool) -> int:
+    """What the mean loss of a micro-batch is a mean over: its labels that count, or its samples where it has none.
+
+    Args:
+        inputs: What the data collator made.
+        shifted: The model predicts each label from the positions before, so none of the first position.
+    """
+    ready, labels = inputs.get("shift_labels"), inputs.get("labels")
+    if isinstance(ready, torch.Tensor):
+        return int(ready.ne(IGNORED).sum())
+    if isinstance(labels, torch.Tensor):
+        return int((labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(IGNORED).sum())
+    return max(len(value) for value in inputs.values() if hasattr(value, "__len__"))
+
+
+def _shifts_labels(trainer: Any) -> bool:
+    return bool(getattr(trainer, "_loss_shifts_labels", True))
+
+
 def _shuffled(args: Any) -> bool:
-    return bool(getattr(args, "train_dataloader_shuffle", True)) and args.train_sampling_strategy != "sequential"
+    return bool(getattr(args, "train_dataloader_shuffle", True)) and _strategy(args) != "sequential"
+
+
+def _strategy(args: Any) -> str:
+    return str(getattr(args, "train_sampling_strategy", "random"))
 
 
 def _loader_options(args: Any) -> dict[str, Any]:

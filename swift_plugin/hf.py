@@ -31,7 +31,13 @@ def prepare() -> None:
         deepspeed.prepare()
 
 
-def elastic(trainer: T, *, global_batch_size: int | None = None, fixed_micro_batch: bool = False) -> T:
+def elastic(
+    trainer: T,
+    *,
+    global_batch_size: int | None = None,
+    fixed_micro_batch: bool = False,
+    mean_over_samples: bool = False,
+) -> T:
     """Makes a Trainer elastic, in place. Call it once the Trainer is constructed.
 
     Args:
@@ -41,6 +47,8 @@ def elastic(trainer: T, *, global_batch_size: int | None = None, fixed_micro_bat
             pass has.
         fixed_micro_batch: Cut every global batch into the same micro-batches at every world size: then the curve stays
             the same also with dropout, and with losses that depend on the micro-batch as a whole.
+        mean_over_samples: What the model or ``compute_loss`` gives for a micro-batch is a mean over its samples.
+            Default: over the labels that count (not -100), which is the same thing where each sample has one.
 
     Returns:
         The same Trainer.
@@ -48,7 +56,7 @@ def elastic(trainer: T, *, global_batch_size: int | None = None, fixed_micro_bat
     Raises:
         ValueError: It cannot be trained elastically; says why and what to do.
     """
-    options = Options(global_batch_size, fixed_micro_batch)
+    options = Options(global_batch_size, fixed_micro_batch, mean_over_samples)
     if under_dlrover_run():
         from .trainer import elastic_class
 

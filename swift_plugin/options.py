@@ -19,10 +19,12 @@ class Options:
     Attributes:
         global_batch_size: Samples per optimizer step over all ranks; None: see `global_batch_size`.
         fixed_micro_batch: See ``BatchPlan``.
+        mean_over_samples: The loss of a micro-batch is a mean over its samples, also where its labels are of tokens.
     """
 
     global_batch_size: int | None = None
     fixed_micro_batch: bool = False
+    mean_over_samples: bool = False
 
     def __post_init__(self) -> None:
         if self.global_batch_size is not None and self.global_batch_size < 1:

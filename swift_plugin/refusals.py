@@ -8,6 +8,7 @@ import transformers
 
 # Older ones have one function for all of the training loop, which cannot be entered at its boundaries.
 OLDEST = (5, 6)
+_KNOWN = ("dalsegno", "swift", "transformers", "trl")
 
 
 def refuse(trainer: Any) -> None:
@@ -36,9 +37,24 @@ def _found(trainer: Any) -> list[tuple[str, str]]:
         found.append(("FSDP", "use DeepSpeed ZeRO or DDP, or write the loop with dalsegno.elastic.Trainer"))
     if trainer.get_tp_size() * trainer.get_cp_size() * trainer.get_sp_size() > 1:
         found.append(("tensor, context or sequence parallelism", "set their sizes to 1"))
+    if getattr(getattr(trainer, "template", None), "sequence_parallel_size", 1) > 1:
+        found.append(("sequence parallelism", "leave out --sequence_parallel_size"))
+    found += [
+        (f"{name} of {owner}, which would not be asked for samples", "leave the order to us, or weigh the losses")
+        for name in ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
+        if (owner := _overrides(trainer, name))
+    ]
     if trainer.train_dataset is None:
         found.append(("no train_dataset", "give the Trainer one"))
     return found
+
+
+def _overrides(trainer: Any, name: str) -> str:
+    """The user's own class that has a method of this name, if there is one."""
+    for cls in type(trainer).__mro__:
+        if name in vars(cls) and cls.__module__.partition(".")[0] not in _KNOWN:
+            return cls.__qualname__
+    return ""
 
 
 def _of_arguments(args: Any) -> list[tuple[bool, str, str]]:

@@ -44,7 +44,7 @@ class Run:
         draining: All ranks save at this boundary and stop.
         epoch_ended: The Trainer tells of the end of a data epoch.
         writing: The save under way.
-        left: This process ends, and the training has not.
+        finished: The training has come to its end.
     """
 
     def __init__(self, trainer: Any, session: Session, options: Options) -> None:
@@ -56,17 +56,18 @@ class Run:
         )
         self.strategy = _strategy(trainer)
         check_strategy(session.resume, self.strategy)
-        self.loader = data.make(trainer, self.plan, session)
+        self.loader = data.make(trainer, self.plan, session, by_samples=options.mean_over_samples)
         self.output_dir = Path(args.output_dir)
         self.batch: Batch[Any] | None = None
         self.micro: MicroBatch[Any] | None = None
         self._micros: Iterator[MicroBatch[Any]] = iter(())
         self.unfinished: Unfinished | None = None
-        self.draining = self.epoch_ended = self.left = False
+        self.draining = self.epoch_ended = self.finished = False
         self.writing: Write | None = None
         self._failed = False
         # The Trainer deletes nothing: the run's own checkpoints are pruned as this says.
-        self.keep, args.save_total_limit = args.save_total_limit, None
+        limit, args.save_total_limit = args.save_total_limit, None
+        self.keep = None if limit is None else max(0, limit)
         if args.metric_for_best_model is not None:
             session.track(args.metric_for_best_model, mode="max" if args.greater_is_better else "min")
 
@@ -120,6 +121,8 @@ class Run:
             logged=trainer._globalstep_last_logged,
             evaluation=unfinished.evaluation,
             epoch_end=self.loader.epoch_is_over and not self.epoch_ended,
+            callbacks=trainer.remembered(),
+            tell_of_save=not self.draining,
         )
         self.writing = Write(save, unfinished, self.session.rank, _reshards(trainer))
         try:
@@ -155,9 +158,9 @@ class Run:
             False: it failed on all ranks, and the run goes on.
         """
         self.draining = False
-        if not self._failed:
+        failed, self._failed = self._failed, False
+        if not failed:
             self.loader.close()
-            self.left = True
             self.session.leave_drained()
         self.session.drain_failed()
         return False
@@ -172,6 +175,7 @@ class Run:
         for attempt in range(1, FINAL_SAVE_TRIES + 1):
             if not self._failed:
                 self.session.finish()
+                self.finished = True
                 if self.session.rank == 0:
                     with suppress(OSError):
                         checkpoints.tidy(self.output_dir)

@@ -8,15 +8,15 @@ from __future__ import annotations
 import functools
 import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from swift.arguments import SftArguments
 from swift.callbacks import callbacks_map
 from swift.callbacks.base import TrainerCallback
 from swift.pipelines import SwiftSft
-from swift.trainers import Trainer as MeanTrainer
 from swift.trainers import TrainerFactory
 
 from .hf import under_dlrover_run
@@ -27,8 +27,11 @@ NAME = "dalsegno"
 """For ``--callbacks``."""
 # What ms-swift aims at where it is not told how many steps to accumulate.
 _USUAL_BATCH = 16
-# Preferences, each pair of a loss of its own. The others draw answers from the model, or compare within a micro-batch.
-_RLHF = ("dpo", "orpo", "cpo", "simpo", "rm")
+# Means over the tokens of answers, and over samples with one label each. The others compare within a micro-batch.
+_TASKS = ("causal_lm", "seq_cls")
+# A loss for each pair of answers; then those with a term that is a mean over the micro-batch's tokens.
+_PAIRS, _PAIRS_AND_TOKENS = ("dpo", "rm"), ("orpo", "cpo", "simpo")
+_DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "nca_pair", "sppo_hard", "exo_pair", "apo_zero", "apo_down")
 _INSTEAD = {"deepspeed_elastic": "changing the world", "graceful_exit": "saving before a node goes"}
 _SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # They begin with a decomposition of the base weights, which every start would make anew.
@@ -93,22 +96,42 @@ def _add_version(original: Any, args: Any) -> None:
 
 
 def _save_trainer_state(original: Any, pipeline: Any, trainer: Any) -> Any:
-    """What ms-swift tells of a training that has ended; one that was only drained has not."""
+    """What ms-swift tells of a training that has ended; one that was drained, or whose peer died, has not."""
     run = getattr(trainer, "elastic_run", None)
-    return {} if run is not None and run.left else original(pipeline, trainer)
+    return original(pipeline, trainer) if run is None or run.finished else {}
 
 
 def _made_elastic(base: type[Any], args: Any) -> type[Any]:
     if not wanted(args):
         return base
-    rlhf = getattr(args, "rlhf_type", None)
-    if rlhf is not None and rlhf not in _RLHF:
-        raise ValueError(f"--rlhf_type {rlhf} cannot be trained elastically; what can: {', '.join(_RLHF)}")
+    options = options_of(args)
+    _refuse(args, options)
+    return type(base.__name__, (_SwiftTrainer, base), {"options": options})
+
+
+def _refuse(args: Any, options: Options) -> None:
+    """What is ms-swift's own, see `refusals`."""
+    rlhf, task = getattr(args, "rlhf_type", None), getattr(args, "task_type", "causal_lm")
     if str(getattr(args, "init_weights", "")).startswith(_DECOMPOSED):
         raise ValueError(f"--init_weights {args.init_weights} cannot be trained elastically: use another one")
-    options = options_of(args)
-    mean = rlhf is not None or issubclass(base, MeanTrainer)
-    return type(base.__name__, (_SwiftTrainer, base), {"options": options, "mean_over_samples": mean})
+    if rlhf is None:
+        if task not in _TASKS:
+            raise ValueError(f"--task_type {task} cannot be trained elastically; what can: {', '.join(_TASKS)}")
+        return
+    if rlhf not in (*_PAIRS, *_PAIRS_AND_TOKENS):
+        can = ", ".join((*_PAIRS, *_PAIRS_AND_TOKENS))
+        raise ValueError(f"--rlhf_type {rlhf} cannot be trained elastically; what can: {can}")
+    if args.packing:
+        raise ValueError(f"--rlhf_type {rlhf} with --packing true cannot be trained elastically: leave out --packing")
+    losses = set(getattr(args, "loss_type", None) or ()) if rlhf == "dpo" else set()
+    whole = rlhf in _PAIRS_AND_TOKENS or bool(rlhf == "dpo" and getattr(args, "rpo_alpha", None))
+    if other := sorted(losses - set(_DPO_LOSSES)):
+        raise ValueError(f"--loss_type {other[0]} cannot be trained elastically; what can: {', '.join(_DPO_LOSSES)}")
+    if whole and not options.fixed_micro_batch:
+        raise ValueError(
+            f"--rlhf_type {rlhf} has a term that is a mean over the micro-batch's tokens: add --fixed_micro_batch true "
+            "(DALSEGNO_FIXED_MICRO_BATCH=1), so that every world has the same micro-batches"
+        )
 
 
 def options_of(args: Any) -> Options:
@@ -118,13 +141,15 @@ def options_of(args: Any) -> Options:
     if size is None and args.gradient_accumulation_steps is None and "DALSEGNO_RESUME_NAME" not in os.environ:
         size = _USUAL_BATCH
     fixed = bool(getattr(args, "fixed_micro_batch", False)) or found.fixed_micro_batch
-    return replace(found, global_batch_size=size, fixed_micro_batch=fixed)
+    pairs = getattr(args, "rlhf_type", None) is not None
+    return replace(found, global_batch_size=size, fixed_micro_batch=fixed, mean_over_samples=pairs)
 
 
 class _SwiftTrainer(ElasticTrainer):
     """Mixed in before ms-swift's trainers."""
 
     options: Options
+    counting: ClassVar[Mapping[str, tuple[str, ...]]] = {"EarlyStopCallback": ("best_metric", "interval")}
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -139,5 +164,9 @@ class _SwiftTrainer(ElasticTrainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
-        # Again: when ms-swift did, the link to the checkpoint was not there yet.
         self._update_last_checkpoint_symlink(barrier=False)
+
+    def _update_last_checkpoint_symlink(self, barrier: bool = True) -> None:
+        # Not within the save, where what it should point to is not there yet, and not all ranks may come to a barrier.
+        if self._run.writing is None:
+            super()._update_last_checkpoint_symlink(barrier=barrier)

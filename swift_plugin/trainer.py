@@ -8,8 +8,10 @@ two steps (`run`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers.trainer as upstream
@@ -17,12 +19,14 @@ import transformers.trainer as upstream
 from dalsegno.elastic import session
 
 from . import data, refusals
-from .checkpoints import Unfinished
+from .checkpoints import Unfinished, is_foreign
 from .options import Options
 from .run import Boundaries, Run
 
 # What `_run_epoch` is told that `_maybe_log_save_evaluate` wants to know.
 _OF_AN_EPOCH = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
+
+_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 if TYPE_CHECKING:
     _Base = Any
@@ -38,9 +42,10 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     """
 
     elastic_run: Run | None = None
-    control: Any  # the Trainer's
-    # Its `compute_loss` gives a mean over the micro-batch's samples, whatever it is told of their tokens.
-    mean_over_samples = False
+    control: Any  # the Trainer's, as the next one
+    lr_scheduler: Any
+    # Callbacks that count something and do not save it, by the names of their classes, and their attributes.
+    counting: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def become_elastic(self, options: Options) -> None:
         """Called once, when the Trainer is constructed.
@@ -54,8 +59,10 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         self.elastic_run = run
         args.gradient_accumulation_steps = plan.accumulation
         args.ignore_data_skip = False
-        # Every token of a global batch counts the same, whichever rank has it.
-        args.average_tokens_across_devices = run.session.world_size > 1
+        # Such as what early stopping has counted: a change of the world is no new training.
+        args.restore_callback_states_from_checkpoint = True
+        if run.session.resume is not None:
+            args.eval_on_start = False
         if self.is_deepspeed_enabled:
             _configure_deepspeed(self, run)
         self.add_callback(Boundaries(run))
@@ -71,11 +78,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         run = self._run
         if trial is not None:
             raise ValueError("a hyperparameter search is many runs: this cannot be trained elastically")
-        if isinstance(resume_from_checkpoint, str) and run.session.resume is None:
-            raise ValueError(
-                f"resume_from_checkpoint={resume_from_checkpoint}: a run under dlrover-run resumes by itself from what "
-                "it has saved; to begin with weights that are there already, load them as the model"
-            )
+        if run.session.resume is None:
+            _refuse_other_resume(resume_from_checkpoint, run.output_dir)
         found = super().train(resume_from_checkpoint=run.resume_directory, **kwargs)
         run.finish(lambda: self._save_checkpoint(self.model, None))
         return found
@@ -96,9 +100,10 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with _replaced("deepspeed_load_checkpoint", self._load_engine):
             prepared = super()._prepare_for_training(*args, **kwargs)
-        if self.is_deepspeed_enabled and self._run.session.resume is not None and self.lr_scheduler is not None:
-            # Its own state is there; the rates that it set last are the optimizer's, which the stages load unalike.
-            for group, rate in zip(self.optimizer.param_groups, self.lr_scheduler.get_last_lr(), strict=True):
+        scheduler = self.lr_scheduler
+        if self._run.session.resume is not None and isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+            # Its own state is there; the rates that it set last are the optimizer's, which ZeRO's stages load unalike.
+            for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
                 group["lr"] = rate
         return prepared
 
@@ -116,7 +121,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             return
         from dalsegno.elastic.deepspeed import load_weights
 
-        load_weights(self.model_wrapped, self.state.best_model_checkpoint)
+        load_weights(self.model_wrapped, Path(self.state.best_model_checkpoint))
 
     # Data.
 
@@ -127,8 +132,9 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         run = self._run
         if run.unfinished is not None:
             self._see_to(run.unfinished, **{name: kwargs[name] for name in _OF_AN_EPOCH})
-            if self.control.should_training_stop:
-                return None
+        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
         run.epoch_ended = False
         skip = upstream.skip_first_batches
 
@@ -138,30 +144,23 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         with _replaced("skip_first_batches", stands_there):
             return super()._run_epoch(*args, **kwargs)
 
-    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], Any]:
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
         batch = next(epoch_iterator, None)
         if batch is None:
             return [], None
         self._run.take(batch)
-        silent = self._counts_tokens
-        inputs = [data.silenced(given) if cut.filler and silent else given for cut, given in batch.cut]
-        count = self._get_num_items_in_batch(inputs, device)
-        if isinstance(count, torch.Tensor):
-            # A step without any token that counts has nothing to learn from, and must not divide by it.
-            count = count.clamp(min=1)
-        return inputs, count
+        # No number of items: each slice gives its own mean, and its weight is our affair. Models differ in what they
+        # make of that number, and many in nothing.
+        return [data.silenced(given) if cut.filler else given for cut, given in batch.cut], None
 
     # The loss of a slice.
-
-    @property
-    def _counts_tokens(self) -> bool:
-        """The loss of a slice is the sum over its tokens, divided by the number of the whole global batch's."""
-        return not self.mean_over_samples and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         micro = run.next_micro()
-        if micro.filler:
+        # The slice's factor makes it a part of the step's mean: nothing is left to divide by.
+        self.current_gradient_accumulation_steps = 1
+        if micro.loss_scale == 0.0:
             micro.zero_gradients(model.parameters())
         loss = super().training_step(model, inputs, *args, **kwargs)
         run.computed()
@@ -170,11 +169,9 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        found = super().compute_loss(
-            model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch, **kwargs
-        )
+        found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=None, **kwargs)
         micro = self._run.micro
-        if micro is None or not (micro.filler or num_items_in_batch is None or not self._counts_tokens):
+        if micro is None:  # an evaluation's
             return found
         loss, *outputs = found if return_outputs else (found,)
         loss = micro.scale(loss)
@@ -208,6 +205,11 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         run.unfinished = None
         self._tr_loss += unfinished.loss
         self._globalstep_last_logged = unfinished.logged
+        for callback in self.callback_handler.callbacks:
+            if (values := unfinished.callbacks.get(type(callback).__name__)) is not None:
+                vars(callback).update(values)
+                if unfinished.tell_of_save:
+                    callback.on_save(self.args, self.state, self.control)
         best = self.state.best_global_step
         if unfinished.epoch_end:
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
@@ -221,11 +223,42 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
     # Saving.
 
+    def remembered(self) -> dict[str, dict[str, Any]]:
+        """What the `counting` callbacks have counted."""
+        callbacks = {type(callback).__name__: callback for callback in self.callback_handler.callbacks}
+        return {
+            name: {attribute: getattr(callbacks[name], attribute) for attribute in attributes}
+            for name, attributes in self.counting.items()
+            if name in callbacks
+        }
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         def theirs() -> None:
-            super(ElasticTrainer, self)._save_checkpoint(model, trial)
+            write = self.state.save_to_json
+
+            def kept(path: str) -> None:
+                with self._kept_errors():
+                    write(path)
+
+            self.state.save_to_json = kept
+            try:
+                super(ElasticTrainer, self)._save_checkpoint(model, trial)
+            finally:
+                del self.state.save_to_json
 
         self._run.save(self, theirs)
+
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        if self._run.writing is None or not self.is_deepspeed_enabled:
+            super().save_model(output_dir, _internal_call)
+            return
+        # Where it cannot gather the weights it has the engine save, which comes next in any case.
+        engine = self.model_wrapped
+        engine.save_checkpoint = functools.wraps(engine.save_checkpoint)(lambda *args, **kwargs: None)
+        try:
+            super().save_model(output_dir, _internal_call)
+        finally:
+            del engine.save_checkpoint
 
     def _get_output_dir(self, trial: Any = None) -> str:
         writing = self._run.writing if self.elastic_run is not None else None
@@ -280,6 +313,20 @@ def _configure_deepspeed(trainer: Any, run: Run) -> None:
     own.clear()
     own.update(made)
     plugin.deepspeed_config = own
+    # Found when the arguments were those of another world; what is wrong besides stays wrong.
+    config = plugin.hf_ds_config
+    config.mismatches = [one for one in config.mismatches if not any(size in one for size in _SIZES)]
+
+
+def _refuse_other_resume(given: Any, output_dir: Path) -> None:
+    """There is no resume point, and the script says that there is one."""
+    if given is True:
+        given = next((path for path in sorted(output_dir.glob("checkpoint-*")) if is_foreign(path)), None)
+    if given:
+        raise ValueError(
+            f"resume_from_checkpoint: {given} is not the run's. Under dlrover-run a run resumes by itself from what it "
+            "has saved; to begin with weights that are there already, load them as the model"
+        )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,374 @@
+"""An elastic Trainer in this process: its losses, and what a drain, a kill and a resume make of its history."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from dalsegno.elastic import Drained, ElasticSampler, sessions
+from dalsegno.elastic.checkpoint import inventory
+from dalsegno.swift_plugin.options import Options
+from dalsegno.swift_plugin.trainer import elastic_class
+
+pytestmark = pytest.mark.timeout(120)
+
+LENGTH, BATCH = 22, 6  # data epochs of 4 steps, the last of 4 samples
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences of 8 tokens, of which different numbers count."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, 16, (8,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        labels[: index % 6] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+class At(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Does something at the end of a step."""
+
+    def __init__(self, step: int, what: Any) -> None:
+        self.step, self.what = step, what
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.step:
+            self.what()
+
+
+@pytest.fixture(autouse=True)
+def own_session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(sessions, "_sessions", [])
+    yield
+    close()
+
+
+def close() -> None:
+    for one in sessions._sessions:
+        one.close()
+    sessions._sessions.clear()
+
+
+def make(
+    directory: Path,
+    *callbacks: Any,
+    micro: int = 2,
+    fixed: bool = False,
+    base: type[Any] = Trainer,
+    model: Any = None,
+    data: Any = None,
+    by_samples: bool = False,
+    **arguments: Any,
+) -> Any:
+    """A Trainer with the session of this directory."""
+    close()
+    own = sessions.session(directory / "checkpoints")
+    own._exchange._interval = 0.0  # agree in every step, however fast they are
+    given = {
+        "output_dir": str(directory / "out"),
+        "per_device_train_batch_size": micro,
+        "max_steps": 12,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 5,
+        "seed": 3,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **arguments,
+    }
+    trainer = elastic_class(base)(
+        model=model or make_model(),
+        args=TrainingArguments(**given),
+        train_dataset=data or Tokens(),
+        eval_dataset=torch.utils.data.Subset(Tokens(), range(5)),
+        callbacks=list(callbacks),
+    )
+    trainer.become_elastic(Options(BATCH, fixed, by_samples))
+    return trainer
+
+
+def drain() -> None:
+    sessions._sessions[0]._terminated = True
+
+
+def train(trainer: Any) -> list[dict[str, Any]]:
+    """Trains; the log history without what depends on time."""
+    trainer.train()
+    timed = ("runtime", "per_second", "total_flos")
+    return [
+        {key: value for key, value in line.items() if not key.endswith(timed)} for line in trainer.state.log_history
+    ]
+
+
+def interrupted(directory: Path, step: int, **arguments: Any) -> list[dict[str, Any]]:
+    """The history of a run that drains at the end of this step, and is started again."""
+    with pytest.raises(Drained):
+        train(make(directory, At(step, drain), **arguments))
+    assert inventory(directory / "checkpoints")[-1].step == step
+    return train(make(directory, **arguments))
+
+
+def without_end(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All but the line of the end, whose means are those of one start."""
+    return [line for line in history if "train_loss" not in line]
+
+
+def test_losses_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    """Means over the tokens of the global batch, whatever it is cut into; the learning rate falls linearly."""
+    model, data = make_model(), Tokens()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    wanted = []
+    for step, batch in zip(range(12), ElasticSampler(LENGTH, BATCH, seed=3), strict=False):
+        samples = [data[i] for i in batch.sample_ids]
+        tokens, labels = (torch.stack([sample[key] for sample in samples]) for key in ("input_ids", "labels"))
+        logits = model(input_ids=tokens).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (12 - step) / 12
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    for micro in (1, 2, 4, 6):
+        found = train(make(tmp_path / str(micro), micro=micro))
+        losses = [line["loss"] for line in found if "loss" in line]
+        assert losses == pytest.approx(wanted, rel=1e-5), micro
+
+
+class Classified(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences, each of one class."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, 16, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens[0] % 3}
+
+
+def test_a_mean_over_samples_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
+    """Bert takes any keywords, is not interested in the number of items, and returns a mean."""
+    config = BertConfig(
+        vocab_size=16,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=16,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+
+    def model() -> Any:
+        torch.manual_seed(2)
+        return BertForSequenceClassification(config)
+
+    wanted = []
+    with torch.no_grad():
+        for _, batch in zip(range(4), ElasticSampler(LENGTH, BATCH, seed=3), strict=False):
+            samples = [Classified()[i] for i in batch.sample_ids]
+            wanted.append(
+                model()(**{key: torch.stack([one[key] for one in samples]) for key in samples[0]}).loss.item()
+            )
+    for micro in (1, 2, 4):
+        found = train(make(tmp_path / str(micro), micro=micro, model=model(), data=Classified(), learning_rate=0.0))
+        losses = [line["loss"] for line in found if "loss" in line][:4]
+        assert losses == pytest.approx(wanted, rel=1e-5), micro
+
+
+def test_a_loss_of_ones_own_is_a_mean_too(tmp_path: Path) -> None:
+    class Own(Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss = model(input_ids=inputs["input_ids"]).logits.square().mean()
+            return (loss, {}) if return_outputs else loss
+
+    found = [
+        [
+            line["loss"]
+            for line in train(make(tmp_path / str(micro), micro=micro, base=Own, by_samples=True))
+            if "loss" in line
+        ]
+        for micro in (1, 2, 6)
+    ]
+    assert found[0] == pytest.approx(found[2], rel=1e-5)
+    assert found[1] == pytest.approx(found[2], rel=1e-5)
+
+
+def test_a_run_that_died_after_its_last_save_makes_no_further_step(tmp_path: Path) -> None:
+    """In the middle of a data epoch."""
+
+    class Die(TrainerCallback):  # type: ignore[misc]
+        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make(tmp_path, Die(), max_steps=10))
+    trainer = make(tmp_path, max_steps=10)
+    found = train(trainer)
+    assert trainer.state.global_step == 10
+    assert [line["step"] for line in found if "loss" in line] == list(range(1, 11))
+    assert [one.step for one in inventory(tmp_path / "checkpoints")] == [5, 10]
+
+
+@pytest.mark.parametrize("step", [3, 4, 5, 8])
+def test_a_drain_changes_nothing(tmp_path: Path, step: int) -> None:
+    """In the middle of a data epoch, at its end, and where a save is due anyway."""
+    assert without_end(interrupted(tmp_path / "a", step)) == without_end(train(make(tmp_path / "b")))
+
+
+def test_a_log_over_several_steps_spans_a_drain(tmp_path: Path) -> None:
+    found = interrupted(tmp_path / "a", 6, logging_steps=4)
+    wanted = train(make(tmp_path / "b", logging_steps=4))
+    losses = [[line["loss"] for line in one if "loss" in line] for one in (found, wanted)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert len(losses[0]) == 3
+
+
+@pytest.mark.parametrize("unit", ["steps", "epoch"])
+@pytest.mark.parametrize("step", [4, 8])
+def test_an_evaluation_that_a_drain_leaves_out_is_made_by_what_resumes(tmp_path: Path, step: int, unit: str) -> None:
+    """Due at the step of the drain, or at the data epoch's end that it is: once, with the same result; the best too."""
+    often = {"eval_strategy": unit, "save_strategy": unit, "eval_steps": 4, "save_steps": 4}
+    best = {"metric_for_best_model": "loss", "load_best_model_at_end": True}
+    found = interrupted(tmp_path / "a", step, **often, **best)
+    wanted = train(make(tmp_path / "b", **often, **best))
+    assert without_end(found) == without_end(wanted)
+    assert [line["step"] for line in found if "eval_loss" in line] == [4, 8, 12]
+
+
+def test_early_stopping_survives(tmp_path: Path) -> None:
+    """Its patience, and a stop that the evaluation left out by a drain decides."""
+    often = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    best = {"metric_for_best_model": "loss", "load_best_model_at_end": True, "greater_is_better": True}
+    wanted = without_end(train(make(tmp_path / "all", EarlyStoppingCallback(2), **often, **best)))
+    stop = wanted[-1]["step"]
+    assert stop == 6, "the loss falls: the first evaluation should stay the best"
+    for step in range(1, stop + 1):
+        with pytest.raises(Drained):
+            train(make(tmp_path / str(step), EarlyStoppingCallback(2), At(step, drain), **often, **best))
+        found = train(make(tmp_path / str(step), EarlyStoppingCallback(2), **often, **best))
+        assert without_end(found) == wanted, step
+
+
+def test_a_kill_goes_back_to_the_last_save(tmp_path: Path) -> None:
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make(tmp_path / "a", At(8, die)))
+    found = train(make(tmp_path / "a"))
+    assert without_end(found) == without_end(train(make(tmp_path / "b")))
+
+
+def test_dropout_with_fixed_micro_batches_survives_a_drain(tmp_path: Path) -> None:
+    def dropping(directory: Path, *callbacks: Any) -> Any:
+        trainer = make(directory, *callbacks, fixed=True)
+        trainer.model.model.layers[0].register_forward_hook(
+            lambda layer, args, out: torch.nn.functional.dropout(out, 0.3, layer.training)
+        )
+        return trainer
+
+    with pytest.raises(Drained):
+        train(dropping(tmp_path / "a", At(7, drain)))
+    assert without_end(train(dropping(tmp_path / "a"))) == without_end(train(dropping(tmp_path / "b")))
+
+
+def test_a_filler_adds_nothing_even_if_it_is_not_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data epochs end with 4 samples for 6 slices of one: two slices repeat a sample, and count for nothing."""
+    wanted = train(make(tmp_path / "a", micro=6))
+    plain = Trainer.compute_loss
+
+    def strange(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = plain(self, model, inputs, *args, **kwargs)
+        return found * math.nan if bool((inputs["labels"] == -100).all()) else found
+
+    monkeypatch.setattr(Trainer, "compute_loss", strange)
+    found = train(make(tmp_path / "b", micro=1))
+    losses = [[line["loss"] for line in one if "loss" in line] for one in (wanted, found)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_trainer_deletes_nothing_and_its_limit_is_the_runs(tmp_path: Path) -> None:
+    train(make(tmp_path, save_steps=2, save_total_limit=2))
+    kept = [one.step for one in inventory(tmp_path / "checkpoints")]
+    assert kept == [10, 12]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-10", "checkpoint-12"]
+    state = json.loads((tmp_path / "out" / "checkpoint-12" / "trainer_state.json").read_text())
+    assert state["global_step"] == 12
+
+
+@pytest.mark.parametrize("part", ["_save", "_save_rng_state", "_save_optimizer_and_scheduler", "save_to_json"])
+def test_a_save_that_fails_is_told_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    """Whichever part of it one rank does alone: the Trainer's collectives that follow are reached all the same."""
+    owner = TrainerState if part == "save_to_json" else Trainer
+    whole, failures, reached = getattr(owner, part), [OSError(28, "No space left on device")], []
+
+    def full_once(self: Any, *args: Any, **kwargs: Any) -> None:
+        if failures:
+            raise failures.pop()
+        whole(self, *args, **kwargs)
+
+    def rotate(*args: Any, **kwargs: Any) -> None:
+        reached.append(True)
+
+    monkeypatch.setattr(owner, part, full_once)
+    monkeypatch.setattr("transformers.trainer.rotate_checkpoints", rotate)
+    train(make(tmp_path, save_steps=4))
+    assert [one.step for one in inventory(tmp_path / "checkpoints")] == [8, 12]
+    assert not (tmp_path / "out" / "checkpoint-4").exists()
+    assert "No space left on device" in caplog.text
+    assert len(reached) == 3
+
+
+def test_a_path_to_resume_from_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="resumes by itself"):
+        make(tmp_path).train(resume_from_checkpoint="somewhere")
+
+
+def test_a_checkpoint_that_is_not_the_runs_is_not_resumed_from(tmp_path: Path) -> None:
+    (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
+    with pytest.raises(ValueError, match="checkpoint-7 is not the run's"):
+        make(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_another_order_of_samples_is_refused(tmp_path: Path) -> None:
+    train(make(tmp_path, max_steps=2))
+    with pytest.raises(ValueError, match="seed was 3 and is 4"):
+        make(tmp_path, max_steps=4, seed=4)
