@@ -53,9 +53,9 @@ def assert_trainers_own(job: Cluster) -> None:
     assert logged == list(range(1, job.training.steps + 1))
     assert state["global_step"] == state["max_steps"] == job.training.steps
     # The last prune may come after the workers' end.
-    links = {path.name: path.resolve() for path in (job.directory / "out").glob("checkpoint-*") if path.exists()}
-    assert {f"checkpoint-{one.step}" for one in job.sealed()} == set(links)
-    assert all((path / "model.safetensors").is_file() for path in links.values())
+    places = sorted((job.directory / "out").glob("checkpoint-*"))
+    linked = {place.name for place in places if (place / "model.safetensors").exists()}
+    assert linked == {f"checkpoint-{one.step}" for one in job.sealed()}
 
 
 def test_ddp_through_changes_of_the_world(clusters: Clusters, undisturbed: Undisturbed) -> None:
@@ -71,8 +71,8 @@ def test_ddp_through_changes_of_the_world(clusters: Clusters, undisturbed: Undis
     assert state["best_metric"] == best[0]
     assert state["best_global_step"] == best[1]
     assert Path(state["best_model_checkpoint"]).is_dir()
-    # Two beside the best: the Trainer's limit is the run's.
-    assert len(job.sealed()) <= 3
+    # Two beside the best, and what was retired last: the Trainer's limit is the run's.
+    assert len(job.sealed()) <= 4
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_zero_through_changes_of_the_world(
     clusters: Clusters, undisturbed: Undisturbed, stage: int, universal: bool
 ) -> None:
     """DeepSpeed below the Trainer, through universal files or re-sharded."""
-    zero = training(f"--zero-stage={stage}", steps=40)
+    zero = training(f"--zero-stage={stage}", "--evaluate-every=10", steps=50)
     job = clusters(training=zero, nnodes="1:3", universal=universal)
     change_worlds(job)
     job.assert_undisturbed(undisturbed)

@@ -12,11 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     EarlyStoppingCallback,
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
     TrainerCallback,
+    TrainerState,
     TrainingArguments,
 )
 
@@ -202,9 +205,8 @@ def test_a_mean_over_samples_is_the_same_however_it_is_cut(tmp_path: Path) -> No
     with torch.no_grad():
         for _, batch in zip(range(4), ElasticSampler(LENGTH, BATCH, seed=3), strict=False):
             samples = [Classified()[i] for i in batch.sample_ids]
-            wanted.append(
-                model()(**{key: torch.stack([one[key] for one in samples]) for key in samples[0]}).loss.item()
-            )
+            together = {key: torch.stack([one[key] for one in samples]) for key in samples[0]}
+            wanted.append(model()(**together).loss.item())
     for micro in (1, 2, 4):
         found = train(make(tmp_path / str(micro), micro=micro, model=model(), data=Classified(), learning_rate=0.0))
         losses = [line["loss"] for line in found if "loss" in line][:4]
@@ -217,14 +219,10 @@ def test_a_loss_of_ones_own_is_a_mean_too(tmp_path: Path) -> None:
             loss = model(input_ids=inputs["input_ids"]).logits.square().mean()
             return (loss, {}) if return_outputs else loss
 
-    found = [
-        [
-            line["loss"]
-            for line in train(make(tmp_path / str(micro), micro=micro, base=Own, by_samples=True))
-            if "loss" in line
-        ]
-        for micro in (1, 2, 6)
-    ]
+    found = []
+    for micro in (1, 2, 6):
+        history = train(make(tmp_path / str(micro), micro=micro, base=Own, by_samples=True))
+        found.append([line["loss"] for line in history if "loss" in line])
     assert found[0] == pytest.approx(found[2], rel=1e-5)
     assert found[1] == pytest.approx(found[2], rel=1e-5)
 

@@ -335,9 +335,9 @@ def test_a_class_of_ones_own_that_deals_samples_otherwise_is_refused() -> None:
 
 
 def test_sequence_parallelism_of_ms_swift_is_refused() -> None:
+    own = trainer()
+    own.template = SimpleNamespace(sequence_parallel_size=2)
     with pytest.raises(ValueError, match="leave out --sequence_parallel_size"):
-        own = trainer()
-        own.template = SimpleNamespace(sequence_parallel_size=2)
         refusals.refuse(own)
 
 
