@@ -56,7 +56,7 @@ $(VENV)/.installed: setup.cfg pyproject.toml constraints.txt
 	@echo "installing into .venv (PyTorch first, then the rest)"
 	@# PyTorch by itself and pinned: with it in place nothing pulls a newer build.
 	$(PY) -m pip install --quiet '$(TORCH)'
-	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,etcd,dev]'
+	$(PY) -m pip install --quiet -c constraints.txt -e '.[train,etcd,swift,dev]'
 	@touch $@
 
 # The generators are pinned: newer ones write code that refuses older protobuf runtimes.

@@ -19,6 +19,7 @@ from swift.callbacks.base import TrainerCallback
 from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
 
+from .checkpoints import trainers
 from .hf import under_dlrover_run
 from .options import Options, from_environment
 from .trainer import ElasticTrainer
@@ -164,6 +165,8 @@ class _SwiftTrainer(ElasticTrainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
+        # Where this step was saved before, ms-swift's own part was not called.
+        self.state.last_model_checkpoint = str(trainers(Path(self.args.output_dir), self.state.global_step))
         self._update_last_checkpoint_symlink(barrier=False)
 
     def _update_last_checkpoint_symlink(self, barrier: bool = True) -> None:

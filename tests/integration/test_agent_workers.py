@@ -271,6 +271,14 @@ def test_the_text_of_a_script_names_what_is_imported(tmp_path: Path) -> None:
     assert modules_of(tmp_path / "missing.py") == ALWAYS
 
 
+def test_the_name_of_a_module_tells_what_it_runs() -> None:
+    """Its file is not looked for: that could take imports."""
+    assert modules_of("torchvision.train") == (*ALWAYS, "torchvision")
+    assert {"dalsegno.swift_plugin", "swift"} < set(modules_of("dalsegno.swift_plugin.sft"))
+    assert "swift" in modules_of("swift.cli.sft")
+    assert modules_of("swiftly") == ALWAYS
+
+
 @pytest.mark.parametrize("fork", [True, False])
 def test_without_a_usable_nursery_it_starts_cold(node: Node, fork: bool) -> None:
     """Dead ones are passed over; one that still imports is used."""

@@ -83,7 +83,7 @@ def test_ddp_through_changes_of_the_world(clusters: Clusters, undisturbed: Undis
         pytest.param(3, True, marks=pytest.mark.full),
         pytest.param(1, False, marks=pytest.mark.full),
         pytest.param(2, False, marks=pytest.mark.full),
-        (3, False),
+        pytest.param(3, False, marks=pytest.mark.full),
     ],
 )
 def test_zero_through_changes_of_the_world(
@@ -99,6 +99,7 @@ def test_zero_through_changes_of_the_world(
     assert ("universal" if universal else "re-sharded") in how, how
 
 
+@pytest.mark.full
 def test_dropout_with_fixed_micro_batches(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The generators are set for each micro-batch: the same masks at every world size."""
     dropped = training("--dropout=0.2", "--fixed-micro-batch", steps=30)
@@ -131,6 +132,7 @@ def test_logs_that_span_a_change(clusters: Clusters) -> None:
     assert len(losses[0]) == 4
 
 
+@pytest.mark.full
 def test_a_worker_that_dies_while_it_saves_leaves_nothing(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """Killed with its part written and not sealed: the run goes on from the checkpoint before."""
     job = clusters(training=training(steps=40), nnodes="1:2", agent_flags=("--quiet-time=60",))

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.timeout(900)
 Clusters = Callable[..., Cluster]
 STEPS_PLUGIN = Path(tiny_swift.__file__).with_name("swift_steps.py")
 ENTRY = "dalsegno.swift_plugin"
+TWO = ("--standalone", "--nproc-per-node=2")
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,9 @@ class Swift(Training):
 
     def pace(self, step_time: float) -> list[str]:
         return []
+
+    def environment(self, step_log: Path) -> dict[str, str]:
+        return {"STEP_LOG": str(step_log)}
 
     def flags(self, step_log: Path) -> list[str]:
         given: dict[str, Any] = {
@@ -78,14 +82,6 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
 
 
-def start(clusters: Clusters, training: Swift, **options: Any) -> Cluster:
-    """A job whose workers log their steps."""
-    job = clusters(training=training, **{"nnodes": "1:3", **options})
-    environment: dict[str, str] = {"STEP_LOG": str(job.step_log)}
-    job.agent_environment = {**job.agent_environment, **environment}
-    return job
-
-
 def change_worlds(job: Cluster) -> None:
     """1, 2, 3 nodes, a kill of one, and the others go on: three resumes and a fourth."""
     job.open("a")
@@ -118,10 +114,6 @@ def judge(job: Cluster, undisturbed: Undisturbed) -> None:
     assert (output(job) / "last-checkpoint").resolve() == last.resolve()
 
 
-def with_log(undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch) -> Undisturbed:
-    return undisturbed
-
-
 @pytest.mark.parametrize(
     ("module", "options"),
     [
@@ -143,7 +135,8 @@ def test_changes_of_the_world(
     clusters: Clusters, undisturbed: Undisturbed, made: Path, module: str, options: Mapping[str, str]
 ) -> None:
     """Nodes join, one is killed, one leaves: the losses are the undisturbed run's."""
-    job = start(clusters, Swift(steps=40, save_every=10, made=made, module=module, options=tuple(options.items())))
+    training = Swift(steps=60, save_every=10, made=made, module=module, options=tuple(options.items()))
+    job = clusters(training=training, nnodes="1:3")
     change_worlds(job)
     judge(job, undisturbed)
 
@@ -163,7 +156,10 @@ def test_swift_by_itself_is_unchanged_with_the_plugin_loaded(made: Path, tmp_pat
             add_version="false",
         )
         done = subprocess.run(
-            [sys.executable, "-m", "swift.cli.sft", *flags, *plugin], capture_output=True, text=True, check=False
+            [sys.executable, "-m", "torch.distributed.run", *TWO, "-m", "swift.cli.sft", *flags, *plugin],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, done.stderr[-3000:]
         checkpoints = sorted(path.name for path in (tmp_path / name).glob("checkpoint-*"))

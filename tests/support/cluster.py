@@ -65,6 +65,10 @@ class Training:
         """What is run, without its flags."""
         return [str(HOOKED), self.script.name] if hooked else [str(self.script)]
 
+    def environment(self, step_log: Path) -> dict[str, str]:
+        """What it is told otherwise than by flags."""
+        return {}
+
     def pace(self, step_time: float) -> list[str]:
         """How it is told to make slow steps."""
         return [f"--step-time={step_time}"]
@@ -98,7 +102,15 @@ class Undisturbed:
                 command = [DLROVER_RUN, "--nnodes=1", directory, *words, *training.flags(step_log)]
             else:
                 command = [sys.executable, *words, *training.flags(step_log), directory]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=2 * PATIENCE, check=False, cwd=place)
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                timeout=2 * PATIENCE,
+                check=False,
+                cwd=place,
+                env={**os.environ, **training.environment(step_log)},
+            )
             assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
             self._known[training] = kept_history(StepLogReader(step_log).poll())
         return self._known[training]
@@ -221,6 +233,7 @@ class Cluster:
             NODE_MARK: mark,
             "DALSEGNO_TEST_HOLD": hold,
             "DALSEGNO_TEST_HOLDS": str(self.holds),
+            **self.training.environment(self.step_log),
             **self.agent_environment,
             **environment,
         }

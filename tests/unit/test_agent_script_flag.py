@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from dalsegno.agent import launch
+from dalsegno.agent.arguments import parse
 from dalsegno.agent.elastic_agent import ElasticAgent
 from dalsegno.protos import control_pb2
 
@@ -31,3 +34,31 @@ def test_the_jobs_universal_checkpoint_flag_counts(
     world = control_pb2.World(epoch=2, resume=control_pb2.ResumePoint(form=form))
     arguments = ElasticAgent._arguments(agent, world)  # type: ignore[arg-type]
     assert arguments == (("--lr=1", "--universal-checkpoint") if given else ("--lr=1",))
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "knows"),
+    [
+        (["train.py"], "from dalsegno.elastic import session", True),
+        (["train.py"], "from dalsegno.swift_plugin import hf", True),
+        (["train.py"], "import deepspeed", False),
+        (["-m", "swift.cli.sft"], "", True),
+        (["train.py", "--external_plugins", "a/dalsegno_swift_plugin.py"], "", True),
+        (["-m", "dalsegno.swift_plugin.sft"], "", False),
+    ],
+)
+def test_who_needs_no_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], text: str, knows: bool
+) -> None:
+    """What reads the environment, and ms-swift, which takes no flag that it does not know; our entry knows it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(text)
+    assert launch._knows_us(parse(["--nnodes=1:2", *command], {})) is knows
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_script_that_is_told_from_the_beginning_means_the_job(tmp_path: Path, given: bool) -> None:
+    options = parse(["--nnodes=1:2", "train.py", *(["--universal-checkpoint"] if given else [])], {})
+    options.job_id = "job"
+    config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path)  # type: ignore[arg-type]
+    assert config.settings.universal_checkpoint is given

@@ -244,6 +244,34 @@ def names(run_dir: Path) -> list[str]:
     return [m.name for m in CheckpointStore(run_dir).sealed(SHARDED)]
 
 
+def test_a_metric_of_the_resume_point_that_comes_late_counts(tmp_path: Path) -> None:
+    """Those who saved it had no time to measure: what is saved from now on names it, and it stays."""
+    with start(tmp_path, keep=1) as first:
+        first.track("loss")
+        advance(first, 2)
+        first.save(write, metric=3.0)
+        advance(first, 4)
+        first.save(write)
+    with start(tmp_path) as second:
+        second.track("loss")
+        assert not second.measured(3.5)
+        assert second.measured(2.0)
+        advance(second, 6)
+        second.save(write, keep=1)
+        advance(second, 8)
+        second.save(write)
+    # The resume point stays while it is in use, and what was best as of it.
+    assert names(tmp_path) == ["step-2.e0.1", "step-4.e0.1", "step-8.e1.1"]
+    with start(tmp_path) as third:
+        assert third.best is not None
+        assert (third.best.name, third.best.value) == ("step-4.e0.1", 2.0)
+
+
+def test_a_metric_of_nothing_cannot_come_late(tmp_path: Path) -> None:
+    with start(tmp_path) as session, pytest.raises(RuntimeError, match="no resume point"):
+        session.measured(1.0)
+
+
 def test_alone_the_best_stays_and_what_was_left_goes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A session without a master: best across restarts; a damaged newest; new steps replace those left, with a line."""
     with start(tmp_path, keep=2) as first:

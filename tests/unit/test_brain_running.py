@@ -706,6 +706,20 @@ def test_old_checkpoints_are_retired_recorded_and_pruned_by_rank_zero(keep: int)
     assert not b.directive.prune
 
 
+def test_a_script_that_says_how_many_stay_is_asked_first() -> None:
+    """From the checkpoint on that says so; 0 keeps all."""
+    job = Driven(settings(keep_checkpoints=3))
+    (a,) = job.start(1)
+    kept = []
+    for step, keep in enumerate([None, 1, 1, 0, 0, None], 1):
+        made = job.seal(step)
+        if keep is not None:
+            made.keep = keep
+        assert a.commit(made).code == "OK"
+        kept.append([record.step for record in job.job.checkpoints if not record.retired])
+    assert kept == [[1], [2], [3], [3, 4], [3, 4, 5], [4, 5, 6]]
+
+
 def test_the_best_checkpoint_is_never_pruned() -> None:
     """It stays beyond the last N until there is a better one, also what was best as of one that may still be chosen."""
     job = Driven(settings(keep_checkpoints=2))

@@ -118,6 +118,16 @@ def test_manifest_becomes_a_message(tmp_path: Path) -> None:
     assert message.metric == 0.5
 
 
+@pytest.mark.parametrize("keep", [None, 0, 2])
+def test_what_a_script_wants_kept_is_in_the_manifest_if_it_says_so(tmp_path: Path, keep: int | None) -> None:
+    (tmp_path / "step-4.e2.1").mkdir()
+    manifest = manifest_for(tmp_path / "step-4.e2.1", keep=keep)
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    assert (b'"keep"' in manifest.to_bytes()) is (keep is not None)
+    message = manifest.to_proto()
+    assert (message.keep if message.HasField("keep") else None) == keep
+
+
 def _flip(directory: Path) -> None:
     with open(directory / "part" / "b.bin", "r+b") as file:
         file.seek(4_500_000)
