@@ -213,7 +213,8 @@ class Stream(IterableDataset[tuple[Part, T]]):
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(position.data_epoch)
         skip = getattr(dataset, "skip", None)
-        if count and callable(skip):
+        # Hugging Face's, of one that is shuffled, gives another order, and not all samples.
+        if count and callable(skip) and type(dataset).__module__.partition(".")[0] != "datasets":
             source = iter(skip(count))
         else:
             source = iter(dataset)

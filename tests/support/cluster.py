@@ -499,8 +499,10 @@ class Cluster:
             assert redone in limits, f"epoch {after.epoch} cost {redone} steps, not {allowed}\n{self.diagnosis()}"
             told = self.change(after.epoch)
             # The master hears of steps a moment later: what nobody told it before a crash is not in its count.
-            assert told.lost <= max(redone, 0), told
-            assert redone or told.lost == 0, told
+            # A Trainer's log comes after the boundary: a step that was told of may be missing there.
+            allowed_more = 1 if self.training.needs_agent else 0
+            assert told.lost <= max(redone, 0) + allowed_more, told
+            assert redone or told.lost <= allowed_more, told
 
     def assert_crash(self, epoch: int) -> Change:
         """The epoch came of a crash: it went on from the last checkpoint sealed before; only later steps were lost."""

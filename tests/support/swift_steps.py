@@ -35,7 +35,7 @@ class Steps(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if "DALSEGNO_TEST_HOLDS" in os.environ and not hooked.in_a_hurry():
-            time.sleep(0.1)
+            time.sleep(0.3)
             hooked.wait_for_the_test(args.max_steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:

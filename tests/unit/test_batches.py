@@ -6,7 +6,7 @@ import json
 import math
 import random
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -474,3 +474,22 @@ def test_public_surface_is_pinned() -> None:
     with pytest.raises(AttributeError):
         _ = elastic.no_such_name
     assert not (Path(elastic.__file__).parent / "session.py").exists(), "would shadow session()"
+
+
+def test_a_shuffled_stream_of_hugging_face_goes_on_in_its_order() -> None:
+    """In the middle of a later data epoch. What its `skip` gives there is something else."""
+    datasets = pytest.importorskip("datasets")
+
+    def stream() -> Any:
+        return datasets.Dataset.from_dict({"n": list(range(20))}).to_iterable_dataset().shuffle(seed=5, buffer_size=8)
+
+    def taken(steps: int, position: Position) -> list[list[int]]:
+        sampler = ElasticSampler(None, 4, shuffle=False)
+        sampler.seek(position)
+        batches = Batches(stream(), sampler, BatchPlan(4, 1, 4), 0, collate=lambda rows: [row["n"] for row in rows])
+        return [micro.data for batch, _ in zip(batches, range(steps), strict=False) for micro in batch.micro_batches]
+
+    whole = taken(10, Position())
+    assert sorted(chain(*whole[:5])) == sorted(chain(*whole[5:])) == list(range(20))
+    assert whole[:5] != whole[5:], "the epochs should have orders of their own"
+    assert taken(3, Position(1, 8)) == whole[7:]
