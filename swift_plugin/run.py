@@ -45,6 +45,7 @@ class Run:
         epoch_ended: The Trainer tells of the end of a data epoch.
         writing: The save under way.
         finished: The training has come to its end.
+        stopped: Something had decided, when the resume point was saved, that the training was to stop there.
     """
 
     def __init__(self, trainer: Any, session: Session, options: Options) -> None:
@@ -62,7 +63,7 @@ class Run:
         self.micro: MicroBatch[Any] | None = None
         self._micros: Iterator[MicroBatch[Any]] = iter(())
         self.unfinished: Unfinished | None = None
-        self.draining = self.epoch_ended = self.finished = False
+        self.draining = self.epoch_ended = self.finished = self.stopped = False
         self.writing: Write | None = None
         self._failed = False
         # The Trainer deletes nothing: the run's own checkpoints are pruned as this says.

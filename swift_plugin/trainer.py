@@ -90,6 +90,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if run.session.resume is None:
             return found
         run.unfinished = Unfinished.read(run.session.resume.path)
+        run.stopped = bool(self.control.should_training_stop)
         if self.state.global_step != run.session.step:
             raise ValueError(
                 f"{run.session.resume.ref.name} is of step {run.session.step}, and its trainer_state.json of step "
@@ -132,7 +133,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         run = self._run
         if run.unfinished is not None:
             self._see_to(run.unfinished, **{name: kwargs[name] for name in _OF_AN_EPOCH})
-        if self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+        if run.stopped or self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return None
         run.epoch_ended = False
@@ -203,6 +204,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         """What those who saved the resume point had no time for."""
         run = self._run
         run.unfinished = None
+        # They come back as they were during the save.
+        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
         self._tr_loss += unfinished.loss
         self._globalstep_last_logged = unfinished.logged
         for callback in self.callback_handler.callbacks:

@@ -229,13 +229,8 @@ def test_a_loss_of_ones_own_is_a_mean_too(tmp_path: Path) -> None:
 
 def test_a_run_that_died_after_its_last_save_makes_no_further_step(tmp_path: Path) -> None:
     """In the middle of a data epoch."""
-
-    class Die(TrainerCallback):  # type: ignore[misc]
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            raise KeyboardInterrupt
-
     with pytest.raises(KeyboardInterrupt):
-        train(make(tmp_path, Die(), max_steps=10))
+        train(make(tmp_path, Die("on_train_end"), max_steps=10))
     trainer = make(tmp_path, max_steps=10)
     found = train(trainer)
     assert trainer.state.global_step == 10
@@ -267,6 +262,36 @@ def test_an_evaluation_that_a_drain_leaves_out_is_made_by_what_resumes(tmp_path:
     wanted = train(make(tmp_path / "b", **often, **best))
     assert without_end(found) == without_end(wanted)
     assert [line["step"] for line in found if "eval_loss" in line] == [4, 8, 12]
+
+
+class Die(TrainerCallback):  # type: ignore[misc]
+    """Dies where one of the Trainer's events is told of."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self.die)
+
+    def die(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_death_between_a_save_and_the_end_of_its_data_epoch(tmp_path: Path) -> None:
+    """The evaluation of the step was made before, and is not made again; what the epoch's end brings is."""
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4}
+    with pytest.raises(KeyboardInterrupt):
+        train(make(tmp_path / "a", Die("on_epoch_end"), **often))
+    assert [one.step for one in inventory(tmp_path / "a" / "checkpoints")] == [4]
+    assert without_end(train(make(tmp_path / "a", **often))) == without_end(train(make(tmp_path / "b", **often)))
+
+
+def test_a_training_that_was_stopped_stays_stopped(tmp_path: Path) -> None:
+    """Decided by an evaluation, saved with it, and then everything died."""
+    often = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    best = {"metric_for_best_model": "loss", "load_best_model_at_end": True, "greater_is_better": True}
+    with pytest.raises(KeyboardInterrupt):
+        train(make(tmp_path, EarlyStoppingCallback(2), Die("on_train_end"), **often, **best))
+    trainer = make(tmp_path, EarlyStoppingCallback(2), **often, **best)
+    train(trainer)
+    assert trainer.state.global_step == 6
 
 
 def test_early_stopping_survives(tmp_path: Path) -> None:
