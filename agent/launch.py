@@ -155,7 +155,7 @@ def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirecto
         quiet_time=options.quiet_time,
         max_restarts=options.max_restarts,
         # Also where the script is told so from the beginning: its own flag is the same.
-        universal_checkpoint=options.universal_checkpoint or FLAG in options.training_script_args,
+        universal_checkpoint=options.universal_checkpoint or _asks_for_universal(options.training_script_args),
         keep_checkpoints=options.keep_checkpoints,
     )
     return AgentConfig(
@@ -171,6 +171,16 @@ def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirecto
         connect_timeout=options.connect_timeout,
         script_flag=not _knows_us(options),
     )
+
+
+def _asks_for_universal(arguments: Sequence[str]) -> bool:
+    """Whether the script's own arguments have the flag, as a word, with a value, or as ms-swift spells its flags."""
+    for number, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name in (FLAG, FLAG.replace("-c", "_c")):
+            value = value or "".join(arguments[number + 1 : number + 2])
+            return value.lower() not in ("false", "0", "no", "off")
+    return False
 
 
 _SWIFT_PLUGIN = "dalsegno_swift_plugin"

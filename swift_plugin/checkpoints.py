@@ -141,8 +141,14 @@ def link(output_dir: Path, checkpoint: Path, step: int) -> None:
         if is_foreign(place):
             log.warning("%s is there already and is not the run's: its own is %s", place, source)
             return
+        # By the first of them `is_foreign` tells that the place is ours.
+        _link(place / TRAINER_STATE, source / TRAINER_STATE)
         for file in (path for path in source.rglob("*") if path.is_file()):
             _link(place / file.relative_to(source), file)
+        # The step was saved before, perhaps by more ranks.
+        for old in (path for path in place.rglob("*") if path.is_symlink()):
+            if not (source / old.relative_to(place)).exists():
+                old.unlink()
         tidy(output_dir)
     except OSError as error:
         log.warning("%s cannot be linked: %s; the checkpoint itself is %s", place, error, source)
@@ -159,7 +165,9 @@ def _link(place: Path, file: Path) -> None:
 
 def is_foreign(place: Path) -> bool:
     """Whether something is there that no `link` has made: a checkpoint of another training."""
-    return os.path.lexists(place) and not (place / TRAINER_STATE).is_symlink()
+    if not os.path.lexists(place) or (place / TRAINER_STATE).is_symlink():
+        return False
+    return not place.is_dir() or any(place.iterdir())
 
 
 def tidy(output_dir: Path) -> None:

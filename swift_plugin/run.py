@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,8 @@ class Run:
     def __init__(self, trainer: Any, session: Session, options: Options) -> None:
         args = trainer.args
         size = global_batch_size(options, args.per_device_train_batch_size, args.gradient_accumulation_steps, session)
+        # Rank 0's: nodes may have different numbers of ranks, and so different ideas of the largest world.
+        size = round(session.sum(size if session.rank == 0 else 0))
         self.session, self.options = session, options
         self.plan = BatchPlan(
             size, session.world_size, args.per_device_train_batch_size, fixed_micro_batch=options.fixed_micro_batch
@@ -115,15 +118,14 @@ class Run:
         """
         state, step = trainer.state, trainer.state.global_step
         best = state.best_model_checkpoint
-        unfinished = self.unfinished or Unfinished()
-        pending = float(trainer._tr_loss)
-        unfinished = Unfinished(
-            loss=self.session.sum(pending) / self.session.world_size,
+        # A save that is not a drain's is told of as soon as it is made, so never in what it saves.
+        due = self.unfinished or Unfinished(tell_of_save=True)
+        unfinished = replace(
+            due,
+            loss=self.session.sum(float(trainer._tr_loss)) / self.session.world_size,
             logged=trainer._globalstep_last_logged,
-            evaluation=unfinished.evaluation,
             epoch_end=self.loader.epoch_is_over and not self.epoch_ended,
             callbacks=trainer.remembered(),
-            tell_of_save=not self.draining,
         )
         self.writing = Write(save, unfinished, self.session.rank, _reshards(trainer))
         try:
@@ -166,25 +168,29 @@ class Run:
         self.session.drain_failed()
         return False
 
-    def finish(self, save: Callable[[], None]) -> None:
-        """The Trainer has come to its end: says so, once the last save has succeeded.
+    def save_at_last(self, save: Callable[[], None]) -> None:
+        """Where the newest save has failed, the last step is saved now.
 
         Raises:
-            SaveError: It has failed again and again.
+            SaveError: It failed again and again.
         """
-        self.loader.close()
         for attempt in range(1, FINAL_SAVE_TRIES + 1):
             if not self._failed:
-                self.session.finish()
-                self.finished = True
-                if self.session.rank == 0:
-                    with suppress(OSError):
-                        checkpoints.tidy(self.output_dir)
                 return
             # Nothing could end this wait early: the disk may have room again, or not.
             threading.Event().wait(FINAL_SAVE_PAUSE_SECONDS * attempt)
             save()
-        raise SaveError(f"the last step, {self.session.step}, could not be saved in {FINAL_SAVE_TRIES} tries")
+        if self._failed:
+            raise SaveError(f"the last step, {self.session.step}, could not be saved in {FINAL_SAVE_TRIES} tries")
+
+    def finish(self) -> None:
+        """The Trainer has come to its end, and says so."""
+        self.loader.close()
+        self.session.finish()
+        self.finished = True
+        if self.session.rank == 0:
+            with suppress(OSError):
+                checkpoints.tidy(self.output_dir)
 
 
 class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not typed

@@ -19,7 +19,7 @@ from swift.callbacks.base import TrainerCallback
 from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
 
-from .checkpoints import trainers
+from .checkpoints import is_foreign, trainers
 from .hf import under_dlrover_run
 from .options import Options, from_environment
 from .trainer import ElasticTrainer
@@ -124,7 +124,8 @@ def _refuse(args: Any, options: Options) -> None:
         raise ValueError(f"--rlhf_type {rlhf} cannot be trained elastically; what can: {can}")
     if args.packing:
         raise ValueError(f"--rlhf_type {rlhf} with --packing true cannot be trained elastically: leave out --packing")
-    losses = set(getattr(args, "loss_type", None) or ()) if rlhf == "dpo" else set()
+    given = getattr(args, "loss_type", None) or ()
+    losses = set([given] if isinstance(given, str) else given) if rlhf == "dpo" else set()
     whole = rlhf in _PAIRS_AND_TOKENS or bool(rlhf == "dpo" and getattr(args, "rpo_alpha", None))
     if other := sorted(losses - set(_DPO_LOSSES)):
         raise ValueError(f"--loss_type {other[0]} cannot be trained elastically; what can: {', '.join(_DPO_LOSSES)}")
@@ -154,6 +155,11 @@ class _SwiftTrainer(ElasticTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if self.options.mean_over_samples:
+            # Metrics are gathered from slices that differ by a sample, which tensors of one shape cannot.
+            from swift.rlhf_trainers.dpo_trainer import new_gather_function
+
+            self.accelerator.gather_for_metrics = new_gather_function
         self.become_elastic(self.options)
 
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
@@ -166,8 +172,10 @@ class _SwiftTrainer(ElasticTrainer):
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
         # Where this step was saved before, ms-swift's own part was not called.
-        self.state.last_model_checkpoint = str(trainers(Path(self.args.output_dir), self.state.global_step))
-        self._update_last_checkpoint_symlink(barrier=False)
+        place = trainers(Path(self.args.output_dir), self.state.global_step)
+        self.state.last_model_checkpoint = str(place)
+        if not is_foreign(place):
+            self._update_last_checkpoint_symlink(barrier=False)
 
     def _update_last_checkpoint_symlink(self, barrier: bool = True) -> None:
         # Not within the save, where what it should point to is not there yet, and not all ranks may come to a barrier.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import transformers.trainer as upstream
+from transformers.trainer_callback import ExportableState
 
 from dalsegno.elastic import session
 
@@ -59,8 +60,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         self.elastic_run = run
         args.gradient_accumulation_steps = plan.accumulation
         args.ignore_data_skip = False
-        # Such as what early stopping has counted: a change of the world is no new training.
-        args.restore_callback_states_from_checkpoint = True
+        # A slice's mean is weighed by its part of the step; ms-swift would multiply it by the ranks as well.
+        args.average_tokens_across_devices = False
         if run.session.resume is not None:
             args.eval_on_start = False
         if self.is_deepspeed_enabled:
@@ -81,7 +82,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if run.session.resume is None:
             _refuse_other_resume(resume_from_checkpoint, run.output_dir)
         found = super().train(resume_from_checkpoint=run.resume_directory, **kwargs)
-        run.finish(lambda: self._save_checkpoint(self.model, None))
+        run.finish()
         return found
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
@@ -90,13 +91,27 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if run.session.resume is None:
             return found
         run.unfinished = Unfinished.read(run.session.resume.path)
-        run.stopped = bool(self.control.should_training_stop)
         if self.state.global_step != run.session.step:
             raise ValueError(
                 f"{run.session.resume.ref.name} is of step {run.session.step}, and its trainer_state.json of step "
                 f"{self.state.global_step}"
             )
         return found if run.loader.endless else run.place
+
+    def _load_callback_state(self) -> None:
+        """What callbacks have counted, such as early stopping: a change of the world is no new training.
+
+        Into the callbacks that are there, which the Trainer would replace by new ones if it was told to restore any.
+        """
+        saved = {
+            name: data if isinstance(data, list) else [data] for name, data in self.state.stateful_callbacks.items()
+        }
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExportableState) and saved.get(type(callback).__name__):
+                for name, value in saved[type(callback).__name__].pop(0).get("attributes", {}).items():
+                    setattr(callback, name, value)
+        for control in saved.get(type(self.control).__name__, ()):
+            self._run.stopped = bool(control.get("args", {}).get("should_training_stop"))
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with _replaced("deepspeed_load_checkpoint", self._load_engine):
@@ -114,7 +129,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         restore(engine, self._run.session.resume, strict=load_module_strict)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
-        self._run.session.restore_rng(self.args.seed)
+        """Nothing: they are restored before anything draws from them. The Trainer does it behind the first batch."""
 
     def _load_best_model(self) -> None:
         if not self.is_deepspeed_enabled:
@@ -132,6 +147,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run.unfinished is not None:
+            run.session.restore_rng(self.args.seed)
             self._see_to(run.unfinished, **{name: kwargs[name] for name in _OF_AN_EPOCH})
         if run.stopped or self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
@@ -170,8 +186,9 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
-        found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=None, **kwargs)
         micro = self._run.micro
+        items = num_items_in_batch if micro is None else None
+        found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=items, **kwargs)
         if micro is None:  # an evaluation's
             return found
         loss, *outputs = found if return_outputs else (found,)
@@ -180,46 +197,48 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
     # The boundary of a step.
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        run, evaluation = self._run, False
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        run, control = self._run, self.control
         if run.draining:
-            # The notice is for saving. What resumes here evaluates first.
-            evaluation = self.control.should_evaluate
-            run.unfinished = Unfinished(evaluation=evaluation)
-            self.control.should_evaluate, self.control.should_save = False, True
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-        if run.draining:
+            # The notice is for saving. What resumes here evaluates first, and tells of a save that was due.
+            due = control.should_evaluate, control.should_save
+            control.should_evaluate = control.should_save = False
+            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
+            run.unfinished = Unfinished(evaluation=due[0], tell_of_save=due[1])
+            self._save_checkpoint(model, trial)
             run.unfinished = None
             run.leave()
-            self.control.should_evaluate, self.control.should_save = evaluation, False
-            super()._maybe_log_save_evaluate(*args, **kwargs)
+            # It could not be saved: the run goes on.
+            self.control.should_evaluate, self.control.should_save = due
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
         if self._run.unfinished is not None:  # the run had ended there, and nobody had said so
             where = {"epoch": int(self.state.epoch or 0), "trial": trial, "start_time": start_time}
             self._see_to(self._run.unfinished, model=self.model_wrapped, ignore_keys_for_eval=None, **where)
+        # Now, because next the best model's weights may take the place of the last step's.
+        self._run.save_at_last(lambda: self._save_checkpoint(self.model_wrapped, trial))
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _see_to(self, unfinished: Unfinished, **of_epoch: Any) -> None:
         """What those who saved the resume point had no time for."""
         run = self._run
         run.unfinished = None
-        # They come back as they were during the save.
-        self.control.should_log = self.control.should_evaluate = self.control.should_save = False
         self._tr_loss += unfinished.loss
         self._globalstep_last_logged = unfinished.logged
-        for callback in self.callback_handler.callbacks:
-            if (values := unfinished.callbacks.get(type(callback).__name__)) is not None:
-                vars(callback).update(values)
-                if unfinished.tell_of_save:
-                    callback.on_save(self.args, self.state, self.control)
+        counting = [one for one in self.callback_handler.callbacks if type(one).__name__ in unfinished.callbacks]
+        for callback in counting:
+            vars(callback).update(unfinished.callbacks[type(callback).__name__])
         best = self.state.best_global_step
+        self.control.should_evaluate = unfinished.evaluation
+        super()._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
+        for callback in counting if unfinished.tell_of_save else ():
+            callback.on_save(self.args, self.state, self.control)
         if unfinished.epoch_end:
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-        self.control.should_evaluate = self.control.should_evaluate or unfinished.evaluation
-        if not (unfinished.epoch_end or unfinished.evaluation):
-            return
-        super()._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
+            super()._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
         if self.state.best_global_step != best and self.state.best_global_step == self.state.global_step:
             run.session.measured(self.state.best_metric)
             self.state.best_model_checkpoint = run.resume_directory
@@ -259,7 +278,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         engine = self.model_wrapped
         engine.save_checkpoint = functools.wraps(engine.save_checkpoint)(lambda *args, **kwargs: None)
         try:
-            super().save_model(output_dir, _internal_call)
+            with self._kept_errors():
+                super().save_model(output_dir, _internal_call)
         finally:
             del engine.save_checkpoint
 

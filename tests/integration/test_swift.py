@@ -62,17 +62,19 @@ class Swift(Training):
             plugins, callbacks = [*plugins, str(PLUGIN)], [*callbacks, "dalsegno"]
         else:
             given["global_batch_size"] = self.global_batch_size
-        flags = tiny_swift.flags(self.made / "model", self.made / "data.jsonl", **given)
+        data = "pairs.jsonl" if self.module.endswith("rlhf") else "data.jsonl"
+        flags = tiny_swift.flags(self.made / "model", self.made / data, **given)
         return [*flags, "--external_plugins", *plugins, "--callbacks", *callbacks]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `model` and `data.jsonl`."""
+    """A directory with `model`, `data.jsonl`, and `pairs.jsonl` of answers to prefer and not."""
     directory = tmp_path_factory.mktemp("tiny")
     tiny_swift.make_model(directory / "model")
     # 152 samples, 16 at a time: data epochs of 10 steps, the last of which is short.
     tiny_swift.make_data(directory / "data.jsonl", 152)
+    tiny_swift.make_data(directory / "pairs.jsonl", 152, "dpo")
     return directory
 
 
@@ -135,6 +137,7 @@ def full(*options: str, module: str = f"{ENTRY}.sft") -> Any:
         full("tuner_type=lora", "lora_dropout=0.1", "fixed_micro_batch=true"),
         full("deepspeed=zero1", module=f"{ENTRY}.pt"),
         full("deepspeed=zero1", "streaming=true"),
+        full("rlhf_type=dpo", "tuner_type=lora", "lora_dropout=0", "deepspeed=zero1", module=f"{ENTRY}.rlhf"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "ddp",
 )

@@ -56,9 +56,20 @@ def test_who_needs_no_flag(
     assert launch._knows_us(parse(["--nnodes=1:2", *command], {})) is knows
 
 
-@pytest.mark.parametrize("given", [True, False])
-def test_a_script_that_is_told_from_the_beginning_means_the_job(tmp_path: Path, given: bool) -> None:
-    options = parse(["--nnodes=1:2", "train.py", *(["--universal-checkpoint"] if given else [])], {})
+@pytest.mark.parametrize(
+    ("own", "given"),
+    [
+        ([], False),
+        (["--universal-checkpoint"], True),
+        (["--universal-checkpoint", "--lr=1"], True),
+        (["--universal_checkpoint", "true"], True),
+        (["--universal-checkpoint=false"], False),
+        (["--universal_checkpoint", "False", "x"], False),
+        (["--universal-checkpoints"], False),
+    ],
+)
+def test_a_script_that_is_told_from_the_beginning_means_the_job(tmp_path: Path, own: list[str], given: bool) -> None:
+    options = parse(["--nnodes=1:2", "train.py", *own], {})
     options.job_id = "job"
     config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path)  # type: ignore[arg-type]
     assert config.settings.universal_checkpoint is given

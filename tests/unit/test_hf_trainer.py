@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
     BertConfig,
@@ -22,6 +23,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback
 
 from dalsegno.elastic import Drained, ElasticSampler, sessions
 from dalsegno.elastic.checkpoint import inventory
@@ -74,6 +76,9 @@ class At(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
 @pytest.fixture(autouse=True)
 def own_session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sessions, "_sessions", [])
+    # ms-swift, where a test has imported it, puts callbacks of its own there for every Trainer of the process.
+    monkeypatch.setattr("transformers.trainer.DEFAULT_CALLBACKS", [DefaultFlowCallback])
+    monkeypatch.setattr("transformers.trainer.PrinterCallback", PrinterCallback)
     yield
     close()
 
@@ -380,6 +385,66 @@ def test_a_save_that_fails_is_told_and_the_run_goes_on(
     assert len(reached) == 3
 
 
+def test_the_last_step_is_saved_with_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its save fails at first; what is tried again must not have the best model's, which are loaded at the end."""
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "load_best_model_at_end": True}
+    best = {"metric_for_best_model": "loss", "greater_is_better": True}  # the first one
+    train(make(tmp_path / "b", **often, **best))
+    whole = Trainer._save
+
+    def full(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step == 12 and not failed:
+            failed.append(True)
+            raise OSError(28, "No space left on device")
+        whole(self, *args, **kwargs)
+
+    failed: list[bool] = []
+    monkeypatch.setattr(Trainer, "_save", full)
+    monkeypatch.setattr("dalsegno.swift_plugin.run.FINAL_SAVE_PAUSE_SECONDS", 0.0)
+    train(make(tmp_path / "a", **often, **best))
+    weights = [load_file(tmp_path / name / "out" / "checkpoint-12" / "model.safetensors") for name in ("a", "b")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+class Noisy(Tokens):
+    """Draws from the global generator whenever it is asked."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        found = super().__getitem__(index)
+        return {**found, "input_ids": (found["input_ids"] + torch.randint(0, 2, (8,))) % 16}
+
+
+def test_what_is_drawn_while_samples_are_made_goes_on(tmp_path: Path) -> None:
+    """The generators are put back before the first sample of a run that resumes, in a world that has not changed."""
+    with pytest.raises(Drained):
+        train(make(tmp_path / "a", At(6, drain), data=Noisy(), dataloader_num_workers=0))
+    found = train(make(tmp_path / "a", data=Noisy()))
+    assert without_end(found) == without_end(train(make(tmp_path / "b", data=Noisy())))
+
+
+class Counted(TrainerCallback):  # type: ignore[misc]
+    """Counts as ms-swift's early stopping does: when it is told of a save, and saves nothing."""
+
+    def __init__(self) -> None:
+        self.saves: list[int] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saves.append(state.global_step)
+
+
+@pytest.mark.parametrize("step", [3, 4, 5])
+def test_a_callback_that_counts_saves_counts_those_that_were_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Not a drain's own save; that of a step where one is due anyway, once."""
+    monkeypatch.setattr("dalsegno.swift_plugin.trainer.ElasticTrainer.counting", {"Counted": ("saves",)})
+    with pytest.raises(Drained):
+        train(make(tmp_path, Counted(), At(step, drain), save_steps=4))
+    last = Counted()
+    train(make(tmp_path, last, save_steps=4))
+    assert last.saves == [4, 8, 12]
+
+
 def test_a_path_to_resume_from_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="resumes by itself"):
         make(tmp_path).train(resume_from_checkpoint="somewhere")
@@ -387,6 +452,7 @@ def test_a_path_to_resume_from_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_that_is_not_the_runs_is_not_resumed_from(tmp_path: Path) -> None:
     (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-7" / "trainer_state.json").write_text("{}")
     with pytest.raises(ValueError, match="checkpoint-7 is not the run's"):
         make(tmp_path).train(resume_from_checkpoint=True)
 

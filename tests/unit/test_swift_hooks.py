@@ -39,7 +39,14 @@ def test_what_cannot_be_exact_is_refused(change: dict[str, Any], said: str) -> N
 
 
 @pytest.mark.parametrize(
-    "change", [{}, {"task_type": "seq_cls"}, {"rlhf_type": "dpo", "loss_type": ["sigmoid"]}, {"rlhf_type": "rm"}]
+    "change",
+    [
+        {},
+        {"task_type": "seq_cls"},
+        {"rlhf_type": "dpo", "loss_type": ["sigmoid"]},
+        {"rlhf_type": "dpo", "loss_type": "sigmoid"},  # what ms-swift makes of one
+        {"rlhf_type": "rm"},
+    ],
 )
 def test_what_can_be_is_not(change: dict[str, Any]) -> None:
     swift_hooks._refuse(arguments(**change), Options())

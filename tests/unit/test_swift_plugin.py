@@ -235,6 +235,17 @@ def test_links_show_what_is_there(tmp_path: Path) -> None:
     assert {path.read_text() for path in (output / "checkpoint-10").rglob("*") if path.is_file()} == {"step-10.e2.1"}
 
 
+def test_a_step_that_is_saved_again_has_no_link_to_what_it_had_before(tmp_path: Path) -> None:
+    """By fewer ranks. And a place whose making was interrupted is finished."""
+    first, second = sealed(tmp_path / "run", "step-5.e1.1", 5), sealed(tmp_path / "run", "step-5.e2.1", 5)
+    (checkpoints.trainers(first, 5) / "rng_state_1.pth").touch()
+    (tmp_path / "out" / "checkpoint-5").mkdir(parents=True)
+    checkpoints.link(tmp_path / "out", first, 5)
+    checkpoints.link(tmp_path / "out", second, 5)
+    found = {path.name for path in (tmp_path / "out" / "checkpoint-5").rglob("*") if path.is_symlink()}
+    assert found == {"trainer_state.json", "model.safetensors", "states.pt"}
+
+
 def test_what_is_added_to_a_linked_checkpoint_is_not_the_checkpoints(tmp_path: Path) -> None:
     run, output = tmp_path / "run", tmp_path / "out"
     one = sealed(run, "step-5.e1.1", 5)
