@@ -39,7 +39,8 @@ _PARTS = {
     "train": ("torch", "deepspeed", "numpy"),
     "etcd": ("aetcd",),
     "http": ("fastapi", "uvicorn"),
-    "swift": ("ms-swift",),
+    "hf": ("accelerate", "transformers"),
+    "swift": ("ms-swift", "transformers"),
     "log": ("tensorboard", "wandb"),
 }
 

@@ -117,7 +117,10 @@ def convert(
         with Journal(target, source_digest=manifest.digest) as journal:
             threads = wish.effort.threads
             take_over(journal, target, earlier, source_digest=manifest.digest, threads=threads, moved=watch.moved)
-            entries = produce(source, {entry.path: entry for entry in manifest.files}, target, journal, wish, watch)
+            files: Mapping[str, FileEntry] = {entry.path: entry for entry in manifest.files}
+            if manifest.shape.strategy.startswith("deepspeed"):  # a trainer that is not ours loads no universal files
+                source, files = engine_part(source, files)
+            entries = produce(source, files, target, journal, wish, watch)
             journal.remove()
         return seal_form(manifest, target, entries)
 
@@ -163,8 +166,8 @@ def produce(
     """Makes what ``journal`` does not list yet, and checks that nothing is missing.
 
     Args:
-        source: The sharded checkpoint.
-        entries: Its files, by path; those of model states are wanted.
+        source: The sharded checkpoint, or where DeepSpeed's files of it lie.
+        entries: Its files, by path from there; those of model states are wanted.
         target: The directory to write, which holds what ``journal`` lists.
         journal: Notes each file.
         wish: What to make.
@@ -187,7 +190,6 @@ def produce(
     from .streaming import write
 
     taken = journal.entries
-    source, entries = _engine_part(source, entries)
     with allowing(wish.allow):
         try:
             opened = open_source(source, reset_optimizer=wish.reset_optimizer)
@@ -209,7 +211,7 @@ def produce(
     return _sorted(journal)
 
 
-def _engine_part(source: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, Mapping[str, FileEntry]]:
+def engine_part(source: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, Mapping[str, FileEntry]]:
     """Where DeepSpeed's files lie, and those of ``entries`` that lie there, by their paths from there on."""
     from .layout import engine_directory
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from dalsegno.elastic.checkpoint import MANIFEST, UNIVERSAL, CheckpointName, FileEntry, Manifest, is_checkpoint_name
 from dalsegno.elastic.checkpoint.files import checksums, fsync_tree, list_files, replace_file, write_exclusive
 
-from .conversion import Watch, Wish, produce, seal_form, typed_failures, verified
+from .conversion import Watch, Wish, engine_part, produce, seal_form, typed_failures, verified
 from .errors import EnvironmentFailed, SourceBad
 from .journal import JOURNAL, ForeignJournal, Journal, keep_finished
 from .layout import engine_directory
@@ -64,7 +64,7 @@ def convert_directory(
         target.mkdir(parents=True, exist_ok=True)
         with _journal(target, name) as journal:
             keep_finished(journal, target, threads=wish.effort.threads, moved=watch.moved)
-            made = produce(source, entries, target, journal, wish, watch)
+            made = produce(*engine_part(source, entries), target, journal, wish, watch)
             journal.remove()
         if manifest is not None and wish.plain and _is_form_of(target.name, source.name):
             seal_form(manifest, target, made)

@@ -78,7 +78,7 @@ def test_ddp_through_changes_of_the_world(clusters: Clusters, undisturbed: Undis
 @pytest.mark.parametrize(
     ("stage", "universal"),
     [
-        (1, True),
+        pytest.param(1, True, marks=pytest.mark.full),
         pytest.param(2, True, marks=pytest.mark.full),
         pytest.param(3, True, marks=pytest.mark.full),
         pytest.param(1, False, marks=pytest.mark.full),

@@ -317,12 +317,8 @@ def test_nodes_with_different_numbers_of_workers(clusters: Clusters, undisturbed
     end(job, undisturbed, lost={third: any_number(job)})
 
 
-OTHER_STAGES = [(0, True), (2, True), (3, True), (1, False), (2, False)]
-
-
-@pytest.mark.parametrize(
-    ("stage", "universal"), [(3, False), *(pytest.param(*way, marks=pytest.mark.full) for way in OTHER_STAGES)]
-)
+@pytest.mark.full
+@pytest.mark.parametrize(("stage", "universal"), [(0, True), (2, True), (3, True), (1, False), (2, False), (3, False)])
 def test_other_stages(clusters: Clusters, undisturbed: Undisturbed, stage: int, universal: bool) -> None:
     """ZeRO 0, 2 and 3 through a join, a leave and a kill; 1 to 3 also without a conversion."""
     training = Training(script=TRAIN, steps=60, extra=(f"--zero-stage={stage}",))
