@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(300)
 FAILED = 1
 
 
-@pytest.mark.parametrize("master", [pytest.param("alive", marks=pytest.mark.full), "dead"])
+@pytest.mark.parametrize("master", ["alive", pytest.param("dead", marks=pytest.mark.full)])
 def test_same_command_after_a_failure(clusters: Callable[..., Cluster], undisturbed: Undisturbed, master: str) -> None:
     """Its budget is spent. Again, also with another --nnodes and a master that must be started anew: it resumes."""
     job = clusters(training=Training(steps=30, save_every=5), nnodes="1:1", agent_flags=["--max-restarts=0"])

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import HF, Cluster, Training, Undisturbed
+from tests.support.cluster import HF, Cluster, Training, Undisturbed, change_worlds
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -29,21 +29,6 @@ def trainer_state(job: Cluster, step: int) -> dict[str, Any]:
         (job.directory / "out" / f"checkpoint-{step}" / "trainer_state.json").read_text()
     )
     return found
-
-
-def change_worlds(job: Cluster) -> None:
-    """1, 2, 3 nodes, a kill, a leave, and the end; what it cost and kept is judged by the caller."""
-    job.open("a")
-    job.start("b")
-    second = job.wait_world(2, steps=3)
-    job.start("c")
-    third = job.wait_world(3, steps=3, after=second)
-    job.kill_node(job.node("b"))
-    fourth = job.wait_world(2, steps=3, after=third)
-    job.leave(job.node("c"))
-    job.wait_world(1, steps=2, after=fourth)
-    job.finish()
-    job.assert_lost({fourth: range(job.training.save_every + 1)})
 
 
 def assert_trainers_own(job: Cluster) -> None:

@@ -279,6 +279,7 @@ def test_a_node_dies_before_the_end_is_agreed(clusters: Clusters, undisturbed: U
 # ---- ZeRO -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_mixed_scene(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """ZeRO-1 with 1, 2, 4, 3 (node 0 killed), 2 (one leaves) nodes, and a worker's crash in the end."""
     job = clusters(training=ZERO)

@@ -14,7 +14,7 @@ import pytest
 
 from dalsegno.swift_plugin import PLUGIN
 from tests.support import tiny_swift
-from tests.support.cluster import Cluster, Training, Undisturbed
+from tests.support.cluster import Cluster, Training, Undisturbed, change_worlds
 
 pytest.importorskip("swift", reason="the extra `swift` is not installed")
 pytestmark = pytest.mark.timeout(900)
@@ -82,21 +82,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in tiny_swift.OFFLINE.items():
         monkeypatch.setenv(name, value)
-
-
-def change_worlds(job: Cluster) -> None:
-    """1, 2, 3 nodes, a kill of one, and the others go on: three resumes and a fourth."""
-    job.open("a")
-    job.start("b")
-    second = job.wait_world(2, steps=3)
-    job.start("c")
-    third = job.wait_world(3, steps=3, after=second)
-    job.kill_node(job.node("b"))
-    fourth = job.wait_world(2, steps=3, after=third)
-    job.leave(job.node("c"))
-    job.wait_world(1, steps=2, after=fourth)
-    job.finish()
-    job.assert_lost({fourth: range(job.training.save_every + 1)})
 
 
 def output(job: Cluster) -> Path:

@@ -579,3 +579,18 @@ class Cluster:
 
 def _is_master(pid: int) -> bool:
     return "dalsegno.master" in processes.command_line(pid)
+
+
+def change_worlds(job: Cluster) -> None:
+    """1, 2, 3 nodes, a kill of one, a leave, and the end: five epochs. What was kept is judged by the caller."""
+    job.open("a")
+    job.start("b")
+    second = job.wait_world(2, steps=3)
+    job.start("c")
+    third = job.wait_world(3, steps=3, after=second)
+    job.kill_node(job.node("b"))
+    fourth = job.wait_world(2, steps=3, after=third)
+    job.leave(job.node("c"))
+    job.wait_world(1, steps=2, after=fourth)
+    job.finish()
+    job.assert_lost({fourth: range(job.training.save_every + 1)})
