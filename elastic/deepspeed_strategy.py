@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy
+from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, resume_rates
 
 _STATE = "dalsegno_trainer"
 
@@ -71,9 +71,7 @@ class DeepSpeed(Strategy):
         if _STATE not in state:
             raise ValueError(f"{resume.path} was not written by this Trainer: it has no {_STATE}")
         if self.scheduler is not None:
-            # Its own state is there; the rates that it had set last are the optimizer's, which the stages load unalike.
-            for group, rate in zip(self.optimizer.param_groups, self.scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
+            resume_rates(self.optimizer, self.scheduler)
         return dict(state[_STATE])
 
     def backward(self, loss: Tensor) -> None:

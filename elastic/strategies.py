@@ -217,6 +217,15 @@ def own_device(local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
+def resume_rates(optimizer: Optimizer, scheduler: Any) -> None:
+    """Gives each parameter group the rate that a restored scheduler had set last.
+
+    The rates are in the optimizer's own state too, but ZeRO's stages load that unalike.
+    """
+    for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+
+
 def step_and_clear(
     model: nn.Module, optimizer: Optimizer, scheduler: Any, max_grad_norm: float | None, loss_scale: LossScale
 ) -> Tensor | float | None:

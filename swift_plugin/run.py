@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -14,16 +13,12 @@ from transformers import TrainerCallback
 
 from dalsegno.elastic import Batch, BatchPlan, MicroBatch, SaveError, Session
 from dalsegno.elastic.exchange import MAX_STEPS_APART
+from dalsegno.elastic.loop import FINAL_SAVE_PAUSE_SECONDS, FINAL_SAVE_TRIES
 from dalsegno.elastic.resuming import check_strategy
 
 from . import checkpoints, data
 from .checkpoints import Unfinished, Write
 from .options import Options, global_batch_size
-
-log = logging.getLogger(__name__)
-
-FINAL_SAVE_TRIES = 3
-FINAL_SAVE_PAUSE_SECONDS = 2.0
 
 
 class Run:
@@ -54,7 +49,7 @@ class Run:
         size = global_batch_size(options, args.per_device_train_batch_size, args.gradient_accumulation_steps, session)
         # Rank 0's: nodes may have different numbers of ranks, and so different ideas of the largest world.
         size = round(session.sum(size if session.rank == 0 else 0))
-        self.session, self.options = session, options
+        self.session = session
         self.plan = BatchPlan(
             size, session.world_size, args.per_device_train_batch_size, fixed_micro_batch=options.fixed_micro_batch
         )
@@ -110,12 +105,8 @@ class Run:
 
     # Saving.
 
-    def save(self, trainer: Any, save: Callable[[], None]) -> bool:
-        """Has the Trainer save the present step as one checkpoint of the run. Collective.
-
-        Returns:
-            Whether it is saved, now or before.
-        """
+    def save(self, trainer: Any, save: Callable[[], None]) -> None:
+        """Has the Trainer save the present step as one checkpoint of the run, unless it is saved. Collective."""
         state, step = trainer.state, trainer.state.global_step
         best = state.best_model_checkpoint
         # A save that is not a drain's is told of as soon as it is made, so never in what it saves.
@@ -145,28 +136,22 @@ class Run:
         self._failed = ref is None
         if ref is None:
             state.best_model_checkpoint = best
-            return False
+            return
         assert self.session.run_dir is not None
         checkpoint = self.session.run_dir / ref.name
         if state.best_global_step == step:
             state.best_model_checkpoint = str(checkpoints.trainers(checkpoint, step))
         if written and self.session.rank == 0:
             checkpoints.link(self.output_dir, checkpoint, step)
-        return True
 
-    def leave(self) -> bool:
-        """The drain's save has been tried: ends this process if it succeeded.
-
-        Returns:
-            False: it failed on all ranks, and the run goes on.
-        """
+    def leave(self) -> None:
+        """The drain's save has been tried: ends this process, or lets the run go on if it failed on all ranks."""
         self.draining = False
         failed, self._failed = self._failed, False
         if not failed:
             self.loader.close()
             self.session.leave_drained()
         self.session.drain_failed()
-        return False
 
     def save_at_last(self, save: Callable[[], None]) -> None:
         """Where the newest save has failed, the last step is saved now.

@@ -22,7 +22,7 @@ from swift.trainers import TrainerFactory
 from .checkpoints import is_foreign, trainers
 from .hf import under_dlrover_run
 from .options import Options, from_environment
-from .trainer import ElasticTrainer
+from .trainer import SIZES, ElasticTrainer
 
 NAME = "dalsegno"
 """For ``--callbacks``."""
@@ -34,7 +34,6 @@ _TASKS = ("causal_lm", "seq_cls")
 _PAIRS, _PAIRS_AND_TOKENS = ("dpo", "rm"), ("orpo", "cpo", "simpo")
 _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "nca_pair", "sppo_hard", "exo_pair", "apo_zero", "apo_down")
 _INSTEAD = {"deepspeed_elastic": "changing the world", "graceful_exit": "saving before a node goes"}
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 # They begin with a decomposition of the base weights, which every start would make anew.
 _DECOMPOSED = ("pissa", "olora", "lora-ga")
 
@@ -77,7 +76,7 @@ def _init_deepspeed(original: Any, args: Any) -> None:
         from dalsegno.elastic import deepspeed
 
         # Of this world; a configuration that says them itself would be compared with arguments of another one.
-        args.deepspeed.update(dict.fromkeys(_SIZES, "auto"))
+        args.deepspeed.update(dict.fromkeys(SIZES, "auto"))
         deepspeed.prepare()
 
 

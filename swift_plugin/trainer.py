@@ -18,6 +18,7 @@ import transformers.trainer as upstream
 from transformers.trainer_callback import ExportableState
 
 from dalsegno.elastic import session
+from dalsegno.elastic.strategies import resume_rates
 
 from . import data, refusals
 from .checkpoints import Unfinished, is_foreign
@@ -27,7 +28,8 @@ from .run import Boundaries, Run
 # What `_run_epoch` is told that `_maybe_log_save_evaluate` wants to know.
 _OF_AN_EPOCH = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
 
-_SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""What DeepSpeed's configuration says of one world."""
 
 if TYPE_CHECKING:
     _Base = Any
@@ -118,9 +120,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             prepared = super()._prepare_for_training(*args, **kwargs)
         scheduler = self.lr_scheduler
         if self._run.session.resume is not None and isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
-            # Its own state is there; the rates that it set last are the optimizer's, which ZeRO's stages load unalike.
-            for group, rate in zip(self.optimizer.param_groups, scheduler.get_last_lr(), strict=True):
-                group["lr"] = rate
+            resume_rates(self.optimizer, scheduler)
         return prepared
 
     def _load_engine(self, engine: Any, path: str, load_module_strict: bool = True) -> None:
@@ -338,7 +338,7 @@ def _configure_deepspeed(trainer: Any, run: Run) -> None:
     plugin.deepspeed_config = own
     # Found when the arguments were those of another world; what is wrong besides stays wrong.
     config = plugin.hf_ds_config
-    config.mismatches = [one for one in config.mismatches if not any(size in one for size in _SIZES)]
+    config.mismatches = [one for one in config.mismatches if not any(size in one for size in SIZES)]
 
 
 def _refuse_other_resume(given: Any, output_dir: Path) -> None:

@@ -23,6 +23,7 @@ from dalsegno.elastic.checkpoint.files import checksum, place_file
 from .effort import Effort
 from .errors import ConversionError, EnvironmentFailed, SourceBad
 from .journal import Journal, take_over
+from .layout import engine_directory
 
 Progress = Callable[[int, int], None]
 """Called with (files done, files in total), from any thread, one call at a time."""
@@ -213,8 +214,6 @@ def produce(
 
 def engine_part(source: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, Mapping[str, FileEntry]]:
     """Where DeepSpeed's files lie, and those of ``entries`` that lie there, by their paths from there on."""
-    from .layout import engine_directory
-
     found = engine_directory(source)
     if found == source:
         return source, entries

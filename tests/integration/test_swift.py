@@ -74,7 +74,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_swift.make_model(directory / "model")
     # 152 samples, 16 at a time: data epochs of 10 steps, the last of which is short.
     tiny_swift.make_data(directory / "data.jsonl", 152)
-    tiny_swift.make_data(directory / "pairs.jsonl", 152, "dpo")
+    tiny_swift.make_data(directory / "pairs.jsonl", 152, pairs=True)
     return directory
 
 

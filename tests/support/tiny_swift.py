@@ -68,8 +68,8 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-def make_data(path: Path, samples: int, kind: str = "sft") -> Path:
-    """Conversations of one question and one answer, of different lengths."""
+def make_data(path: Path, samples: int, *, pairs: bool = False) -> Path:
+    """Conversations of one question and one answer, of different lengths; or with an answer that is worse."""
     draw = random.Random(3)
 
     def words(most: int) -> str:
@@ -77,9 +77,8 @@ def make_data(path: Path, samples: int, kind: str = "sft") -> Path:
 
     def line() -> dict[str, Any]:
         asked, answered = {"role": "user", "content": words(6)}, {"role": "assistant", "content": words(9)}
-        if kind == "dpo":
-            return {"messages": [asked, answered], "rejected_response": words(9)}
-        return {"messages": [answered] if kind == "pt" else [asked, answered]}
+        worse = {"rejected_response": words(9)} if pairs else {}
+        return {"messages": [asked, answered], **worse}
 
     path.write_text("".join(json.dumps(line()) + "\n" for _ in range(samples)))
     return path
