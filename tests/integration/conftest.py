@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support import cluster
 from tests.support.cluster import Cluster, Undisturbed
 from tests.support.shell import Shell
 
@@ -21,6 +22,12 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     if report.when == "call":
         item.stash[FAILED] = report.failed
     return report
+
+
+@pytest.fixture(autouse=True)
+def executed_agents(repetition: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first run of a test executes one agent of each cluster; in repetitions all are forked."""
+    monkeypatch.setattr(cluster, "EXECUTED", 0 if repetition else 1)
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +47,10 @@ def clusters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callabl
 
     yield make
     if request.node.stash.get(FAILED, True):
-        for cluster in made:
-            print(cluster.diagnosis())
-    for cluster in made:
-        cluster.close()
+        for one in made:
+            print(one.diagnosis())
+    for one in made:
+        one.close()
 
 
 @pytest.fixture

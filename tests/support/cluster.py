@@ -14,7 +14,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import sysconfig
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,8 @@ from dalsegno.protos import control_pb2, control_pb2_grpc
 from examples.history import EpochSpan, KeptStep, StepLine, StepLogReader, compare, epoch_spans, kept_history
 
 from . import local_processes as processes
+from .forked import Forked, fork_script
+from .forked_agents import fork_agent
 
 ROOT = Path(__file__).resolve().parents[2]
 DDP = ROOT / "examples" / "ddp.py"
@@ -43,6 +44,8 @@ LEFT, LEFT_UNSAVED = 75, 76
 PATIENCE = 120.0
 LOOK_EVERY = 0.05
 CLUSTER_MARK, NODE_MARK = "DALSEGNO_TEST_CLUSTER", "DALSEGNO_TEST_NODE"
+# Of each cluster's agents; 0 in repetitions.
+EXECUTED = 1
 MEMBER_ROLES = ("member", "leaving")
 
 T = TypeVar("T")
@@ -97,21 +100,15 @@ class Undisturbed:
             place = self._directory / f"undisturbed-{len(self._known)}"
             place.mkdir()
             step_log = place / "steps"
-            directory, words = f"--checkpoint-dir={place / 'checkpoints'}", training.words(hooked=False)
+            directory, command = f"--checkpoint-dir={place / 'checkpoints'}", training.words(hooked=False)
+            command += training.flags(step_log)
+            environment, console = {**os.environ, **training.environment(step_log)}, place / "console"
             if training.needs_agent:
-                command = [DLROVER_RUN, "--nnodes=1", directory, *words, *training.flags(step_log)]
+                run = fork_agent([DLROVER_RUN, "--nnodes=1", directory, *command], environment, console, place)
             else:
-                command = [sys.executable, *words, *training.flags(step_log), directory]
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                timeout=2 * PATIENCE,
-                check=False,
-                cwd=place,
-                env={**os.environ, **training.environment(step_log)},
-            )
-            assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+                run = fork_script([*command, directory], environment, console, place)
+            code = run.wait(2 * PATIENCE)
+            assert code == 0, console.read_text(encoding="utf-8", errors="replace")[-6000:]
             self._known[training] = kept_history(StepLogReader(step_log).poll())
         return self._known[training]
 
@@ -122,7 +119,7 @@ class Node:
 
     name: str
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     console: Path
     mark: str
     expected: int | None = 0
@@ -193,6 +190,8 @@ class Cluster:
     universal: bool = True
     # Of the script, in nodes only and not in the undisturbed run.
     script_flags: Sequence[str] = ()
+    # How many agents are executed as a user's are; those after them are forked, which saves their imports.
+    executed: int = field(default_factory=lambda: EXECUTED)
     job: str = field(default_factory=lambda: f"test-{secrets.token_hex(4)}")
     nodes: list[Node] = field(default_factory=list)
     lines: list[StepLine] = field(default_factory=list)
@@ -237,17 +236,24 @@ class Cluster:
             **self.agent_environment,
             **environment,
         }
+        start = self._fork if number >= self.executed and "PYTHONPATH" not in self.agent_environment else self._execute
+        return Node(name, number, start(self.command(name), env, console), console, f"{NODE_MARK}={mark}")
+
+    def _execute(self, command: list[str], environment: dict[str, str], console: Path) -> subprocess.Popen[bytes]:
         with console.open("wb") as file:
-            process = subprocess.Popen(
-                self.command(name),
+            return subprocess.Popen(
+                command,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                env=env,
+                env=environment,
                 cwd=self.directory,
             )
-        return Node(name, number, process, console, f"{NODE_MARK}={mark}")
+
+    def _fork(self, command: list[str], environment: dict[str, str], console: Path) -> Forked:
+        console.touch()
+        return fork_agent(command, environment, console, self.directory)
 
     def command(self, name: str) -> list[str]:
         """What a user would type. Growths follow each other at once: the scenes are short."""

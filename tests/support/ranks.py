@@ -1,20 +1,15 @@
-"""Training processes of a test, forked from one that has imported torch and DeepSpeed once.
-
-Those imports are most of what a short world of several ranks costs. A rank is a process of its own all the same, with
-its own environment, arguments, directory and output, and the script is `__main__`: as in an agent's standby workers.
-"""
+"""Training processes of a test, forked (`forked`); the script is `__main__`, as in an agent's standby workers."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-PRELOAD = ["torch", "torch.distributed", "torch._dynamo", "deepspeed", "numpy", "dalsegno.agent.standby", __name__]
-_context = multiprocessing.get_context("forkserver")
+from .forked import fork_script
 
 
 class Rank:
@@ -30,15 +25,11 @@ class Rank:
         number, name = tempfile.mkstemp(prefix="rank-", suffix=".log")
         os.close(number)
         self._output = Path(name)
-        _context.set_forkserver_preload(PRELOAD)
-        self._process = _context.Process(
-            target=_become, args=(list(command), module, dict(environment), name, os.getcwd())
-        )
-        self._process.start()
+        self._process = fork_script(command, environment, self._output, Path.cwd(), module=module)
 
     def poll(self) -> int | None:
         """Its exit code (negative: the signal that killed it); None while it runs."""
-        return self._process.exitcode
+        return self._process.poll()
 
     def kill(self) -> None:
         self._process.kill()
@@ -49,17 +40,15 @@ class Rank:
         Raises:
             TimeoutError: It still runs after so many seconds.
         """
-        self._process.join(seconds)
-        code = self._process.exitcode
-        if code is None:
-            raise TimeoutError(f"a rank still runs after {seconds:.0f} s; it wrote:\n{self._text()}")
-        return code, self._text()
+        try:
+            return self._process.wait(seconds), self._text()
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"a rank still runs after {seconds:.0f} s; it wrote:\n{self._text()}") from None
 
     def close(self) -> None:
         """Kills it if it still runs, and forgets its output."""
-        if self.poll() is None:
-            self.kill()
-        self._process.join(10)
+        self.kill()
+        self._process.wait(10)
         self._output.unlink(missing_ok=True)
 
     def _text(self) -> str:
@@ -70,11 +59,3 @@ def wait_all(ranks: Sequence[Rank], seconds: float) -> list[tuple[int, str]]:
     """Exit codes and outputs of all, in order, within so many seconds together."""
     deadline = time.monotonic() + seconds
     return [rank.wait(max(0.1, deadline - time.monotonic())) for rank in ranks]
-
-
-def _become(command: list[str], module: bool, environment: dict[str, str], output: str, cwd: str) -> None:
-    from dalsegno.agent import standby
-
-    console = os.open(output, os.O_WRONLY | os.O_APPEND)
-    assignment = standby.Assignment(command, module, environment, cwd)
-    standby.become(assignment, (console, os.dup(console)), fresh=False)
