@@ -20,7 +20,8 @@ Clusters = Callable[..., Cluster]
 
 def training(*extra: str, steps: int = 60) -> Training:
     """Data epochs of 10 steps, the last of which is short: 152 samples, 16 at a time."""
-    return Training(HF, steps, 10, extra=("--max-micro-batch-size=3", "--samples=152", *extra), needs_agent=True)
+    flags = ("--max-micro-batch-size=3", "--samples=152", *extra)
+    return Training(HF, steps, 10, extra=flags, needs_agent=True, preloaded="tests.support.preloaded_hf")
 
 
 def trainer_state(job: Cluster, step: int) -> dict[str, Any]:

@@ -39,6 +39,7 @@ class Swift(Training):
     module: str = f"{ENTRY}.sft"
     options: tuple[tuple[str, str], ...] = ()
     needs_agent: bool = True
+    preloaded: str = "tests.support.preloaded_swift"
 
     def words(self, *, hooked: bool) -> list[str]:
         return ["-m", self.module]
@@ -130,7 +131,7 @@ def test_changes_of_the_world(
     clusters: Clusters, undisturbed: Undisturbed, made: Path, module: str, options: Mapping[str, str]
 ) -> None:
     """Nodes join, one is killed, one leaves: the losses are the undisturbed run's."""
-    training = Swift(steps=100, save_every=10, made=made, module=module, options=tuple(options.items()))
+    training = Swift(steps=80, save_every=10, made=made, module=module, options=tuple(options.items()))
     job = clusters(training=training, nnodes="1:3")
     change_worlds(job)
     judge(job, undisturbed)

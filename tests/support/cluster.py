@@ -28,7 +28,7 @@ from dalsegno.protos import control_pb2, control_pb2_grpc
 from examples.history import EpochSpan, KeptStep, StepLine, StepLogReader, compare, epoch_spans, kept_history
 
 from . import local_processes as processes
-from .forked import Forked, fork_script
+from .forked import PRELOADED, Forked, fork_script
 from .forked_agents import fork_agent
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +63,8 @@ class Training:
     extra: tuple[str, ...] = ()
     # The undisturbed run is one node's, with agent and master: elsewhere the script is not elastic.
     needs_agent: bool = False
+    # What processes that it is forked from have imported.
+    preloaded: str = PRELOADED
 
     def words(self, *, hooked: bool) -> list[str]:
         """What is run, without its flags."""
@@ -104,7 +106,9 @@ class Undisturbed:
             command += training.flags(step_log)
             environment, console = {**os.environ, **training.environment(step_log)}, place / "console"
             if training.needs_agent:
-                run = fork_agent([DLROVER_RUN, "--nnodes=1", directory, *command], environment, console, place)
+                run = fork_agent(
+                    [DLROVER_RUN, "--nnodes=1", directory, *command], environment, console, place, training.preloaded
+                )
             else:
                 run = fork_script([*command, directory], environment, console, place)
             code = run.wait(2 * PATIENCE)
@@ -253,7 +257,7 @@ class Cluster:
 
     def _fork(self, command: list[str], environment: dict[str, str], console: Path) -> Forked:
         console.touch()
-        return fork_agent(command, environment, console, self.directory)
+        return fork_agent(command, environment, console, self.directory, self.training.preloaded)
 
     def command(self, name: str) -> list[str]:
         """What a user would type. Growths follow each other at once: the scenes are short."""

@@ -16,13 +16,16 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
+# What has imported torch, DeepSpeed and the agent; others of its kind have imported more.
 PRELOADED = "tests.support.preloaded"
 # Makes room in the initial environment, for the marks by which processes are found.
 _ROOM = "DALSEGNO_TEST_ROOM"
 _ROOM_BYTES = 2048
 _context = multiprocessing.get_context("forkserver")
+_servers: dict[str, forkserver.ForkServer] = {}
 
 
 class Forked:
@@ -30,13 +33,15 @@ class Forked:
 
     Args:
         target: a function of a module; it and its arguments are pickled.
+        preloaded: the module that the process which it is forked from has imported.
     """
 
-    def __init__(self, target: Callable[..., Any], *arguments: object) -> None:
-        _context.set_forkserver_preload([PRELOADED])
-        _start_server()
-        self._process = _context.Process(target=_run, args=(target, *arguments))
-        self._process.start()
+    def __init__(self, target: Callable[..., Any], *arguments: object, preloaded: str = PRELOADED) -> None:
+        server = _server(preloaded)
+        self._process = _context.Process(target=_run, args=(preloaded, target, *arguments))
+        # The standard library knows of one such process only.
+        with mock.patch.object(forkserver, "connect_to_new_process", server.connect_to_new_process):
+            self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
 
@@ -69,20 +74,22 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _start_server() -> None:
-    """With an environment of its own, for the first that is forked; otherwise nothing happens."""
+def _server(preloaded: str) -> forkserver.ForkServer:
+    server = _servers.setdefault(preloaded, forkserver.ForkServer())
+    server.set_forkserver_preload([preloaded])
     kept = dict(os.environ)
     # In 3.11 it imports nothing from the `sys.path` that it is given, and is silent about it.
     os.environ.update({_ROOM: "." * _ROOM_BYTES, "PYTHONPATH": str(ROOT)})
     try:
-        forkserver.ensure_running()
+        server.ensure_running()
     finally:
         os.environ.clear()
         os.environ.update(kept)
+    return server
 
 
-def _run(target: Callable[..., Any], *arguments: object) -> None:
-    assert PRELOADED in sys.modules, f"the process that others are forked from has not imported {PRELOADED}"
+def _run(preloaded: str, target: Callable[..., Any], *arguments: object) -> None:
+    assert preloaded in sys.modules, f"the process that this was forked from has not imported {preloaded}"
     target(*arguments)
 
 

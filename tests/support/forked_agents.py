@@ -20,7 +20,7 @@ from multiprocessing import process, resource_tracker
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .forked import ROOT, Forked, take_environment
+from .forked import PRELOADED, ROOT, Forked, take_environment
 
 NURSERY = "dalsegno.agent.standby"
 # Above whatever an agent or a nursery has open.
@@ -28,7 +28,9 @@ _HIGH = 500
 _MAX_MESSAGE = 100_000
 
 
-def fork_agent(command: Sequence[str], environment: Mapping[str, str], console: Path, cwd: Path) -> Forked:
+def fork_agent(
+    command: Sequence[str], environment: Mapping[str, str], console: Path, cwd: Path, preloaded: str = PRELOADED
+) -> Forked:
     """Starts an agent.
 
     Args:
@@ -36,8 +38,9 @@ def fork_agent(command: Sequence[str], environment: Mapping[str, str], console: 
         environment: all of it.
         console: where it writes to, as in a terminal.
         cwd: its working directory.
+        preloaded: what is imported already.
     """
-    return Forked(_run_agent, list(command), dict(environment), str(console), str(cwd))
+    return Forked(_run_agent, list(command), dict(environment), str(console), str(cwd), preloaded=preloaded)
 
 
 def _run_agent(command: list[str], environment: dict[str, str], console: str, cwd: str) -> NoReturn:
