@@ -41,7 +41,7 @@ PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WH
 help:
 	@echo 'make demo      a job of one to four nodes on this machine: joins, a kill, a leave; then the undisturbed run, and a report'
 	@echo 'make test      lint, types, 2,000 simulated schedules, all tests once, against the built wheel'
-	@echo 'make test-all  the full matrices, 100,000 schedules, every process test 20 times (hours)'
+	@echo 'make test-all  the full matrices, 100,000 schedules, every process test 20 times (hours; goes on where it was interrupted)'
 	@echo 'make simulate SEED=1 RUNS=2000    simulated schedules only'
 	@echo 'make bench     the benchmarks'
 	@echo 'make lint      ruff and mypy;  make format  rewrites;  make protos  regenerates protos/*_pb2*'
@@ -110,9 +110,15 @@ test: lint wheel tools
 # The schedules were all run by `simulate`: the test of the simulator itself needs few.
 test test-all: export SIM_RUNS ?= 100
 
+# It takes hours. Interrupted and given again, it goes on, as long as not a byte of the checkout has changed.
+test-all: TREE = $(shell test -z "$$(git status --porcelain 2>&1)" && git rev-parse 'HEAD^{tree}')
+test-all: DONE = $(CURDIR)/build/passed/$(TREE)
 test-all: lint wheel tools
-	$(MAKE) --no-print-directory simulate RUNS=100000 SIMULATOR=$(WHEEL_VENV)/bin/python
-	$(PYTEST) --full --repeat 20
+	@mkdir -p build/passed
+	@[ -n "$(TREE)" -a -e "$(DONE).simulated" ] || \
+		$(MAKE) --no-print-directory simulate RUNS=100000 SIMULATOR=$(WHEEL_VENV)/bin/python
+	@[ -z "$(TREE)" ] || touch "$(DONE).simulated"
+	$(PYTEST) --full --repeat 20 $(if $(TREE),--resume "$(DONE)")
 
 demo: $(VENV)/.installed
 	$(PY) -m examples.demo

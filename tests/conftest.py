@@ -1,13 +1,15 @@
 """Options and environment of the whole test suite.
 
 `--full` also runs what is marked `full`; `--repeat N` runs every test of `tests/integration` at least N times, where
-the cells of a parametrized test count together: a matrix of 48 cells has shown its mechanism 48 times.
+the cells of a parametrized test count together: a matrix of 48 cells has shown its mechanism 48 times. `--resume FILE`
+goes on where an interrupted run stopped: it leaves out what that one has passed.
 """
 
 from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,52 @@ os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extens
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--resume", type=Path, metavar="FILE", help="leave out what passed when this was given before")
     parser.addoption("--full", action="store_true", help="also run the tests marked full")
     parser.addoption(
         "--repeat", type=int, default=1, metavar="N", help="run each process test N times, its cells together"
     )
+
+
+class Passed:
+    """What has passed, one line each in a file; the runs before this one left out.
+
+    Every process of a run has to leave out the same, so what passes in it is noted beside the file until the next.
+    """
+
+    def __init__(self, path: Path, *, collects_only: bool) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._news, self._failed = path.with_name(f"{path.name}.news"), set[str]()
+        if not collects_only and self._news.exists():
+            with path.open("a", encoding="utf-8") as file:
+                file.write(self._news.read_text(encoding="utf-8"))
+            self._news.unlink()
+        self._known = set(path.read_text(encoding="utf-8").splitlines()) if path.exists() else set()
+        self._collects_only = collects_only
+
+    def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
+        deselect(config, items, lambda item: item.nodeid in self._known)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if not report.passed:
+            self._failed.add(report.nodeid)
+        elif report.when == "teardown" and report.nodeid not in self._failed and not self._collects_only:
+            with self._news.open("a", encoding="utf-8") as file:
+                file.write(f"{report.nodeid}\n")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("resume"):
+        passed = Passed(config.getoption("resume"), collects_only=hasattr(config, "workerinput"))
+        config.pluginmanager.register(passed, "passed")
+
+
+def deselect(config: pytest.Config, items: list[pytest.Item], unwanted: Callable[[pytest.Item], bool]) -> None:
+    """Leaves tests out, and has pytest count them."""
+    left_out = [item for item in items if unwanted(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not unwanted(item)]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -43,9 +87,5 @@ def repetition(request: pytest.FixtureRequest) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("full"):
-        return
-    full = [item for item in items if item.get_closest_marker("full")]
-    if full:
-        config.hook.pytest_deselected(items=full)
-        items[:] = [item for item in items if item not in set(full)]
+    if not config.getoption("full"):
+        deselect(config, items, lambda item: item.get_closest_marker("full") is not None)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support import cluster
+from tests.support import forked
 from tests.support.cluster import Cluster, Undisturbed
 from tests.support.shell import Shell
 
@@ -25,9 +25,9 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 @pytest.fixture(autouse=True)
-def executed_agents(repetition: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first run of a test executes one agent of each cluster; in repetitions all are forked."""
-    monkeypatch.setattr(cluster, "EXECUTED", 0 if repetition else 1)
+def repeated(repetition: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tells what a test starts whether it is a repetition (`forked.REPEATED`)."""
+    monkeypatch.setattr(forked, "REPEATED", repetition > 0)
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,10 @@ import pytest
 from dalsegno.agent.arguments import parse
 from dalsegno.agent.cli import default_job_id
 from dalsegno.agent.processes import is_same_process, process_state, start_time
+from tests.support import forked
+from tests.support.cluster import DLROVER_RUN
+from tests.support.forked import Forked
+from tests.support.forked_agents import fork_agent
 from tests.support.master_process import master_process
 
 pytestmark = pytest.mark.timeout(180)
@@ -63,14 +67,17 @@ dist.destroy_process_group()
 """
 
 
+Started = subprocess.Popen[str] | Forked
+
+
 class Programs:
     """Started programs, ended with the test."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self.running: list[subprocess.Popen[str]] = []
+        self.running: list[Started] = []
 
-    def start(self, name: str, *command: str, **environment: str) -> subprocess.Popen[str]:
+    def start(self, name: str, *command: str, **environment: str) -> Started:
         log = open(self.directory / f"{name}.log", "w")  # noqa: SIM115
         process = subprocess.Popen(
             command,
@@ -85,10 +92,14 @@ class Programs:
         self.running.append(process)
         return process
 
-    def agent(self, name: str, *arguments: str) -> subprocess.Popen[str]:
-        return self.start(
-            name, sys.executable, "-m", "dalsegno.agent.cli", "--checkpoint-dir", "ck", "--job-id", "job", *arguments
-        )
+    def agent(self, name: str, *arguments: str, job: str = "job", **environment: str) -> Started:
+        """An agent of a job; `job` empty: of what it takes for its job by itself."""
+        arguments = ("--checkpoint-dir", "ck", *(("--job-id", job) if job else ()), *arguments)
+        if not forked.REPEATED:
+            return self.start(name, sys.executable, "-m", "dalsegno.agent.cli", *arguments, **environment)
+        log = self.directory / f"{name}.log"
+        self.running.append(fork_agent([DLROVER_RUN, *arguments], {**os.environ, **environment}, log, self.directory))
+        return self.running[-1]
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()
@@ -218,12 +229,8 @@ def test_workers_do_not_see_the_master(programs: Programs) -> None:
     with master_process(
         programs.directory / "job.sqlite", "--token-file", str(programs.directory / "token"), job_id=job
     ) as master:
-        agent = programs.start(
-            "agent",
-            *(sys.executable, "-m", "dalsegno.agent.cli", "--checkpoint-dir", "ck", str(script)),
-            DLROVER_MASTER_ADDR=master.address,
-            DALSEGNO_TOKEN="sesame-sesame-sesame-sesame-sesame",
-        )
+        variables = {"DLROVER_MASTER_ADDR": master.address, "DALSEGNO_TOKEN": "sesame-sesame-sesame-sesame-sesame"}
+        agent = programs.agent("agent", str(script), job="", **variables)
         assert agent.wait(90) == 0, programs.log("agent")
     text = programs.log("agent")
     (line,) = [line for line in text.splitlines() if line.startswith("ENVIRONMENT ")]

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +15,9 @@ from pathlib import Path
 import pytest
 
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Shape, seal, verify
+from tests.support.cluster import DDP
 from tests.support.fake_agent import WORKER, FakeAgent, assert_same_curve, read_history
+from tests.support.ranks import Rank, wait_all
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -258,23 +261,19 @@ def test_dead_agent_does_not_hang_a_worker(tmp_path: Path) -> None:
     assert len(agent.history()) == 12
 
 
-def alone(tmp_path: Path, *flags: str, **environ: str) -> subprocess.Popen[str]:
+def alone(tmp_path: Path, *flags: str, **environ: str) -> Rank:
+    """A training process without an agent."""
     (tmp_path / "logs").mkdir(exist_ok=True)
-    return subprocess.Popen(
-        [
-            sys.executable,
-            str(WORKER),
-            "--log",
-            str(tmp_path / "logs"),
-            "--checkpoint-dir",
-            str(tmp_path / "ck"),
-            *flags,
-        ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environ},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    command = [str(WORKER), "--log", str(tmp_path / "logs"), "--checkpoint-dir", str(tmp_path / "ck"), *flags]
+    return Rank(command, {**os.environ, "OMP_NUM_THREADS": "1", **environ})
+
+
+def test_an_example_runs_with_plain_python(tmp_path: Path) -> None:
+    """As a user types it, in a fresh interpreter."""
+    command = [sys.executable, str(DDP), "--steps=3", f"--checkpoint-dir={tmp_path / 'ck'}"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False)
+    assert done.returncode == 0, done.stderr
+    assert CheckpointStore(tmp_path / "ck").finished
 
 
 def test_plain_python_saves_on_sigterm_and_resumes(tmp_path: Path, undisturbed: History) -> None:
@@ -284,13 +283,12 @@ def test_plain_python_saves_on_sigterm_and_resumes(tmp_path: Path, undisturbed: 
     try:
         while len(read_history(log, 0)) < 5:
             assert process.poll() is None
-            with pytest.raises(subprocess.TimeoutExpired):
-                process.wait(0.05)
+            time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
-        output, _ = process.communicate(timeout=30)
+        code, output = process.wait(30)
     finally:
-        process.kill()
-    assert process.returncode == 83, output
+        process.close()
+    assert code == 83, output
     store = CheckpointStore(tmp_path / "ck")
     drained = store.newest()
     assert drained is not None
@@ -300,8 +298,11 @@ def test_plain_python_saves_on_sigterm_and_resumes(tmp_path: Path, undisturbed: 
     with open(store.path(second_newest.name) / "model.pt", "r+b") as file:
         file.write(b"no")
     second = alone(tmp_path, "--steps", "12")
-    output, _ = second.communicate(timeout=60)
-    assert second.returncode == 0, output
+    try:
+        code, output = second.wait(60)
+    finally:
+        second.close()
+    assert code == 0, output
     for name in (drained.name, second_newest.name):
         assert f"checkpoint {name} is damaged, trying the one before" in output
     assert store.finished
@@ -332,14 +333,13 @@ def test_torchrun_without_agent_drains_all_ranks(tmp_path: Path) -> None:
     try:
         while len(read_history(tmp_path / "logs", 0)) < 3:
             assert ranks[1].poll() is None
-            with pytest.raises(subprocess.TimeoutExpired):
-                ranks[1].wait(0.05)
+            time.sleep(0.05)
         ranks[1].send_signal(signal.SIGTERM)
-        outputs = [rank.communicate(timeout=30)[0] for rank in ranks]
+        ended = wait_all(ranks, 30)
     finally:
         for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [83, 83], outputs
+            rank.close()
+    assert [code for code, _ in ended] == [83, 83], ended
     found = CheckpointStore(tmp_path / "ck").newest()
     assert found is not None
     assert found.shape.world_size == 2
@@ -351,12 +351,13 @@ def test_second_training_in_the_same_directory_is_refused(tmp_path: Path) -> Non
     try:
         while not read_history(tmp_path / "logs", 0):
             assert first.poll() is None
-            with pytest.raises(subprocess.TimeoutExpired):
-                first.wait(0.05)
+            time.sleep(0.05)
         second = alone(tmp_path, "--steps", "2")
-        output, _ = second.communicate(timeout=30)
+        try:
+            code, output = second.wait(30)
+        finally:
+            second.close()
     finally:
-        first.kill()
-        first.communicate(timeout=10)
-    assert second.returncode == 1
+        first.close()
+    assert code == 1
     assert "in use by another training" in output

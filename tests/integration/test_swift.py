@@ -15,6 +15,7 @@ import pytest
 from dalsegno.swift_plugin import PLUGIN
 from tests.support import tiny_swift
 from tests.support.cluster import Cluster, Training, Undisturbed, change_worlds
+from tests.support.zero_runs import run_world
 
 pytest.importorskip("swift", reason="the extra `swift` is not installed")
 pytestmark = pytest.mark.timeout(900)
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 Clusters = Callable[..., Cluster]
 STEPS_PLUGIN = Path(tiny_swift.__file__).with_name("swift_steps.py")
 ENTRY = "dalsegno.swift_plugin"
-TWO = ("--standalone", "--nproc-per-node=2")
+PRELOADED = "tests.support.preloaded_swift"
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Swift(Training):
     module: str = f"{ENTRY}.sft"
     options: tuple[tuple[str, str], ...] = ()
     needs_agent: bool = True
-    preloaded: str = "tests.support.preloaded_swift"
+    preloaded: str = PRELOADED
 
     def words(self, *, hooked: bool) -> list[str]:
         return ["-m", self.module]
@@ -137,7 +138,20 @@ def test_changes_of_the_world(
     judge(job, undisturbed)
 
 
-def test_swift_by_itself_is_unchanged_with_the_plugin_loaded(made: Path, tmp_path: Path) -> None:
+def run_swift(flags: list[str], *, executed: bool) -> None:
+    """`swift sft` on two ranks, as torchrun starts it or as it finds itself there."""
+    command = ["swift.cli.sft", *flags]
+    if executed:
+        line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", *command]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+        ended = [(done.returncode, done.stderr)]
+    else:
+        ended = run_world(2, command, module=True, preloaded=PRELOADED)
+    for code, text in ended:
+        assert code == 0, text[-3000:]
+
+
+def test_swift_by_itself_is_unchanged_with_the_plugin_loaded(made: Path, tmp_path: Path, repetition: int) -> None:
     """Without `dlrover-run` the plugin does nothing: the same losses, files and exit code as without it."""
     found = []
     for name, plugin in (("without", []), ("with", ["--external_plugins", str(PLUGIN), "--callbacks", "dalsegno"])):
@@ -151,13 +165,7 @@ def test_swift_by_itself_is_unchanged_with_the_plugin_loaded(made: Path, tmp_pat
             output_dir=tmp_path / name,
             add_version="false",
         )
-        done = subprocess.run(
-            [sys.executable, "-m", "torch.distributed.run", *TWO, "-m", "swift.cli.sft", *flags, *plugin],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stderr[-3000:]
+        run_swift([*flags, *plugin], executed=not repetition)
         checkpoints = sorted(path.name for path in (tmp_path / name).glob("checkpoint-*"))
         state = json.loads((tmp_path / name / "checkpoint-6" / "trainer_state.json").read_text())
         found.append((checkpoints, [line.get("loss") for line in state["log_history"]]))

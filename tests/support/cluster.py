@@ -27,6 +27,7 @@ from dalsegno.elastic.checkpoint import SHARDED, Manifest, inventory
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from examples.history import EpochSpan, KeptStep, StepLine, StepLogReader, compare, epoch_spans, kept_history
 
+from . import forked
 from . import local_processes as processes
 from .forked import PRELOADED, Forked, fork_script
 from .forked_agents import fork_agent
@@ -44,8 +45,6 @@ LEFT, LEFT_UNSAVED = 75, 76
 PATIENCE = 120.0
 LOOK_EVERY = 0.05
 CLUSTER_MARK, NODE_MARK = "DALSEGNO_TEST_CLUSTER", "DALSEGNO_TEST_NODE"
-# Of each cluster's agents; 0 in repetitions.
-EXECUTED = 1
 MEMBER_ROLES = ("member", "leaving")
 
 T = TypeVar("T")
@@ -195,7 +194,7 @@ class Cluster:
     # Of the script, in nodes only and not in the undisturbed run.
     script_flags: Sequence[str] = ()
     # How many agents are executed as a user's are; those after them are forked, which saves their imports.
-    executed: int = field(default_factory=lambda: EXECUTED)
+    executed: int = field(default_factory=lambda: 0 if forked.REPEATED else 1)
     job: str = field(default_factory=lambda: f"test-{secrets.token_hex(4)}")
     nodes: list[Node] = field(default_factory=list)
     lines: list[StepLine] = field(default_factory=list)
@@ -257,7 +256,7 @@ class Cluster:
 
     def _fork(self, command: list[str], environment: dict[str, str], console: Path) -> Forked:
         console.touch()
-        return fork_agent(command, environment, console, self.directory, self.training.preloaded)
+        return fork_agent(command, environment, console, self.directory, preloaded=self.training.preloaded)
 
     def command(self, name: str) -> list[str]:
         """What a user would type. Growths follow each other at once: the scenes are short."""

@@ -21,6 +21,8 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 # What has imported torch, DeepSpeed and the agent; others of its kind have imported more.
 PRELOADED = "tests.support.preloaded"
+# Set in a test's second run and those after it: commands that its first run executes as a user would are forked, too.
+REPEATED = False
 # Makes room in the initial environment, for the marks by which processes are found.
 _ROOM = "DALSEGNO_TEST_ROOM"
 _ROOM_BYTES = 2048
@@ -94,7 +96,13 @@ def _run(preloaded: str, target: Callable[..., Any], *arguments: object) -> None
 
 
 def fork_script(
-    command: Sequence[str], environment: Mapping[str, str], output: Path, cwd: Path, *, module: bool = False
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    output: Path,
+    cwd: Path,
+    *,
+    module: bool = False,
+    preloaded: str = PRELOADED,
 ) -> Forked:
     """Starts a training process; the script is `__main__`, as in an agent's standby workers.
 
@@ -104,8 +112,10 @@ def fork_script(
         output: the file that it appends to.
         cwd: its working directory.
         module: the first of `command` names a module.
+        preloaded: what is imported already.
     """
-    return Forked(_become_script, list(command), module, dict(environment), str(output), str(cwd))
+    arguments = (list(command), module, dict(environment), str(output), str(cwd))
+    return Forked(_become_script, *arguments, preloaded=preloaded)
 
 
 def _become_script(command: list[str], module: bool, environment: dict[str, str], output: str, cwd: str) -> None:

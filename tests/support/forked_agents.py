@@ -29,7 +29,13 @@ _MAX_MESSAGE = 100_000
 
 
 def fork_agent(
-    command: Sequence[str], environment: Mapping[str, str], console: Path, cwd: Path, preloaded: str = PRELOADED
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    console: Path,
+    cwd: Path,
+    *,
+    stdout: Path | None = None,
+    preloaded: str = PRELOADED,
 ) -> Forked:
     """Starts an agent.
 
@@ -38,17 +44,19 @@ def fork_agent(
         environment: all of it.
         console: where it writes to, as in a terminal.
         cwd: its working directory.
+        stdout: where standard output goes, if not to the console.
         preloaded: what is imported already.
     """
-    return Forked(_run_agent, list(command), dict(environment), str(console), str(cwd), preloaded=preloaded)
+    files = (str(stdout or console), str(console))
+    return Forked(_run_agent, list(command), dict(environment), files, str(cwd), preloaded=preloaded)
 
 
-def _run_agent(command: list[str], environment: dict[str, str], console: str, cwd: str) -> NoReturn:
+def _run_agent(command: list[str], environment: dict[str, str], files: tuple[str, str], cwd: str) -> NoReturn:
     os.setsid()
     _forget_multiprocessing()
     take_environment(environment)
-    output = os.open(console, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    _take_files({1: output, 2: output})
+    stdout, stderr = (os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for file in files)
+    _take_files({1: stdout, 2: stderr})
     os.chdir(cwd)
     _take_arguments(command, os.path.dirname(command[0]))
     from dalsegno.agent import cli, standby_pool

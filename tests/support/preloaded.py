@@ -9,10 +9,13 @@ import torch._dynamo
 import torch.distributed
 
 import dalsegno.agent.cli
-import dalsegno.agent.launch
 import dalsegno.agent.standby
 import dalsegno.elastic.deepspeed
 import dalsegno.elastic.sessions
+
+# As the console script imports it: gRPC reads how much it is to say only once.
+with dalsegno.agent.cli.quiet_grpc():
+    import dalsegno.agent.launch
 
 __all__ = ["dalsegno", "deepspeed", "numpy", "torch"]
 

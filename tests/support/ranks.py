@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .forked import fork_script
+from .forked import PRELOADED, fork_script
 
 
 class Rank:
@@ -19,17 +19,28 @@ class Rank:
         command: the script's path, or the module's name, and its arguments.
         environment: all of its environment.
         module: the first of `command` names a module.
+        preloaded: what is imported already (`forked`).
     """
 
-    def __init__(self, command: Sequence[str], environment: Mapping[str, str], *, module: bool = False) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        module: bool = False,
+        preloaded: str = PRELOADED,
+    ) -> None:
         number, name = tempfile.mkstemp(prefix="rank-", suffix=".log")
         os.close(number)
         self._output = Path(name)
-        self._process = fork_script(command, environment, self._output, Path.cwd(), module=module)
+        self._process = fork_script(command, environment, self._output, Path.cwd(), module=module, preloaded=preloaded)
 
     def poll(self) -> int | None:
         """Its exit code (negative: the signal that killed it); None while it runs."""
         return self._process.poll()
+
+    def send_signal(self, number: int) -> None:
+        self._process.send_signal(number)
 
     def kill(self) -> None:
         self._process.kill()

@@ -28,11 +28,15 @@ def worker_environment(**extra: str) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", **extra}
 
 
-def run_world(world: int, command: Sequence[str], *, seconds: float = 120.0) -> list[tuple[int, str]]:
-    """Runs ``command`` as ``world`` ranks; exit codes and outputs, in order of rank. Kills all if one hangs."""
+def run_world(world: int, command: Sequence[str], *, seconds: float = 120.0, **how: Any) -> list[tuple[int, str]]:
+    """Runs ``command`` as ``world`` ranks; exit codes and outputs, in order of rank. Kills all if one hangs.
+
+    ``how``: see ``Rank``.
+    """
     port = str(_free_port())
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [Rank(command, worker_environment(RANK=str(rank), LOCAL_RANK=str(rank), **common)) for rank in range(world)]
+    each = [worker_environment(RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(world)]
+    ranks = [Rank(command, environment, **how) for environment in each]
     try:
         return wait_all(ranks, seconds)
     finally:
