@@ -64,19 +64,20 @@ class Swift(Training):
             plugins, callbacks = [*plugins, str(PLUGIN)], [*callbacks, "dalsegno"]
         else:
             given["global_batch_size"] = self.global_batch_size
-        data = "pairs.jsonl" if self.module.endswith("rlhf") else "data.jsonl"
-        flags = tiny_swift.flags(self.made / "model", self.made / data, **given)
+        task = "pairs" if self.module.endswith("rlhf") else "labels" if "task_type" in given else "data"
+        flags = tiny_swift.flags(self.made / "model", self.made / f"{task}.jsonl", **given)
         return [*flags, "--external_plugins", *plugins, "--callbacks", *callbacks]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with `model`, `data.jsonl`, and `pairs.jsonl` of answers to prefer and not."""
+    """A directory with `model`, `data.jsonl`, `pairs.jsonl` of answers to prefer and not, and `labels.jsonl`."""
     directory = tmp_path_factory.mktemp("tiny")
     tiny_swift.make_model(directory / "model")
     # 152 samples, 16 at a time: data epochs of 10 steps, the last of which is short.
     tiny_swift.make_data(directory / "data.jsonl", 152)
     tiny_swift.make_data(directory / "pairs.jsonl", 152, pairs=True)
+    tiny_swift.make_data(directory / "labels.jsonl", 152, labels=True)
     return directory
 
 
@@ -124,6 +125,9 @@ def full(*options: str, module: str = f"{ENTRY}.sft") -> Any:
         full("tuner_type=lora", "lora_dropout=0.1", "fixed_micro_batch=true"),
         full("deepspeed=zero1", module=f"{ENTRY}.pt"),
         full("deepspeed=zero1", "streaming=true"),
+        full("task_type=seq_cls", "num_labels=2", "deepspeed=zero1"),
+        full("rlhf_type=rm", "deepspeed=zero2", module=f"{ENTRY}.rlhf"),
+        full("rlhf_type=orpo", "deepspeed=zero1", "fixed_micro_batch=true", module=f"{ENTRY}.rlhf"),
         full("rlhf_type=dpo", "tuner_type=lora", "lora_dropout=0", "deepspeed=zero1", module=f"{ENTRY}.rlhf"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "ddp",

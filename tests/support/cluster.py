@@ -106,7 +106,11 @@ class Undisturbed:
             environment, console = {**os.environ, **training.environment(step_log)}, place / "console"
             if training.needs_agent:
                 run = fork_agent(
-                    [DLROVER_RUN, "--nnodes=1", directory, *command], environment, console, place, training.preloaded
+                    [DLROVER_RUN, "--nnodes=1", directory, *command],
+                    environment,
+                    console,
+                    place,
+                    preloaded=training.preloaded,
                 )
             else:
                 run = fork_script([*command, directory], environment, console, place)

@@ -68,8 +68,11 @@ def make_model(directory: Path) -> Path:
     return directory
 
 
-def make_data(path: Path, samples: int, *, pairs: bool = False) -> Path:
-    """Conversations of one question and one answer, of different lengths; or with an answer that is worse."""
+def make_data(path: Path, samples: int, *, pairs: bool = False, labels: bool = False) -> Path:
+    """Conversations of one question and one answer, of different lengths.
+
+    With `pairs` also an answer that is worse; with `labels` a class in place of the answer.
+    """
     draw = random.Random(3)
 
     def words(most: int) -> str:
@@ -77,6 +80,8 @@ def make_data(path: Path, samples: int, *, pairs: bool = False) -> Path:
 
     def line() -> dict[str, Any]:
         asked, answered = {"role": "user", "content": words(6)}, {"role": "assistant", "content": words(9)}
+        if labels:
+            return {"messages": [asked], "label": int("loss" in asked["content"])}
         worse = {"rejected_response": words(9)} if pairs else {}
         return {"messages": [asked, answered], **worse}
 
