@@ -243,7 +243,9 @@ class Cluster:
             **self.agent_environment,
             **environment,
         }
-        start = self._fork if number >= self.executed and "PYTHONPATH" not in self.agent_environment else self._execute
+        # What is on a path of their own is imported when the interpreter starts.
+        own_path = env.get("PYTHONPATH") != os.environ.get("PYTHONPATH")
+        start = self._execute if number < self.executed or own_path else self._fork
         return Node(name, number, start(self.command(name), env, console), console, f"{NODE_MARK}={mark}")
 
     def _execute(self, command: list[str], environment: dict[str, str], console: Path) -> subprocess.Popen[bytes]:
