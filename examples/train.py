@@ -44,12 +44,12 @@ class Layer(nn.Module):
 
 
 class Gpt(nn.Module):
-    """1.3 million parameters: blocks of bytes (batch, length + 1) -> mean loss of predicting each next byte."""
+    """Blocks of bytes (batch, length + 1) -> mean loss of predicting each next byte."""
 
-    def __init__(self) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.bytes, self.places = nn.Embedding(common.VOCABULARY, WIDTH), nn.Embedding(BLOCK, WIDTH)
-        self.layers = nn.Sequential(*(Layer(WIDTH, HEADS) for _ in range(LAYERS)))
+        self.layers = nn.Sequential(*(Layer(WIDTH, HEADS) for _ in range(layers)))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, common.VOCABULARY, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -73,6 +73,7 @@ def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
 def main() -> None:
     parser = common.parser("A small GPT with DeepSpeed on the standard library's source text.")
     parser.add_argument("--zero-stage", type=int, choices=(0, 1, 2, 3), default=1)
+    parser.add_argument("--layers", type=int, default=LAYERS, help="6: 1.3 million parameters; each has 0.2 million")
     parser.add_argument("--universal-checkpoint", action="store_true", help="accepted: dlrover-run may add it")
     flags = parser.parse_args()
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -88,7 +89,7 @@ def main() -> None:
     config = elastic_deepspeed.config(config, plan, s.resume)  # elastic: instead of batch sizes in the config
 
     torch.manual_seed(flags.seed)
-    model = Gpt()
+    model = Gpt(flags.layers)
     optimizer = make_optimizer(model, flags.learning_rate)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
     elastic_deepspeed.restore(engine, s.resume)  # elastic: instead of engine.load_checkpoint(...)

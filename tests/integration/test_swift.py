@@ -60,6 +60,8 @@ class Swift(Training):
             **dict(self.options),
         }
         plugins, callbacks = [str(STEPS_PLUGIN)], ["steps"]
+        if "packing" in given:
+            plugins.append(str(STEPS_PLUGIN.with_name("packed_attention.py")))
         if self.module.startswith("swift."):
             plugins, callbacks = [*plugins, str(PLUGIN)], [*callbacks, "dalsegno"]
         else:
@@ -125,6 +127,7 @@ def full(*options: str, module: str = f"{ENTRY}.sft") -> Any:
         full("tuner_type=lora", "lora_dropout=0.1", "fixed_micro_batch=true"),
         full("deepspeed=zero1", module=f"{ENTRY}.pt"),
         full("deepspeed=zero1", "streaming=true"),
+        full("packing=true", "attn_impl=flash_attention_2", "deepspeed=zero1"),
         full("task_type=seq_cls", "num_labels=2", "deepspeed=zero1"),
         full("rlhf_type=rm", "deepspeed=zero2", module=f"{ENTRY}.rlhf"),
         full("rlhf_type=orpo", "deepspeed=zero1", "fixed_micro_batch=true", module=f"{ENTRY}.rlhf"),

@@ -84,6 +84,7 @@ class Training:
             f"--global-batch-size={self.global_batch_size}",
             f"--seed={self.seed}",
             f"--step-log={step_log}",
+            *(("--layers=1",) if self.script == TRAIN else ()),
             *self.extra,
         ]
 
@@ -243,9 +244,7 @@ class Cluster:
             **self.agent_environment,
             **environment,
         }
-        # What is on a path of their own is imported when the interpreter starts.
-        own_path = env.get("PYTHONPATH") != os.environ.get("PYTHONPATH")
-        start = self._execute if number < self.executed or own_path else self._fork
+        start = self._execute if number < self.executed else self._fork
         return Node(name, number, start(self.command(name), env, console), console, f"{NODE_MARK}={mark}")
 
     def _execute(self, command: list[str], environment: dict[str, str], console: Path) -> subprocess.Popen[bytes]:

@@ -11,6 +11,7 @@ import fcntl
 import io
 import json
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -59,9 +60,11 @@ def _run_agent(command: list[str], environment: dict[str, str], files: tuple[str
     _take_files({1: stdout, 2: stderr})
     os.chdir(cwd)
     _take_arguments(command, os.path.dirname(command[0]))
+    seed = _Seed()
+    _customize()
     from dalsegno.agent import cli, standby_pool
 
-    standby_pool.subprocess = _Subprocess(_Seed())  # type: ignore[assignment]
+    standby_pool.subprocess = _Subprocess(seed)  # type: ignore[assignment]
     cli.main()
     raise AssertionError("the agent returned")
 
@@ -87,6 +90,14 @@ def _take_files(files: Mapping[int, int]) -> None:
 def _take_arguments(command: list[str], first_path: str) -> None:
     sys.argv = command
     sys.path[:] = [first_path, *(path for path in sys.path if path not in ("", str(ROOT)))]
+
+
+def _customize() -> None:
+    """What an interpreter does when it starts, for modules that a test has put in its way."""
+    for directory in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        sys.path.insert(1, directory)
+        if (custom := Path(directory) / "sitecustomize.py").exists():
+            runpy.run_path(str(custom), run_name="sitecustomize")
 
 
 class _Seed:
@@ -121,6 +132,7 @@ def _become_nursery(channel: socket.socket) -> NoReturn:
     # As with -u.
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), write_through=True) for fd in (1, 2))
     _take_arguments(command, os.getcwd())
+    _customize()
     from dalsegno.agent import standby
 
     code: object = 1
