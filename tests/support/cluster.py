@@ -15,6 +15,7 @@ import secrets
 import signal
 import subprocess
 import sysconfig
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -99,8 +100,7 @@ class Undisturbed:
     def history(self, training: Training) -> dict[int, KeptStep]:
         """The kept history of an undisturbed run."""
         if training not in self._known:
-            place = self._directory / f"undisturbed-{len(self._known)}"
-            place.mkdir()
+            place = Path(tempfile.mkdtemp(prefix="undisturbed-", dir=self._directory))
             step_log = place / "steps"
             directory, command = f"--checkpoint-dir={place / 'checkpoints'}", training.words(hooked=False)
             command += training.flags(step_log)
