@@ -3,6 +3,7 @@
 import gc
 
 import deepspeed
+import deepspeed.runtime.zero.muon.muon_optimizer  # What its engine imports late, and a second of it.
 import numpy
 import torch
 import torch._dynamo
