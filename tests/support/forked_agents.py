@@ -12,6 +12,7 @@ import io
 import json
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -54,6 +55,9 @@ def fork_agent(
 
 def _run_agent(command: list[str], environment: dict[str, str], files: tuple[str, str], cwd: str) -> NoReturn:
     os.setsid()
+    # As in a terminal, also where the tests themselves run under nohup.
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
     _forget_multiprocessing()
     take_environment(environment)
     stdout, stderr = (os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for file in files)
