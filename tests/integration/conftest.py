@@ -55,8 +55,9 @@ def clusters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callabl
 
 @pytest.fixture
 def hang_ups() -> Iterator[None]:
-    """SIGHUP and SIGQUIT reach what a test starts, also where the tests themselves run under nohup."""
-    ignored = [number for number in (signal.SIGHUP, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_IGN]
+    """SIGHUP, SIGQUIT and SIGINT reach what a test starts, also where the tests run under nohup or in the background."""
+    numbers = (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
+    ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
     for number in ignored:
         # A handler, which no new program inherits: this process stays safe from them.
         signal.signal(number, lambda *_: None)

@@ -55,9 +55,10 @@ def fork_agent(
 
 def _run_agent(command: list[str], environment: dict[str, str], files: tuple[str, str], cwd: str) -> NoReturn:
     os.setsid()
-    # As in a terminal, also where the tests themselves run under nohup.
+    # As in a terminal, also where the tests themselves run under nohup or in the background.
     for number in (signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     _forget_multiprocessing()
     take_environment(environment)
     stdout, stderr = (os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for file in files)
