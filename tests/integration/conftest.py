@@ -55,7 +55,7 @@ def clusters(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Callabl
 
 @pytest.fixture
 def hang_ups() -> Iterator[None]:
-    """SIGHUP, SIGQUIT and SIGINT reach what a test starts, also where the tests run under nohup or in the background."""
+    """SIGHUP, SIGQUIT and SIGINT reach what a test starts, also under nohup or in the background."""
     numbers = (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT)
     ignored = [number for number in numbers if signal.getsignal(number) is signal.SIG_IGN]
     for number in ignored:
