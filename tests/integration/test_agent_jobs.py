@@ -19,9 +19,8 @@ from dalsegno.agent.arguments import parse
 from dalsegno.agent.cli import default_job_id
 from dalsegno.agent.processes import is_same_process, process_state, start_time
 from tests.support import forked
-from tests.support.cluster import DLROVER_RUN
 from tests.support.forked import Forked
-from tests.support.forked_agents import fork_agent
+from tests.support.forked_agents import DLROVER_RUN, start_agent
 from tests.support.master_process import master_process
 
 pytestmark = pytest.mark.timeout(180)
@@ -67,7 +66,7 @@ dist.destroy_process_group()
 """
 
 
-Started = subprocess.Popen[str] | Forked
+Started = subprocess.Popen[bytes] | Forked
 
 
 class Programs:
@@ -78,28 +77,18 @@ class Programs:
         self.running: list[Started] = []
 
     def start(self, name: str, *command: str, **environment: str) -> Started:
-        log = open(self.directory / f"{name}.log", "w")  # noqa: SIM115
-        process = subprocess.Popen(
-            command,
-            cwd=self.directory,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, **environment},
-            start_new_session=True,
-        )
-        log.close()
-        self.running.append(process)
-        return process
+        return self._start(name, command, environment, executed=True)
 
     def agent(self, name: str, *arguments: str, job: str = "job", **environment: str) -> Started:
         """An agent of a job; `job` empty: of what it takes for its job by itself."""
         arguments = ("--checkpoint-dir", "ck", *(("--job-id", job) if job else ()), *arguments)
-        if not forked.REPEATED:
-            return self.start(name, sys.executable, "-m", "dalsegno.agent.cli", *arguments, **environment)
+        return self._start(name, (DLROVER_RUN, *arguments), environment, executed=not forked.REPEATED)
+
+    def _start(self, name: str, command: tuple[str, ...], environment: dict[str, str], *, executed: bool) -> Started:
         log = self.directory / f"{name}.log"
-        self.running.append(fork_agent([DLROVER_RUN, *arguments], {**os.environ, **environment}, log, self.directory))
-        return self.running[-1]
+        process = start_agent(command, {**os.environ, **environment}, log, self.directory, executed=executed)
+        self.running.append(process)
+        return process
 
     def log(self, name: str) -> str:
         return (self.directory / f"{name}.log").read_text()

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -278,16 +279,13 @@ def test_an_example_runs_with_plain_python(tmp_path: Path) -> None:
 
 def test_plain_python_saves_on_sigterm_and_resumes(tmp_path: Path, undisturbed: History) -> None:
     """No agent at all: SIGTERM drains with 83, the next start goes on, a damaged newest checkpoint is passed over."""
-    process = alone(tmp_path, "--steps", "12", "--save-every", "2", "--step-time", "0.2")
     log = tmp_path / "logs"
-    try:
+    with closing(alone(tmp_path, "--steps", "12", "--save-every", "2", "--step-time", "0.2")) as process:
         while len(read_history(log, 0)) < 5:
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signal.SIGTERM)
         code, output = process.wait(30)
-    finally:
-        process.close()
     assert code == 83, output
     store = CheckpointStore(tmp_path / "ck")
     drained = store.newest()
@@ -297,11 +295,8 @@ def test_plain_python_saves_on_sigterm_and_resumes(tmp_path: Path, undisturbed: 
     (store.path(drained.name) / "model.pt").unlink()
     with open(store.path(second_newest.name) / "model.pt", "r+b") as file:
         file.write(b"no")
-    second = alone(tmp_path, "--steps", "12")
-    try:
+    with closing(alone(tmp_path, "--steps", "12")) as second:
         code, output = second.wait(60)
-    finally:
-        second.close()
     assert code == 0, output
     for name in (drained.name, second_newest.name):
         assert f"checkpoint {name} is damaged, trying the one before" in output
@@ -347,17 +342,11 @@ def test_torchrun_without_agent_drains_all_ranks(tmp_path: Path) -> None:
 
 def test_second_training_in_the_same_directory_is_refused(tmp_path: Path) -> None:
     """Two processes that would write the same checkpoints: the second ends with a line that says what to do."""
-    first = alone(tmp_path, "--steps", "1000", "--step-time", "0.1")
-    try:
+    with closing(alone(tmp_path, "--steps", "1000", "--step-time", "0.1")) as first:
         while not read_history(tmp_path / "logs", 0):
             assert first.poll() is None
             time.sleep(0.05)
-        second = alone(tmp_path, "--steps", "2")
-        try:
+        with closing(alone(tmp_path, "--steps", "2")) as second:
             code, output = second.wait(30)
-        finally:
-            second.close()
-    finally:
-        first.close()
     assert code == 1
     assert "in use by another training" in output

@@ -14,7 +14,6 @@ import re
 import secrets
 import signal
 import subprocess
-import sysconfig
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,13 +30,12 @@ from examples.history import EpochSpan, KeptStep, StepLine, StepLogReader, compa
 from . import forked
 from . import local_processes as processes
 from .forked import PRELOADED, Forked, fork_script
-from .forked_agents import fork_agent
+from .forked_agents import DLROVER_RUN, start_agent
 
 ROOT = Path(__file__).resolve().parents[2]
 DDP = ROOT / "examples" / "ddp.py"
 TRAIN = ROOT / "examples" / "train.py"
 HF = ROOT / "examples" / "hf_trainer.py"
-DLROVER_RUN = str(Path(sysconfig.get_path("scripts")) / "dlrover-run")
 HOOKED = Path(__file__).with_name("hooked.py")
 # Relative difference of the losses that no one may see.
 LIMIT = 1e-5
@@ -106,13 +104,8 @@ class Undisturbed:
             command += training.flags(step_log)
             environment, console = {**os.environ, **training.environment(step_log)}, place / "console"
             if training.needs_agent:
-                run = fork_agent(
-                    [DLROVER_RUN, "--nnodes=1", directory, *command],
-                    environment,
-                    console,
-                    place,
-                    preloaded=training.preloaded,
-                )
+                line = [DLROVER_RUN, "--nnodes=1", directory, *command]
+                run = start_agent(line, environment, console, place, executed=False, preloaded=training.preloaded)
             else:
                 run = fork_script([*command, directory], environment, console, place)
             code = run.wait(2 * PATIENCE)
@@ -244,24 +237,15 @@ class Cluster:
             **self.agent_environment,
             **environment,
         }
-        start = self._execute if number < self.executed else self._fork
-        return Node(name, number, start(self.command(name), env, console), console, f"{NODE_MARK}={mark}")
-
-    def _execute(self, command: list[str], environment: dict[str, str], console: Path) -> subprocess.Popen[bytes]:
-        with console.open("wb") as file:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=environment,
-                cwd=self.directory,
-            )
-
-    def _fork(self, command: list[str], environment: dict[str, str], console: Path) -> Forked:
-        console.touch()
-        return fork_agent(command, environment, console, self.directory, preloaded=self.training.preloaded)
+        process = start_agent(
+            self.command(name),
+            env,
+            console,
+            self.directory,
+            executed=number < self.executed,
+            preloaded=self.training.preloaded,
+        )
+        return Node(name, number, process, console, f"{NODE_MARK}={mark}")
 
     def command(self, name: str) -> list[str]:
         """What a user would type. Growths follow each other at once: the scenes are short."""

@@ -77,17 +77,15 @@ class Forked:
 
 
 def _server(preloaded: str) -> forkserver.ForkServer:
-    server = _servers.setdefault(preloaded, forkserver.ForkServer())
-    server.set_forkserver_preload([preloaded])
-    kept = dict(os.environ)
-    # In 3.11 it imports nothing from the `sys.path` that it is given, and is silent about it.
-    os.environ.update({_ROOM: "." * _ROOM_BYTES, "PYTHONPATH": str(ROOT)})
-    try:
-        server.ensure_running()
-    finally:
-        os.environ.clear()
-        os.environ.update(kept)
-    return server
+    """The process that others are forked from; started when it is first asked for."""
+    if preloaded not in _servers:
+        server = forkserver.ForkServer()
+        server.set_forkserver_preload([preloaded])
+        # In 3.11 it imports nothing from the `sys.path` that it is given, and is silent about it.
+        with mock.patch.dict(os.environ, {_ROOM: "." * _ROOM_BYTES, "PYTHONPATH": str(ROOT)}):
+            server.ensure_running()
+        _servers[preloaded] = server
+    return _servers[preloaded]
 
 
 def _run(preloaded: str, target: Callable[..., Any], *arguments: object) -> None:

@@ -1,8 +1,8 @@
-"""Agents that are forked instead of executed, with the nursery of their standby workers (`forked`).
+"""Agents, executed as a user does it, or forked with the nursery of their standby workers (`forked`).
 
-All of the agent's own code runs as it would otherwise, from the console script's `main` on. Its nursery is a process
-that it has forked before anything else, and that waits to be one: `subprocess.Popen`, where the pool calls it, gives
-it the command line, the environment and the files. A second nursery is executed.
+All of a forked agent's own code runs as it would otherwise, from the console script's `main` on. Its nursery is a
+process that it has forked before anything else, and that waits to be one: `subprocess.Popen`, where the pool calls it,
+gives it the command line, the environment and the files. A second nursery is executed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import sysconfig
 import threading
 from collections.abc import Mapping, Sequence
 from multiprocessing import process, resource_tracker
@@ -24,33 +25,48 @@ from typing import Any, NoReturn
 
 from .forked import PRELOADED, ROOT, Forked, take_environment
 
+DLROVER_RUN = str(Path(sysconfig.get_path("scripts")) / "dlrover-run")
 NURSERY = "dalsegno.agent.standby"
 # Above whatever an agent or a nursery has open.
 _HIGH = 500
 _MAX_MESSAGE = 100_000
 
 
-def fork_agent(
+def start_agent(
     command: Sequence[str],
     environment: Mapping[str, str],
     console: Path,
     cwd: Path,
     *,
+    executed: bool,
     stdout: Path | None = None,
     preloaded: str = PRELOADED,
-) -> Forked:
-    """Starts an agent.
+) -> subprocess.Popen[bytes] | Forked:
+    """Starts an agent in a session of its own.
 
     Args:
         command: the console script and its arguments.
         environment: all of it.
-        console: where it writes to, as in a terminal.
+        console: where it writes to, as in a terminal; a file that it appends to.
         cwd: its working directory.
+        executed: as a user starts it (any other command, too); otherwise forked.
         stdout: where standard output goes, if not to the console.
-        preloaded: what is imported already.
+        preloaded: what is imported already where it is forked.
     """
+    console.touch()
     files = (str(stdout or console), str(console))
-    return Forked(_run_agent, list(command), dict(environment), files, str(cwd), preloaded=preloaded)
+    if not executed:
+        return Forked(_run_agent, list(command), dict(environment), files, str(cwd), preloaded=preloaded)
+    with open(files[0], "ab") as out, open(files[1], "ab") as errors:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=errors,
+            start_new_session=True,
+            env=environment,
+            cwd=cwd,
+        )
 
 
 def _run_agent(command: list[str], environment: dict[str, str], files: tuple[str, str], cwd: str) -> NoReturn:
@@ -60,12 +76,13 @@ def _run_agent(command: list[str], environment: dict[str, str], files: tuple[str
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _forget_multiprocessing()
-    take_environment(environment)
     stdout, stderr = (os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for file in files)
     _take_files({1: stdout, 2: stderr})
     os.chdir(cwd)
-    _take_arguments(command, os.path.dirname(command[0]))
+    # Before the environment: a nursery that no one has asked for carries no mark by which a test would find it.
     seed = _Seed()
+    take_environment(environment)
+    _take_arguments(command, os.path.dirname(command[0]))
     _customize()
     from dalsegno.agent import cli, standby_pool
 

@@ -6,19 +6,14 @@ import contextlib
 import os
 import re
 import signal
-import subprocess
-import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
 from . import forked
-from .forked import Forked
-from .forked_agents import fork_agent
+from .forked_agents import DLROVER_RUN, start_agent
 from .local_processes import carriers, command_line, send
 from .master_process import eventually
-
-RUNNER = str(Path(sysconfig.get_path("scripts")) / "dlrover-run")
 
 
 @dataclass(frozen=True)
@@ -49,12 +44,19 @@ class Shell:
         return {**kept, "DALSEGNO_TEST_SHELL": str(self.directory)}
 
     def run(
-        self, *arguments: str, command: tuple[str, ...] = (RUNNER,), seconds: float = 90.0, **environment: str
+        self, *arguments: str, command: tuple[str, ...] = (DLROVER_RUN,), seconds: float = 90.0, **environment: str
     ) -> Ended:
-        start = _fork if forked.REPEATED and command == (RUNNER,) else _execute
+        executed = not forked.REPEATED or command != (DLROVER_RUN,)
         with tempfile.TemporaryDirectory() as folder:
             errors = Path(folder) / "stderr"
-            process = start([*command, *arguments], {**self.environment(), **environment}, errors, self.directory)
+            process = start_agent(
+                [*command, *arguments],
+                {**self.environment(), **environment},
+                errors,
+                self.directory,
+                executed=executed,
+                stdout=Path(os.devnull),
+            )
             try:
                 code = process.wait(seconds)
             finally:
@@ -73,17 +75,6 @@ class Shell:
         send(carriers(self.mark))
         eventually(lambda: not carriers(self.mark))
         assert not said
-
-
-def _execute(command: list[str], environment: dict[str, str], errors: Path, cwd: Path) -> subprocess.Popen[bytes]:
-    with errors.open("wb") as file:
-        return subprocess.Popen(
-            command, cwd=cwd, stdout=subprocess.DEVNULL, stderr=file, start_new_session=True, env=environment
-        )
-
-
-def _fork(command: list[str], environment: dict[str, str], errors: Path, cwd: Path) -> Forked:
-    return fork_agent(command, environment, errors, cwd, stdout=Path(os.devnull))
 
 
 def expect_one_line(ended: Ended, *substance: str, code: int = 2) -> None:
