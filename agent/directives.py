@@ -108,6 +108,7 @@ def start(turn: Turn, world: control_pb2.World) -> None:
     state.longest = 0.0
     state.saved_bytes = 0
     state.saving, state.saving_parts = "", {}
+    state.beats = {}
     state.has_session = False
     state.agreed = False
     state.anyone_sees_master = False

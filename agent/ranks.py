@@ -26,7 +26,7 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
             state.has_session = state.session_known = True
             turn.report_progress()
         case "progress":
-            progress(turn, message.progress)
+            progress(turn, event.rank, message.progress)
         case "saving":
             saving(turn, event.rank, message.saving)
         case "draining":
@@ -48,14 +48,16 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
             bad_checkpoint(turn, message.bad_checkpoint)
 
 
-def progress(turn: Turn, progress: worker_pb2.Progress) -> None:
-    """A step is done on this rank."""
+def progress(turn: Turn, rank: int, progress: worker_pb2.Progress) -> None:
+    """A step is done on this rank, or what lies between two steps goes on."""
     state = turn.state
     if progress.step >= state.step:
         state.step = progress.step
         state.loss = progress.loss
     state.longest = max(state.longest, progress.longest, progress.seconds)
     state.anyone_sees_master = progress.anyone_sees_master
+    if progress.beats > state.beats.get(rank, 0):
+        state.beats = {**state.beats, rank: progress.beats}
     turn.report_progress()
 
 

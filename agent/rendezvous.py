@@ -13,7 +13,6 @@ from pathlib import Path
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
-    RendezvousGracefulExitError,
     RendezvousHandler,
     RendezvousHandlerCreator,
     RendezvousInfo,
@@ -129,7 +128,13 @@ class Rendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Gives up the world that this node was in, if any, and waits for the next."""
+        """Gives up the world that this node was in, if any, and waits for the next.
+
+        Raises:
+            SystemExit: The run has finished (exit code 0).
+            RendezvousTimeoutError: There was no place in a world in time.
+            RendezvousClosedError: The job has failed, or does not want this node.
+        """
         with self._changed:
             running, self._running = self._running, None
             stop_wanted, self._stop_wanted = self._stop_wanted, False
@@ -144,7 +149,8 @@ class Rendezvous(RendezvousHandler):
             if self._world is None:
                 assert self._ending is not None
                 if self._ending.code == ev.EXIT_FINISHED:
-                    raise RendezvousGracefulExitError(self._ending.message or "the job has finished")
+                    # Torch has an exception for this, after which its launcher fails on the result that there is not.
+                    raise SystemExit(0)
                 raise RendezvousClosedError(self._ending.message)
             (world, store), self._world = self._world, None
             self._running = world

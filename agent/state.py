@@ -71,6 +71,8 @@ class AgentState:
     saved_bytes: int = 0
     saving: str = ""
     saving_parts: Mapping[int, int] = field(default_factory=dict)
+    # Signs of life of this epoch between steps, by rank.
+    beats: Mapping[int, int] = field(default_factory=dict)
     has_session: bool = False
     # Some rank that this agent ever started has opened a session: the script has one, even before its hello.
     session_known: bool = False

@@ -105,6 +105,7 @@ class Turn:
                 longest=state.longest,
                 saved_bytes=state.saved_bytes,
                 training_ended=bool(state.finished_ranks),
+                beats=sum(state.beats.values()),
             ),
         )
 

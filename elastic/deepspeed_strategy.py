@@ -20,7 +20,7 @@ class DeepSpeed(Strategy):
 
     Args:
         config: DeepSpeed's own. Batch sizes and the accumulation are replaced by the plan's; ``gradient_clipping`` by
-            the Trainer's ``max_grad_norm``, where that is given.
+            the Trainer's ``max_grad_norm``, where that is given. With neither of them gradients are not clipped.
     """
 
     scale = "deepspeed"
@@ -60,6 +60,7 @@ class DeepSpeed(Strategy):
             own = base.setdefault("gradient_clipping", setting.max_grad_norm)
             if own != setting.max_grad_norm:
                 raise ValueError(f"gradient_clipping is {own} and max_grad_norm {setting.max_grad_norm}: give one")
+        base.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default clips, to 1
         config = ours.config(base, setting.plan, resume)
         self._engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
             model=model, optimizer=make_optimizer(model), lr_scheduler=make_scheduler, config=config

@@ -111,6 +111,7 @@ class Evaluator:
         *,
         device: torch.device | str | None = None,
         interrupt: Callable[[], bool] | None = None,
+        busy: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
         """Evaluates. Collective over the default process group, where there is one.
 
@@ -121,6 +122,7 @@ class Evaluator:
             model: What ``measure`` is given.
             device: Where batches are moved and totals are summed; default: where the model is.
             interrupt: Asked now and then on all ranks; must give the same answer on all.
+            busy: Called with every batch (``session.busy``).
 
         Returns:
             Metrics, the same on every rank; nothing if there are no samples.
@@ -135,6 +137,7 @@ class Evaluator:
             for number, (data, filler) in enumerate(self._batches(rank, world_size)):
                 if interrupt is not None and number % self._interrupt_every == 0 and interrupt():
                     raise Interrupted
+                busy()
                 measured = self._measure(model, to_device(data, where))
                 if not filler:
                     counts.add(measured)

@@ -276,14 +276,15 @@ class Saver:
         better = self.tracked is not None and self.tracked.improves(value, best)
         return bool(self._collective.broadcast(better))
 
-    def credit(self, name: str, value: float) -> bool:
-        """A checkpoint that exists is the best so far, if it is with rank 0's ``value``. Collective."""
-        value = float(self._collective.broadcast(value))
-        if not math.isfinite(value) or not self.improves(value):
-            return False
+    def credit(self, name: str, value: float) -> None:
+        """A checkpoint that exists is the best so far, as all ranks know."""
         assert self.tracked is not None
         self.best = Best(name, self.tracked.metric, self.tracked.mode, value)
-        return True
+        if self._identity.rank == 0:
+            try:
+                self._note_best(self.best)
+            except OSError as error:
+                log.warning("%s is the best so far, but best.json does not say so: %s", name, error)
 
     def _choose_name(self, content: Content, create_directory: bool) -> tuple[str, Content]:
         """Rank 0's name, metric and best: a metric is often computed on one rank, or differs in its last bits."""
@@ -407,12 +408,15 @@ class Saver:
             self._link.send(worker_pb2.ToAgent(sealed=sealed))
         try:
             self._store.write_latest(manifest)
-            best = "" if manifest.best is None else manifest.best.name
-            if best != self._noted_best:
-                self._store.write_best(manifest.best)
-                self._noted_best = best
+            self._note_best(manifest.best)
         except OSError as error:
             log.warning("%s is saved, but its note in latest.json or best.json is not: %s", manifest.name, error)
+
+    def _note_best(self, best: Best | None) -> None:
+        name = "" if best is None else best.name
+        if name != self._noted_best:
+            self._store.write_best(best)
+            self._noted_best = name
 
     def _failed_save(self, name: str, step: int, failure: _Failed, drain: bool) -> None:
         self._give_up(name, step, str(failure), drain)

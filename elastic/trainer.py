@@ -277,9 +277,12 @@ class Trainer:
         )
         for batch in steps:
             # The model stands at the boundary before this batch, which all ranks have passed without a drain.
-            if self._owed and not self._evaluate(interrupt=self._leaving):
-                # The ranks have agreed on it here; with this batch the model would move on.
-                self._leave(batch.position)
+            while self._owed:
+                if self._evaluate(interrupt=self._opened.leaving):
+                    self._compete_late(batch.position)
+                else:
+                    # The ranks have agreed on it here; with this batch the model would move on.
+                    self._leave(batch.position)
             if self._stopping:
                 steps.close()  # type: ignore[attr-defined]  # a generator: the step that it began does not count
                 self._finish_early(batch.position)
@@ -288,16 +291,18 @@ class Trainer:
         self.step = s.step
         if self._owed:  # cut short by a leave; now all is saved
             self._evaluate(interrupt=None)
+            value = self._tracked()
+            if value is not None:
+                s.measured(value)
 
     def _agree_to_stop(self) -> None:
         self._stopping = self._stopping or sum_over_ranks([float(self._stop_wanted)], self._where)[0] > 0
 
     def _leave(self, position: Position) -> None:
-        """Saves the boundary that the model stands at and ends the process; trains on if it cannot be saved."""
+        """Saves the boundary that the model stands at and ends the process; goes on if it cannot be saved."""
         s = self._opened
         if s.can_save and s.save(self._saving(), position=position, drain=True, **self._save_options()) is None:
             s.drain_failed()
-            self._owed = False
             return
         s.leave_drained()
 
@@ -323,8 +328,10 @@ class Trainer:
         if batch.step % self.log_every == 0 or last:
             self._log(batch, total, norm)
         self._each(lambda hook: hook.on_step(self, batch))
-        if self._due(batch.step, last=last) and self._evaluate(interrupt=self._leaving):
-            self._compete(self.metrics)
+        if self._due(batch.step, last=last) and self._evaluate(interrupt=self._opened.leaving):
+            value = self._tracked()
+            if value is not None:
+                self._opened.improved(value)  # it is saved at the step's end, if it is the best
 
     def _log(self, batch: Batch[Any], total: Tensor, norm: Tensor | float | None) -> None:
         summed, stops = sum_over_ranks([total, float(self._stop_wanted)], self._where)
@@ -355,17 +362,13 @@ class Trainer:
             return False
         return last or bool(self.evaluate_every and step % self.evaluate_every == 0)
 
-    def _leaving(self) -> bool:
-        """Some rank was told to go: its notice is for saving. Collective."""
-        return self._opened.sum(float(self._opened.should_drain)) > 0
-
     def _evaluate(self, interrupt: Callable[[], bool] | None) -> bool:
         """Evaluates the present step; if a leave cuts it short, it is owed, also by the run that resumes here."""
         assert self.evaluator is not None
         self._owed = True
         try:
             with self._strategy.evaluated() as model:
-                metrics = self.evaluator.run(model, device=self._where, interrupt=interrupt)
+                metrics = self.evaluator.run(model, device=self._where, interrupt=interrupt, busy=self._opened.busy)
         except Interrupted:
             return False
         self._owed, self._evaluated, self.metrics = False, self.step, metrics
@@ -374,13 +377,21 @@ class Trainer:
         self._agree_to_stop()
         return True
 
-    def _compete(self, metrics: Mapping[str, float]) -> None:
-        """Has the step saved as the best one at its end, if it is. Collective."""
-        if self.track is None or not metrics:
-            return
-        if self.track.metric not in metrics:
-            raise ValueError(f"track: the evaluation has no {self.track.metric!r}, only {', '.join(sorted(metrics))}")
-        self._opened.improved(metrics[self.track.metric])
+    def _tracked(self) -> float | None:
+        """What the last evaluation says of the metric that the best checkpoint is known by."""
+        if self.track is None or not self.metrics:
+            return None
+        if self.track.metric not in self.metrics:
+            had = ", ".join(sorted(self.metrics))
+            raise ValueError(f"track: the evaluation has no {self.track.metric!r}, only {had}")
+        return self.metrics[self.track.metric]
+
+    def _compete_late(self, position: Position) -> None:
+        """The evaluation is one that a leave had cut short: its step may be the best all the same. Collective."""
+        s, value = self._opened, self._tracked()
+        if value is not None and s.measured(value) and s.can_save:
+            # Does nothing where the step is saved already.
+            s.save(self._saving(), position=position, metric=value, **self._save_options())
 
     # Saving.
 

@@ -48,6 +48,8 @@ T = TypeVar("T")
 
 # A rank reports this often at most, apart from boundaries that the ranks agreed something at.
 PROGRESS_SECONDS = 0.05
+# What lies between two steps is told of less often.
+BUSY_SECONDS = 0.5
 # After a drain's save failed: seconds until the next try, doubled each time up to the second figure.
 DRAIN_PAUSE_SECONDS, MAX_DRAIN_PAUSE_SECONDS = 2.0, 60.0
 
@@ -94,6 +96,7 @@ class Session:
         now = time.monotonic()
         self._mark, self._reported, self._longest = now, 0.0, 0.0
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
+        self._beats, self._beat_told, self._master_seen = 0, 0.0, False
 
     # What a script asks.
 
@@ -124,6 +127,25 @@ class Session:
     def report(self, loss: float) -> None:
         """Tells the loss of the present step, for people who watch the run."""
         self._loss = float(loss)
+
+    def busy(self) -> None:
+        """This rank is at work on something that is no step, and takes long: an evaluation. Not collective, and cheap.
+
+        Call it as often as that gets on, with each batch: so a long evaluation is told from a stall.
+        """
+        self._beats += 1
+        now = time.monotonic()
+        if self._link is not None and not self._over and now - self._beat_told >= BUSY_SECONDS:
+            self._beat_told = now
+            self._send(worker_pb2.ToAgent(progress=self._progress(0.0)), droppable=True)
+
+    def leaving(self) -> bool:
+        """Whether some rank was told to save and stop, and may try that now: the same on all ranks. Collective.
+
+        For what lies between two steps and takes longer than a leaver has: cut it short, save with ``drain=True``, then
+        ``leave_drained``, or ``drain_failed`` where the save failed.
+        """
+        return self.sum(float(self._wants_drain)) > 0
 
     @property
     def best(self) -> Best | None:
@@ -165,14 +187,28 @@ class Session:
         return better
 
     def measured(self, value: float) -> bool:
-        """The metric of the resume point, for which those who saved it had no time. Collective.
+        """The tracked metric of the last step that is done, for which there was no time before. Collective.
+
+        Rank 0's value decides, for all ranks; once the training has finished each rank's own, and nothing is collective.
 
         Returns:
-            Whether it is the best so far: what is saved from now on says so. See ``improved``.
+            Whether it is the best so far. Where the step is saved already (the resume point is) what is saved from now
+            on says so; else save it now, with this metric.
+
+        Raises:
+            RuntimeError: Nothing is tracked.
         """
-        if self._saver is None or self.resume is None or self._saver.tracked is None:
-            raise RuntimeError("there is no resume point, or nothing is tracked")
-        return self._saver.credit(self.resume.ref.name, value)
+        if self._saver is None:
+            return False
+        if self._saver.tracked is None:
+            raise RuntimeError("nothing is tracked: call session.track(metric) first")
+        if not self._over:
+            self.settle()
+            value = float(self._collective.broadcast(value))
+        best = self._saver.tracked.improves(value, self._saver.best)
+        if best and self._saved is not None and self._saved[0] == self.step:
+            self._saver.credit(self._saved[1].name, value)
+        return best
 
     @property
     def worth_saving(self) -> bool:
@@ -202,7 +238,7 @@ class Session:
             RuntimeError: The step before has not ended, or the session is over.
         """
         self._check_open()
-        drain = self.should_drain and time.monotonic() >= self._drain_not_before
+        drain = self._wants_drain
         master_seen = self._link is not None and self._link.master_seen
         failed = self._saver is not None and self._saver.failed
         self._exchange.begin(self.step + 1, Flags(drain=drain, save_failed=failed, master_seen=master_seen), ahead)
@@ -223,14 +259,8 @@ class Session:
         first = self._reported == 0.0
         if self._link is not None and (first or boundary.exchanged or now - self._reported >= PROGRESS_SECONDS):
             self._reported = now
-            progress = worker_pb2.Progress(
-                step=self.step,
-                loss=self._loss,
-                seconds=seconds,
-                longest=self._longest,
-                anyone_sees_master=boundary.master_seen,
-            )
-            self._send(worker_pb2.ToAgent(progress=progress), droppable=not first)
+            self._master_seen = boundary.master_seen
+            self._send(worker_pb2.ToAgent(progress=self._progress(seconds)), droppable=not first)
         if boundary.drain:
             self._send(worker_pb2.ToAgent(draining=worker_pb2.Draining(step=self.step)))
         if boundary.save_failed:
@@ -284,7 +314,6 @@ class Session:
         self._check_open()
         if self._saver is None:
             raise RuntimeError("nowhere to save: give session(checkpoint_dir=...) outside dlrover-run")
-        began = time.monotonic()
         if keep is not None:
             self._keep = keep
         try:
@@ -305,8 +334,9 @@ class Session:
             self._prune()
             return manifest.ref
         finally:
-            self._mark = time.monotonic()
-            self._longest = max(self._longest, self._mark - began)
+            # With what came between the step and its save, an evaluation for one.
+            before, self._mark = self._mark, time.monotonic()
+            self._longest = max(self._longest, self._mark - before)
 
     def settle(self) -> Ref | None:
         """Waits for a save in the background. Collective.
@@ -413,6 +443,20 @@ class Session:
         refuse(self._link, Damaged(ref, form, file, message, True))
 
     # Inside.
+
+    @property
+    def _wants_drain(self) -> bool:
+        return self.should_drain and time.monotonic() >= self._drain_not_before
+
+    def _progress(self, seconds: float) -> worker_pb2.Progress:
+        return worker_pb2.Progress(
+            step=self.step,
+            loss=self._loss,
+            seconds=seconds,
+            longest=self._longest,
+            anyone_sees_master=self._master_seen,
+            beats=self._beats,
+        )
 
     def _part(self) -> None:
         """The last meeting: nobody's connections go while another rank is still in a collective."""

@@ -132,6 +132,9 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> An
     if message.saved_bytes > live.saved_bytes.get(node.name, 0):
         live.saved_bytes[node.name] = message.saved_bytes
         live.moved_at = turn.now
+    if message.beats > live.beats.get(node.name, 0):
+        live.beats[node.name] = message.beats
+        live.moved_at = turn.now
     live.stopping = live.stopping or message.draining
     # A copy that was long under way speaks of a drain before this one.
     if message.draining and job.drain is not None and message.step > job.drain.after:

@@ -191,7 +191,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     job.grown = False
     live.steps, live.advanced, live.asked_at = {}, {}, {}
     live.unexpected, live.growth_told = set(), set()
-    live.saved_bytes, live.ended = {}, set()
+    live.saved_bytes, live.beats, live.ended = {}, {}, set()
     live.trouble = live.stopping = False
     live.first_step_at, live.drain_deadline = None, None
     live.moved_at = turn.now

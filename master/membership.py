@@ -45,6 +45,9 @@ def lose(turn: Turn, node: Node, how: str) -> None:
         member.part = Part.FINISHED
         return
     member.part = Part.LOST
+    if world is not None and not any(job.node_by(one.incarnation) for one in world.members):
+        # Everybody was gone at once, and some are back already: a start, at which the others come, too.
+        job.quiet = True
     if stepped and not node.leaving:
         count_loss(turn, node.name)
     job.causes.append(f"{node.name} left" if node.leaving else f"{node.name} was lost ({how})")

@@ -379,6 +379,7 @@ class Live:
     loss: float = 0.0
     longest: float = 0.0
     saved_bytes: dict[str, int] = field(default_factory=dict)
+    beats: dict[str, int] = field(default_factory=dict)
     # Nodes whose ranks have no step left to make: what the script still does, it does without steps.
     ended: set[str] = field(default_factory=set)
     trouble: bool = False

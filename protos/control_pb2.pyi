@@ -995,6 +995,7 @@ class ProgressRequest(google.protobuf.message.Message):
     LONGEST_FIELD_NUMBER: builtins.int
     SAVED_BYTES_FIELD_NUMBER: builtins.int
     TRAINING_ENDED_FIELD_NUMBER: builtins.int
+    BEATS_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The highest step that a rank of this node has finished in the caller's epoch."""
     loss: builtins.float
@@ -1010,6 +1011,8 @@ class ProgressRequest(google.protobuf.message.Message):
     """
     training_ended: builtins.bool
     """The training reached its end on a rank of this node: what its script does from here on makes no steps."""
+    beats: builtins.int
+    """Signs of life of this node's ranks between their steps, of an evaluation for one; they only grow within an epoch."""
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1023,9 +1026,10 @@ class ProgressRequest(google.protobuf.message.Message):
         longest: builtins.float = ...,
         saved_bytes: builtins.int = ...,
         training_ended: builtins.bool = ...,
+        beats: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "draining", b"draining", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beats", b"beats", "caller", b"caller", "draining", b"draining", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended"]) -> None: ...
 
 global___ProgressRequest = ProgressRequest
 

@@ -118,6 +118,7 @@ class Progress(google.protobuf.message.Message):
     SECONDS_FIELD_NUMBER: builtins.int
     LONGEST_FIELD_NUMBER: builtins.int
     ANYONE_SEES_MASTER_FIELD_NUMBER: builtins.int
+    BEATS_FIELD_NUMBER: builtins.int
     step: builtins.int
     loss: builtins.float
     seconds: builtins.float
@@ -125,6 +126,8 @@ class Progress(google.protobuf.message.Message):
     longest: builtins.float
     anyone_sees_master: builtins.bool
     """Some rank of the world can hear the master (from the exchange)."""
+    beats: builtins.int
+    """Signs of life between two steps, of an evaluation for one; they only grow within an epoch."""
     def __init__(
         self,
         *,
@@ -133,8 +136,9 @@ class Progress(google.protobuf.message.Message):
         seconds: builtins.float = ...,
         longest: builtins.float = ...,
         anyone_sees_master: builtins.bool = ...,
+        beats: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["anyone_sees_master", b"anyone_sees_master", "longest", b"longest", "loss", b"loss", "seconds", b"seconds", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["anyone_sees_master", b"anyone_sees_master", "beats", b"beats", "longest", b"longest", "loss", b"loss", "seconds", b"seconds", "step", b"step"]) -> None: ...
 
 global___Progress = Progress
 

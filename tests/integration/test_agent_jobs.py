@@ -48,16 +48,18 @@ if __name__ == "__main__":
 """
 
 TORCHRUN = """
-import os, sys, time
+import itertools, os, sys, time
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
-out, steps = sys.argv[1], int(sys.argv[2])
-epoch = os.environ["TORCHELASTIC_RESTART_COUNT"]
-for step in range(1, steps + 1):
-    one = torch.ones(1)
-    dist.all_reduce(one)
+out = sys.argv[1]
+for step in itertools.count(1):
+    told = torch.tensor([1.0, float(os.path.exists(f"{out}/end"))])
+    dist.all_reduce(told)
+    ranks, ending = told.tolist()
     with open(f"{out}/rank-{dist.get_rank()}-{os.getpid()}", "a") as log:
-        print(step, int(one.item()), file=log)
+        print(step, int(ranks), file=log)
+    if ending:
+        break
     if os.path.exists(f"{out}/crash-{dist.get_rank()}"):
         os.unlink(f"{out}/crash-{dist.get_rank()}")
         sys.exit(3)
@@ -189,19 +191,23 @@ def test_plain_torchrun(programs: Programs) -> None:
     with master_process(programs.directory / "job.sqlite", "--nnodes", "1:2") as master:
         command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=dalsegno", "--rdzv-id=job"]
         command += [f"--rdzv-endpoint={master.address}", "--nnodes=1:2", "--max-restarts=9"]
-        command += ["--rdzv-conf", "checkpoint_dir=ck", str(script), str(out), "500"]
+        command += ["--rdzv-conf", "checkpoint_dir=ck", str(script), str(out)]
         first = programs.start("first", *command)
         second = programs.start("second", *command)
         both = lambda: sum(bool(rows) and rows[-1][1] == 2 for rows in steps_of(out).values())  # noqa: E731
         wait_for(lambda: both() == 2, 120, "the two did not meet")
         (out / "crash-1").touch()
         wait_for(lambda: both() >= 4, 120, "the world did not form again after a crash")
+        alone = lambda: {rank for rank, rows in steps_of(out).items() if rows and rows[-1][1] == 1}  # noqa: E731
+        before = alone()
         second.send_signal(signal.SIGKILL)
         second.wait()
-        wait_for(lambda: any(rows[-1][1] == 1 for rows in steps_of(out).values() if rows), 120, "no world of one")
+        wait_for(lambda: alone() - before, 120, "no world of one")
+        (out / "end").touch()
         assert first.wait(120) == 0, programs.log("first")
-    finished = [rows for rows in steps_of(out).values() if rows and rows[-1][0] == 500]
-    assert [rows[-1] for rows in finished] == [(500, 1)]
+        late = programs.start("late", *command)
+        assert late.wait(120) == 0, programs.log("late")
+    assert "Traceback" not in programs.log("late")
     text = programs.log("first")
     assert re.search(r"torchrun: .*worker failed", text), text
 

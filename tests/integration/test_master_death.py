@@ -204,7 +204,7 @@ def test_a_node_that_alone_is_cut_off_drains(jobs: Jobs, undisturbed: Undisturbe
     """Its peers still hear the master, so after the outage timeout it has them save; the others go on without it."""
     flags = ["--node-timeout=30", "--master-outage-timeout=4"]
     # It ends before its second half, whose steps are slow: a step that outlasts all before is taken for standing still.
-    job = jobs("service", training=Training(steps=200, save_every=50), agent_flags=flags)
+    job = jobs("service", training=Training(steps=400, save_every=50), agent_flags=flags)
     assert isinstance(job, Service)
     with proxy(job.masters[-1].address) as way:
         job.ways["b"] = way.address

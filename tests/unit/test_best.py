@@ -267,8 +267,31 @@ def test_a_metric_of_the_resume_point_that_comes_late_counts(tmp_path: Path) -> 
         assert (third.best.name, third.best.value) == ("step-4.e0.1", 2.0)
 
 
-def test_a_metric_of_nothing_cannot_come_late(tmp_path: Path) -> None:
-    with start(tmp_path) as session, pytest.raises(RuntimeError, match="no resume point"):
+def test_a_metric_that_comes_late_before_the_step_is_saved(tmp_path: Path) -> None:
+    """Nothing could say so yet: the step is saved with it."""
+    with start(tmp_path) as session:
+        session.track("loss")
+        advance(session, 2)
+        assert session.measured(1.0)
+        assert session.best is None
+        session.save(write, metric=1.0)
+        assert session.best is not None
+        assert not session.measured(1.5)
+
+
+def test_after_the_end_a_late_metric_is_noted_for_people(tmp_path: Path) -> None:
+    with start(tmp_path) as session:
+        session.track("loss")
+        advance(session, 2)
+        session.save(write)
+        session.finish()
+        assert session.measured(1.0)
+        noted = json.loads((tmp_path / "best.json").read_text())
+    assert (noted["name"], noted["value"]) == ("step-2.e0.1", 1.0)
+
+
+def test_a_late_metric_needs_something_tracked(tmp_path: Path) -> None:
+    with start(tmp_path) as session, pytest.raises(RuntimeError, match="nothing is tracked"):
         session.measured(1.0)
 
 

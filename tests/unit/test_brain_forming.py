@@ -128,6 +128,27 @@ def test_an_overtaken_call_has_no_effect() -> None:
 # ---- gathering ------------------------------------------------------------------------------------------------------
 
 
+def test_where_all_were_gone_at_once_it_is_a_start() -> None:
+    """A power cut, or a restart of all containers: the first one that is back does not begin alone."""
+    job = Driven(settings(quiet_time=3.0))
+    old = job.start(2)
+    for node in old:
+        node.step(1)
+    job.seal(1)
+    for node in old:
+        node.hang_up()
+    first = job.node(node=old[0].name)
+    job.wait(1)
+    first.join()
+    job.wait(2)
+    second = job.node(node=old[1].name)
+    all_join([first, second])
+    job.wait(2.5)
+    assert job.phase is Phase.FORMING
+    job.wait(1)
+    assert (job.phase, job.members) == (Phase.RUNNING, [old[0].name, old[1].name])
+
+
 def test_a_start_waits_for_a_quiet_time_after_the_last_arrival() -> None:
     """Agents that nobody has heard of may be on their way."""
     job = Driven()

@@ -556,6 +556,22 @@ def test_a_growing_save_is_no_stall() -> None:
     assert job.phase is Phase.RUNNING
 
 
+def test_signs_of_life_between_steps_are_no_stall() -> None:
+    """An evaluation of half an hour, after steps of half a second; the same sign again is none."""
+    job = Driven(settings(stall_timeout=600))
+    a, b = job.start(2)
+    a.step(1)
+    b.step(1)
+    for beats in range(1, 40):
+        (a if beats % 2 else b).step(1, beats=beats)
+        job.wait(50)
+        assert job.phase is Phase.RUNNING
+    a.step(1, beats=39)
+    job.wait(20)
+    assert job.phase is not Phase.RUNNING
+    assert "--stall-timeout" in job.notices
+
+
 def test_a_script_without_a_session_does_not_stall() -> None:
     """Nobody hears of its steps."""
     job = Driven(settings(stall_timeout=40))

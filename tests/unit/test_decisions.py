@@ -363,6 +363,22 @@ def test_every_save_of_an_epoch_is_seen_to_grow() -> None:
     assert [saves("step-4.e1.1", 0, 10), saves("step-4.e1.2", 0, 5)] == [580, 585]
 
 
+def test_signs_of_life_of_all_ranks_are_told() -> None:
+    """Each one that is new makes the node's count grow; the next epoch's begin anew."""
+    agent = Agent(nproc=2).registered().running()
+
+    def beats(rank: int, count: int) -> int:
+        agent.said(rank, progress=worker_pb2.Progress(step=1, beats=count))
+        return int(agent.calls("ReportProgress")[-1].beats)
+
+    assert [beats(rank, count) for rank, count in ((0, 3), (1, 1), (1, 2), (0, 3), (0, 9))] == [3, 4, 5, 5, 11]
+    agent.exits(1)
+    agent.hear(ev.WorkersStopped(1))
+    agent.running(epoch=2)
+    agent.said(0, epoch=2, progress=worker_pb2.Progress(step=1, beats=1))
+    assert agent.calls("ReportProgress")[-1].beats == 1
+
+
 def test_what_an_older_epochs_workers_say_is_not_heard() -> None:
     """Except a sealed checkpoint: the master judges that."""
     agent = Agent().registered().running(epoch=1)
