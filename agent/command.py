@@ -26,6 +26,7 @@ from dalsegno.elastic.checkpoint import (
     retirable,
     verify,
 )
+from dalsegno.elastic.universal import is_written
 
 from . import convert_command
 from .events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
@@ -154,6 +155,11 @@ def _prune_run(run: Path, options: argparse.Namespace) -> None:
     gone = retirable(found, options.keep)
     store = CheckpointStore(run)
     names = [*gone.left, *gone.old, *store.never_sealed(store.next_epoch())]
+    written = [target for target in filter(is_checkpoint_name, os.listdir(run)) if is_written(run / target)]
+    used = {name for target in written for name in (target, target.partition(".universal.")[0])}
+    for name in sorted(used.intersection(names)):
+        print(f"{run / name}: in use by a conversion, stays")
+    names = [name for name in names if name not in used]
     print(f"{run}: {'would delete' if options.dry_run else 'deleted'} {len(names)}")
     if not options.dry_run:
         store.prune(names)

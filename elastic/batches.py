@@ -44,6 +44,7 @@ class Batch(Generic[T]):
         tokens: Real tokens of the whole global batch, with token means; else 0. Known once ``micro_batches`` began.
         handed_out: Micro-batches that ``micro_batches`` has given so far.
         scale: ``"ddp"`` or ``"deepspeed"``: what the factors are made for.
+        abandoned: The loop over ``micro_batches`` was left in the middle of one.
     """
 
     step: int
@@ -54,6 +55,7 @@ class Batch(Generic[T]):
     tokens: int = 0
     handed_out: int = 0
     scale: str = "ddp"
+    abandoned: bool = False
     _parts: list[tuple[Part, T]] = field(default_factory=list, repr=False)
     _owner: Batches[T] | None = field(default=None, repr=False)
 
@@ -83,9 +85,11 @@ class Batch(Generic[T]):
         Raises:
             RuntimeError: No: the gradient would be that of a part of the global batch.
         """
-        if self.handed_out < self.accumulation:
+        if self.handed_out < self.accumulation or self.abandoned:
+            missing = self.handed_out < self.accumulation
+            where = f"after {self.handed_out} of its {self.accumulation}" if missing else "in the last of its"
             raise RuntimeError(
-                f"step {self.step} ended after {self.handed_out} of its {self.accumulation} micro-batches: its "
+                f"step {self.step} ended {where} micro-batches: its "
                 "gradient is not the global batch's. Go through all of batch.micro_batches before the optimizer steps"
             )
         if self._owner is not None:
@@ -160,7 +164,7 @@ class Batches(Generic[T]):
         self._count_tokens, self._reduce = count_tokens, reduce
         self._data_epochs = data_epochs
         self._seed = seed if plan.fixed_micro_batch else None
-        maker = Maker(collate, self._seed)
+        maker = Maker(collate, self._seed, self.order.seed)
         self._loading = Loading(dataset, sampler, plan, rank, maker, data_epochs, options)
         self._left = self._count_left()
 
@@ -235,6 +239,9 @@ class Batches(Generic[T]):
             )
             try:
                 yield micro
+            except GeneratorExit:
+                batch.abandoned = True
+                raise
             finally:
                 micro.close()
         self.trained(batch)

@@ -47,6 +47,7 @@ from .deepspeed_loading import (
 )
 from .deepspeed_view import ZERO, resharded_view, sharded_view, universal_view
 from .process_group import init_alone
+from .training_state import loadable
 from .universal.errors import ConversionError
 from .universal.forms import Form
 from .universal.layout import engine_directory
@@ -160,10 +161,21 @@ class Save:
         Raises:
             OSError: Something could not be written; only raised after DeepSpeed's collectives, so that no other rank
                 waits for this one.
+            TypeError: The client's or the scheduler's state could not be loaded again; raised then, too.
         """
-        state = _described(self._engine, self._client_state)
+        state, problem = _described(self._engine, self._client_state), None
+        scheduler = self._engine.lr_scheduler
+        try:
+            loadable(
+                [state, None if scheduler is None else scheduler.state_dict()],
+                "the state of the scheduler, of a callback or of the script's own",
+            )
+        except TypeError as error:
+            state, problem = {}, error
         with _errors_after_collectives(self._engine):
             self._engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
+        if problem is not None:
+            raise problem
 
 
 @contextmanager

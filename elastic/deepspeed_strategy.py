@@ -75,6 +75,12 @@ class DeepSpeed(Strategy):
             resume_rates(self.optimizer, self.scheduler)
         return dict(state[_STATE])
 
+    @property
+    def reshards(self) -> bool:
+        from .deepspeed import can_reshard
+
+        return can_reshard(self._engine)
+
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
         self._engine.step()  # an optimizer step after the last micro-batch

@@ -101,6 +101,8 @@ class Evaluator:
             raise ValueError(f"loader_options cannot have {name!r}: the Evaluator deals the samples itself")
         if _is_iterable(dataset) and loader_options:
             raise ValueError("an iterable data set is read by each rank itself: leave loader_options out")
+        if isinstance(dataset, Iterator):
+            raise ValueError("an iterator or generator object can be read only once: give what makes one anew")
         self._dataset, self._measure, self._batch_size = dataset, measure, batch_size
         self._collate, self._finish = collate or default_collate, finish or Totals.metrics
         self._options, self._interrupt_every = dict(loader_options or {}), interrupt_every

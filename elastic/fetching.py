@@ -50,10 +50,18 @@ class Maker(Generic[T]):
     Attributes:
         collate: Of a list of samples; None: torch's.
         seed: With it, what ``collate`` draws from the global generators depends on the micro-batch alone.
+        worker_seed: Of the generators in a DataLoader's worker, where there is no ``seed``.
     """
 
     collate: Callable[[list[Any]], T] | None
     seed: int | None
+    worker_seed: int = 0
+
+    def settle(self, part: Part) -> None:
+        """In a worker, what is drawn for ``part`` depends on where that lies, not on when the worker was started."""
+        if self.seed is None and get_worker_info() is not None:
+            place = part.position
+            rng.seed_cpu(rng.derive("worker", self.worker_seed, place.data_epoch, place.samples, part.slice.number))
 
     def make(self, samples: list[Any], part: Part) -> T:
         """Pads and collates."""
@@ -139,6 +147,7 @@ class Fetcher(Dataset[T]):
         self.dataset, self.maker = dataset, maker
 
     def __getitem__(self, part: Part) -> T:
+        self.maker.settle(part)
         return self.maker.make(self._samples(part), part)
 
     def _samples(self, part: Part) -> list[Any]:
@@ -182,6 +191,7 @@ class Stream(IterableDataset[tuple[Part, T]]):
                 if number % workers == worker:
                     ids = tuple(range(position.samples + piece.start, position.samples + piece.stop))
                     part = Part(piece, len(samples), ids, position, after)
+                    self.maker.settle(part)
                     yield part, self.maker.make(samples[piece.start : piece.stop], part)
                 number += 1
 

@@ -36,6 +36,15 @@ def seed_all(value: int) -> None:
         numpy.random.seed(value & 0xFFFFFFFF)
 
 
+def seed_cpu(value: int) -> None:
+    """The same without torch.manual_seed, which would seed the devices as well: their generators are the training's."""
+    random.seed(value)
+    torch.default_generator.manual_seed(value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(value & 0xFFFFFFFF)
+
+
 def seed_rank(seed: int, step: int, rank: int) -> None:
     """At the start of a run, and where the world has changed."""
     seed_all(derive("rank", seed, step, rank))
@@ -56,12 +65,7 @@ def aside(*parts: int | str) -> Iterator[None]:
     """Inside, the generators on the CPU draw from a seed made of ``parts``; after it they stand where they stood."""
     numpy = sys.modules.get("numpy")
     before = random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
-    value = derive(*parts)
-    random.seed(value)
-    # Not torch.manual_seed, which would seed the devices as well: their generators are the training's.
-    torch.default_generator.manual_seed(value)
-    if numpy is not None:
-        numpy.random.seed(value & 0xFFFFFFFF)
+    seed_cpu(derive(*parts))
     try:
         yield
     finally:

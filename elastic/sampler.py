@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 from typing import Any
 
 from .checkpoint import Order, Position
@@ -75,6 +76,9 @@ class ElasticSampler:
         shuffle: bool = True,
         drop_last: bool = False,
     ) -> None:
+        # Numbers of numpy compare equal and are written otherwise: they would make another order, and no JSON.
+        length = None if length is None else index(length)
+        global_batch_size, seed = index(global_batch_size), index(seed)
         if (length is not None and length < 1) or global_batch_size < 1:
             raise ValueError(f"length and global_batch_size must be at least 1, not {length} and {global_batch_size}")
         if drop_last and length is not None and length < global_batch_size:

@@ -6,13 +6,11 @@ and scheduler; the session restores the random generators and `Batches` the posi
 
 from __future__ import annotations
 
-import io
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from torch.optim import Optimizer
 from .loss_scale import LossScale
 from .plan import BatchPlan
 from .process_group import init_process_group
-from .training_state import TrainingState, read_tensors
+from .training_state import TrainingState, loadable, read_tensors
 from .worker_session import Session
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -104,6 +102,11 @@ class Strategy(ABC):
             The norm of the whole gradient before clipping, where it was computed.
         """
 
+    @property
+    def reshards(self) -> bool:
+        """What it writes loads at any world size without a conversion. Once `setup` is done."""
+        return False
+
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """This rank's files of a checkpoint: path to what ``torch.save`` writes there, or bytes.
 
@@ -129,6 +132,24 @@ class Strategy(ABC):
     def evaluated(self) -> Iterator[nn.Module]:
         """The model for an evaluation, the same on every rank. Collective."""
         yield self.model
+
+
+class Write:
+    """A session's ``write(path)``.
+
+    Args:
+        strategy: Set up.
+        state: The `Trainer`'s own, asked for with each save.
+
+    Attributes:
+        reshards: See ``Session.save``.
+    """
+
+    def __init__(self, strategy: Strategy, state: Callable[[], Mapping[str, Any]]) -> None:
+        self._strategy, self._state, self.reshards = strategy, state, strategy.reshards
+
+    def __call__(self, path: Path) -> None:
+        self._strategy.write(path, self._state())
 
 
 class DDP(Strategy):
@@ -263,17 +284,11 @@ def trainer_state(state: Mapping[str, Any], scheduler: Any, loss_scale: LossScal
     Raises:
         TypeError: A scheduler or callback keeps something else than plain values and tensors.
     """
-    held = io.BytesIO()
     schedule = None if scheduler is None else scheduler.state_dict()
-    torch.save({"trainer": dict(state), "scheduler": schedule, "scaler": loss_scale.state_dict()}, held)
-    try:
-        torch.load(io.BytesIO(held.getvalue()), weights_only=True)
-    except UnpicklingError as error:
-        raise TypeError(
-            "the state of the scheduler or of a callback has more than plain values and tensors, and could not be "
-            f"loaded again: {str(error).splitlines()[0]}"
-        ) from error
-    return held.getvalue()
+    return loadable(
+        {"trainer": dict(state), "scheduler": schedule, "scaler": loss_scale.state_dict()},
+        "the state of the scheduler, of a callback or of the script's own",
+    )
 
 
 def load_trainer_state(directory: Path, scheduler: Any, loss_scale: LossScale) -> dict[str, Any]:

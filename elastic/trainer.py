@@ -30,7 +30,7 @@ from .resuming import check_strategy
 from .sampler import ElasticSampler
 from .saving import SaveError
 from .sessions import session
-from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy
+from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy, Write
 from .worker_session import Session
 
 log = logging.getLogger(__name__)
@@ -406,7 +406,7 @@ class Trainer:
         """What the session is given to save with."""
         if self.save_in_background:
             return background(lambda: self._strategy.files(self._state_dict()))
-        return _Write(self)
+        return Write(self._strategy, self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
         return {
@@ -460,25 +460,6 @@ class Trainer:
 
     def _fitted(self) -> Fitted:
         return Fitted(self.step, self.metrics, self._opened.best)
-
-
-class _Write:
-    """The Trainer's ``write(path)``.
-
-    Attributes:
-        reshards: See ``Session.save``.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer, self.reshards = trainer, False
-        strategy = trainer._strategy
-        if strategy.scale == "deepspeed":
-            from .deepspeed import can_reshard
-
-            self.reshards = can_reshard(strategy.model)
-
-    def __call__(self, path: Path) -> None:
-        self._trainer._strategy.write(path, self._trainer._state_dict())
 
 
 def _own_loss(model: Any, data: Any) -> Tensor:

@@ -10,6 +10,7 @@ training is refused before anything is changed.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from pathlib import Path
 from pickle import UnpicklingError
@@ -44,9 +45,15 @@ class TrainingState:
         self._session, self._model, self._parts = session, model, parts
 
     def files(self) -> dict[str, Any]:
-        """What this rank saves, for ``background``. Tensors are the training's own."""
+        """What this rank saves, for ``background``. Tensors are the training's own.
+
+        Raises:
+            TypeError: A part's state could not be loaded again. (Optimizers are taken at their word.)
+        """
         if self._session.rank != 0:
             return {}
+        small = {name: part.state_dict() for name, part in self._parts.items() if not hasattr(part, "param_groups")}
+        loadable(small, f"the state of {' and '.join(small)}")
         kept = {name: {"type": _kind(part), "state": part.state_dict()} for name, part in self._parts.items()}
         return {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
 
@@ -137,3 +144,25 @@ def _named(parts: Mapping[str, str]) -> str:
 def _few(names: set[str]) -> str:
     listed = sorted(names)
     return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
+
+
+def loadable(content: Any, what: str) -> bytes:
+    """``torch.save`` of something small, once it is sure that it can be read again.
+
+    Args:
+        content: What is saved.
+        what: What to call it.
+
+    Raises:
+        TypeError: It is more than plain values and tensors.
+    """
+    held = io.BytesIO()
+    torch.save(content, held)
+    try:
+        torch.load(io.BytesIO(held.getvalue()), weights_only=True)
+    except UnpicklingError as error:
+        raise TypeError(
+            f"{what} has more than plain values and tensors, and could not be loaded again: "
+            f"{str(error).splitlines()[0]}"
+        ) from error
+    return held.getvalue()

@@ -39,6 +39,7 @@ from .exits import EXIT_DRAINED, Drained, insist
 from .identity import Identity
 from .link import Link
 from .opening import refuse
+from .reports import Reports
 from .resuming import Damaged, ResumePoint
 from .saving import Content, Saver
 
@@ -46,10 +47,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A rank reports this often at most, apart from boundaries that the ranks agreed something at.
-PROGRESS_SECONDS = 0.05
-# What lies between two steps is told of less often.
-BUSY_SECONDS = 0.5
 # After a drain's save failed: seconds until the next try, doubled each time up to the second figure.
 DRAIN_PAUSE_SECONDS, MAX_DRAIN_PAUSE_SECONDS = 2.0, 60.0
 
@@ -92,11 +89,8 @@ class Session:
         self._measured: tuple[int, float, bool] | None = None
         self._terminated = False
         self._over = False
-        self._loss = float("nan")
-        now = time.monotonic()
-        self._mark, self._reported, self._longest = now, 0.0, 0.0
+        self._reports = Reports(link)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
-        self._beats, self._beat_told, self._master_seen = 0, 0.0, False
 
     # What a script asks.
 
@@ -126,18 +120,14 @@ class Session:
 
     def report(self, loss: float) -> None:
         """Tells the loss of the present step, for people who watch the run."""
-        self._loss = float(loss)
+        self._reports.loss = float(loss)
 
     def busy(self) -> None:
         """This rank is at work on something that is no step, and takes long: an evaluation. Not collective, and cheap.
 
         Call it as often as that gets on, with each batch: so a long evaluation is told from a stall.
         """
-        self._beats += 1
-        now = time.monotonic()
-        if self._link is not None and not self._over and now - self._beat_told >= BUSY_SECONDS:
-            self._beat_told = now
-            self._send(worker_pb2.ToAgent(progress=self._progress(0.0)), droppable=True)
+        self._reports.busy(self.step)
 
     def leaving(self) -> bool:
         """Whether some rank was told to save and stop, and may try that now: the same on all ranks. Collective.
@@ -189,7 +179,7 @@ class Session:
     def measured(self, value: float) -> bool:
         """The tracked metric of the last step that is done, for which there was no time before. Collective.
 
-        Rank 0's value decides, for all ranks; once the training has finished each rank's own, and nothing is collective.
+        Rank 0's value decides, for all ranks. Once the training has finished it is each rank's own, and not collective.
 
         Returns:
             Whether it is the best so far. Where the step is saved already (the resume point is) what is saved from now
@@ -225,7 +215,7 @@ class Session:
 
     def meet(self, ahead: int) -> int:
         """Before the first step: how many batches every rank has. Collective."""
-        self._mark = time.monotonic()
+        self._reports.begin()
         return self._exchange.meet(ahead)
 
     def begin_step(self, ahead: int = 1) -> None:
@@ -251,18 +241,10 @@ class Session:
         """
         if loss is not None:
             self.report(loss)
-        now = time.monotonic()
-        seconds, self._mark = now - self._mark, now
+        seconds = self._reports.lap()
         boundary = self._exchange.end(seconds)
         self.step = boundary.step
-        self._longest = max(self._longest, seconds)
-        first = self._reported == 0.0
-        if self._link is not None and (first or boundary.exchanged or now - self._reported >= PROGRESS_SECONDS):
-            self._reported = now
-            self._master_seen = boundary.master_seen
-            self._send(worker_pb2.ToAgent(progress=self._progress(seconds)), droppable=not first)
-        if boundary.drain:
-            self._send(worker_pb2.ToAgent(draining=worker_pb2.Draining(step=self.step)))
+        self._reports.step(boundary, seconds)
         if boundary.save_failed:
             self.settle()
         return boundary
@@ -334,9 +316,7 @@ class Session:
             self._prune()
             return manifest.ref
         finally:
-            # With what came between the step and its save, an evaluation for one.
-            before, self._mark = self._mark, time.monotonic()
-            self._longest = max(self._longest, self._mark - before)
+            self._reports.lap()
 
     def settle(self) -> Ref | None:
         """Waits for a save in the background. Collective.
@@ -380,7 +360,7 @@ class Session:
         name, digest = "", ""
         if self._saved is not None and self._saved[0] == self.step:
             name, digest = self._saved[1].name, self._saved[1].digest
-        self._send(worker_pb2.ToAgent(drained=worker_pb2.Drained(name=name, digest=digest, step=self.step)))
+        self._reports.send(worker_pb2.ToAgent(drained=worker_pb2.Drained(name=name, digest=digest, step=self.step)))
         self._part()
         raise Drained
 
@@ -389,7 +369,7 @@ class Session:
         if self._over:
             return
         self.settle()
-        self._send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
+        self._reports.send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
         if self.alone and self.run_dir is not None and threading.current_thread() is threading.main_thread():
             # There is nothing left to save; what the script does from here on may be stopped as any program.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -448,16 +428,6 @@ class Session:
     def _wants_drain(self) -> bool:
         return self.should_drain and time.monotonic() >= self._drain_not_before
 
-    def _progress(self, seconds: float) -> worker_pb2.Progress:
-        return worker_pb2.Progress(
-            step=self.step,
-            loss=self._loss,
-            seconds=seconds,
-            longest=self._longest,
-            anyone_sees_master=self._master_seen,
-            beats=self._beats,
-        )
-
     def _part(self) -> None:
         """The last meeting: nobody's connections go while another rank is still in a collective."""
         self._over = True
@@ -467,10 +437,6 @@ class Session:
             # Everything is saved and said; a peer that died by now is the agent's business.
             log.warning("a rank was gone before the last barrier: %s", error)
         self._collective.close()
-
-    def _send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
-        if self._link is not None:
-            self._link.send(message, droppable=droppable)
 
     def _prune(self) -> None:
         """Alone, the session keeps the last ``keep`` checkpoints itself; under a master, agents do what it records."""

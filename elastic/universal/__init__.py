@@ -12,6 +12,7 @@ next lease may take over.
 from .conversion import Watch, Wish, convert
 from .effort import Effort
 from .errors import EXIT_ENVIRONMENT, EXIT_READY, EXIT_SOURCE_BAD, ConversionError, EnvironmentFailed, SourceBad
+from .journal import is_written
 from .standalone import convert_directory
 
 __all__ = (
@@ -26,4 +27,5 @@ __all__ = (
     "Wish",
     "convert",
     "convert_directory",
+    "is_written",
 )

@@ -221,6 +221,18 @@ def _lock_file(descriptor: int) -> None:
             raise
 
 
+def is_written(directory: Path) -> bool:
+    """Whether a conversion that is alive writes ``directory``."""
+    try:
+        with open(directory / JOURNAL, "rb") as file:
+            _lock_file(file.fileno())
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
 def _inside(entry: FileEntry) -> bool:
     path = Path(entry.path)
     return bool(path.parts) and not path.is_absolute() and ".." not in path.parts

@@ -21,6 +21,8 @@ from typing import Any
 
 from torch import Tensor
 
+from dalsegno.elastic.checkpoint.files import CANNOT, list_files, place_file
+
 from .errors import EnvironmentFailed, SourceBad
 from .forms import PARAM, ZERO
 from .layout import described_parameters, refuse_unconvertible
@@ -59,7 +61,7 @@ def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda coun
     work.mkdir()
     models = _model_states(source)
     # Relative names without special characters: the converter globs and builds regular expressions from its paths.
-    os.symlink(source.resolve(), work / "in", target_is_directory=True)
+    _present(source.resolve(), work / "in")
     (work / "out").mkdir()
     arguments = argparse.Namespace(
         input_folder="in",
@@ -82,6 +84,17 @@ def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda coun
             raise EnvironmentFailed(f"DeepSpeed's converter failed: {type(error).__name__}: {error}") from error
     _check(work / "out", models)
     return work / "out"
+
+
+def _present(source: Path, place: Path) -> None:
+    """Shows ``source`` at ``place``; where the mount has no symbolic links, its files one by one."""
+    try:
+        os.symlink(source, place, target_is_directory=True)
+    except OSError as error:
+        if error.errno not in CANNOT:
+            raise
+        for path in list_files(source):
+            place_file(source / path, place / path)
 
 
 def clear(target: Path) -> None:

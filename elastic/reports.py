@@ -1,0 +1,76 @@
+"""What a rank tells its agent of its steps, and of what lies between them."""
+
+from __future__ import annotations
+
+import time
+
+from dalsegno.protos import worker_pb2
+
+from .exchange import Boundary
+from .link import Link
+
+# A rank reports this often at most, apart from boundaries that the ranks agreed something at.
+PROGRESS_SECONDS = 0.05
+# What lies between two steps is told of less often.
+BUSY_SECONDS = 0.5
+
+
+class Reports:
+    """One session's.
+
+    Args:
+        link: The agent; None: nobody is told.
+
+    Attributes:
+        loss: Of the present step, for people.
+    """
+
+    def __init__(self, link: Link | None) -> None:
+        self.loss = float("nan")
+        self._link = link
+        self._mark = time.monotonic()
+        self._told, self._longest = 0.0, 0.0
+        self._beats, self._beat_told, self._master_seen = 0, 0.0, False
+
+    def begin(self) -> None:
+        """The first step begins now."""
+        self._mark = time.monotonic()
+
+    def lap(self) -> float:
+        """Something ended: a step; or a save, with what came between the step and it. Seconds since the one before."""
+        before, self._mark = self._mark, time.monotonic()
+        self._longest = max(self._longest, self._mark - before)
+        return self._mark - before
+
+    def step(self, boundary: Boundary, seconds: float) -> None:
+        """A step is done, which took so long."""
+        first, now = self._told == 0.0, time.monotonic()
+        if first or boundary.exchanged or now - self._told >= PROGRESS_SECONDS:
+            self._told, self._master_seen = now, boundary.master_seen
+            self.send(self._progress(boundary.step, seconds), droppable=not first)
+        if boundary.drain:
+            self.send(worker_pb2.ToAgent(draining=worker_pb2.Draining(step=boundary.step)))
+
+    def busy(self, step: int) -> None:
+        """A sign of life after ``step``."""
+        self._beats += 1
+        now = time.monotonic()
+        if now - self._beat_told >= BUSY_SECONDS:
+            self._beat_told = now
+            self.send(self._progress(step, 0.0), droppable=True)
+
+    def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
+        """Tells it something; what can be left out is when the agent does not read."""
+        if self._link is not None:
+            self._link.send(message, droppable=droppable)
+
+    def _progress(self, step: int, seconds: float) -> worker_pb2.ToAgent:
+        progress = worker_pb2.Progress(
+            step=step,
+            loss=self.loss,
+            seconds=seconds,
+            longest=self._longest,
+            anyone_sees_master=self._master_seen,
+            beats=self._beats,
+        )
+        return worker_pb2.ToAgent(progress=progress)
