@@ -22,14 +22,15 @@ import functools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
 
 import deepspeed
 import deepspeed.ops
-import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY
 from deepspeed.pipe import PipelineModule
 
@@ -86,7 +87,7 @@ class Plan(Protocol):
     def micro_batch_size(self) -> int: ...
 
 
-def prepare(backend: str | None = None) -> None:
+def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
     """Initialises ``torch.distributed`` for DeepSpeed, also in a world of one without torchrun.
 
     Skips the compilation of ``deepspeed_shm_comm`` (40 CPU seconds, needs a compiler; not used under torchrun, and a
@@ -94,14 +95,17 @@ def prepare(backend: str | None = None) -> None:
 
     Args:
         backend: Of ``torch.distributed``; None: the accelerator's (gloo on a CPU).
+        timeout: Of collectives; None: DeepSpeed's default, 10 minutes.
     """
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if backend is None:
-        backend = "nccl" if torch.cuda.is_available() else "gloo"
+        accelerator = get_accelerator()
+        backend = "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
     if not dist.is_initialized() and "RANK" not in os.environ:
         init_alone(backend)
         os.environ.setdefault("LOCAL_RANK", "0")
-    deepspeed.init_distributed(dist_backend=backend, verbose=False, auto_mpi_discovery=False)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    deepspeed.init_distributed(dist_backend=backend, verbose=False, auto_mpi_discovery=False, **options)
 
 
 def config(base: Mapping[str, Any], plan: Plan, resume: Resume | None) -> dict[str, Any]:

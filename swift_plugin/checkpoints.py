@@ -29,6 +29,7 @@ class Unfinished:
         epoch_end: A data epoch had ended, and nobody was told yet.
         callbacks: What callbacks count that do not save it themselves: class, attribute, value.
         tell_of_save: These are to be told that this step was saved: they never are before it is.
+        untold: So is everybody else: the save took the place of one that was due.
     """
 
     loss: float = 0.0
@@ -37,6 +38,7 @@ class Unfinished:
     epoch_end: bool = False
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     tell_of_save: bool = False
+    untold: bool = False
 
     def write(self, directory: Path) -> None:
         """Beside the Trainer's directory."""
@@ -161,6 +163,11 @@ def _link(place: Path, file: Path) -> None:
         temporary.unlink()
     temporary.symlink_to(file)
     os.replace(temporary, place)
+
+
+def is_linked(place: Path) -> bool:
+    """Whether `link` has been there, and what it linked is still there."""
+    return (place / TRAINER_STATE).is_symlink() and (place / TRAINER_STATE).exists()
 
 
 def is_foreign(place: Path) -> bool:

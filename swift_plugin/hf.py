@@ -11,6 +11,7 @@ loss curve stay those of an undisturbed run. Elsewhere nothing is changed. See `
 from __future__ import annotations
 
 import os
+from datetime import timedelta
 from typing import Any, TypeVar
 
 from .options import Options
@@ -23,12 +24,17 @@ def under_dlrover_run() -> bool:
     return bool(os.environ.get("DALSEGNO_SOCKET"))
 
 
-def prepare() -> None:
-    """For DeepSpeed on a CPU, before ``TrainingArguments``: starts ``torch.distributed`` without a compiler."""
+def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+    """For DeepSpeed on a CPU, before ``TrainingArguments``: starts ``torch.distributed`` without a compiler.
+
+    Args:
+        backend: As ``ddp_backend``; None: the accelerator's.
+        timeout: As ``ddp_timeout``, of collectives; None: DeepSpeed's default.
+    """
     if under_dlrover_run():
         from dalsegno.elastic import deepspeed
 
-        deepspeed.prepare()
+        deepspeed.prepare(backend, timeout=timeout)
 
 
 def elastic(

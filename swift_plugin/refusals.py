@@ -8,7 +8,7 @@ import transformers
 
 # Older ones have one function for all of the training loop, which cannot be entered at its boundaries.
 OLDEST = (5, 6)
-_KNOWN = ("dalsegno", "swift", "transformers", "trl")
+_KNOWN = ("dalsegno", "swift", "transformers")
 
 
 def refuse(trainer: Any) -> None:
@@ -50,7 +50,7 @@ def _found(trainer: Any) -> list[tuple[str, str]]:
 
 
 def _overrides(trainer: Any, name: str) -> str:
-    """The user's own class that has a method of this name, if there is one."""
+    """The class that has a method of this name, if there is one: the user's own, or a trainer of trl that samples."""
     for cls in type(trainer).__mro__:
         if name in vars(cls) and cls.__module__.partition(".")[0] not in _KNOWN:
             return cls.__qualname__
@@ -70,6 +70,11 @@ def _of_arguments(args: Any) -> list[tuple[bool, str, str]]:
             bool(getattr(args, "group_by_length", False)) or sampling in ("group_by_length", "batch_rebalance"),
             "samples grouped by length, in an order that depends on the world",
             "leave it out (for ms-swift, --packing true has the same purpose)",
+        ),
+        (
+            bool(getattr(args, "enable_jit_checkpoint", False)),
+            "enable_jit_checkpoint, which saves and stops by itself",
+            "leave it out: a node that is told to leave is saved by the agent",
         ),
         (
             bool(getattr(args, "use_flash_ckpt", False)),

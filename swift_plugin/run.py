@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,13 @@ from dalsegno.elastic.resuming import check_strategy
 from . import checkpoints, data
 from .checkpoints import Unfinished, Write
 from .options import Options, global_batch_size
+
+# An evaluation asks about as often whether some rank is to leave, and at least once in so many batches (seconds).
+_ASK_SECONDS, _ASK_BATCHES = 0.2, 64
+
+
+class Leaving(Exception):
+    """Some rank is to leave, and an evaluation is under way: all ranks leave it at the same batch."""
 
 
 class Run:
@@ -41,6 +49,7 @@ class Run:
         epoch_ended: The Trainer tells of the end of a data epoch.
         writing: The save under way.
         finished: The training has come to its end.
+        by_samples: The loss of a slice is a mean over its samples.
         stopped: Something had decided, when the resume point was saved, that the training was to stop there.
     """
 
@@ -55,7 +64,10 @@ class Run:
         )
         self.strategy = _strategy(trainer)
         check_strategy(session.resume, self.strategy)
-        self.loader = data.make(trainer, self.plan, session, by_samples=options.mean_over_samples)
+        self.by_samples = options.mean_over_samples
+        self.loader = data.make(trainer, self.plan, session, by_samples=self.by_samples)
+        if self.loader.endless:
+            _refuse_epochs(args)
         self.output_dir = Path(args.output_dir)
         self.batch: Batch[Any] | None = None
         self.micro: MicroBatch[Any] | None = None
@@ -64,11 +76,14 @@ class Run:
         self.draining = self.epoch_ended = self.finished = self.stopped = False
         self.writing: Write | None = None
         self._failed = False
+        self._may_leave, self._ask_every, self._asked, self._asked_at = False, 1, 0, 0.0
         # The Trainer deletes nothing: the run's own checkpoints are pruned as this says.
         limit, args.save_total_limit = args.save_total_limit, None
         self.keep = None if limit is None else max(0, limit)
         if args.metric_for_best_model is not None:
             session.track(args.metric_for_best_model, mode="max" if args.greater_is_better else "min")
+        if session.resume is not None:
+            self._link(session.resume.path, session.step)  # who saved it may have died before
 
     # Where the run stands.
 
@@ -141,8 +156,42 @@ class Run:
         checkpoint = self.session.run_dir / ref.name
         if state.best_global_step == step:
             state.best_model_checkpoint = str(checkpoints.trainers(checkpoint, step))
-        if written and self.session.rank == 0:
+        self._link(checkpoint, step, again=written)
+
+    def _link(self, checkpoint: Path, step: int, *, again: bool = False) -> None:
+        place = checkpoints.trainers(self.output_dir, step)
+        if self.session.rank == 0 and (again or not checkpoints.is_linked(place)):
             checkpoints.link(self.output_dir, checkpoint, step)
+
+    # Between two steps.
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """While it lasts, an evaluation ends with `Leaving` when some rank is to leave."""
+        self._may_leave, self._ask_every, self._asked, self._asked_at = True, 1, 0, time.monotonic()
+        try:
+            yield
+        finally:
+            self._may_leave = False
+
+    def predicted(self) -> None:
+        """One batch of an evaluation is done, on all ranks: the Trainer gathers its results. Collective now and then.
+
+        Raises:
+            Leaving: See `interruptible`.
+        """
+        self.session.busy()
+        self._asked += 1
+        if not self._may_leave or self._asked < self._ask_every:
+            return
+        now = time.monotonic()
+        soon, self._asked, self._asked_at = now - self._asked_at < _ASK_SECONDS, 0, now
+        if self.session.leaving():
+            raise Leaving
+        if self.session.sum(float(soon)) == self.session.world_size:
+            self._ask_every = min(2 * self._ask_every, _ASK_BATCHES)
+        else:
+            self._ask_every = max(1, self._ask_every // 2)
 
     def leave(self) -> None:
         """The drain's save has been tried: ends this process, or lets the run go on if it failed on all ranks."""
@@ -202,9 +251,21 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.epoch_ended = True
 
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.predicted()
+
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
             self._run.session.report(float(logs["loss"]))
+
+
+def _refuse_epochs(args: Any) -> None:
+    """What happens at the end of a data epoch, where there is none that anybody sees."""
+    for name in ("save_strategy", "eval_strategy", "logging_strategy"):
+        if str(getattr(getattr(args, name), "value", getattr(args, name))) == "epoch":
+            raise ValueError(f"{name}=epoch with a data set without a length, which has no epochs: set it to steps")
+    if getattr(args, "max_epochs", None) is not None:
+        raise ValueError("max_epochs with a data set without a length, which has no epochs: set max_steps alone")
 
 
 def _ahead(state: Any) -> int:

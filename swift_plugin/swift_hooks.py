@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,13 +21,15 @@ from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
 
 from .checkpoints import is_foreign, trainers
+from .data import silenced
 from .hf import under_dlrover_run
 from .options import Options, from_environment
 from .trainer import SIZES, ElasticTrainer
 
 NAME = "dalsegno"
 """For ``--callbacks``."""
-# What ms-swift aims at where it is not told how many steps to accumulate.
+# Samples that ms-swift aims at where it is not told how many steps to accumulate. (It takes more where one micro-batch
+# of all ranks is larger, which would depend on the world.)
 _USUAL_BATCH = 16
 # Means over the tokens of answers, and over samples with one label each. The others compare within a micro-batch.
 _TASKS = ("causal_lm", "seq_cls")
@@ -77,7 +80,7 @@ def _init_deepspeed(original: Any, args: Any) -> None:
 
         # Of this world; a configuration that says them itself would be compared with arguments of another one.
         args.deepspeed.update(dict.fromkeys(SIZES, "auto"))
-        deepspeed.prepare()
+        deepspeed.prepare(args.ddp_backend, timeout=timedelta(seconds=args.ddp_timeout))
 
 
 def _add_version(original: Any, args: Any) -> None:
@@ -114,6 +117,19 @@ def _refuse(args: Any, options: Options) -> None:
     rlhf, task = getattr(args, "rlhf_type", None), getattr(args, "task_type", "causal_lm")
     if str(getattr(args, "init_weights", "")).startswith(_DECOMPOSED):
         raise ValueError(f"--init_weights {args.init_weights} cannot be trained elastically: use another one")
+    if getattr(args, "tuner_type", "") == "adalora":
+        raise ValueError(
+            "--tuner_type adalora cannot be trained elastically: what it has learned of how much ranks matter is in no "
+            "checkpoint; use lora"
+        )
+    if getattr(args, "tuner_backend", "") == "unsloth":
+        raise ValueError("--tuner_backend unsloth, which replaces the training step, was never tried: use peft")
+    if getattr(args, "use_ray", False):
+        raise ValueError("--use_ray starts the training elsewhere: leave it out, dlrover-run starts it")
+    if getattr(args, "lisa_activated_layers", 0):
+        raise ValueError(
+            "--lisa_activated_layers cannot be trained elastically: each start draws other layers; leave it out"
+        )
     if rlhf is None:
         if task not in _TASKS:
             raise ValueError(f"--task_type {task} cannot be trained elastically; what can: {', '.join(_TASKS)}")
@@ -160,6 +176,9 @@ class _SwiftTrainer(ElasticTrainer):
 
             self.accelerator.gather_for_metrics = new_gather_function
         self.become_elastic(self.options)
+
+    def _silenced(self, given: Any) -> Any:
+        return silenced(given)  # its losses know labels that do not count
 
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)

@@ -23,7 +23,7 @@ from dalsegno.elastic.strategies import resume_rates
 from . import data, refusals
 from .checkpoints import Unfinished, is_foreign
 from .options import Options
-from .run import Boundaries, Run
+from .run import Boundaries, Leaving, Run
 
 # What `_run_epoch` is told that `_maybe_log_save_evaluate` wants to know.
 _OF_AN_EPOCH = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
@@ -64,6 +64,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         args.ignore_data_skip = False
         # A slice's mean is weighed by its part of the step; ms-swift would multiply it by the ranks as well.
         args.average_tokens_across_devices = False
+        # There is one directory for all nodes.
+        args.save_on_each_node = False
         if run.session.resume is not None:
             args.eval_on_start = False
         if self.is_deepspeed_enabled:
@@ -168,7 +170,11 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         self._run.take(batch)
         # No number of items: each slice gives its own mean, and its weight is our affair. Models differ in what they
         # make of that number, and many in nothing.
-        return [data.silenced(given) if cut.filler else given for cut, given in batch.cut], None
+        return [self._silenced(given) if cut.filler else given for cut, given in batch.cut], None
+
+    def _silenced(self, given: Any) -> Any:
+        """A repeated sample. Where a loss is a mean over samples, it may need labels to be labels."""
+        return given if self._run.by_samples else data.silenced(given)
 
     # The loss of a slice.
 
@@ -200,19 +206,29 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def _maybe_log_save_evaluate(
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
+        ours = tr_loss, grad_norm, model, trial
+        while True:
+            if self._run.draining:
+                self._drain(*ours, *args, **kwargs)
+            try:
+                with self._run.interruptible():
+                    super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
+                return
+            except Leaving:
+                # An evaluation takes longer than a notice; what it was to log before is logged, once.
+                self._run.draining = True
+
+    def _drain(self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        """Saves and leaves; comes back where that failed. What resumes here evaluates, and tells of a due save."""
         run, control = self._run, self.control
-        if run.draining:
-            # The notice is for saving. What resumes here evaluates first, and tells of a save that was due.
-            due = control.should_evaluate, control.should_save
-            control.should_evaluate = control.should_save = False
-            super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
-            run.unfinished = Unfinished(evaluation=due[0], tell_of_save=due[1])
-            self._save_checkpoint(model, trial)
-            run.unfinished = None
-            run.leave()
-            # It could not be saved: the run goes on.
-            self.control.should_evaluate, self.control.should_save = due
+        due = control.should_evaluate, control.should_save
+        control.should_evaluate = control.should_save = False
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
+        run.unfinished = Unfinished(evaluation=due[0], tell_of_save=due[1], untold=due[1])
+        self._save_checkpoint(model, trial)
+        run.unfinished = None
+        run.leave()
+        self.control.should_evaluate, self.control.should_save = due
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
         if self._run.unfinished is not None:  # the run had ended there, and nobody had said so
@@ -227,18 +243,22 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         run = self._run
         run.unfinished = None
         self._tr_loss += unfinished.loss
+        self._total_loss_scalar -= unfinished.loss  # the mean over this start's steps is of these alone
         self._globalstep_last_logged = unfinished.logged
         counting = [one for one in self.callback_handler.callbacks if type(one).__name__ in unfinished.callbacks]
         for callback in counting:
             vars(callback).update(unfinished.callbacks[type(callback).__name__])
         best = self.state.best_global_step
         self.control.should_evaluate = unfinished.evaluation
-        super()._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
-        for callback in counting if unfinished.tell_of_save else ():
-            callback.on_save(self.args, self.state, self.control)
+        self._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
+        if unfinished.untold:
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        elif unfinished.tell_of_save:
+            for callback in counting:
+                callback.on_save(self.args, self.state, self.control)
         if unfinished.epoch_end:
             self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
-            super()._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
+            self._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
         if self.state.best_global_step != best and self.state.best_global_step == self.state.global_step:
             run.session.measured(self.state.best_metric)
             self.state.best_model_checkpoint = run.resume_directory

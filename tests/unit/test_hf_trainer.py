@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -269,6 +270,126 @@ def test_an_evaluation_that_a_drain_leaves_out_is_made_by_what_resumes(tmp_path:
     assert [line["step"] for line in found if "eval_loss" in line] == [4, 8, 12]
 
 
+class Predicting(TrainerCallback):  # type: ignore[misc]
+    """Does something once, at the second batch of the evaluation of a step."""
+
+    def __init__(self, step: int, what: Any) -> None:
+        self.step, self.what, self.batches = step, what, 0
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.batches += 1
+            if self.batches == 2:
+                self.what()
+
+
+@pytest.mark.parametrize("unit", ["steps", "epoch"])
+@pytest.mark.parametrize("step", [4, 8, 12])
+def test_a_leave_cuts_an_evaluation_short(tmp_path: Path, step: int, unit: str) -> None:
+    """It takes longer than a notice: the step is saved at once, and evaluated where the run goes on."""
+    often = {"eval_strategy": unit, "save_strategy": unit, "eval_steps": 4, "save_steps": 4}
+    best = {"metric_for_best_model": "loss", "load_best_model_at_end": True, "per_device_eval_batch_size": 1}
+    leaving = Predicting(step, drain)
+    with pytest.raises(Drained):
+        train(make(tmp_path / "a", leaving, **often, **best))
+    assert leaving.batches <= 3  # of 5
+    assert inventory(tmp_path / "a" / "checkpoints")[-1].step == step
+    found = train(make(tmp_path / "a", **often, **best))
+    assert without_end(found) == without_end(train(make(tmp_path / "b", **often, **best)))
+    assert [line["step"] for line in found if "eval_loss" in line] == [4, 8, 12]
+
+
+def test_a_leave_in_an_evaluation_that_was_owed(tmp_path: Path) -> None:
+    """The next one who resumes there makes it."""
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "per_device_eval_batch_size": 1}
+    for leaving in (Predicting(4, drain), Predicting(4, drain)):
+        with pytest.raises(Drained):
+            train(make(tmp_path / "a", leaving, **often))
+    found = train(make(tmp_path / "a", **often))
+    assert without_end(found) == without_end(train(make(tmp_path / "b", **often)))
+
+
+def test_a_leave_in_an_evaluation_whose_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on, and the evaluation is made; the next try, after a pause, saves."""
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 100, "per_device_eval_batch_size": 1}
+    trainer = make(tmp_path / "a", Predicting(4, drain), **often)
+    real, tries = trainer._save, []
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        tries.append(trainer.state.global_step)
+        if len(tries) == 1:
+            raise OSError(28, "No space left on device")
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "_save", failing)
+    monkeypatch.setattr("dalsegno.elastic.worker_session.DRAIN_PAUSE_SECONDS", 0.0)
+    sessions._sessions[0]._drain_pause = 0.3
+    trainer.add_callback(At(6, lambda: time.sleep(0.4)))
+    with pytest.raises(Drained):
+        train(trainer)
+    assert (tries[0], len(tries)) == (4, 2)
+    found = train(make(tmp_path / "a", **often))
+    assert without_end(found) == without_end(train(make(tmp_path / "b", **often)))
+
+
+def test_an_evaluation_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each batch: however long all of it takes, it is no stall."""
+    seen = []
+    monkeypatch.setattr("dalsegno.elastic.Session.busy", lambda self: seen.append(self.step))
+    train(make(tmp_path, eval_strategy="steps", eval_steps=4, max_steps=4, per_device_eval_batch_size=1))
+    assert seen == [4] * 5
+
+
+def test_the_mean_loss_at_the_end_is_of_the_steps_of_its_start(tmp_path: Path) -> None:
+    found = interrupted(tmp_path / "a", 11, logging_steps=50)
+    wanted = train(make(tmp_path / "b", logging_steps=1))
+    assert found[-1]["train_loss"] == pytest.approx(wanted[-2]["loss"], rel=1e-6)
+
+
+class Own(Trainer):  # type: ignore[misc]
+    """A loss that knows no labels to be left out."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"]).logits[:, -1]
+        loss = -logits.log_softmax(-1).gather(1, inputs["labels"][:, -1:]).mean()
+        return (loss, {}) if return_outputs else loss
+
+
+def test_a_repeated_sample_keeps_its_labels_where_the_mean_is_over_samples(tmp_path: Path) -> None:
+    """A short last batch, of which a slice has no sample of its own."""
+    losses = [
+        [line["loss"] for line in train(make(tmp_path / str(micro), micro=micro, base=Own, by_samples=True))[:-1]]
+        for micro in (1, 6)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_checkpoint_that_was_sealed_and_not_linked_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who saved it died in between, also after the last step."""
+    with monkeypatch.context() as patched:
+        patched.setattr("dalsegno.swift_plugin.checkpoints.link", lambda place, source, step: exit_at(step, 10))
+        with pytest.raises(KeyboardInterrupt):
+            train(make(tmp_path, max_steps=10))
+    train(make(tmp_path, max_steps=10))
+    assert (tmp_path / "out" / "checkpoint-10" / "trainer_state.json").exists()
+
+
+def exit_at(step: int, last: int) -> None:
+    if step == last:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("change", [{"save_strategy": "epoch"}, {"eval_strategy": "epoch"}])
+def test_epochs_of_a_stream_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            yield from (Tokens()[index] for index in range(LENGTH))
+
+    make(tmp_path, data=Stream())
+    with pytest.raises(ValueError, match="without a length, which has no epochs: set it to steps"):
+        make(tmp_path, data=Stream(), **change)
+
+
 class Die(TrainerCallback):  # type: ignore[misc]
     """Dies where one of the Trainer's events is told of."""
 
@@ -432,17 +553,23 @@ class Counted(TrainerCallback):  # type: ignore[misc]
         self.saves.append(state.global_step)
 
 
+class Hears(Counted):
+    """Counts for nobody."""
+
+
 @pytest.mark.parametrize("step", [3, 4, 5])
 def test_a_callback_that_counts_saves_counts_those_that_were_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ) -> None:
-    """Not a drain's own save; that of a step where one is due anyway, once."""
+    """Not a drain's own save; that of a step where one is due anyway, once. Others hear of each such step, too."""
     monkeypatch.setattr("dalsegno.swift_plugin.trainer.ElasticTrainer.counting", {"Counted": ("saves",)})
+    first, others = Hears(), Hears()
     with pytest.raises(Drained):
-        train(make(tmp_path, Counted(), At(step, drain), save_steps=4))
+        train(make(tmp_path, Counted(), first, At(step, drain), save_steps=4))
     last = Counted()
-    train(make(tmp_path, last, save_steps=4))
+    train(make(tmp_path, last, others, save_steps=4))
     assert last.saves == [4, 8, 12]
+    assert first.saves + others.saves == [4, 8, 12]
 
 
 def test_a_path_to_resume_from_is_refused(tmp_path: Path) -> None:

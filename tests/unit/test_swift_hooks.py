@@ -31,6 +31,10 @@ def arguments(**changes: Any) -> Any:
         ({"rlhf_type": "dpo", "loss_type": ["bco_pair"]}, "--loss_type bco_pair cannot"),
         ({"rlhf_type": "dpo", "rpo_alpha": 0.5}, "add --fixed_micro_batch true"),
         ({"rlhf_type": "orpo"}, "add --fixed_micro_batch true"),
+        ({"tuner_type": "adalora"}, "in no checkpoint; use lora"),
+        ({"tuner_backend": "unsloth"}, "never tried: use peft"),
+        ({"lisa_activated_layers": 2}, "draws other layers; leave it out"),
+        ({"use_ray": True}, "leave it out, dlrover-run starts it"),
     ],
 )
 def test_what_cannot_be_exact_is_refused(change: dict[str, Any], said: str) -> None:

@@ -323,6 +323,7 @@ def test_an_ordinary_trainer_is_not_refused() -> None:
         ({"train_sampling_strategy": "batch_rebalance"}, "depends on the world"),
         ({"group_by_length": True}, "depends on the world"),
         ({"use_flash_ckpt": True}, "another program's"),
+        ({"enable_jit_checkpoint": True}, "saves and stops by itself"),
         ({"resume_only_model": True}, "begin with the weights instead"),
         ({"n_gpu": 2}, "start one process for each"),
         ({"is_fsdp_enabled": True}, "use DeepSpeed ZeRO or DDP"),
@@ -342,6 +343,13 @@ def test_a_class_of_ones_own_that_deals_samples_otherwise_is_refused() -> None:
     own = Weighted()
     own.__dict__.update(trainer().__dict__)
     with pytest.raises(ValueError, match=r"_get_train_sampler of .*Weighted"):
+        refusals.refuse(own)
+
+
+def test_a_trainer_of_trl_that_draws_samples_by_itself_is_refused() -> None:
+    own = type("GRPOTrainer", (), {"_get_train_sampler": None, "__module__": "trl.trainer.grpo_trainer"})()
+    own.__dict__.update(trainer().__dict__)
+    with pytest.raises(ValueError, match="_get_train_sampler of GRPOTrainer"):
         refusals.refuse(own)
 
 
