@@ -122,6 +122,19 @@ def test_every_strategy_gives_the_curve_of_a_plain_loop(tmp_path: Path, world: i
         assert ranks[0]["best"].startswith(f"step-{best}.")
 
 
+def test_without_a_norm_no_strategy_clips(tmp_path: Path) -> None:
+    """DeepSpeed would, by itself: at 1, which these gradients are beyond."""
+    cases: list[dict[str, Any]] = [
+        {"strategy": name, "steps": 3, "unclipped": True, "directory": str(tmp_path / name)}
+        for name in ("ddp", "zero1", "zero3")
+    ]
+    ((wanted, *_), *others) = run(tmp_path, 2, cases)
+    assert plain(1, torch.float32)["grad_norm"][0] > 1.0
+    for found, *_ in others:
+        losses = [[logged["loss"] for logged in one["logs"]] for one in (found, wanted)]
+        assert losses[0] == pytest.approx(losses[1], rel=2e-5)
+
+
 def test_same_world_goes_on_bit_for_bit(tmp_path: Path) -> None:
     """Stopped after step 4 and started again: with dropout, momentum and a scheduler, not one bit differs."""
     cases = []
@@ -334,6 +347,7 @@ def test_a_leave_cuts_an_evaluation_short_and_the_next_world_makes_it(tmp_path: 
     """The notice is for saving: the ranks leave at once; the evaluation of that step is made where they resume."""
     marker = tmp_path / "evaluating"
     case = {"strategy": "ddp", "steps": 6, "held_out": 60, "batch": 1, "slow": 0.5, "marker": str(marker)}
+    case["best"] = "max"  # the loss falls: the first step that is evaluated stays the best
     with FakeAgent(tmp_path, world=2, epoch=1) as agent:
         agent.start("--cases", json.dumps([case]), "--out", str(tmp_path), script=WORKER)
         wait_until(marker.exists, 30)
@@ -344,7 +358,10 @@ def test_a_leave_cuts_an_evaluation_short_and_the_next_world_makes_it(tmp_path: 
         agent.start("--cases", json.dumps([{**case, "slow": 0.0}]), "--out", str(tmp_path), script=WORKER)
         assert agent.wait() == [0], agent.outputs
     result = json.loads((tmp_path / "result-0.json").read_text())[0]
-    assert [step for step, _ in result["evaluations"]] == [3, 6]
+    (first, before), (last, after) = result["evaluations"]
+    assert (first, last) == (3, 6)
+    assert before["loss"] > after["loss"]
+    assert result["best"].startswith("step-3.")
     assert result["steps"] == [4, 5, 6]
 
 
