@@ -329,6 +329,7 @@ def test_other_stages(clusters: Clusters, undisturbed: Undisturbed, stage: int, 
     second = job.wait_world(3, steps=2, after=first)
     job.leave(job.node("a"))
     third = job.wait_world(2, steps=2, after=second)
+    job.wait_exit(job.node("a"))
     job.kill_node(job.member(0))
     fourth = job.wait_world(1, steps=2, after=third)
     job.assert_crash(fourth)
