@@ -80,6 +80,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_swift.make_data(directory / "data.jsonl", 152)
     tiny_swift.make_data(directory / "pairs.jsonl", 152, pairs=True)
     tiny_swift.make_data(directory / "labels.jsonl", 152, labels=True)
+    tiny_swift.make_data(directory / "held_out.jsonl", 12)
     return directory
 
 
@@ -143,6 +144,44 @@ def test_changes_of_the_world(
     job = clusters(training=training, nnodes="1:3")
     change_worlds(job)
     judge(job, undisturbed)
+
+
+@pytest.mark.full
+def test_evaluations_the_best_model_and_early_stopping(
+    clusters: Clusters, undisturbed: Undisturbed, made: Path
+) -> None:
+    """What counts as better gets worse from the first evaluation on: that model is the best, and the run stops."""
+    options = {
+        "deepspeed": "zero1",
+        "val_dataset": str(made / "held_out.jsonl"),
+        "eval_strategy": "steps",
+        "eval_steps": "10",
+        "per_device_eval_batch_size": "1",  # a mean of batch means is the same in every world then
+        "metric_for_best_model": "loss",
+        "greater_is_better": "true",
+        "load_best_model_at_end": "true",
+        "early_stop_interval": "11",
+    }
+    training = Swift(steps=160, save_every=10, made=made, options=tuple(options.items()))
+    job = clusters(training=training, nnodes="1:3")
+    change_worlds(job)
+    job.assert_undisturbed(undisturbed)
+    found, wanted = (last_state(place) for place in (job.directory, undisturbed.place(training)))
+    assert (found["global_step"], found["best_global_step"]) == (wanted["global_step"], wanted["best_global_step"])
+    assert (found["global_step"], found["best_global_step"]) == (120, 10)
+    evaluations = [
+        [(line["step"], line["eval_loss"]) for line in one["log_history"] if "eval_loss" in line]
+        for one in (found, wanted)
+    ]
+    assert [step for step, _ in evaluations[0]] == list(range(10, 121, 10))
+    assert [loss for _, loss in evaluations[0]] == pytest.approx([loss for _, loss in evaluations[1]], rel=1e-4)
+    assert (Path(found["best_model_checkpoint"]) / "model.safetensors").is_file()
+
+
+def last_state(place: Path) -> dict[str, Any]:
+    """What the Trainer has written of its last step."""
+    states = [json.loads(path.read_text()) for path in (place / "out").rglob("checkpoint-*/trainer_state.json")]
+    return max(states, key=lambda state: state["global_step"])
 
 
 def run_swift(flags: list[str], *, executed: bool) -> None:

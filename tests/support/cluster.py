@@ -94,6 +94,12 @@ class Undisturbed:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._known: dict[Training, dict[int, KeptStep]] = {}
+        self._places: dict[Training, Path] = {}
+
+    def place(self, training: Training) -> Path:
+        """The directory that an undisturbed run was made in."""
+        self.history(training)
+        return self._places[training]
 
     def history(self, training: Training) -> dict[int, KeptStep]:
         """The kept history of an undisturbed run."""
@@ -110,6 +116,7 @@ class Undisturbed:
                 run = fork_script([*command, directory], environment, console, place)
             code = run.wait(2 * PATIENCE)
             assert code == 0, console.read_text(encoding="utf-8", errors="replace")[-6000:]
+            self._places[training] = place
             self._known[training] = kept_history(StepLogReader(step_log).poll())
         return self._known[training]
 

@@ -270,6 +270,22 @@ def test_an_evaluation_that_a_drain_leaves_out_is_made_by_what_resumes(tmp_path:
     assert [line["step"] for line in found if "eval_loss" in line] == [4, 8, 12]
 
 
+def test_the_best_model_is_there_at_the_end(tmp_path: Path) -> None:
+    """The first evaluation's, saved by an earlier start."""
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "load_best_model_at_end": True}
+    best = {"metric_for_best_model": "loss", "greater_is_better": True}
+    with pytest.raises(Drained):
+        train(make(tmp_path, At(6, drain), **often, **best))
+    trainer = make(tmp_path, **often, **best)
+    train(trainer)
+    assert trainer.state.best_global_step == 4
+    saved = load_file(tmp_path / "out" / "checkpoint-4" / "model.safetensors")
+    weights = trainer.model.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in saved.items())
+    last = load_file(tmp_path / "out" / "checkpoint-12" / "model.safetensors")
+    assert not all(torch.equal(weights[name], value) for name, value in last.items())
+
+
 class Predicting(TrainerCallback):  # type: ignore[misc]
     """Does something once, at the second batch of the evaluation of a step."""
 
