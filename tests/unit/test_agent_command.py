@@ -12,6 +12,7 @@ import pytest
 
 from dalsegno.agent import command
 from dalsegno.elastic.checkpoint import Best, LocalLock
+from dalsegno.elastic.universal.journal import Journal
 from tests.support.sources import ROOT
 from tests.unit.test_agent_storage import make_checkpoint
 
@@ -129,6 +130,18 @@ def test_prune_leaves_alone_what_others_decide(finished: Path, capsys: Output) -
     assert names(finished) == [*before, "step-9.e1.1"]
     assert prune(finished, "--keep=0") == 2
     assert prune(finished) == 2
+
+
+def test_prune_spares_what_a_conversion_uses(finished: Path, capsys: Output) -> None:
+    """One that somebody has begun by hand; when it has ended, or died, nothing holds it."""
+    target = finished / "step-1.e1.1.universal.7"
+    target.mkdir()
+    with Journal(target, source_digest="d"):
+        assert prune(finished, "--keep=1") == 0
+        assert f"{finished / 'step-1.e1.1'}: in use by a conversion, stays" in capsys.readouterr().out
+        assert names(finished) == ["step-1.e1.1", "step-1.e1.1.universal.7", "step-2.e1.1", "step-4.e1.1"]
+    assert prune(finished, "--keep=1") == 0
+    assert names(finished) == ["step-2.e1.1", "step-4.e1.1"]
 
 
 # ---- doctor ---------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -172,6 +173,45 @@ def test_a_step_that_was_left_in_the_middle_is_an_error() -> None:
     assert (again.step, again.position, again.handed_out) == (2, Position(0, 16), 0)
     with pytest.raises(RuntimeError, match="step 2 ended after 0 of its 4"):
         again.check_complete()
+
+
+@pytest.mark.parametrize("micro", [4, 16])
+def test_a_step_that_was_left_in_its_last_micro_batch_is_an_error(micro: int) -> None:
+    """By a break, or by an exception that was caught behind the loop; also where it is the only one."""
+    batches = make(16, 1, micro, 0)
+    each = iter(batches)
+    batch = next(each)
+    with contextlib.suppress(MemoryError):
+        for part in batch.micro_batches:
+            if part.is_last:
+                raise MemoryError
+    with pytest.raises(RuntimeError, match="step 1 ended in the last of its micro-batches"):
+        next(each)
+    assert batches.position == Position(0, 0)
+
+
+class Noisy(torch.utils.data.Dataset[Tensor]):
+    """Draws at random."""
+
+    def __len__(self) -> int:
+        return 48
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.tensor([index + random.random(), float(torch.rand(())), float(np.random.random())])
+
+
+def test_what_workers_draw_does_not_depend_on_when_they_were_started() -> None:
+    """A run that resumes in the same world draws what the undisturbed one does."""
+
+    def drawn(first: int, count: int) -> list[Any]:
+        sampler = ElasticSampler(48, 8, seed=1)
+        sampler.seek(Position(0, 8 * first))
+        batches = Batches(Noisy(), sampler, BatchPlan(8, 1, 4), 0, loader_options={"num_workers": 2})
+        return [[micro.data.tolist() for micro in batch.micro_batches] for batch in islice(batches, count)]
+
+    whole = drawn(0, 5)
+    assert drawn(0, 2) + drawn(2, 3) == whole
+    assert len({row[1] for batch in whole for micro in batch for row in micro}) > 30
 
 
 @settings(max_examples=60, deadline=None)

@@ -336,3 +336,9 @@ def test_data_of_any_structure_is_moved() -> None:
     assert moved["b"][1] == 3
     assert moved["c"].x.is_meta
     assert isinstance(moved["c"], Pair)
+
+
+def test_what_can_be_read_only_once_is_refused() -> None:
+    """The second evaluation would have nothing, and say so to nobody."""
+    with pytest.raises(ValueError, match="only once"):
+        Evaluator(iter([torch.zeros(1)]), lambda model, data: {})

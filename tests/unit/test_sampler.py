@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -312,3 +313,15 @@ def test_sampler_refuses_foreign_positions_and_orders() -> None:
         sampler.load_state_dict(ElasticSampler(100, 16, drop_last=True).state_dict())
     with pytest.raises(ValueError, match="leaves nothing"):
         ElasticSampler(10, 16, drop_last=True)
+
+
+def test_a_number_of_numpys_is_a_number() -> None:
+    """It compares equal to Python's and is written otherwise: the order must be the same, and have a JSON form."""
+    theirs = ElasticSampler(np.int64(50), np.int32(8), seed=np.int64(5))
+    ours = ElasticSampler(50, 8, seed=5)
+    assert [list(batch.sample_ids) for batch in islice(theirs, 9)] == [
+        list(batch.sample_ids) for batch in islice(ours, 9)
+    ]
+    assert json.dumps(theirs.state_dict()) == json.dumps(ours.state_dict())
+    with pytest.raises(TypeError):
+        ElasticSampler(50, 8, seed=5.0)  # type: ignore[arg-type]

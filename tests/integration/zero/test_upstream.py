@@ -13,6 +13,7 @@ from deepspeed.checkpoint import ds_to_universal
 from dalsegno.elastic.universal import Wish, convert_directory
 from dalsegno.elastic.universal.loading import load
 from tests.support.conversions import Died, assert_equal, files_below
+from tests.support.mounts import bare_mount
 from tests.support.shards import write_shards
 from tests.support.zero_runs import Sources
 
@@ -68,3 +69,14 @@ def test_without_other_processes(sources: Sources, tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(ds_to_universal, "ProcessPoolExecutor", pool)
     assert convert_directory(sources.get(2, 2)[0], tmp_path / "universal", wish=THEIRS)
+
+
+def test_a_mount_without_links(sources: Sources, tmp_path: Path) -> None:
+    """Of any kind: files are copied where others would be linked."""
+    source = tmp_path / "global_step3"
+    shutil.copytree(sources.get(2, 2)[0], source, ignore=shutil.ignore_patterns("MANIFEST.json"))
+    with bare_mount() as refused:
+        convert_directory(source, tmp_path / "theirs", wish=THEIRS)
+    assert "symlink" in refused
+    convert_directory(source, tmp_path / "ours")
+    assert_same_parameters(tmp_path / "theirs", tmp_path / "ours")
