@@ -30,6 +30,10 @@ LOOK_AGAIN = 5.0
 # How long, and how often, a node that comes back asks for a name that another one holds.
 NAME_PATIENCE = 60.0
 NAME_PAUSE = 2.0
+# The same for one that has just started: a supervisor may have been quicker than the master, which still has to notice
+# that the agent before it was killed.
+START_PATIENCE = 3.0
+START_PAUSE = 0.5
 
 __all__ = ("AgentSettings", "AgentState", "Outcome", "Workers", "fresh", "handle")
 
@@ -121,20 +125,21 @@ def registered(turn: Turn, event: ev.Registered) -> None:
 
 
 def refused(turn: Turn, event: ev.Refused) -> None:
-    """Only a name that somebody took while this node was away is no reason to give up."""
+    """Only a name that somebody holds is no reason to give up at once."""
     state = turn.state
-    taken = event.code == "ALREADY_EXISTS" and bool(state.incarnation)
-    if taken and not state.settings.node_name and state.node:
+    taken, again = event.code == "ALREADY_EXISTS", bool(state.incarnation)
+    if taken and again and not state.settings.node_name and state.node:
         # The name was the master's choice; it makes another.
         state.node = ""
         turn.register(state.incarnation)
         return
     if taken and state.settings.node_name:
         if state.name_deadline is None:
-            state.name_deadline = turn.now + NAME_PATIENCE
-            turn.do(ev.Say(f"{event.detail}; this node waits for it up to {NAME_PATIENCE:.0f} s", True))
+            state.name_deadline = turn.now + (NAME_PATIENCE if again else START_PATIENCE)
+            if again:
+                turn.do(ev.Say(f"{event.detail}; this node waits for it up to {NAME_PATIENCE:.0f} s", True))
         if turn.now < state.name_deadline:
-            state.register_at = turn.now + NAME_PAUSE
+            state.register_at = turn.now + (NAME_PAUSE if again else START_PAUSE)
             return
     turn.exit(ev.EXIT_USAGE, event.detail)
 

@@ -49,6 +49,24 @@ def test_a_name_of_the_users_is_waited_for_and_then_given_up() -> None:
     assert len([say for say in agent.did(ev.Say) if "waits for it" in say.text]) == 1
 
 
+def test_a_name_that_is_held_at_the_start_is_asked_for_a_little_longer() -> None:
+    """Without a word: it may be its own predecessor's, whose death nobody has noticed yet."""
+    agent = Agent(node_name="me")
+    agent.hear(ev.Started(), TAKEN)
+    for _ in range(4):
+        assert agent.waits(0.6) == [ev.Register("", "me")]
+        agent.hear(TAKEN)
+    assert agent.did(ev.Say) == agent.did(ev.Exit) == []
+    agent.waits(0.6)
+    assert kinds(agent.hear(TAKEN)) == ["Exit"]
+    agent = Agent(node_name="me")
+    agent.hear(ev.Started(), TAKEN)
+    agent.waits(0.6)
+    agent.hear(ev.Registered("me.1", REPLY))
+    assert agent.waits(100) == []
+    assert not agent.did(ev.Exit)
+
+
 def test_a_name_that_becomes_free_is_taken() -> None:
     """And the next time it is waited for anew."""
     agent = fenced("me")
