@@ -61,6 +61,7 @@ def handle(state: State, event: Event, now: float) -> tuple[State, list[Reply]]:
         node = state.job.node_by(event.incarnation)
         if node is not None:
             state.live.closed.pop(node.name, None)
+            state.live.unopened.discard(node.name)
             membership.hear(turn, node)
     elif isinstance(event, StreamClosed):
         node = state.job.node_by(event.incarnation)

@@ -25,6 +25,7 @@ def drop(turn: Turn, node: Node) -> None:
     turn.live.unexpected.discard(node.name)
     turn.live.leave_by.pop(node.name, None)
     turn.live.presumed.discard(node.name)
+    turn.live.unopened.discard(node.name)
 
 
 def lose(turn: Turn, node: Node, how: str) -> None:

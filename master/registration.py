@@ -13,6 +13,9 @@ from .turn import Turn
 
 _FIELDS = tuple(Settings.__dataclass_fields__)
 
+# How long after its last word an agent that has registered counts as there without a stream (seconds).
+OPENING = 2.0
+
 
 def settings_from(message: control_pb2.Settings) -> Settings:
     """As the agent sent them."""
@@ -83,6 +86,7 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest) -> Node:
     live.heard[node.name] = turn.now
     live.last_arrival = turn.now
     live.closed.pop(node.name, None)
+    live.unopened.add(node.name)
     live.joined_at.pop(node.name, None)
     return node
 
@@ -195,8 +199,13 @@ def ordinal(number: int) -> str:
 
 
 def is_there(turn: Turn, name: str) -> bool:
-    """Connected and heard within the node-timeout. (An ended job declares nobody dead.)"""
+    """Connected and heard within the node-timeout. (An ended job declares nobody dead.)
+
+    One that was killed before it opened its stream closes none, and a supervisor may have started the next one already.
+    """
     live = turn.live
+    if name in live.unopened and turn.now - live.heard.get(name, turn.now) > OPENING:
+        return False
     return name not in live.closed and turn.now - live.heard.get(name, turn.now) <= turn.job.settings.node_timeout
 
 

@@ -368,6 +368,8 @@ class Live:
     # Nodes of the stored state that have not spoken to this process yet.
     presumed: set[str] = field(default_factory=set)
     closed: dict[str, float] = field(default_factory=dict)
+    # Nodes that have registered and not opened their stream yet.
+    unopened: set[str] = field(default_factory=set)
     joined_at: dict[str, float] = field(default_factory=dict)
     asked_at: dict[str, float] = field(default_factory=dict)
     unexpected: set[str] = field(default_factory=set)

@@ -274,7 +274,7 @@ def test_what_a_dead_node_still_writes(clusters: Clusters, undisturbed: Undistur
 @pytest.mark.parametrize("training", [SMALL, pytest.param(ZERO, marks=pytest.mark.full)], ids=["ddp", "zero"])
 def test_no_room_to_save(clusters: Clusters, undisturbed: Undisturbed, training: Training) -> None:
     """A save that fails costs nothing else: same workers, same epoch, the last commit stands, a line says so."""
-    job = clusters(training=training)
+    job = clusters(training=training, nnodes="2:2")
     a, b = job.start("a", "b")
     epoch = job.wait_world(2)
     step = committed(job, epoch)

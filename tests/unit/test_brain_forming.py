@@ -9,7 +9,7 @@ from dalsegno.master import state as job_state
 from dalsegno.master.checkpoints import resume_point
 from dalsegno.master.state import Phase
 from dalsegno.protos import control_pb2
-from tests.support.masters import Driven, Node, all_join, settings
+from tests.support.masters import PROBE, Driven, Node, all_join, settings
 
 # ---- the door -------------------------------------------------------------------------------------------------------
 
@@ -22,6 +22,27 @@ def test_default_name_is_the_lowest_free_number_of_its_host() -> None:
     first.hang_up()
     job.wait(8)
     assert job.node().name == "host-0"
+
+
+def test_a_name_whose_agent_died_before_it_opened_its_stream_is_soon_free() -> None:
+    """Nothing is closed then. One that is heard, and only slow to open it, keeps its name."""
+    job = Driven(settings(node_timeout=15.0))
+    job.start(1)
+    early = Node(job, "early")
+    request = control_pb2.RegisterRequest(
+        job_id="job", incarnation="early", protocol=1, host="host", nproc=1, probe=PROBE, node="n"
+    )
+    request.settings.CopyFrom(job.settings)
+    assert job.call(request).code == "OK"
+    early.name = "n"
+    late = Node(job, "late", probe=PROBE)
+    for _ in range(4):
+        job.wait(0.9)
+        early.beat()
+        assert late.register(node="n").code == "ALREADY_EXISTS"
+    job.wait(2.1)
+    assert late.register(node="n").code == "OK"
+    assert not early.is_known
 
 
 def test_a_live_nodes_name_is_refused_until_its_stream_closes() -> None:
