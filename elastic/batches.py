@@ -44,7 +44,7 @@ class Batch(Generic[T]):
         tokens: Real tokens of the whole global batch, with token means; else 0. Known once ``micro_batches`` began.
         handed_out: Micro-batches that ``micro_batches`` has given so far.
         scale: ``"ddp"`` or ``"deepspeed"``: what the factors are made for.
-        abandoned: The loop over ``micro_batches`` was left in the middle of one.
+        abandoned: The loop over ``micro_batches`` was left before it came to its end.
     """
 
     step: int

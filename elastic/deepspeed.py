@@ -167,19 +167,25 @@ class Save:
                 waits for this one.
             TypeError: The client's or the scheduler's state could not be loaded again; raised then, too.
         """
-        state, problem = _described(self._engine, self._client_state), None
-        scheduler = self._engine.lr_scheduler
-        try:
-            loadable(
-                [state, None if scheduler is None else scheduler.state_dict()],
-                "the state of the scheduler, of a callback or of the script's own",
-            )
-        except TypeError as error:
-            state, problem = {}, error
+        state, problem = _described(self._engine, self._client_state), self._check()
+        if problem is not None:
+            state = {}
         with _errors_after_collectives(self._engine):
             self._engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
         if problem is not None:
             raise problem
+
+    def _check(self) -> Exception | None:
+        """Why what this rank writes beside the engine's own state could not be loaded again; None: it could."""
+        if not getattr(self._engine, "save_non_zero_checkpoint", True):
+            return None
+        scheduler = self._engine.lr_scheduler
+        try:
+            states = [self._client_state, None if scheduler is None else scheduler.state_dict()]
+            loadable(states, "the state of the scheduler, of a callback or of the script's own")
+        except Exception as error:  # kept, whatever it is: the other ranks wait in DeepSpeed's collectives
+            return error
+        return None
 
 
 @contextmanager

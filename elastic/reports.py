@@ -28,19 +28,23 @@ class Reports:
     def __init__(self, link: Link | None) -> None:
         self.loss = float("nan")
         self._link = link
-        self._mark = time.monotonic()
+        self._mark = self._heard = time.monotonic()
         self._told, self._longest = 0.0, 0.0
         self._beats, self._beat_told, self._master_seen = 0, 0.0, False
 
     def begin(self) -> None:
         """The first step begins now."""
-        self._mark = time.monotonic()
+        self._mark = self._heard = time.monotonic()
 
     def lap(self) -> float:
         """Something ended: a step; or a save, with what came between the step and it. Seconds since the one before."""
         before, self._mark = self._mark, time.monotonic()
-        self._longest = max(self._longest, self._mark - before)
+        self._sign(self._mark)
         return self._mark - before
+
+    def _sign(self, now: float) -> None:
+        """Something is heard of this rank, after the longest silence or a shorter one."""
+        self._longest, self._heard = max(self._longest, now - self._heard), now
 
     def step(self, boundary: Boundary, seconds: float) -> None:
         """A step is done, which took so long."""
@@ -55,6 +59,7 @@ class Reports:
         """A sign of life after ``step``."""
         self._beats += 1
         now = time.monotonic()
+        self._sign(now)
         if now - self._beat_told >= BUSY_SECONDS:
             self._beat_told = now
             self.send(self._progress(step, 0.0), droppable=True)

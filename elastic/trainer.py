@@ -277,12 +277,13 @@ class Trainer:
         )
         for batch in steps:
             # The model stands at the boundary before this batch, which all ranks have passed without a drain.
-            while self._owed:
-                if self._evaluate(interrupt=self._opened.leaving):
-                    self._compete_late(batch.position)
-                else:
+            if self._owed:
+                if not self._evaluate(interrupt=self._opened.leaving):
                     # The ranks have agreed on it here; with this batch the model would move on.
                     self._leave(batch.position)
+                    # It could not be saved: the next boundary tries that again, and nothing cuts this short once more.
+                    self._evaluate(interrupt=None)
+                self._compete_late(batch.position)
             if self._stopping:
                 steps.close()  # type: ignore[attr-defined]  # a generator: the step that it began does not count
                 self._finish_early(batch.position)

@@ -43,6 +43,7 @@ class TrainingState:
 
     def __init__(self, session: Session, *, model: nn.Module, **parts: Stateful) -> None:
         self._session, self._model, self._parts = session, model, parts
+        self._checked = False
 
     def files(self) -> dict[str, Any]:
         """What this rank saves, for ``background``. Tensors are the training's own.
@@ -52,9 +53,11 @@ class TrainingState:
         """
         if self._session.rank != 0:
             return {}
-        small = {name: part.state_dict() for name, part in self._parts.items() if not hasattr(part, "param_groups")}
-        loadable(small, f"the state of {' and '.join(small)}")
         kept = {name: {"type": _kind(part), "state": part.state_dict()} for name, part in self._parts.items()}
+        if not self._checked:  # once: a part may be large
+            others = [name for name, part in self._parts.items() if not hasattr(part, "param_groups")]
+            loadable([kept[name] for name in others], f"the state of {' and '.join(others)}")
+            self._checked = True
         return {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
 
     def write(self, path: Path) -> None:
@@ -157,10 +160,10 @@ def loadable(content: Any, what: str) -> bytes:
         TypeError: It is more than plain values and tensors.
     """
     held = io.BytesIO()
-    torch.save(content, held)
     try:
-        torch.load(io.BytesIO(held.getvalue()), weights_only=True)
-    except UnpicklingError as error:
+        torch.save(content, held)
+        torch.load(io.BytesIO(held.getvalue()), weights_only=True, map_location="cpu")
+    except Exception as error:  # pickle has many ways to say no
         raise TypeError(
             f"{what} has more than plain values and tensors, and could not be loaded again: "
             f"{str(error).splitlines()[0]}"

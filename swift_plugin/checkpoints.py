@@ -15,7 +15,7 @@ log = logging.getLogger(__name__)
 
 PROGRESS = "trainer-progress.json"
 TRAINER_STATE = "trainer_state.json"
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Unfinished:
             found = json.loads((directory / PROGRESS).read_text())
         except FileNotFoundError as error:
             raise ValueError(f"{directory.name} was not saved by an elastic Trainer: it has no {PROGRESS}") from error
-        if found.pop("version") != VERSION:
+        if found.pop("version") > VERSION:
             raise ValueError(f"{directory.name} was saved by a newer dalsegno: install that one")
         return cls(**found)
 

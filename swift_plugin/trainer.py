@@ -207,16 +207,17 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
         ours = tr_loss, grad_norm, model, trial
-        while True:
-            if self._run.draining:
-                self._drain(*ours, *args, **kwargs)
+        if not self._run.draining:
             try:
                 with self._run.interruptible():
                     super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
                 return
             except Leaving:
-                # An evaluation takes longer than a notice; what it was to log before is logged, once.
+                # An evaluation takes longer than a notice. What was to be logged before it is logged, once.
                 self._run.draining = True
+        self._drain(*ours, *args, **kwargs)
+        # It could not be saved: the run goes on, and the next boundary tries again.
+        super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
 
     def _drain(self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         """Saves and leaves; comes back where that failed. What resumes here evaluates, and tells of a due save."""

@@ -225,11 +225,12 @@ def is_written(directory: Path) -> bool:
     """Whether a conversion that is alive writes ``directory``."""
     try:
         with open(directory / JOURNAL, "rb") as file:
-            _lock_file(file.fileno())
-    except FileNotFoundError:
-        return False
+            # A shared one: some network file systems give no other to who only reads.
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError:  # no journal, or no locks, and then nobody can tell
+        return False
     return False
 
 

@@ -367,8 +367,9 @@ class Cluster:
         return {node.node: node.group_rank for node in status.nodes if node.role in MEMBER_ROLES}
 
     def member(self, group_rank: int) -> Node:
-        """The node of this group rank."""
-        return self.node(next(name for name, rank in self.group_ranks().items() if rank == group_rank))
+        """The node of this group rank. (One that has left is listed for a moment longer.)"""
+        ranks = self.group_ranks().items()
+        return next(node for name, rank in ranks if rank == group_rank and (node := self.node(name)).alive)
 
     # ---- waiting ----------------------------------------------------------------------------------------------------
 

@@ -328,7 +328,8 @@ def test_a_leave_in_an_evaluation_that_was_owed(tmp_path: Path) -> None:
 def test_a_leave_in_an_evaluation_whose_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run goes on, and the evaluation is made; the next try, after a pause, saves."""
     often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 100, "per_device_eval_batch_size": 1}
-    trainer = make(tmp_path / "a", Predicting(4, drain), **often)
+    leaving = Predicting(4, drain)
+    trainer = make(tmp_path / "a", leaving, **often)
     real, tries = trainer._save, []
 
     def failing(*args: Any, **kwargs: Any) -> None:
@@ -344,6 +345,7 @@ def test_a_leave_in_an_evaluation_whose_save_fails(tmp_path: Path, monkeypatch: 
     with pytest.raises(Drained):
         train(trainer)
     assert (tries[0], len(tries)) == (4, 2)
+    assert leaving.batches <= 3 + 5  # it was not cut short once more
     found = train(make(tmp_path / "a", **often))
     assert without_end(found) == without_end(train(make(tmp_path / "b", **often)))
 

@@ -118,8 +118,9 @@ def test_what_another_script_saved_is_refused(tmp_path: Path) -> None:
     assert "step-2.e0.1 has no model.pt: it was not saved by TrainingState" in refusal(tmp_path, parts())
 
 
-def test_a_state_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize("value", [Fraction(1, 2), lambda: 1])
+def test_a_state_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path, value: Any) -> None:
     """Better an error with the first save than with every resume."""
-    made = {**parts(), "own": SimpleNamespace(state_dict=lambda: {"what": Fraction(1, 2)}, load_state_dict=None)}
+    made = {**parts(), "own": SimpleNamespace(state_dict=lambda: {"what": value}, load_state_dict=None)}
     with start(tmp_path) as session, pytest.raises(TypeError, match=r"the state of .*own has more than plain values"):
         TrainingState(session, **made).files()
