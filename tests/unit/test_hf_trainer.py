@@ -606,3 +606,8 @@ def test_another_order_of_samples_is_refused(tmp_path: Path) -> None:
     train(make(tmp_path, max_steps=2))
     with pytest.raises(ValueError, match="seed was 3 and is 4"):
         make(tmp_path, max_steps=4, seed=4)
+
+
+def test_one_node_saves_for_all(tmp_path: Path) -> None:
+    """They have one directory."""
+    assert not make(tmp_path, save_on_each_node=True).args.save_on_each_node

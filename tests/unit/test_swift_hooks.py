@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,3 +104,14 @@ def test_the_plugins_path_is_printed() -> None:
     assert PLUGIN.is_file()
     # ms-swift puts its directory on the path: nothing else of ours is to be found there.
     assert {path.name for path in PLUGIN.parent.iterdir() if path.suffix == ".py"} == {"__init__.py", PLUGIN.name}
+
+
+def test_with_deepspeed_too_collectives_have_ms_swifts_timeout_and_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSpeed's own would be 10 minutes, and the accelerator's backend."""
+    given: list[Any] = []
+    monkeypatch.setattr(
+        "dalsegno.elastic.deepspeed.prepare", lambda backend, *, timeout: given.append((backend, timeout))
+    )
+    own = arguments(deepspeed={"zero_optimization": {"stage": 1}}, ddp_backend="gloo", ddp_timeout=18000)
+    swift_hooks._init_deepspeed(lambda args: None, own)
+    assert given == [("gloo", timedelta(hours=5))]
