@@ -85,8 +85,8 @@ class Batch(Generic[T]):
         Raises:
             RuntimeError: No: the gradient would be that of a part of the global batch.
         """
-        if self.handed_out < self.accumulation or self.abandoned:
-            missing = self.handed_out < self.accumulation
+        missing = self.handed_out < self.accumulation
+        if missing or self.abandoned:
             where = f"after {self.handed_out} of its {self.accumulation}" if missing else "in the last of its"
             raise RuntimeError(
                 f"step {self.step} ended {where} micro-batches: its "

@@ -42,10 +42,6 @@ class Reports:
         self._sign(self._mark)
         return self._mark - before
 
-    def _sign(self, now: float) -> None:
-        """Something is heard of this rank, after the longest silence or a shorter one."""
-        self._longest, self._heard = max(self._longest, now - self._heard), now
-
     def step(self, boundary: Boundary, seconds: float) -> None:
         """A step is done, which took so long."""
         first, now = self._told == 0.0, time.monotonic()
@@ -68,6 +64,10 @@ class Reports:
         """Tells it something; what can be left out is when the agent does not read."""
         if self._link is not None:
             self._link.send(message, droppable=droppable)
+
+    def _sign(self, now: float) -> None:
+        """Something is heard of this rank, after the longest silence or a shorter one."""
+        self._longest, self._heard = max(self._longest, now - self._heard), now
 
     def _progress(self, step: int, seconds: float) -> worker_pb2.ToAgent:
         progress = worker_pb2.Progress(

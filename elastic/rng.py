@@ -29,11 +29,8 @@ def derive(*parts: int | str) -> int:
 
 def seed_all(value: int) -> None:
     """Sets the generators of Python, torch (CPU and the current device), and numpy where it is in use."""
-    random.seed(value)
     torch.manual_seed(value)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(value & 0xFFFFFFFF)
+    seed_cpu(value)
 
 
 def seed_cpu(value: int) -> None:

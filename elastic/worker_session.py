@@ -169,8 +169,7 @@ class Session:
         """
         if self._saver is None:
             return False
-        if self._saver.tracked is None:
-            raise RuntimeError("nothing is tracked: call session.track(metric) first")
+        self._check_tracked(self._saver)
         better = self._saver.improves(value)
         # Asked in the loop's body, it is of the step that has begun and will be counted when it ends.
         self._measured = (self.step + self._exchange.under_way, value, better)
@@ -190,14 +189,13 @@ class Session:
         """
         if self._saver is None:
             return False
-        if self._saver.tracked is None:
-            raise RuntimeError("nothing is tracked: call session.track(metric) first")
+        tracked = self._check_tracked(self._saver)
         if not self._over:
             self.settle()
             value = float(self._collective.broadcast(value))
-        best = self._saver.tracked.improves(value, self._saver.best)
-        if best and self._saved is not None and self._saved[0] == self.step:
-            self._saver.credit(self._saved[1].name, value)
+        best = tracked.improves(value, self._saver.best)
+        if best and (saved := self._saved_here) is not None:
+            self._saver.credit(saved.name, value)
         return best
 
     @property
@@ -300,8 +298,8 @@ class Session:
             self._keep = keep
         try:
             self.settle()
-            if self._saved is not None and self._saved[0] == self.step:
-                return self._saved[1]
+            if (saved := self._saved_here) is not None:
+                return saved
             reshards = bool(getattr(write, "reshards", False))
             content = self._content(position, order, strategy, any_world_size, reshards, metric, keep)
             if isinstance(write, Background):
@@ -357,10 +355,9 @@ class Session:
             Drained: Always. The exit code is 83 whatever the script makes of it.
         """
         insist(EXIT_DRAINED)
-        name, digest = "", ""
-        if self._saved is not None and self._saved[0] == self.step:
-            name, digest = self._saved[1].name, self._saved[1].digest
-        self._reports.send(worker_pb2.ToAgent(drained=worker_pb2.Drained(name=name, digest=digest, step=self.step)))
+        saved = self._saved_here or Ref("", "")
+        drained = worker_pb2.Drained(name=saved.name, digest=saved.digest, step=self.step)
+        self._reports.send(worker_pb2.ToAgent(drained=drained))
         self._part()
         raise Drained
 
@@ -423,6 +420,17 @@ class Session:
         refuse(self._link, Damaged(ref, form, file, message, True))
 
     # Inside.
+
+    @property
+    def _saved_here(self) -> Ref | None:
+        """The present step's checkpoint, if it is saved."""
+        return self._saved[1] if self._saved is not None and self._saved[0] == self.step else None
+
+    @staticmethod
+    def _check_tracked(saver: Saver) -> Tracked:
+        if saver.tracked is None:
+            raise RuntimeError("nothing is tracked: call session.track(metric) first")
+        return saver.tracked
 
     @property
     def _wants_drain(self) -> bool:

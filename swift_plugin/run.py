@@ -262,7 +262,7 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
 def _refuse_epochs(args: Any) -> None:
     """What happens at the end of a data epoch, where there is none that anybody sees."""
     for name in ("save_strategy", "eval_strategy", "logging_strategy"):
-        if str(getattr(getattr(args, name), "value", getattr(args, name))) == "epoch":
+        if getattr(args, name) == "epoch":
             raise ValueError(f"{name}=epoch with a data set without a length, which has no epochs: set it to steps")
     if getattr(args, "max_epochs", None) is not None:
         raise ValueError("max_epochs with a data set without a length, which has no epochs: set max_steps alone")
