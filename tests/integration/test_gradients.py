@@ -114,3 +114,17 @@ def test_curves_with_fixed_micro_batches_do_not_depend_on_the_world(tmp_path: Pa
         assert curves[world][0] == pytest.approx(curves[1][0], rel=1e-5)
     assert curves[3][1] == pytest.approx(curves[1][1], rel=1e-10)
     assert max(abs(a - b) for a, b in zip(curves[3][2], curves[1][2], strict=True)) > 1e-2
+
+
+@pytest.mark.timeout(300)
+def test_fixed_micro_batches_give_every_strategy_the_same_curve(tmp_path: Path) -> None:
+    """DDP's at one rank, at every world size: nobody else draws random numbers or sees other micro-batches."""
+    strategies = ["ddp", "fsdp", "zero1", "zero2", "zero3"]
+    cases = [{"fixed": True, "strategy": strategy} for strategy in strategies]
+    [alone] = run(1, cases[:1], tmp_path, curve_worker.__file__, "curve")
+    for world in WORLDS:
+        for strategy, ranks in zip(
+            strategies, run(world, cases, tmp_path, curve_worker.__file__, "curve"), strict=True
+        ):
+            for found in ranks:
+                assert found == pytest.approx(alone[0], rel=1e-5), (world, strategy)

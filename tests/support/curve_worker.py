@@ -15,6 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
@@ -64,30 +66,61 @@ class Model(nn.Module):
         return (self.last(mixed) - data[:, FEATURES:]).square().mean() + 0.1 * unevenness
 
 
+def wrap(model: Model, strategy: str, plan: BatchPlan) -> tuple[Any, Any]:
+    """The model as it is trained, and its optimizer; an engine of DeepSpeed's has its own."""
+    if strategy.startswith("zero"):
+        import deepspeed
+
+        from dalsegno.elastic import deepspeed as ours
+
+        base = {"zero_optimization": {"stage": int(strategy[-1])}, "zero_allow_untested_optimizer": True}
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        config = ours.config({**base, "gradient_clipping": 0.0}, plan, None)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+        return engine, None
+    if strategy == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model.experts, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        return model, torch.optim.Adam(model.parameters(), lr=0.01)
+    return DistributedDataParallel(model), torch.optim.Adam(model.parameters(), lr=0.01)
+
+
 def curve(case: dict[str, Any]) -> list[float]:
     """The loss of each step; the last batch of a data epoch is short."""
     world, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(3)
     model = Model().double() if case.get("double") else Model()
-    wrapped = DistributedDataParallel(model)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    plan = BatchPlan(GLOBAL_BATCH, world, MICRO, fixed_micro_batch=case["fixed"])
+    wrapped, optimizer = wrap(model, case.get("strategy", "ddp"), plan)
     rng.seed_rank(3, 0, rank)
     sampler = ElasticSampler(LENGTH, GLOBAL_BATCH, seed=6, drop_last=case.get("drop_last", False))
-    plan = BatchPlan(GLOBAL_BATCH, world, MICRO, fixed_micro_batch=case["fixed"])
     batches: Batches[Tensor] = Batches(
-        Noisy(), sampler, plan, rank, seed=9, data_epochs=2, loader_options={"num_workers": case.get("workers", 0)}
+        Noisy(),
+        sampler,
+        plan,
+        rank,
+        seed=9,
+        data_epochs=2,
+        loader_options={"num_workers": case.get("workers", 0)},
+        scale="ddp" if optimizer else "deepspeed",
     )
-    accumulate = Accumulation(wrapped, optimizer)
+    accumulate = Accumulation(wrapped, *[optimizer] if optimizer else [])
     losses = []
     for batch in batches:
         total = torch.zeros(1, dtype=torch.float64)
         for micro in accumulate(batch):
             data = micro.data.double() if case.get("double") else micro.data
             loss = wrapped(data)
-            micro.scale(loss).backward()
             total += float(loss.detach()) * micro.n
-        optimizer.step()
-        optimizer.zero_grad()
+            if optimizer is None:
+                wrapped.backward(micro.scale(loss))
+                wrapped.step()
+            else:
+                micro.scale(loss).backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
         dist.all_reduce(total)
         losses.append(float(total.item()) / batch.n)
     return losses

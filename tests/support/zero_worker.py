@@ -277,6 +277,7 @@ def held(engine: Any) -> dict[str, Any]:
         "module": with_gather,
         "buffers": {name: value.clone() for name, value in engine.module.named_buffers()},
         "global_steps": engine.global_steps,
+        "loss_scale": {} if bf16 else dict(vars(optimizer.loss_scaler)),
     }
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, Position, rng, sample_generator
+from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, Position
 
 
 class Numbers(torch.utils.data.Dataset[Tensor]):
@@ -397,102 +397,6 @@ def test_padded_token_means_count_real_rows_only() -> None:
     assert [part.tokens for part in parts] == [int(part.data[0, 1]) for part in parts]
     assert sum(part.loss_scale for part in parts) == pytest.approx(2.0)
     assert parts[0].scale(torch.tensor(1.0).double()).item() == parts[0].loss_scale
-
-
-def test_generators_run_on_bit_exactly_from_a_saved_state() -> None:
-    """Python, numpy and torch continue as if nothing had happened."""
-
-    def draw() -> tuple[Any, ...]:
-        return random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), torch.rand(3).tolist()
-
-    rng.seed_rank(1, 2, 3)
-    draw()
-    state = rng.capture()
-    wanted = draw()
-    draw()
-    rng.restore(state)
-    assert draw() == wanted
-    with pytest.raises(ValueError, match="not a saved generator state"):
-        rng.restore(b"{}")
-
-
-def test_seeds_differ_where_they_must() -> None:
-    """Ranks, steps, seeds and micro-batches get seeds of their own; a sample's generator knows only the sample."""
-    seeds = {
-        rng.derive(kind, *parts) for kind in ("rank", "micro-batch") for parts in [(1, 2, 3), (1, 3, 2), (2, 1, 3)]
-    }
-    assert len(seeds) == 6
-    draws = [
-        torch.rand(1, generator=sample_generator(1, data_epoch, sample))
-        for data_epoch, sample in [(0, 5), (0, 5), (1, 5)]
-    ]
-    assert draws[0] == draws[1] != draws[2]
-    assert math.isfinite(draws[0].item())
-
-
-def test_fixed_micro_batches_seed_each_one_by_its_number() -> None:
-    """Whoever computes a micro-batch draws the same numbers for it."""
-
-    def draws(world: int) -> dict[int, float]:
-        found = {}
-        for rank in range(world):
-            batch = next(iter(make(16, world, 3, rank, fixed=True, seed=8)))
-            found.update({p.number: torch.rand(1).item() for p in batch.micro_batches if not p.filler})
-        return found
-
-    assert draws(1) == draws(2) == draws(3)
-    assert len(set(draws(1).values())) == 6
-
-
-class Augmented(Numbers):
-    """Adds noise from every global generator, as augmentations do."""
-
-    def __getitem__(self, index: int) -> Tensor:
-        noise = random.random() + np.random.rand() + torch.rand(1).item()
-        return super().__getitem__(index) + noise
-
-
-def masked(samples: list[Tensor]) -> Tensor:
-    """A collate function that draws, as those of masked language models do."""
-    data = torch.stack(samples)
-    return data * (torch.rand(data.shape) + random.random() + np.random.rand())
-
-
-def test_random_data_are_the_same_at_every_world_size() -> None:
-    """With fixed micro-batches augmentation and collate depend on seed, data epoch and samples; nothing else draws."""
-
-    def history(world: int, workers: int = 0) -> list[dict[int, Any]]:
-        found: list[dict[int, Any]] = [{} for _ in range(5)]
-        plan = BatchPlan(16, world, 3, fixed_micro_batch=True)
-        for rank in range(world):
-            sampler = ElasticSampler(40, 16, seed=4)
-            options = {"num_workers": workers}
-            data = Batches(
-                Augmented(40), sampler, plan, rank, collate=masked, seed=8, data_epochs=2, loader_options=options
-            )
-            for step, batch in enumerate(islice(data, 5)):
-                for part in batch.micro_batches:
-                    if not part.filler:
-                        found[step][part.number] = part.data.tolist()
-        return found
-
-    rng.seed_all(1)
-    before = rng.capture()
-    with rng.aside("anything"):
-        random.random(), np.random.rand(), torch.rand(1)
-    assert rng.capture() == before
-    alone = history(1)
-    assert history(3) == alone
-    assert history(2, workers=2) == alone
-
-
-def test_augmentation_is_drawn_anew_in_each_data_epoch() -> None:
-    """The same sample, the same seed, another data epoch: other noise."""
-    plan = BatchPlan(40, 1, 40, fixed_micro_batch=True)
-    batches = Batches(Augmented(40), ElasticSampler(40, 40, shuffle=False), plan, 0, seed=8, data_epochs=2)
-    first, second = (part.data[:, 0] - torch.arange(40.0) for batch in batches for part in batch.micro_batches)
-    assert not set(first.tolist()) & set(second.tolist())
-    assert len(set(first.tolist())) == 40
 
 
 def test_public_surface_is_pinned() -> None:

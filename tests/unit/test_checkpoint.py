@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -159,6 +161,40 @@ def test_every_damage_is_found_and_named(tmp_path: Path, harm: object, reason: D
     with pytest.raises(CheckpointDamaged) as caught:
         verify(tmp_path / "step-4.e2.1", manifest)
     assert (caught.value.reason, caught.value.file) == (reason, file)
+
+
+def test_verification_reads_several_files_at_once(tmp_path: Path) -> None:
+    """Each of two threads waits in the middle of a file until the other is in the middle of one."""
+    manifest = write(tmp_path, "step-1.e1.0")
+    together = threading.Barrier(2, timeout=30)
+    readers = set()
+
+    def meet(count: int) -> None:
+        if threading.get_ident() not in readers:
+            readers.add(threading.get_ident())
+            together.wait()
+
+    verify(tmp_path / "step-1.e1.0", manifest, threads=2, moved=meet)
+    assert len(readers) == 2
+
+
+def test_verification_takes_no_more_memory_for_larger_files(tmp_path: Path) -> None:
+    """It streams: a few MiB a thread, and progress as the bytes go by."""
+    directory = tmp_path / "step-1.e1.0"
+    directory.mkdir()
+    for name in ("a", "b"):
+        with open(directory / name, "wb") as file:
+            file.truncate(80 << 20)
+    manifest = manifest_for(directory)
+    seal(directory, manifest)
+    parts: list[int] = []
+    tracemalloc.start()
+    verify(directory, manifest, threads=2, moved=parts.append)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert sum(parts) == 160 << 20
+    assert max(parts) <= files.BUFFER_BYTES
+    assert peak < 2 * files.BUFFER_BYTES + (1 << 20)
 
 
 def test_torn_or_edited_manifest_is_not_a_seal(tmp_path: Path) -> None:

@@ -263,6 +263,17 @@ def test_a_seek_takes_microseconds() -> None:
     assert sorted(times)[len(times) // 2] < 5e-3
 
 
+def test_the_first_index_takes_microseconds() -> None:
+    """Of a new sampler, as a start or a change of the world makes one; bounded by a hundred times what it takes."""
+    times = []
+    for seed in range(100):
+        began = time.perf_counter()
+        first = next(iter(ElasticSampler(10**12, 512, seed=seed))).sample_ids[0]
+        times.append(time.perf_counter() - began)
+        assert 0 <= first < 10**12
+    assert sorted(times)[len(times) // 2] < 5e-3
+
+
 def test_batches_are_computed_only_where_they_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank pays for its own slices, not for the global batch; a seek pays for nothing."""
     asked = []

@@ -17,7 +17,9 @@ from tests.support.zero_runs import Sources
 pytestmark = pytest.mark.timeout(300)
 
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
-BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_scale_power": 4}}
+BF16 = {"bf16": {"enabled": True}}
+# A loss scale that has grown by the time of the checkpoint.
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}}
 CASES: dict[str, dict[str, Any]] = {
     "zero1": {"stage": 1, "world": 3},
     "zero2": {"stage": 2, "world": 2},

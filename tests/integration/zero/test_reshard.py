@@ -14,7 +14,7 @@ from dalsegno.elastic.universal import EnvironmentFailed
 from dalsegno.elastic.universal.source import open_source
 from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
 
-from .test_restore import CHANGES, assert_all
+from .test_restore import ACROSS, CHANGES, assert_all
 from .test_world_changes import MORE, assert_same, resumed, undisturbed
 
 __all__ = ["undisturbed"]
@@ -43,6 +43,17 @@ def test_everything_comes_back_at_another_world_size(sources: Sources, tmp_path:
     before = sorted(path.name for path in source.iterdir())
     assert_all(load(tmp_path / "out", world, task["stage"], source, **more), saved)
     assert sorted(path.name for path in source.iterdir()) == before, "nothing is written there"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "ranks", "others", "config"),
+    [pytest.param(*change, marks=() if number < 2 else pytest.mark.full) for number, change in enumerate(ACROSS)],
+)
+def test_the_stage_changes_too(
+    sources: Sources, tmp_path: Path, old: int, new: int, ranks: int, others: int, config: dict[str, Any]
+) -> None:
+    source, saved = sources.get(old, ranks, config=config)
+    assert_all(load(tmp_path / "out", others, new, source, config=config), saved)
 
 
 DIAGONAL = [(2, 3, 1), (3, 1, 3)]

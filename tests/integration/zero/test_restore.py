@@ -50,6 +50,7 @@ def assert_all(loaded: Held, saved: Held) -> None:
         assert set(rank["steps"]) == set(reference["steps"])
         assert rank["distinct_steps"], "parameter groups share one step"
         assert rank["global_steps"] == STEPS
+        assert rank["loss_scale"] == reference["loss_scale"]
 
 
 def converted(made: Path, tmp_path: Path) -> tuple[Path, Path]:
@@ -95,18 +96,27 @@ def test_every_precision_at_every_world_size(
     assert_all(load(tmp_path / "out", world, stage, *converted(made, tmp_path), config=precision), saved)
 
 
-ACROSS = [(2, 3, 2, 1), (3, 2, 2, 3), (1, 3, 3, 2), (3, 1, 1, 2)]
+# From a stage to a stage, from ranks to ranks.
+ACROSS: list[tuple[int, int, int, int, dict[str, Any]]] = [
+    (2, 3, 2, 1, FP16),
+    (3, 2, 2, 3, {}),
+    (3, 1, 1, 2, FP16),
+    (1, 3, 3, 2, BF16),
+    (1, 3, 2, 3, {}),
+]
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "ranks", "others"),
+    ("old", "new", "ranks", "others", "config"),
     [pytest.param(*change, marks=() if number < 2 else pytest.mark.full) for number, change in enumerate(ACROSS)],
 )
-def test_the_stage_changes_too(sources: Sources, tmp_path: Path, old: int, new: int, ranks: int, others: int) -> None:
+def test_the_stage_changes_too(
+    sources: Sources, tmp_path: Path, old: int, new: int, ranks: int, others: int, config: dict[str, Any]
+) -> None:
     """DeepSpeed's own converter and loaders cannot do this. The script's next stage need not be known before."""
-    made, saved = sources.get(old, ranks)
+    made, saved = sources.get(old, ranks, config=config)
     source, universal = converted(made, tmp_path)
-    assert_all(load(tmp_path / "out", others, new, source, universal), saved)
+    assert_all(load(tmp_path / "out", others, new, source, universal, config=config), saved)
 
 
 EVEN = {"model": "even"}
