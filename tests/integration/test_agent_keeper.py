@@ -120,8 +120,8 @@ def test_a_dropped_group_and_a_stranger_live_on(lifeline: Lifeline) -> None:
         lifeline.drop_group(dropped.pid)
         # As if the number had been given to another process since.
         lifeline._groups[reused.pid] = (start_time(reused.pid) or 0) - 1
-        os.kill(lifeline.keeper_pid, signal.SIGKILL)
         old = lifeline.keeper_pid
+        os.kill(old, signal.SIGKILL)
         assert eventually(lambda: lifeline.keeper_pid != old, 5.0)
         lifeline.close()
         assert ours.wait(2.0) == -signal.SIGKILL

@@ -132,3 +132,25 @@ def test_a_worker_that_dies_while_it_saves_leaves_nothing(clusters: Clusters, un
     job.finish()
     job.assert_undisturbed(undisturbed)
     assert_trainers_own(job)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("zero", [(), ("--zero-stage=2",)], ids=["ddp", "zero2"])
+def test_the_node_of_rank_0_dies_while_it_saves(
+    clusters: Clusters, undisturbed: Undisturbed, zero: tuple[str, ...]
+) -> None:
+    """The one that writes the Trainer's own files: the other goes on from the checkpoint before, and a third joins."""
+    job = clusters(
+        training=training("--evaluate-every=10", *zero, steps=40), nnodes="2:2", agent_flags=("--quiet-time=60",)
+    )
+    job.start("a", "b", hold="saved-20")
+    job.wait_world(2)
+    first = job.member(0)
+    job.wait_hold("saved-20", first)
+    job.kill_node(first)
+    job.release()
+    job.start("c")
+    job.wait_line(r"resumed at step 10\b")
+    job.finish()
+    job.assert_undisturbed(undisturbed)
+    assert_trainers_own(job)

@@ -90,6 +90,8 @@ def _server(preloaded: str) -> forkserver.ForkServer:
 
 def _run(preloaded: str, target: Callable[..., Any], *arguments: object) -> None:
     assert preloaded in sys.modules, f"the process that this was forked from has not imported {preloaded}"
+    # As in a process that was executed; a data loader's workers are started by the default method.
+    multiprocessing.set_start_method(None, force=True)  # type: ignore[arg-type]
     target(*arguments)
 
 
