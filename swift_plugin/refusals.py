@@ -8,6 +8,8 @@ import transformers
 
 # Older ones have one function for all of the training loop, which cannot be entered at its boundaries.
 OLDEST = (5, 6)
+# Those before it name a process's CPU by a number when they load an optimizer, and torch knows only one CPU.
+OLDEST_ON_CPUS = (5, 18)
 _KNOWN = ("dalsegno", "swift", "transformers")
 
 
@@ -18,14 +20,31 @@ def refuse(trainer: Any) -> None:
         ValueError: There is something.
         RuntimeError: This version of transformers cannot be used.
     """
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
-    if version < OLDEST or not hasattr(trainer, "_run_epoch"):
+    if _version() < OLDEST or not hasattr(trainer, "_run_epoch"):
         raise RuntimeError(
             f"transformers {transformers.__version__} has a training loop that cannot be entered at its steps: "
             f"install transformers>={'.'.join(map(str, OLDEST))}"
         )
     for problem, cure in _found(trainer):
         raise ValueError(f"{problem}: this cannot be trained elastically; {cure}")
+
+
+def refuse_world(trainer: Any, ranks: int) -> None:
+    """Looks for what a world of so many ranks would not survive.
+
+    Raises:
+        RuntimeError: This version of transformers cannot be used there.
+    """
+    alone = ranks == 1 or trainer.is_deepspeed_enabled or trainer.args.device.type != "cpu"
+    if not alone and _version() < OLDEST_ON_CPUS:
+        raise RuntimeError(
+            f"transformers {transformers.__version__} cannot load an optimizer on a CPU in several processes: "
+            f"install transformers>={'.'.join(map(str, OLDEST_ON_CPUS))}, or use DeepSpeed"
+        )
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def _found(trainer: Any) -> list[tuple[str, str]]:

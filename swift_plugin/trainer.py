@@ -55,9 +55,12 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
 
         Raises:
             ValueError: It cannot be trained elastically, or the run's resume point is not its own.
+            RuntimeError: This version of transformers cannot do it.
         """
         refusals.refuse(self)
-        run = Run(self, session(), options)
+        opened = session()
+        refusals.refuse_world(self, opened.max_world_size)
+        run = Run(self, opened, options)
         args, plan = self.args, run.plan
         self.elastic_run = run
         args.gradient_accumulation_steps = plan.accumulation

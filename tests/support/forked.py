@@ -82,7 +82,8 @@ def _server(preloaded: str) -> forkserver.ForkServer:
         server = forkserver.ForkServer()
         server.set_forkserver_preload([preloaded])
         # In 3.11 it imports nothing from the `sys.path` that it is given, and is silent about it.
-        with mock.patch.dict(os.environ, {_ROOM: "." * _ROOM_BYTES, "PYTHONPATH": str(ROOT)}):
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        with mock.patch.dict(os.environ, {_ROOM: "." * _ROOM_BYTES, "PYTHONPATH": path}):
             server.ensure_running()
         _servers[preloaded] = server
     return _servers[preloaded]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback
 
 from dalsegno.elastic import Drained, ElasticSampler, sessions
 from dalsegno.elastic.checkpoint import inventory
+from dalsegno.swift_plugin import refusals
 from dalsegno.swift_plugin.options import Options
 from dalsegno.swift_plugin.trainer import elastic_class
 
@@ -358,6 +361,10 @@ def test_an_evaluation_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.Mon
     assert seen == [4] * 5
 
 
+@pytest.mark.skipif(
+    "_initial_global_step" not in inspect.getsource(Trainer),
+    reason="this transformers divides the losses since the start by all steps",
+)
 def test_the_mean_loss_at_the_end_is_of_the_steps_of_its_start(tmp_path: Path) -> None:
     found = interrupted(tmp_path / "a", 11, logging_steps=50)
     wanted = train(make(tmp_path / "b", logging_steps=1))
@@ -593,6 +600,17 @@ def test_a_callback_that_counts_saves_counts_those_that_were_due(
 def test_a_path_to_resume_from_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="resumes by itself"):
         make(tmp_path).train(resume_from_checkpoint="somewhere")
+
+
+@pytest.mark.parametrize(("version", "ranks", "refused"), [("5.17", 2, True), ("5.17", 1, False), ("5.18", 2, False)])
+def test_a_transformers_that_cannot_resume_in_several_processes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, ranks: int, refused: bool
+) -> None:
+    """On CPUs only; before anything was trained that could not go on."""
+    trainer = make(tmp_path)
+    monkeypatch.setattr("dalsegno.swift_plugin.refusals._version", lambda: tuple(map(int, version.split("."))))
+    with pytest.raises(RuntimeError, match=r"install transformers>=5\.18") if refused else nullcontext():
+        refusals.refuse_world(trainer, ranks)
 
 
 def test_a_checkpoint_that_is_not_the_runs_is_not_resumed_from(tmp_path: Path) -> None:
