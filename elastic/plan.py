@@ -96,7 +96,8 @@ class BatchPlan:
         total = self.global_batch_size if size is None else size
         if not 0 <= rank < self.world_size or not 1 <= total <= self.global_batch_size:
             raise ValueError(f"rank {rank} of {self.world_size}, {total} of {self.global_batch_size} samples")
-        slices = self._slices
+        # Fixed ones stay as large as they are: a short batch has fewer, not some of a single row, as BatchNorm needs.
+        slices = -(-total // self.micro_batch_size) if self.fixed_micro_batch else self._slices
         short, longer = divmod(total, slices)
         rows = self.micro_batch_size if self.pad else 0
         found = []

@@ -40,7 +40,9 @@ def check_cut(plan: BatchPlan, total: int, ranks: Iterable[int] | None = None) -
     assert {len(part) for part in dealt} == {plan.accumulation}
     everything = sorted((s for part in dealt for s in part), key=lambda s: s.number)
     real = [s for s in everything if not s.filler]
-    cuts = ceil(Fraction(plan.global_batch_size, plan.max_micro_batch_size)) if plan.fixed_micro_batch else slots
+    cuts = ceil(Fraction(total, plan.micro_batch_size)) if plan.fixed_micro_batch else slots
+    if plan.fixed_micro_batch and total == plan.global_batch_size:
+        assert cuts == ceil(Fraction(total, plan.max_micro_batch_size))
     for s in everything:
         check_slice(plan, s, total, cuts)
     for scale, divisor in (("ddp", world), ("deepspeed", slots)):
@@ -125,6 +127,15 @@ def test_fillers_of_fixed_micro_batches_are_whole_ones() -> None:
     fillers = [s for rank in range(4) for s in plan.slices(rank) if s.filler]
     assert [(s.number, s.start, s.stop, s.n, s.rows) for s in fillers] == [(3, 0, 4, 0, 4)]
     assert BatchPlan(3, 4, 4).slices(3) == (Slice(3, 0, 1, filler=True),)
+
+
+@given(st.integers(1, 500), st.integers(1, 8), st.integers(3, 40), st.data())
+def test_fixed_micro_batches_have_more_than_one_row(size: int, world: int, micro: int, data: st.DataObject) -> None:
+    """Also those of a short last batch, unless it is one sample itself: BatchNorm cannot train on a single row."""
+    plan = BatchPlan(size, world, micro, fixed_micro_batch=True)
+    total = data.draw(st.integers(2, size)) if size > 1 else 1
+    if total > 1 and plan.micro_batch_size > 2:
+        assert all(s.rows > 1 for rank in range(world) for s in plan.slices(rank, total))
 
 
 def test_plan_scales() -> None:
