@@ -12,6 +12,7 @@ Formats as DeepSpeed 0.16 to 0.19 write them (``runtime/zero/stage_1_and_2.py``,
 from __future__ import annotations
 
 import math
+import resource
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -32,6 +33,8 @@ ADAM_STATES = ("exp_avg", "exp_avg_sq")
 """What DeepSpeed's loader of stage 3 reads, no more and no less."""
 COMMON_STATE = "optimizer_state.pt"
 """The file beside the parameters' directories."""
+_OTHER_FILES = 1024
+"""Files, sockets and pipes that a training process may have open besides."""
 _ANEW = "to go on with a new optimizer: dalsegno convert --reset-optimizer"
 
 
@@ -157,11 +160,21 @@ def open_source(directory: Path, *, reset_optimizer: bool = False) -> Source:
         model: Mapping[str, Any] = model_file.content
         refuse_layout(model)
         _check_ranks(found, model)
+        _let_open(len(found.optimizer))
         ranks = [opened.enter_context(_open(directory / name)) for name in found.optimizer]
         source = _read(model, ranks, model_file, found, reset_optimizer)
         _check(source)
         opened.pop_all()
         return source
+
+
+def _let_open(files: int) -> None:
+    """Raises this process's limit of open files: a shell's is usually 1024, of which it may have many times more."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = files + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and wanted > soft:
+        limit = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def _open(path: Path) -> TorchFile:

@@ -7,6 +7,8 @@ import itertools
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -324,3 +326,23 @@ def test_any_effort_makes_the_same(plain: Path, tmp_path: Path) -> None:
         for number, effort in enumerate([Effort(1, 16 << 10), Effort(3, 200 << 10), Effort(8, 1 << 30)])
     ]
     assert made[0] == made[1] == made[2]
+
+
+MANY = """
+import resource, sys
+from pathlib import Path
+from dalsegno.elastic.universal import convert_directory
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+convert_directory(Path(sys.argv[1]), Path(sys.argv[2]))
+"""
+
+
+def test_more_ranks_than_a_shell_lets_open_files(tmp_path: Path) -> None:
+    """All their files are open at a time."""
+    values = write_shards(tmp_path / "source", {"a": (500,), "b": (77, 3)}, world=150)
+    command = [sys.executable, "-c", MANY, str(tmp_path / "source"), str(tmp_path / "target")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    for name, states in values.items():
+        there = load(tmp_path / "target" / "zero" / name / "fp32.pt")["param"]
+        assert torch.equal(there.flatten(), states["fp32"])
