@@ -12,6 +12,7 @@ import secrets
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,6 +24,8 @@ __all__ = ["LIFELINE_VARIABLE", "Lifeline"]
 LIFELINE_VARIABLE = "DALSEGNO_LIFELINE"
 # Seconds between two keepers when they die one after another; the first is replaced at once.
 _RESPAWN_PAUSE = 0.2
+# How many are told to end everything, if they die before they have.
+_LAST_KEEPERS = 3
 
 logger = logging.getLogger(__name__)
 
@@ -79,17 +82,27 @@ class Lifeline:
             self._send(f"path {path}")
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends everything that is still registered or carries the token, and the keeper. Bounded by `timeout` s."""
-        self._closing.set()
+        """Ends everything that is still registered or carries the token, and the keeper. Bounded by `timeout` s.
+
+        Where the keeper has died, also just now, another one is started for it.
+        """
+        deadline = time.monotonic() + timeout
         with self._lock:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-        try:
-            self._process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            logger.error("the keeper (process %d) did not end within %.0f s: killed", self._process.pid, timeout)
-            self._process.kill()
-            self._process.wait()
+            self._closing.set()
+        for _ in range(_LAST_KEEPERS):
+            with self._lock:
+                if self._process.poll():
+                    self._replace()
+                assert self._process.stdin is not None
+                self._process.stdin.close()
+            try:
+                if self._process.wait(max(0.0, deadline - time.monotonic())) == 0:
+                    break
+            except subprocess.TimeoutExpired:
+                logger.error("the keeper (process %d) did not end within %.0f s: killed", self._process.pid, timeout)
+                self._process.kill()
+                self._process.wait()
+                break
         self._watcher.join(timeout)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
@@ -111,9 +124,9 @@ class Lifeline:
 
     def _send(self, line: str) -> None:
         """Writes one line to the keeper; the caller holds the lock."""
-        if self._closing.is_set():
-            return
         assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return
         try:
             # Shorter than PIPE_BUF: written as a whole or not at all (None, as the pipe does not block).
             written = self._process.stdin.write(os.fsencode(line + "\n"))
@@ -125,6 +138,14 @@ class Lifeline:
             logger.error("the keeper (process %d) does not read any more; replacing it", self._process.pid)
             self._process.kill()
 
+    def _replace(self) -> None:
+        """Starts another keeper and tells it everything; the caller holds the lock."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process = self._spawn()
+        self._respawns += 1
+        self._register_all()
+
     def _register_all(self) -> None:
         self._send(f"token {self.token}")
         for pgid, started in self._groups.items():
@@ -135,18 +156,12 @@ class Lifeline:
     def _watch(self) -> None:
         while True:
             self._process.wait()
-            if self._closing.is_set():
-                return
             if self._respawns and self._closing.wait(_RESPAWN_PAUSE):
                 return
             with self._lock:
                 if self._closing.is_set():
-                    return
-                assert self._process.stdin is not None
-                self._process.stdin.close()
-                self._process = self._spawn()
-                self._respawns += 1
-                self._register_all()
+                    return  # `close` has its eye on it
+                self._replace()
             logger.warning("keeper replaced (%d so far)", self._respawns)
             if self._on_respawn is not None:
                 self._on_respawn(self._respawns)

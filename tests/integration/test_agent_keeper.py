@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -145,6 +146,44 @@ def test_a_stopped_keeper_does_not_stop_the_agent(lifeline: Lifeline) -> None:
     assert eventually(lambda: lifeline.keeper_pid != old, 5.0)
     lifeline.close()
     assert child.wait(2.0) == -signal.SIGKILL
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    """A process without the token, so that only its registration can find it."""
+    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+
+
+@pytest.mark.timeout(60)
+def test_closing_while_the_keeper_is_replaced_ends_everything(
+    lifeline: Lifeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The new one may not know of anything yet."""
+    child, spawning, spawn = sleeper(), threading.Event(), lifeline._spawn
+
+    def slowly() -> subprocess.Popen[bytes]:
+        spawning.set()
+        time.sleep(0.5)  # why: the other thread calls close() meanwhile, and nothing tells that it has
+        return spawn()
+
+    lifeline.add_group(child.pid)
+    monkeypatch.setattr(lifeline, "_spawn", slowly)
+    os.kill(lifeline.keeper_pid, signal.SIGKILL)
+    assert spawning.wait(5.0)
+    lifeline.close()
+    assert child.wait(5.0) == -signal.SIGKILL
+
+
+@pytest.mark.timeout(60)
+def test_closing_after_the_keeper_has_died_ends_everything(lifeline: Lifeline, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one that dies is replaced after a pause only; closing does not wait for it."""
+    monkeypatch.setattr("dalsegno.agent.lifeline._RESPAWN_PAUSE", 300.0)
+    child, first = sleeper(), lifeline.keeper_pid
+    lifeline.add_group(child.pid)
+    os.kill(first, signal.SIGKILL)
+    assert eventually(lambda: lifeline.keeper_pid != first, 5.0)
+    os.kill(lifeline.keeper_pid, signal.SIGKILL)
+    lifeline.close()
+    assert child.wait(5.0) == -signal.SIGKILL
 
 
 def test_private_directories_go_too(tmp_path: Path) -> None:
