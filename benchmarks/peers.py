@@ -166,10 +166,20 @@ def _job(launcher: str) -> Iterator[Job]:
 
 
 def _open(job: Job, count: int) -> None:
+    """A first world, in which node 0 hosts the store or the master: its death is another scene."""
     began = time.time()
-    for _ in range(count):
+    job.start_node()
+    job.wait(lambda: _hosts(job), "node 0 hosts")
+    for _ in range(count - 1):
         job.start_node()
     job.wait(lambda: len(job.steps_of_world(count, began)) >= WARM_STEPS, f"a first world of {count}")
+
+
+def _hosts(job: Job) -> bool:
+    if job.launcher == "dlrover-run":
+        return any((job.directory / "checkpoints").glob(".dalsegno/*/claim.json"))
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", job.port)) == 0
 
 
 def _pause(job: Job, size: int, event: float) -> float:

@@ -14,7 +14,7 @@ from dalsegno.elastic.universal import EnvironmentFailed
 from dalsegno.elastic.universal.source import open_source
 from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
 
-from .test_restore import ACROSS, CHANGES, assert_all
+from .test_restore import CHANGES, across, assert_all
 from .test_world_changes import MORE, assert_same, resumed, undisturbed
 
 __all__ = ["undisturbed"]
@@ -45,10 +45,7 @@ def test_everything_comes_back_at_another_world_size(sources: Sources, tmp_path:
     assert sorted(path.name for path in source.iterdir()) == before, "nothing is written there"
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "ranks", "others", "config"),
-    [pytest.param(*change, marks=() if number < 2 else pytest.mark.full) for number, change in enumerate(ACROSS)],
-)
+@across
 def test_the_stage_changes_too(
     sources: Sources, tmp_path: Path, old: int, new: int, ranks: int, others: int, config: dict[str, Any]
 ) -> None:

@@ -106,10 +106,13 @@ ACROSS: list[tuple[int, int, int, int, dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(
+across = pytest.mark.parametrize(
     ("old", "new", "ranks", "others", "config"),
     [pytest.param(*change, marks=() if number < 2 else pytest.mark.full) for number, change in enumerate(ACROSS)],
 )
+
+
+@across
 def test_the_stage_changes_too(
     sources: Sources, tmp_path: Path, old: int, new: int, ranks: int, others: int, config: dict[str, Any]
 ) -> None:
