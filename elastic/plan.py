@@ -48,8 +48,9 @@ class BatchPlan:
         world_size: W, data-parallel ranks.
         max_micro_batch_size: m, samples that one forward and backward pass may have.
         fixed_micro_batch: The cut is the same at every world size (``ceil(G / m)`` micro-batches, of a short last batch
-            fewer), and the world decides only who computes which: then also what depends on the micro-batch as a whole gives the same curve,
-            such as dropout, BatchNorm in training, or an auxiliary loss over a micro-batch's tokens.
+            fewer), and the world decides only who computes which: then also what depends on the micro-batch as a whole
+            gives the same curve, such as dropout, BatchNorm in training, or an auxiliary loss over a micro-batch's
+            tokens.
         pad: Every micro-batch has b rows, for graphs of static shape: short ones repeat their first sample, in rows
             that count for nothing (``MicroBatch.mask``).
 

@@ -89,13 +89,19 @@ def test_everything_dies_with_a_killed_agent(tmp_path: Path, how: str) -> None:
     assert eventually(lambda: not is_same_process(keeper, keeper_started), 5.0)
 
 
+def sleeper(token: str = "") -> subprocess.Popen[bytes]:
+    """A process without the token, or with another one, so that only its registration can find it."""
+    environment = {**os.environ, LIFELINE_VARIABLE: token} if token else None
+    command = [sys.executable, "-c", "import time; time.sleep(300)"]
+    return subprocess.Popen(command, start_new_session=True, env=environment)
+
+
 @pytest.mark.timeout(60)
 def test_a_dead_keeper_is_replaced(tmp_path: Path) -> None:
     """The new keeper knows the groups of the old one, and closing ends them."""
     replaced: list[int] = []
     line = Lifeline(replaced.append)
-    # Without the token, so that only the registration can find it.
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    child = sleeper()
     line.add_group(child.pid)
     for count in (1, 2):
         old = line.keeper_pid
@@ -110,11 +116,8 @@ def test_a_dead_keeper_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.timeout(60)
 def test_a_dropped_group_and_a_stranger_live_on(lifeline: Lifeline) -> None:
     """Only what is registered, under the start time that it was registered with, is ended."""
-    sleep = [sys.executable, "-c", "import time; time.sleep(300)"]
-    dropped = subprocess.Popen(sleep, start_new_session=True)
-    stranger = subprocess.Popen(sleep, start_new_session=True, env={**os.environ, LIFELINE_VARIABLE: "another"})
-    reused = subprocess.Popen(sleep, start_new_session=True)
-    ours = subprocess.Popen(sleep, start_new_session=True)
+    dropped, reused, ours = sleeper(), sleeper(), sleeper()
+    stranger = sleeper("another")
     try:
         lifeline.add_group(ours.pid)
         lifeline.add_group(dropped.pid)
@@ -138,7 +141,7 @@ def test_a_stopped_keeper_does_not_stop_the_agent(lifeline: Lifeline) -> None:
     """A keeper that no longer reads is replaced instead of waited for."""
     old = lifeline.keeper_pid
     os.kill(old, signal.SIGSTOP)
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
+    child = sleeper()
     for _ in range(8000):
         lifeline.add_group(child.pid)
         if lifeline.keeper_pid != old:
@@ -146,11 +149,6 @@ def test_a_stopped_keeper_does_not_stop_the_agent(lifeline: Lifeline) -> None:
     assert eventually(lambda: lifeline.keeper_pid != old, 5.0)
     lifeline.close()
     assert child.wait(2.0) == -signal.SIGKILL
-
-
-def sleeper() -> subprocess.Popen[bytes]:
-    """A process without the token, so that only its registration can find it."""
-    return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"], start_new_session=True)
 
 
 @pytest.mark.timeout(60)

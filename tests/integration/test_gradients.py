@@ -123,8 +123,7 @@ def test_fixed_micro_batches_give_every_strategy_the_same_curve(tmp_path: Path) 
     cases = [{"fixed": True, "strategy": strategy} for strategy in strategies]
     [alone] = run(1, cases[:1], tmp_path, curve_worker.__file__, "curve")
     for world in WORLDS:
-        for strategy, ranks in zip(
-            strategies, run(world, cases, tmp_path, curve_worker.__file__, "curve"), strict=True
-        ):
+        curves = run(world, cases, tmp_path, curve_worker.__file__, "curve")
+        for strategy, ranks in zip(strategies, curves, strict=True):
             for found in ranks:
                 assert found == pytest.approx(alone[0], rel=1e-5), (world, strategy)

@@ -68,22 +68,21 @@ class Model(nn.Module):
 
 def wrap(model: Model, strategy: str, plan: BatchPlan) -> tuple[Any, Any]:
     """The model as it is trained, and its optimizer; an engine of DeepSpeed's has its own."""
+    if strategy == "fsdp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        fully_shard(model.experts, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     if strategy.startswith("zero"):
         import deepspeed
 
         from dalsegno.elastic import deepspeed as ours
 
         base = {"zero_optimization": {"stage": int(strategy[-1])}, "zero_allow_untested_optimizer": True}
-        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         config = ours.config({**base, "gradient_clipping": 0.0}, plan, None)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
         return engine, None
-    if strategy == "fsdp":
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        fully_shard(model.experts, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return model, torch.optim.Adam(model.parameters(), lr=0.01)
-    return DistributedDataParallel(model), torch.optim.Adam(model.parameters(), lr=0.01)
+    return model if strategy == "fsdp" else DistributedDataParallel(model), optimizer
 
 
 def curve(case: dict[str, Any]) -> list[float]:
