@@ -141,6 +141,7 @@ class Caller(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     REQUEST_FIELD_NUMBER: builtins.int
     PROTOCOL_FIELD_NUMBER: builtins.int
+    SECRET_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     node: builtins.str
     incarnation: builtins.str
@@ -150,6 +151,8 @@ class Caller(google.protobuf.message.Message):
     request: builtins.int
     """Grows by one with every changing call of an incarnation; a repeat carries the same number."""
     protocol: builtins.int
+    secret: builtins.bytes
+    """As this incarnation registered it: other nodes may learn the incarnation, never this."""
     def __init__(
         self,
         *,
@@ -159,8 +162,9 @@ class Caller(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         request: builtins.int = ...,
         protocol: builtins.int = ...,
+        secret: builtins.bytes = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "node", b"node", "protocol", b"protocol", "request", b"request"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "incarnation", b"incarnation", "job_id", b"job_id", "node", b"node", "protocol", b"protocol", "request", b"request", "secret", b"secret"]) -> None: ...
 
 global___Caller = Caller
 
@@ -412,6 +416,7 @@ class RegisterRequest(google.protobuf.message.Message):
     NEW_RUN_FIELD_NUMBER: builtins.int
     PREVIOUS_INCARNATION_FIELD_NUMBER: builtins.int
     KNOWN_SETTINGS_FIELD_NUMBER: builtins.int
+    SECRET_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     incarnation: builtins.str
     protocol: builtins.int
@@ -428,10 +433,16 @@ class RegisterRequest(google.protobuf.message.Message):
     """Start a new run although the job's last one is finished."""
     previous_incarnation: builtins.str
     """The incarnation that this agent had before it was fenced; empty for a new agent."""
+    secret: builtins.bytes
+    """16 to 64 random bytes, known to this agent and the master alone, and the same for all of the agent's incarnations.
+    Every later call carries it; it also proves that `previous_incarnation` was this agent's.
+    """
     @property
     def settings(self) -> global___Settings: ...
     @property
-    def inventory(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Checkpoint]: ...
+    def inventory(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Checkpoint]:
+        """At most 256, the newest."""
+
     @property
     def finished_runs(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Runs whose directory carries the mark of a finished run."""
@@ -460,9 +471,10 @@ class RegisterRequest(google.protobuf.message.Message):
         new_run: builtins.bool = ...,
         previous_incarnation: builtins.str = ...,
         known_settings: global___Settings | None = ...,
+        secret: builtins.bytes = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["known_settings", b"known_settings", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "protocol", b"protocol", "settings", b"settings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "protocol", b"protocol", "secret", b"secret", "settings", b"settings"]) -> None: ...
 
 global___RegisterRequest = RegisterRequest
 
@@ -711,16 +723,28 @@ class World(google.protobuf.message.Message):
     RESUME_FIELD_NUMBER: builtins.int
     STORE_HOST_FIELD_NUMBER: builtins.int
     STORE_PORT_FIELD_NUMBER: builtins.int
+    NODES_FIELD_NUMBER: builtins.int
+    WORLD_SIZE_FIELD_NUMBER: builtins.int
+    PLACE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     run_id: builtins.str
     store_host: builtins.str
     """The fresh store of this epoch, served by the agent of group rank 0."""
     store_port: builtins.int
+    nodes: builtins.int
+    """How many nodes, and how many workers in all."""
+    world_size: builtins.int
     @property
-    def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Member]: ...
+    def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Member]:
+        """No longer filled in: a directive of 1,000 nodes would be as long as the world is large. See `place`."""
+
     @property
     def resume(self) -> global___ResumePoint:
         """Absent: from step 0."""
+
+    @property
+    def place(self) -> global___Place:
+        """Of the node that is told of this world."""
 
     def __init__(
         self,
@@ -731,11 +755,44 @@ class World(google.protobuf.message.Message):
         resume: global___ResumePoint | None = ...,
         store_host: builtins.str = ...,
         store_port: builtins.int = ...,
+        nodes: builtins.int = ...,
+        world_size: builtins.int = ...,
+        place: global___Place | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "members", b"members", "resume", b"resume", "run_id", b"run_id", "store_host", b"store_host", "store_port", b"store_port"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["place", b"place", "resume", b"resume"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "members", b"members", "nodes", b"nodes", "place", b"place", "resume", b"resume", "run_id", b"run_id", "store_host", b"store_host", "store_port", b"store_port", "world_size", b"world_size"]) -> None: ...
 
 global___World = World
+
+@typing.final
+class Place(google.protobuf.message.Message):
+    """Where one node stands in a world. Ranks are dealt to the nodes in order of their group ranks."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NODE_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    GROUP_RANK_FIELD_NUMBER: builtins.int
+    FIRST_RANK_FIELD_NUMBER: builtins.int
+    NPROC_FIELD_NUMBER: builtins.int
+    node: builtins.str
+    incarnation: builtins.str
+    group_rank: builtins.int
+    first_rank: builtins.int
+    """The global rank of the node's local rank 0."""
+    nproc: builtins.int
+    def __init__(
+        self,
+        *,
+        node: builtins.str = ...,
+        incarnation: builtins.str = ...,
+        group_rank: builtins.int = ...,
+        first_rank: builtins.int = ...,
+        nproc: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "incarnation", b"incarnation", "node", b"node", "nproc", b"nproc"]) -> None: ...
+
+global___Place = Place
 
 @typing.final
 class ResumePoint(google.protobuf.message.Message):
@@ -916,6 +973,7 @@ class JoinRequest(google.protobuf.message.Message):
     STORE_PORT_FIELD_NUMBER: builtins.int
     PROBE_FIELD_NUMBER: builtins.int
     INVENTORY_FIELD_NUMBER: builtins.int
+    UNUSABLE_FIELD_NUMBER: builtins.int
     round: builtins.int
     store_host: builtins.str
     """Where this agent serves a store that no world has used yet."""
@@ -928,7 +986,15 @@ class JoinRequest(google.protobuf.message.Message):
         """The resume point that this Join answers for."""
 
     @property
-    def inventory(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Checkpoint]: ...
+    def inventory(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Checkpoint]:
+        """What the master may not know yet, or asked for: `resume`, if it is in sight, and what was sealed by the last opened
+        epoch or later. At most 256, the newest.
+        """
+
+    @property
+    def unusable(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___UnusableCheckpoint]:
+        """Directories of `resume` (or of its later form) that are in sight, but whose manifest is not the one recorded."""
+
     def __init__(
         self,
         *,
@@ -939,11 +1005,32 @@ class JoinRequest(google.protobuf.message.Message):
         store_port: builtins.int = ...,
         probe: builtins.str = ...,
         inventory: collections.abc.Iterable[global___Checkpoint] | None = ...,
+        unusable: collections.abc.Iterable[global___UnusableCheckpoint] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller", "resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "inventory", b"inventory", "probe", b"probe", "resume", b"resume", "round", b"round", "store_host", b"store_host", "store_port", b"store_port"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "inventory", b"inventory", "probe", b"probe", "resume", b"resume", "round", b"round", "store_host", b"store_host", "store_port", b"store_port", "unusable", b"unusable"]) -> None: ...
 
 global___JoinRequest = JoinRequest
+
+@typing.final
+class UnusableCheckpoint(google.protobuf.message.Message):
+    """A checkpoint's directory whose manifest cannot be used: it is missing, not whole, or not the recorded one."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    REASON_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    reason: builtins.str
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        reason: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["name", b"name", "reason", b"reason"]) -> None: ...
+
+global___UnusableCheckpoint = UnusableCheckpoint
 
 @typing.final
 class LeaveRequest(google.protobuf.message.Message):
