@@ -132,12 +132,9 @@ def has_drained(turn: Turn, local_rank: int) -> bool:
 def global_rank(turn: Turn, local_rank: int) -> int:
     """A rank's number in the world that this node started last; -1 where it has no part in that."""
     world = turn.state.world
-    first = 0
-    for member in sorted(world.members, key=lambda m: m.group_rank) if world is not None else ():
-        if member.incarnation == turn.state.incarnation:
-            return first + local_rank
-        first += member.nproc
-    return -1
+    if world is None or world.place.incarnation != turn.state.incarnation:
+        return -1
+    return int(world.place.first_rank) + local_rank
 
 
 def worker_gave_up(turn: Turn, local_rank: int) -> None:

@@ -71,8 +71,8 @@ class Turn:
     def is_rank_zero(self) -> bool:
         """Whether this node has group rank 0 in the world that it started last."""
         world = self.state.world
-        return world is not None and any(
-            member.group_rank == 0 and member.incarnation == self.state.incarnation for member in world.members
+        return (
+            world is not None and world.place.incarnation == self.state.incarnation and world.place.group_rank == 0
         )
 
     def kill_workers(self) -> None:

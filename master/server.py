@@ -16,10 +16,10 @@ import grpc.aio
 from dalsegno.protos import control_pb2, control_pb2_grpc
 
 from .auth import TlsFiles, TokenInterceptor, check_exposure
-from .driver import HELD_UP_AFTER, Brain, Driver
+from .driver import HELD_UP_AFTER, Brain, Driver, Views
 from .service import ControlService
 from .store import Store
-from .watchers import End, Watchers
+from .watchers import End, Watcher, Watchers
 
 __all__ = ("BindError", "ControlServer", "ServerOptions")
 
@@ -146,17 +146,30 @@ class ControlServer:
         return bound
 
     def _publish(self) -> None:
+        """Tells every agent what is new for it. One that cannot be told is cut off, and asks again."""
+        views = self.driver.views()
         for watcher in self.watchers.ready():
-            directive = self.driver.view(watcher.node, watcher.incarnation)
-            if directive is None:
-                directive = control_pb2.Directive(
-                    generation=self.driver.generation,
-                    fenced=control_pb2.Fenced(reason="this incarnation is not known to the master: register anew"),
-                )
-            self._log_news(directive)
-            watcher.offer(directive)
-            if directive.WhichOneof("order") == "fenced":
-                watcher.end(End.FENCED)
+            try:
+                self._tell(watcher, views)
+            except Exception:
+                log.exception("%s cannot be told what to do: its stream is ended", watcher.node)
+                watcher.end(End.STOPPING)
+
+    def _tell(self, watcher: Watcher, views: Views) -> None:
+        key = views.key(watcher.node, watcher.incarnation)
+        if key is not None and watcher.knows(views.common, key):
+            return
+        if key is None:
+            directive = control_pb2.Directive(
+                generation=self.driver.generation,
+                fenced=control_pb2.Fenced(reason="this incarnation is not known to the master: register anew"),
+            )
+        else:
+            directive = views.directive(watcher.node)
+        self._log_news(directive)
+        watcher.offer(directive)
+        if key is None:
+            watcher.end(End.FENCED)
 
     def _log_news(self, directive: control_pb2.Directive) -> None:
         """What the agents' consoles show is in the master's log, too; after a restart the last of it once more."""

@@ -94,12 +94,15 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ReportVerification(self, request: pb.VerificationReport, context: Context) -> pb.Ack:
         return await self._ack(request, context)
 
+    async def ReportSighted(self, request: pb.SightedRequest, context: Context) -> pb.Ack:
+        return await self._ack(request, context)
+
     async def ReportPruned(self, request: pb.PrunedRequest, context: Context) -> pb.Ack:
         return await self._ack(request, context)
 
     async def GetStatus(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         await self._check(request.job_id or self._job_id, request.protocol, context)
-        message = await self._answer(await self._driver.status(), context)
+        message = await self._answer(self._driver.status(), context)
         assert isinstance(message, pb.StatusReply), f"the brain answered GetStatus with {type(message).__name__}"
         return message
 

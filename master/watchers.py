@@ -32,8 +32,14 @@ class Watcher:
         self.opened: asyncio.Future[Any] | None = None
         self._next: control_pb2.Directive | None = None
         self._offered: bytes | None = None
+        self._told: tuple[object, object] | None = None
         self._changed = asyncio.Event()
         self.ended: End | None = None
+
+    def knows(self, common: object, key: object) -> bool:
+        """Whether it was told what these stand for; from now on it is."""
+        told, self._told = self._told, (common, key)
+        return told is not None and told[0] is common and told[1] == key
 
     def offer(self, directive: control_pb2.Directive) -> None:
         """Sends this next, unless it is what was sent last."""

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import Message
 
 from dalsegno.master import brain
-from dalsegno.master.codec import Codec
+from dalsegno.master.codec import JobCodec
 from dalsegno.master.events import Called, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from dalsegno.master.state import Job, Phase, Settings
 from dalsegno.protos import control_pb2
 
 PROBE = "the job's probe"
-CODEC = Codec(Job)
+
+
+def stored(job: Job) -> Job:
+    """As it comes back from a store."""
+    return JobCodec().decode(JobCodec.everything(job))
 
 
 def settings(**changes: Any) -> control_pb2.Settings:
@@ -88,8 +93,16 @@ class Node:
             self.job.event(StreamOpened(self.name, self.incarnation))
         return reply
 
-    def join(self, sees: list[control_pb2.Checkpoint] | None = None, epoch: int | None = None) -> Reply:
-        """Answers the present Gather or Wait, with the checkpoints it sees (by default all of the job's)."""
+    def join(
+        self,
+        sees: list[control_pb2.Checkpoint] | None = None,
+        epoch: int | None = None,
+        unusable: Sequence[str] = (),
+    ) -> Reply:
+        """Answers the present Gather or Wait, with the checkpoints it sees (by default all of the job's).
+
+        `unusable`: names of directories that it sees with another manifest than the recorded one.
+        """
         directive = self.directive
         gather = directive.gather if directive.WhichOneof("order") == "gather" else None
         round_ = gather.round if gather is not None else directive.wait.round
@@ -99,7 +112,12 @@ class Node:
         )
         request.resume.digest = wanted.digest
         request.inventory.extend(self.job.sealed if sees is None else sees)
+        request.unusable.extend(control_pb2.UnusableCheckpoint(name=name, reason="checksum") for name in unusable)
         return self.job.call(request)
+
+    def sights(self) -> Reply:
+        """Does what a `sight` asks for."""
+        return self.job.call(control_pb2.SightedRequest(caller=self.caller(), ref=self.directive.sight))
 
     def beat(self) -> Reply:
         return self.job.call(control_pb2.HeartbeatRequest(caller=self.caller(number=0)))
@@ -308,7 +326,7 @@ class Driven:
     def held_up(self, seconds: float) -> None:
         """The master's own loop stands still."""
         self.now += seconds
-        self.event(HeldUp())
+        self.event(HeldUp(seconds))
 
     def scale(self, nodes: int) -> Reply:
         """A person asks for so many nodes."""
@@ -318,7 +336,7 @@ class Driven:
         """A new master process: over the stored job, or over an empty store."""
         self.now += 100.0
         if keep_store:
-            self.state = brain.recover(CODEC.decode(CODEC.encode(self.job)), self.job.generation + 1, self.now)
+            self.state = brain.recover(stored(self.job), self.job.generation + 1, self.now)
         else:
             self.state = brain.fresh("job", 1, embedded=self.embedded)
 
