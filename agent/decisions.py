@@ -94,6 +94,8 @@ def take(turn: Turn, event: ev.Event) -> None:
                     inconclusive=event.inconclusive,
                 ),
             )
+        case ev.Sighted():
+            turn.call("ReportSighted", control_pb2.SightedRequest(caller=turn.caller(), ref=event.ref))
         case ev.Pruned():
             turn.state.pruning = ()
             turn.call("ReportPruned", control_pb2.PrunedRequest(caller=turn.caller(), refs=event.refs))

@@ -102,6 +102,8 @@ class Effects:
                 self.conversion.stop(action.lease)
             case ev.Verify():
                 self.storage.verify(self.run_id, action.verification, self._verifying)
+            case ev.Look():
+                self.storage.sight(self.run_id, action.ref, self._mailbox.put)
             case ev.Prune():
                 self.storage.prune(self.run_id, action.refs, self._mailbox.put)
             case ev.WriteLatest():

@@ -177,6 +177,13 @@ class Pruned:
 
 
 @dataclass(frozen=True)
+class Sighted:
+    """The checkpoint that `Look` names is in sight."""
+
+    ref: control_pb2.CheckpointRef
+
+
+@dataclass(frozen=True)
 class Tick:
     """The time that `AgentState.wake` named has come."""
 
@@ -201,6 +208,7 @@ Event = (
     | VerificationMoved
     | VerificationDone
     | Pruned
+    | Sighted
     | Tick
 )
 
@@ -282,6 +290,13 @@ class Verify:
 
 
 @dataclass(frozen=True)
+class Look:
+    """Look for a checkpoint that another node has committed, for a bounded time; answer `Sighted` if it is there."""
+
+    ref: control_pb2.CheckpointRef
+
+
+@dataclass(frozen=True)
 class Prune:
     refs: tuple[control_pb2.CheckpointRef, ...]
 
@@ -332,6 +347,7 @@ Action = (
     | StartConversion
     | StopConversion
     | Verify
+    | Look
     | Prune
     | WriteLatest
     | Sweep

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
+import secrets
 import threading
 import time
 from collections import deque
@@ -23,15 +24,13 @@ from google.protobuf.message import Message
 from dalsegno.protos import control_pb2
 
 from .connection import PROTOCOL, RETRIED, Connector, Link, code_of, detail_of
+from .pace import HEARTBEAT_INTERVAL, Pace
 
 __all__ = ["CALL_TIMEOUT", "HEARTBEAT_INTERVAL", "Listener", "MasterClient", "OutboxFull"]
 
 # Seconds.
-HEARTBEAT_INTERVAL = 1.0
 CALL_TIMEOUT = 10.0
 _HEARTBEAT_TIMEOUT = 3.0
-# Between two progress reports; more often nobody reads them.
-_PROGRESS_INTERVAL = 0.1
 _FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 1.0
 # Silence after which the master counts as away.
 _AWAY_AFTER = 3.0
@@ -111,6 +110,9 @@ class MasterClient:
         self._job_id = job_id
         self._listener = listener
         self._clock = clock
+        # Other nodes may learn an incarnation, never this.
+        self._secret = secrets.token_bytes(16)
+        self._pace = Pace(clock(), clock())
         self._changed = threading.Condition()
         self._closing = threading.Event()
         self._queue: deque[_Waiting] = deque()
@@ -171,7 +173,7 @@ class MasterClient:
             self._incarnation = request.incarnation
             copied = control_pb2.RegisterRequest()
             copied.CopyFrom(request)
-            copied.job_id, copied.protocol = self._job_id, PROTOCOL
+            copied.job_id, copied.protocol, copied.secret = self._job_id, PROTOCOL, self._secret
             copied.generation = max(copied.generation, self._generation)
             later = [waiting for waiting in self._queue if waiting.method != "Register"]
             for waiting in later:
@@ -234,7 +236,7 @@ class MasterClient:
 
     def _fill(self, caller: control_pb2.Caller, number: int) -> None:
         caller.job_id, caller.node, caller.incarnation = self._job_id, self._node, self._incarnation
-        caller.request, caller.protocol = number, PROTOCOL
+        caller.request, caller.protocol, caller.secret = number, PROTOCOL, self._secret
 
     def _cancel_stream(self) -> None:
         if self._stream is not None:
@@ -362,29 +364,25 @@ class MasterClient:
     # ---- the pulse --------------------------------------------------------------------------------------------------
 
     def _pulse_loop(self) -> None:
-        beat_at = progress_at = self._clock()
         while True:
             with self._changed:
                 now = self._clock()
-                due = beat_at if self._progress is None else min(beat_at, progress_at)
                 if self._closing.is_set():
                     return
                 if not self._registered:
                     self._changed.wait()
-                    beat_at = self._clock()
+                    self._pace.begin(self._clock())
                     continue
+                due = self._pace.due(self._progress)
                 if now < due:
                     self._changed.wait(due - now)
                     continue
                 session = self._session
-                request: Message
-                if now >= beat_at:
-                    request = control_pb2.HeartbeatRequest(caller=control_pb2.Caller(epoch=self._epoch))
-                    beat_at = now + HEARTBEAT_INTERVAL
-                else:
-                    assert self._progress is not None
-                    request, self._progress = self._progress, None
-                    progress_at = now + _PROGRESS_INTERVAL
+                progress, self._progress = self._progress, None
+                request: Message = progress or control_pb2.HeartbeatRequest(
+                    caller=control_pb2.Caller(epoch=self._epoch)
+                )
+                self._pace.spoke(now, progress)
                 self._fill(self._caller(request), 0)
             self._beat(request, session)
 
@@ -406,6 +404,9 @@ class MasterClient:
             return
         if not self._heard(ack.generation):
             self._connector.failed(link)
+            return
+        with self._changed:
+            self._pace.told(ack)
 
     def _beat_failed(
         self, progress: control_pb2.ProgressRequest | None, link: Link, session: int, error: Exception

@@ -98,6 +98,8 @@ class AgentState:
     lease: int = 0
     verified: int = 0
     pruning: tuple[str, ...] = ()
+    # Digest of the checkpoint that this node was asked to look for last.
+    sighting: str = ""
     head: str = ""
     # The run has a committed checkpoint.
     has_head: bool = False

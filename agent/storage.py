@@ -31,7 +31,7 @@ from dalsegno.elastic.checkpoint import (
 from dalsegno.elastic.checkpoint.files import Meter, publish, read_published
 from dalsegno.protos import control_pb2
 
-from .events import ManifestRead, Pruned, VerificationDone, VerificationMoved
+from .events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
 
@@ -44,6 +44,8 @@ _FIRST_PAUSE, _LAST_PAUSE, _LAST_PATIENT_PAUSE = 0.1, 1.0, 8.0
 _VERIFY_PAUSES = (1.0, 3.0, 6.0, 10.0)
 # Between two words on how far a verification is, seconds.
 _MOVED_EVERY = 5.0
+# Between the looks for what another node has just sealed: file systems remember for up to a minute what was not there.
+_SIGHT_PAUSES = (0.5, 2.0, 5.0, 10.0, 20.0, 30.0)
 # A probe file is a token; more is not ours.
 _MAX_PROBE = 256
 
@@ -258,6 +260,25 @@ class Storage:
             else:
                 return VerificationDone(verification.number, not damage, damage)
         return VerificationDone(verification.number, False, problem, inconclusive=True)
+
+    def sight(self, run_id: str, ref: control_pb2.CheckpointRef, deliver: Callable[[Sighted], None]) -> None:
+        """Looks for a checkpoint that another node has sealed, as long as file systems take to show it."""
+
+        def work() -> None:
+            for pause in (0.0, *_SIGHT_PAUSES):
+                # A file that another machine makes gives no event over NFS.
+                if self._closing.wait(pause):
+                    return
+                try:
+                    read_sealed(self.directory.run(run_id) / ref.name, ref.digest)
+                except (CheckpointDamaged, OSError, ValueError) as error:
+                    logger.info("%s is not in sight: %s", ref.name, error)
+                else:
+                    deliver(Sighted(ref))
+                    return
+
+        # On a thread of its own: it may take a minute.
+        threading.Thread(target=work, name="storage-sight", daemon=True).start()
 
     def prune(self, run_id: str, refs: Sequence[control_pb2.CheckpointRef], deliver: Callable[[Pruned], None]) -> None:
         """Deletes retired checkpoints with their later forms. Delivers those that are gone; the others stay."""

@@ -71,9 +71,7 @@ class Turn:
     def is_rank_zero(self) -> bool:
         """Whether this node has group rank 0 in the world that it started last."""
         world = self.state.world
-        return (
-            world is not None and world.place.incarnation == self.state.incarnation and world.place.group_rank == 0
-        )
+        return world is not None and world.place.incarnation == self.state.incarnation and world.place.group_rank == 0
 
     def kill_workers(self) -> None:
         """They are stuck in a collective anyway: no grace."""

@@ -368,6 +368,7 @@ def verification(turn: Turn, node: Node, message: control_pb2.VerificationReport
 
 
 def pruned(turn: Turn, node: Node, message: control_pb2.PrunedRequest) -> Answer:
+    """Files of retired checkpoints are gone."""
     world = turn.job.world
     member = world.member(node.incarnation) if world is not None else None
     # Who was told to delete them; what another says is told again.

@@ -80,6 +80,9 @@ class Brain(Protocol[S]):
     def note(self, state: S, message: Any, now: float, /) -> tuple[Reply, bool]:
         """A heartbeat or progress: its reply, and whether the state wants a turn. Changes `state` in place."""
 
+    def admits(self, state: S, incarnation: str, secret: bytes, /) -> bool:
+        """Whether this is the agent that registered the incarnation, as far as it is known."""
+
     def held_up(self, state: S, seconds: float, now: float, /) -> None:
         """The loop stood still for so long until now."""
 
@@ -182,6 +185,10 @@ class Driver:
             # It only reads: what cannot be shown is no reason to stop the job.
             log.exception("the master cannot say how the job stands")
             return Reply("INTERNAL", f"the master cannot say how the job stands: {error!r}", None)
+
+    def admits(self, incarnation: str, secret: bytes) -> bool:
+        """Whether who knows this secret may watch for the incarnation. One that nobody knows learns just that."""
+        return self._brain.admits(self._state, incarnation, secret)
 
     def _note(self, message: Message, now: float) -> Reply:
         if self._stopping:

@@ -106,7 +106,9 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     if len(ready) >= turn.job.most_nodes:
         return True
     enough = bool(select(turn, ready))
-    if enough and turn.job.quiet and gathering.complete_at is None:
+    if not enough or not turn.job.quiet:
+        gathering.complete_at = None
+    elif gathering.complete_at is None:
         gathering.complete_at = turn.now
     if waited_for:
         return False

@@ -11,6 +11,7 @@ from .calls import Noted
 from .codec import JobCodec
 from .events import Event, Reply
 from .live import State
+from .registration import proves
 from .state import Job, Settings
 from .store import Rows, StoreError
 from .views import Common, directive_of
@@ -50,6 +51,10 @@ class JobBrain:
 
     def note(self, state: State, message: Noted, now: float) -> tuple[Reply, bool]:
         return brain.note(state, message, now)
+
+    def admits(self, state: State, incarnation: str, secret: bytes) -> bool:
+        node = state.job.node_by(incarnation)
+        return node is None or proves(node, secret)
 
     def held_up(self, state: State, seconds: float, now: float) -> None:
         brain.held_up(state, seconds, now)

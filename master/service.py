@@ -18,8 +18,8 @@ from .watchers import End, Watchers
 
 __all__ = ("PROTOCOL", "ControlService")
 
-# Raised when an older master would misunderstand a newer agent.
-PROTOCOL = 1
+# Raised when an older master would misunderstand a newer agent. 2: a world names only the place of who is told of it.
+PROTOCOL = 2
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -41,6 +41,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.Directive]:
         caller = request.caller
         await self._check(caller.job_id, caller.protocol, context)
+        if not self._driver.admits(caller.incarnation, caller.secret):
+            await context.abort(
+                grpc.StatusCode.PERMISSION_DENIED, f"only the agent that registered {caller.node} may watch for it"
+            )
         watcher = self._watchers.open(caller.node, caller.incarnation)
         watcher.opened = self._driver.tell(StreamOpened(caller.node, caller.incarnation))
         try:

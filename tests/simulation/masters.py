@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from .world import Simulation
 
 
-
 def encoded(job: Job) -> dict[str, bytes]:
     return JobCodec.everything(job)
 
 
 def decoded(rows: dict[str, bytes]) -> Job:
     return JobCodec().decode(rows)
+
 
 HELD_UP_AFTER = 1.0
 TICK_PAUSE = 0.01

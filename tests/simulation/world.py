@@ -120,9 +120,7 @@ class Simulation:
         run = self.collectives.get(world.epoch)
         if run is None:
             run = self.collectives[world.epoch] = Collective(self, world)
-        self.ledger.require(
-            shared(run.world) == shared(world), "one world per epoch", f"epoch {world.epoch}"
-        )
+        self.ledger.require(shared(run.world) == shared(world), "one world per epoch", f"epoch {world.epoch}")
         return run.join(agent, world)
 
     # ---- the schedule -----------------------------------------------------------------------------------------------

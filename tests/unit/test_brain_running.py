@@ -352,7 +352,7 @@ def test_advancing_peers_prove_a_silent_node_alive() -> None:
 
 
 def test_a_deaf_master_declares_nobody_dead() -> None:
-    """When it hears no agent at all, each gets a node-timeout and some time to come back from the first that it hears."""
+    """When it hears no agent at all, each gets a node-timeout, and time to come back, from the first that it hears."""
     job = Driven()
     a, b = job.start(2)
     job.silent |= {a.incarnation, b.incarnation}

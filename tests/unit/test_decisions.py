@@ -66,10 +66,12 @@ class Agent:
 
 def world(epoch: int = 1, rank: int = 0, resume: int = 0, nproc: int = 1) -> control_pb2.World:
     """Two nodes; this agent has group rank `rank`."""
-    made = control_pb2.World(epoch=epoch, run_id="run-0001", store_host="h", store_port=1)
-    for number in range(2):
-        incarnation = ME if number == rank else f"other.{number}"
-        made.members.add(node=f"n{number}", incarnation=incarnation, nproc=nproc, group_rank=number)
+    made = control_pb2.World(
+        epoch=epoch, run_id="run-0001", store_host="h", store_port=1, nodes=2, world_size=2 * nproc
+    )
+    made.place.MergeFrom(
+        control_pb2.Place(node=f"n{rank}", incarnation=ME, group_rank=rank, first_rank=rank * nproc, nproc=nproc)
+    )
     if resume:
         made.resume.source.step = resume
         made.resume.source.ref.digest = f"digest {resume}"
