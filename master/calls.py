@@ -129,7 +129,7 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
     presence = turn.presence(node)
     if presence.joined is None:
         presence.joined = turn.heard
-        if not live.gathering.is_crash_looping(node.name):
+        if not live.gathering.is_crash_looping(node.name, turn.now):
             live.last_arrival = turn.now
         conversion.unblock(turn)
         conversion.verify_at_once(turn)

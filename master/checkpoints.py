@@ -190,7 +190,7 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
         if message.form == control_pb2.FORM_UNIVERSAL:
             forms.append(message)
         elif message.epoch == job.epoch and job.epoch and job.checkpoint(message.ref.digest) is None:
-            refused = record_commit(turn, message, by.name) if may_tell(job, by) else "it is told by a stranger"
+            refused = record_commit(turn, message, by.name) if may_tell(turn, by) else "it is told by a stranger"
             if not refused:
                 turn.notice(f"{message.ref.name} was sealed but not yet recorded: it counts")
         elif message.epoch < job.epoch and job.checkpoint(message.ref.digest) is None:
@@ -200,12 +200,13 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
         record_form(job, message)
 
 
-def may_tell(job: Job, node: Node) -> bool:
-    """Whether this node's word counts for what the last epoch sealed."""
-    world = job.world
+def may_tell(turn: Turn, node: Node) -> bool:
+    """Whether this node's word counts for what the last epoch sealed: where none of that epoch is here to tell."""
+    job, world = turn.job, turn.job.world
     if world is None or world.member(node.incarnation) is not None:
         return True
-    return not any(job.node_by(member.incarnation) for member in world.members)
+    known = (job.node_by(member.incarnation) for member in world.members)
+    return not any(member is not None and turn.presence(member).spoke and turn.is_fresh(member) for member in known)
 
 
 def note_late(turn: Turn, late: list[control_pb2.Checkpoint]) -> None:

@@ -107,7 +107,8 @@ def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
 def nobody_waits_for(turn: Turn, node: Node) -> bool:
     """It has not answered, and gathering goes on without it."""
     gathering = turn.live.gathering
-    return node.name in gathering.overdue or gathering.is_crash_looping(node.name) or turn.is_held(node)
+    loops = gathering.is_crash_looping(node.name, turn.now)
+    return node.name in gathering.overdue or loops or turn.is_held(node)
 
 
 def block(turn: Turn, conversion: Conversion) -> None:

@@ -14,6 +14,10 @@ from .state import Job
 __all__ = ("EpochLife", "Gathering", "Live", "Presence", "State")
 
 
+# Losses of one name that lie so close together are a loop (seconds).
+CRASH_LOOP = 60.0
+
+
 @dataclass
 class Presence:
     """One registered node, as this process hears it."""
@@ -81,16 +85,19 @@ class Gathering:
     # When each node was first asked, and who has not answered in time.
     asked: dict[str, float] = field(default_factory=dict)
     overdue: set[str] = field(default_factory=set)
-    # How often each name was lost in this round: one that comes back again and again holds nobody up.
-    lost: dict[str, int] = field(default_factory=dict)
+    # When each name was lost in this round: one that comes back again and again holds nobody up.
+    lost: dict[str, tuple[float, ...]] = field(default_factory=dict)
     # Since when only the quiet time holds the opening up.
     complete_at: float | None = None
     # Since when nobody has had the resume point in sight.
     unseen: float | None = None
 
-    def is_crash_looping(self, name: str) -> bool:
-        """Lost in this very round, and more than once."""
-        return self.lost.get(name, 0) > 1
+    def is_crash_looping(self, name: str, now: float) -> bool:
+        """Lost in this very round, lately, and more than once."""
+        return sum(now - at < CRASH_LOOP for at in self.lost.get(name, ())) > 1
+
+    def note_loss(self, name: str, now: float) -> None:
+        self.lost[name] = (*self.lost.get(name, ()), now)[-2:]
 
 
 @dataclass

@@ -59,7 +59,8 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
     broken: dict[str, list[str]] = {}
     for node, how in dead:
         drop(turn, node)
-        live.gathering.lost[node.name] = live.gathering.lost.get(node.name, 0) + 1
+        if not node.leaving:
+            live.gathering.note_loss(node.name, turn.now)
         member = world.member(node.incarnation) if world is not None else None
         if member is None or job.part(member) is Part.LOST:
             if member is None and not node.leaving:
@@ -279,7 +280,7 @@ def expected(turn: Turn) -> list[Node]:
         if not is_candidate(turn, node) or turn.is_held(node):
             continue
         if not has_answered(turn, node):
-            if node.name in gathering.overdue or gathering.is_crash_looping(node.name):
+            if node.name in gathering.overdue or gathering.is_crash_looping(node.name, turn.now):
                 continue
             asked = gathering.asked.setdefault(node.name, turn.heard)
             if turn.overdue(asked + job.settings.join_timeout):

@@ -105,7 +105,7 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest, remark: str) -> Node
     job.nodes.put(node.name, node)
     live.nodes[node.name] = Presence(turn.heard)
     membership.hear(turn, node)
-    if not live.gathering.is_crash_looping(node.name):
+    if not live.gathering.is_crash_looping(node.name, turn.now):
         live.last_arrival = turn.now
     return node
 
