@@ -44,7 +44,7 @@ CLOSED_GRACE = 1.0
 STEADY_PERCENT, STEADY_NODES = 15.0, 1000
 REPORTERS, REPORT_EVERY, REPORT_SECONDS = 50, 0.1, 10.0
 # How large the record is when a commit's cost is looked at, over how many commits, and how long all of them may take.
-MARKS, LAST_COMMITS, COMMITS_SECONDS = (100, 1_000, 3_000, 10_000), 50, 120.0
+MARKS, LAST_COMMITS, RECORD_SECONDS = (100, 1_000, 3_000, 10_000), 50, 240.0
 RECORD_NODES = 10
 ROLES = ["one", "half", "stay"]
 
@@ -259,36 +259,40 @@ def measure(results: Results, nodes: int, options: Options) -> None:
 
 
 def record(options: Options) -> list[Row]:
-    """What a commit costs the more the longer the record is, where all checkpoints are kept."""
+    """What a commit and a heartbeat cost the more the longer the record is, where all checkpoints are kept."""
     rows: list[Row] = []
-    end = time.monotonic() + COMMITS_SECONDS
+    end = time.monotonic() + RECORD_SECONDS
     with Cluster(settings(RECORD_NODES, options, keep_checkpoints=0)) as cluster:
-        scenes = Scenes(RECORD_NODES, options, cluster, Results())
-        scenes.form()
+        Scenes(RECORD_NODES, options, cluster, Results()).form()
         done = 0
         for mark in [mark for mark in MARKS if mark < options.commits] + [options.commits]:
-            done += _commits(cluster, mark - LAST_COMMITS - done, end)
-            before, began = cluster.master.cpu(), time.monotonic()
-            count = _commits(cluster, mark - done, end)
+            done += _calls(cluster, True, mark - LAST_COMMITS - done, end)[0]
+            count, cpu, took = _calls(cluster, True, mark - done, end)
             done += count
+            _, beat, _ = _calls(cluster, False, LAST_COMMITS, end)
             if not count:
                 break
-            cpu = 1000 * (cluster.master.cpu() - before) / count
-            seconds = 1000 * (time.monotonic() - began) / count
-            size = sum(path.stat().st_size for path in cluster.folder.glob("master.sqlite*"))
-            rows.append({"checkpoints": done, "a commit: master CPU (ms)": cpu, "took (ms)": seconds})
-            rows[-1] |= {"store (KiB)": size / 1024, "master MiB": cluster.master.memory()}
+            size = sum(path.stat().st_size for path in cluster.folder.glob("master.sqlite*")) / 1024
+            rows.append({"checkpoints": done, "master's CPU for a commit (ms)": cpu, "a commit takes (ms)": took})
+            rows[-1] |= {"for a heartbeat (ms)": beat, "store (KiB)": size, "master MiB": cluster.master.memory()}
             print(shown(rows[-1]), flush=True)
+        cluster.master.close()
+        began = time.monotonic()
+        cluster.start_master()
+        rows[-1]["restart (s)"] = time.monotonic() - began
     return rows
 
 
-def _commits(cluster: Cluster, count: int, end: float) -> int:
-    """How many were made."""
+def _calls(cluster: Cluster, commits: bool, count: int, end: float) -> tuple[int, float, float]:
+    """How many calls one node made, one after the other, and milliseconds for each: of CPU, and in all."""
     left = end - time.monotonic()
     if count <= 0 or left <= 0:
-        return 0
-    told = cluster.ask("one", "commits", count=count, seconds=left)
-    return int(told["waits"].get("CommitCheckpoint", {}).get("count", 0))
+        return 0, 0.0, 0.0
+    before, began = cluster.master.cpu(), time.monotonic()
+    told = cluster.ask("one", "calls", commits=commits, count=count, seconds=left)
+    done = int(told["waits"].get("CommitCheckpoint" if commits else "Heartbeat", {}).get("count", 0))
+    each = 1000 / max(1, done)
+    return done, each * (cluster.master.cpu() - before), each * (time.monotonic() - began)
 
 
 def growth(results: Results) -> list[Row]:
@@ -323,19 +327,20 @@ def main(arguments: Sequence[str] = ()) -> int:
     flags.add_argument("--commits", type=int, default=MARKS[-1], help="of the longest record; 0: none (%(default)s)")
     given = flags.parse_args(arguments)
     options = Options([int(n) for n in given.nodes.split(",")], given.steady, given.node_timeout, given.commits)
+    if min(options.nodes) < len(ROLES) or 0 < options.commits < 2 * LAST_COMMITS:
+        flags.error(f"at least {len(ROLES)} nodes and {2 * LAST_COMMITS} commits")
     results = Results()
     for nodes in options.nodes:
         measure(results, nodes, options)
-    records = record(options) if options.commits else []
     told = {"steady_s": options.steady, "node_timeout_s": options.node_timeout}
     report("rendezvous", results.rows, title="One master and N nodes on the same cores", settings=told)
-    for name, rows, title in (
-        ("rendezvous_calls", results.calls, "How long calls wait"),
-        ("rendezvous_growth", growth(results), "How it grows with the number of nodes"),
-        ("rendezvous_record", records, f"What a commit costs with --keep-checkpoints=0, {RECORD_NODES} nodes"),
-    ):
-        if rows:
-            report(name, rows, title=title, settings=told)
+    if results.calls:
+        report("rendezvous_calls", results.calls, title="How long calls wait", settings=told)
+    if grown := growth(results):
+        report("rendezvous_growth", grown, title="How it grows with the number of nodes", settings=told)
+    if options.commits:
+        title = f"A record of many checkpoints (--keep-checkpoints=0), {RECORD_NODES} nodes"
+        report("rendezvous_record", record(options), title=title, settings=told)
     return 0
 
 

@@ -125,11 +125,12 @@ class Swarm:
             await node.beat()
             await asyncio.sleep(PROBE_EVERY)
 
-    async def do_commits(self, count: int, seconds: float) -> None:
-        """So many commits of the first node, one after the other, as far as the time goes."""
+    async def do_calls(self, commits: bool, count: int, seconds: float) -> None:
+        """So many commits, or heartbeats, of the first node, one after the other, as far as the time goes."""
         end = time.monotonic() + seconds
+        call = self.nodes[0].commit if commits else self.nodes[0].beat
         for _ in range(count):
-            if time.monotonic() > end or not await self.nodes[0].commit():
+            if time.monotonic() > end or not await call():
                 return
 
     def report(self) -> dict[str, Any]:

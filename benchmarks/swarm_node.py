@@ -30,7 +30,8 @@ from dalsegno.protos import control_pb2 as pb
 __all__ = ("Node", "Observer")
 
 SERVICE = "/dalsegno.control.v1.Control/"
-METHODS = ("Register", "Join", "Heartbeat", "ReportProgress", "ReportWarm", "ReportDrained", "ReportPruned")
+METHODS = ("Register", "Join", "Heartbeat", "ReportProgress", "ReportWarm", "ReportDrained")
+METHODS += ("ReportPruned", "CommitCheckpoint")
 HEARTBEAT_TIMEOUT = 3.0
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 # A name that its predecessor still holds is asked for again; in seconds.
@@ -294,12 +295,12 @@ class Node:
         self.step += 1
         await self.call("ReportProgress", self._progress().SerializeToString(), HEARTBEAT_TIMEOUT)
 
-    async def beat(self) -> bytes | None:
-        """A heartbeat out of turn."""
-        return await self.call("Heartbeat", self._beat, CALL_TIMEOUT)
+    async def beat(self) -> bool:
+        """A heartbeat out of turn; whether it was answered."""
+        return await self.call("Heartbeat", self._beat, CALL_TIMEOUT) is not None
 
     async def commit(self) -> bool:
-        """Records a checkpoint of one more step, once."""
+        """Records a checkpoint of one more step; whether the master took it."""
         self.step += 1
         checkpoint = pb.Checkpoint(
             ref=pb.CheckpointRef(name=f"step-{self.step}.e{self.epoch}.0", digest=secrets.token_hex(32)),
@@ -315,15 +316,7 @@ class Node:
             generation=self.generation,
         )
         request = pb.CommitRequest(caller=self._next_caller(), checkpoint=checkpoint)
-        call = self._channel.unary_unary(SERVICE + "CommitCheckpoint")
-        began = time.monotonic()
-        try:
-            await call(request.SerializeToString(), timeout=CALL_TIMEOUT)
-        except grpc.aio.AioRpcError as error:
-            self._note("CommitCheckpoint", error)
-            return False
-        self.observer.answered("CommitCheckpoint", time.monotonic() - began)
-        return True
+        return await self.call("CommitCheckpoint", request.SerializeToString(), CALL_TIMEOUT) is not None
 
     def _send(self, method: str, request: Message | None) -> None:
         """Into the outbox. None: the progress as it will be when its turn comes."""
@@ -353,6 +346,8 @@ class Node:
                 self._note(method, error)
                 if self._fenced:
                     raise Fenced from error
+                if method == "Register" and error.code() not in (*RETRIED, grpc.StatusCode.ALREADY_EXISTS):
+                    raise  # Settings that make no sense: no simulated node mends that.
                 if error.code() not in RETRIED:
                     return None
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
