@@ -23,7 +23,7 @@ from google.protobuf import json_format
 from dalsegno.protos import control_pb2 as pb
 from tests.support import local_processes as processes
 
-__all__ = ("PATIENCE", "Cluster", "World")
+__all__ = ("PATIENCE", "Cluster", "SceneFailed", "World")
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB = "rendezvous"
@@ -35,6 +35,10 @@ TICK = os.sysconf("SC_CLK_TCK")
 
 T = TypeVar("T")
 Event = dict[str, Any]
+
+
+class SceneFailed(Exception):
+    """What was waited for did not come, or cannot come any more; one line."""
 
 
 class World(NamedTuple):
@@ -52,6 +56,7 @@ class Process:
 
     def __init__(self, command: list[str], console: Path) -> None:
         self.console = console
+        self.closing = False
         with console.open("ab") as errors:
             self._process = subprocess.Popen(
                 command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
@@ -89,6 +94,7 @@ class Process:
         return int(fields[21]) * os.sysconf("SC_PAGE_SIZE") / 2**20 if fields else 0.0
 
     def close(self) -> None:
+        self.closing = True
         self._process.kill()
         self._process.wait(30)
         self._reader.join(30)
@@ -101,7 +107,8 @@ class Process:
 class Master(Process):
     """`dlrover-master` as a user starts it."""
 
-    def __init__(self, folder: Path, port: int) -> None:
+    def __init__(self, folder: Path, port: int, ended: Callable[[str], None]) -> None:
+        self._ended = ended
         script = str(Path(sysconfig.get_path("scripts")) / "dlrover-master")
         command = [script, f"--job-id={JOB}", f"--store=sqlite:///{folder / 'master.sqlite'}", f"--port={port}"]
         command += [f"--log-file={folder / 'master.log'}"]
@@ -113,6 +120,11 @@ class Master(Process):
             self.close()
             raise RuntimeError(f"the master did not start: {self.console.read_text(errors='replace')[-2000:]}")
         self.address: str = json.loads(line)["address"]
+
+    def said(self, line: str) -> None:
+        super().said(line)
+        if not line and not self.closing:
+            self._ended(last_line(self.console))
 
 
 class SwarmProcess(Process):
@@ -144,7 +156,8 @@ class Cluster:
         self._started = 0
         self._events: list[tuple[SwarmProcess, Event]] = []
         self._changed = threading.Condition()
-        self._broken = ""
+        # What ends every wait: a client that broke is a fault of the benchmark, a master that ended is a finding.
+        self._broken: Exception | None = None
 
     def __enter__(self) -> Cluster:
         self._folder = tempfile.TemporaryDirectory(prefix="rendezvous-")
@@ -164,7 +177,7 @@ class Cluster:
 
     def start_master(self) -> None:
         """Also again, on the same port and store."""
-        self.master = Master(self.folder, self.port)
+        self.master = Master(self.folder, self.port, self.master_ended)
         self.address = self.master.address
 
     def start(self, role: str, count: int) -> SwarmProcess:
@@ -190,18 +203,23 @@ class Cluster:
         with self._changed:
             self._events.append((swarm, event))
             if event["event"] == "broken":
-                self._broken = f"a node of {swarm.prefix} broke: {event['error']}"
+                self._broken = RuntimeError(f"a node of {swarm.prefix} broke: {event['error']}")
+            self._changed.notify_all()
+
+    def master_ended(self, why: str) -> None:
+        with self._changed:
+            self._broken = self._broken or SceneFailed(f"the master ended: {why}")
             self._changed.notify_all()
 
     def wait(self, find: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
-        """What `find` gives, as soon as it is not None. Raises TimeoutError, and RuntimeError for a broken client."""
+        """What `find` gives, as soon as it is not None. Raises SceneFailed, and RuntimeError for a broken client."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while (found := find()) is None:
-                if self._broken:
-                    raise RuntimeError(self._broken)
+                if self._broken is not None:
+                    raise self._broken
                 if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
-                    raise TimeoutError(f"{what}: not within {seconds:.0f} s")
+                    raise SceneFailed(f"{what}: not within {seconds:.0f} s")
         return found
 
     def world(self, roles: list[str], since: float = 0.0, seconds: float = PATIENCE) -> World:
@@ -224,17 +242,15 @@ class Cluster:
 
     def noticed(self, epoch: int, roles: list[str], seconds: float) -> float:
         """When the first of these nodes was told that the world `epoch` is over."""
+        return self.wait(lambda: self.ended_at(epoch, roles), f"the end of the world of epoch {epoch}", seconds)
+
+    def ended_at(self, epoch: int, roles: list[str]) -> float | None:
+        """The same if it was so by now."""
         prefixes = {self.swarms[role].prefix for role in roles}
-
-        def find() -> float | None:
-            times = [
-                event["at"]
-                for swarm, event in self._events
-                if event["event"] == "left" and event["epoch"] == epoch and swarm.prefix in prefixes
-            ]
-            return min(times, default=None)
-
-        return self.wait(find, f"the end of the world of epoch {epoch}", seconds)
+        with self._changed:
+            left = [(swarm.prefix, event) for swarm, event in self._events if event["event"] == "left"]
+        times = [event["at"] for prefix, event in left if event["epoch"] == epoch and prefix in prefixes]
+        return min(times, default=None)
 
     def ask(self, role: str, do: str = "report", **fields: Any) -> Event:
         """An order and its answer."""
@@ -259,6 +275,12 @@ class Cluster:
             return None
 
         return self.wait(find, f"the answer of {swarm.prefix}", seconds + PATIENCE)
+
+
+def last_line(path: Path) -> str:
+    """Of a console; "" where nothing was written."""
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _free_port() -> int:

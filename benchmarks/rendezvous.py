@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.cluster import PATIENCE, Cluster, World
+from benchmarks.cluster import PATIENCE, Cluster, SceneFailed, World
 from benchmarks.results import report
 from dalsegno.agent.config import DEFAULT_SETTINGS
 from dalsegno.protos import control_pb2 as pb
@@ -169,7 +169,9 @@ class Scenes:
         began, before, clients = time.monotonic(), self.cluster.master.cpu(), self._clients()
         try:
             yield row
-        except TimeoutError as error:
+            if row["formed (s)"] is None and self.cluster.ended_at(self.epoch, ROLES) is not None:
+                raise SceneFailed("the world ended, although nothing happened")
+        except SceneFailed as error:
             row["failed"] = str(error)
             raise
         finally:
@@ -250,10 +252,10 @@ def measure(results: Results, nodes: int, options: Options) -> None:
             scenes = Scenes(nodes, options, cluster, results)
             try:
                 scenes.form()
-            except TimeoutError:
+            except SceneFailed:
                 results.rows[-1]["remark"] += f"; {len(waiting)} scenes left out"
                 return
-            with contextlib.suppress(TimeoutError):
+            with contextlib.suppress(SceneFailed):
                 while waiting:
                     waiting.pop(0)(scenes)
 

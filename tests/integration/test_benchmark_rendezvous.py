@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import signal
+
 import pytest
 
 from benchmarks import rendezvous
-from benchmarks.rendezvous import Options, Results
+from benchmarks.cluster import Cluster, SceneFailed
+from benchmarks.rendezvous import Options, Results, Scenes
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -49,6 +52,20 @@ def test_the_record_grows_by_commits(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = rendezvous.record(Options([], steady=0.0, node_timeout=NODE_TIMEOUT, commits=100))
     assert [row["checkpoints"] for row in rows] == [60, 100]
     assert rows[-1]["restart (s)"] > 0
+
+
+def test_a_master_that_ends_is_a_finding() -> None:
+    """A scene whose master dies fails at once and says so, instead of waiting for its limit."""
+    options = Options([3], steady=0.0, node_timeout=NODE_TIMEOUT, commits=0)
+    results = Results()
+    with Cluster(rendezvous.settings(3, options)) as cluster:
+        scenes = Scenes(3, options, cluster, results)
+        scenes.form()
+        cluster.master.signal(signal.SIGKILL)
+        with pytest.raises(SceneFailed, match="the master ended"):
+            scenes.one_closed()
+    assert [row["kept"] for row in results.rows] == ["yes", "no"]
+    assert "the master ended" in results.rows[1]["remark"]
 
 
 def test_nodes_that_cannot_take_part_end_the_measurement() -> None:

@@ -9,6 +9,7 @@ import pytest
 
 import benchmarks.__main__ as command
 from benchmarks import rendezvous
+from benchmarks.cluster import SceneFailed
 from benchmarks.rendezvous import Options, Results, Scenes, counts, exponent, growth, judged
 from benchmarks.swarm import spread
 
@@ -66,7 +67,7 @@ def test_after_a_failed_scene_the_next_has_a_new_cluster(monkeypatch: pytest.Mon
         def run(self: Scenes) -> None:
             seen.append(name)
             if name == "one_closed":
-                raise TimeoutError(name)
+                raise SceneFailed(name)
 
         return run
 
