@@ -278,6 +278,8 @@ def record(options: Options) -> list[Row]:
             rows.append({"checkpoints": done, "master's CPU for a commit (ms)": cpu, "a commit takes (ms)": took})
             rows[-1] |= {"for a heartbeat (ms)": beat, "store (KiB)": size, "master MiB": cluster.master.memory()}
             print(shown(rows[-1]), flush=True)
+        if not rows:
+            return [{"checkpoints": done, "remark": f"no more within {RECORD_SECONDS:.0f} s"}]
         cluster.master.close()
         began = time.monotonic()
         cluster.start_master()

@@ -99,7 +99,7 @@ class Swarm:
         """Nothing but the answer."""
 
     async def do_progress(self, nodes: int, every: float, seconds: float) -> None:
-        """So many of the nodes report steps, each at that pace."""
+        """So many of the nodes report steps, each at that pace, or as often as the master lets them."""
         end = time.monotonic() + seconds
 
         async def report(node: Node, first: float) -> None:
@@ -107,7 +107,7 @@ class Swarm:
             while due < end:
                 await asyncio.sleep(due - time.monotonic())
                 await node.progress()
-                due = max(due + every, time.monotonic())
+                due = max(due + max(every, node.pace), time.monotonic())
 
         chosen = self.nodes[:nodes]
         now = time.monotonic()

@@ -31,12 +31,12 @@ __all__ = ("Node", "Observer")
 
 SERVICE = "/dalsegno.control.v1.Control/"
 METHODS = ("Register", "Join", "Heartbeat", "ReportProgress", "ReportWarm", "ReportDrained")
-METHODS += ("ReportPruned", "CommitCheckpoint")
+METHODS += ("ReportPruned", "ReportSighted", "CommitCheckpoint")
 HEARTBEAT_TIMEOUT = 3.0
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 # A name that its predecessor still holds is asked for again; in seconds.
 NAME_PAUSE = 0.5
-# A world without steps is taken for stuck: every so many heartbeats a reporting node says that its ranks are busy. Not
+# A world without steps is taken for stuck: so often a reporting node says that its ranks are busy (seconds). Not
 # that they make steps: those are collectives, so the master takes them for a proof that silent nodes live.
 BUSY_EVERY = 10
 # What a node claims that its longest step took; in seconds.
@@ -100,8 +100,12 @@ class Node:
         self._joined: tuple[int, str] | None = None
         self._drained = 0
         self._pruned: tuple[str, ...] = ()
+        self._sighted = ""
         self._fenced = False
         self._beat = b""
+        # Seconds between two heartbeats, and two reports of steps: as agents like, until the master says otherwise.
+        self._heartbeat = HEARTBEAT_INTERVAL
+        self.pace = 0.0
 
     # ---- its life ---------------------------------------------------------------------------------------------------
 
@@ -153,18 +157,20 @@ class Node:
                 sender.cancel()
 
     async def _pulse(self) -> None:
-        """A heartbeat each interval, at a phase of its own."""
+        """A heartbeat each interval, at a phase of its own, whatever else is said."""
         loop = asyncio.get_running_loop()
-        due = loop.time() + random.random() * HEARTBEAT_INTERVAL
+        due = loop.time() + random.random() * self._heartbeat
+        busy = loop.time() + BUSY_EVERY
         count = 0
         while not self._fenced:
             await asyncio.sleep(due - loop.time())
             await self.call("Heartbeat", self._beat, HEARTBEAT_TIMEOUT)
             count += 1
-            if self.reports and self.epoch and count % BUSY_EVERY == 0:
+            if self.reports and self.epoch and loop.time() >= busy:
+                busy = loop.time() + BUSY_EVERY
                 await self.call("ReportProgress", self._progress(beats=count).SerializeToString(), HEARTBEAT_TIMEOUT)
             # One that took long is not made up for: agents have one at a time under way.
-            due = max(due + HEARTBEAT_INTERVAL, loop.time())
+            due = max(due + self._heartbeat, loop.time())
 
     async def _watch_on(self) -> None:
         """The stream of directives, opened again whenever it breaks."""
@@ -225,6 +231,7 @@ class Node:
             case "fenced":
                 self._set_fenced()
         self._prune(directive)
+        self._sight(directive)
 
     def _join(self, round_: int, resume: pb.CheckpointRef) -> None:
         if self._joined == (round_, resume.digest):
@@ -266,6 +273,13 @@ class Node:
         if names and names != self._pruned:
             self._send("ReportPruned", pb.PrunedRequest(caller=self.caller(), refs=directive.prune))
         self._pruned = names
+
+    def _sight(self, directive: pb.Directive) -> None:
+        """A checkpoint that another node has committed is in sight at once. Older masters do not ask."""
+        ref = getattr(directive, "sight", None)
+        if ref is not None and ref.digest not in ("", self._sighted):
+            self._sighted = ref.digest
+            self._send("ReportSighted", pb.SightedRequest(caller=self.caller(), ref=ref))
 
     # ---- what it says -----------------------------------------------------------------------------------------------
 
@@ -362,7 +376,15 @@ class Node:
             self._note(method, error)
             return None
         self.observer.answered(method, time.monotonic() - began)
+        if method in ("Heartbeat", "ReportProgress"):
+            self._told(reply)
         return reply
+
+    def _told(self, reply: bytes) -> None:
+        """The master wants to be spoken to as often as this; older ones say nothing of it."""
+        ack = pb.Ack.FromString(reply)
+        self._heartbeat = max(HEARTBEAT_INTERVAL, getattr(ack, "heartbeat_seconds", 0.0))
+        self.pace = getattr(ack, "progress_seconds", 0.0)
 
     def _note(self, method: str, error: grpc.aio.AioRpcError) -> None:
         """Counts an error; one kind of them ends this incarnation."""
