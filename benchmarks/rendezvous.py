@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import signal
 import statistics
 import sys
 import time
@@ -333,6 +334,8 @@ def main(arguments: Sequence[str] = ()) -> int:
     options = Options([int(n) for n in given.nodes.split(",")], given.steady, given.node_timeout, given.commits)
     if min(options.nodes) < len(ROLES) or 0 < options.commits < 2 * LAST_COMMITS:
         flags.error(f"at least {len(ROLES)} nodes and {2 * LAST_COMMITS} commits")
+    # Ended by a signal it still ends the processes that it has started, stopped ones too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results = Results()
     for nodes in options.nodes:
         measure(results, nodes, options)
