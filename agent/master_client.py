@@ -357,6 +357,7 @@ class MasterClient:
                 return
             self._node = reply.node
             self._registered = True
+            self._pace.told(reply.pace)
             incarnation = self._incarnation
             self._changed.notify_all()
         self._listener.registered(incarnation, reply)
@@ -382,7 +383,7 @@ class MasterClient:
                 request: Message = progress or control_pb2.HeartbeatRequest(
                     caller=control_pb2.Caller(epoch=self._epoch)
                 )
-                self._pace.spoke(now, progress)
+                self._pace.spoke(now, progress, random.random())
                 self._fill(self._caller(request), 0)
             self._beat(request, session)
 
@@ -406,7 +407,7 @@ class MasterClient:
             self._connector.failed(link)
             return
         with self._changed:
-            self._pace.told(ack)
+            self._pace.told(ack.pace)
 
     def _beat_failed(
         self, progress: control_pb2.ProgressRequest | None, link: Link, session: int, error: Exception

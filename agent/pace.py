@@ -14,6 +14,8 @@ HEARTBEAT_INTERVAL = 1.0
 PROGRESS_INTERVAL = 0.1
 # What the master may ask for at most.
 _LONGEST = 60.0
+# The share of the interval by which a heartbeat may be early.
+_JITTER = 0.3
 # So many reports of an epoch go out at once: that the script has a session, its first step.
 _FIRST_REPORTS = 3
 
@@ -44,9 +46,9 @@ class Pace:
         says = _beside_the_step(progress)
         return says != self.said or self.reports < _FIRST_REPORTS
 
-    def spoke(self, now: float, progress: control_pb2.ProgressRequest | None) -> None:
-        """A word goes out."""
-        self.beat_at = now + self.heartbeat
+    def spoke(self, now: float, progress: control_pb2.ProgressRequest | None, jitter: float = 0.0) -> None:
+        """A word goes out. `jitter`, 0 to 1: agents that were told the same pace at once must not stay in step."""
+        self.beat_at = now + self.heartbeat * (1 - _JITTER * jitter)
         if progress is None:
             return
         self.progress_at = now + self.progress
@@ -57,12 +59,12 @@ class Pace:
         self.said = says
         self.reports += 1
 
-    def told(self, ack: control_pb2.Ack) -> None:
+    def told(self, pace: control_pb2.Pace) -> None:
         """The master wants to be spoken to as often as this."""
-        if ack.heartbeat_seconds > 0:
-            self.heartbeat = min(max(HEARTBEAT_INTERVAL, ack.heartbeat_seconds), _LONGEST)
-        if ack.progress_seconds > 0:
-            self.progress = min(max(PROGRESS_INTERVAL, ack.progress_seconds), _LONGEST)
+        if pace.heartbeat_seconds > 0:
+            self.heartbeat = min(max(HEARTBEAT_INTERVAL, pace.heartbeat_seconds), _LONGEST)
+        if pace.progress_seconds > 0:
+            self.progress = min(max(PROGRESS_INTERVAL, pace.progress_seconds), _LONGEST)
 
     def begin(self, now: float) -> None:
         """A new session: its first word is due."""

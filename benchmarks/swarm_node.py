@@ -276,7 +276,7 @@ class Node:
 
     def _sight(self, directive: pb.Directive) -> None:
         """A checkpoint that another node has committed is in sight at once. Older masters do not ask."""
-        ref = getattr(directive, "sight", None)
+        ref = directive.sight
         if ref is not None and ref.digest not in ("", self._sighted):
             self._sighted = ref.digest
             self._send("ReportSighted", pb.SightedRequest(caller=self.caller(), ref=ref))
@@ -383,8 +383,8 @@ class Node:
     def _told(self, reply: bytes) -> None:
         """The master wants to be spoken to as often as this; older ones say nothing of it."""
         ack = pb.Ack.FromString(reply)
-        self._heartbeat = max(HEARTBEAT_INTERVAL, getattr(ack, "heartbeat_seconds", 0.0))
-        self.pace = getattr(ack, "progress_seconds", 0.0)
+        self._heartbeat = max(HEARTBEAT_INTERVAL, ack.pace.heartbeat_seconds)
+        self.pace = ack.pace.progress_seconds
 
     def _note(self, method: str, error: grpc.aio.AioRpcError) -> None:
         """Counts an error; one kind of them ends this incarnation."""

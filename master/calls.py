@@ -15,7 +15,7 @@ from .recollection import remember
 from .registration import proves, register
 from .scaling import scale
 from .state import Failure, Joined, Member, Node, Part, Phase
-from .turn import Turn, heartbeat_of, progress_of
+from .turn import Turn, pace_of
 from .views import status
 
 Answer = tuple[str, str]
@@ -40,7 +40,7 @@ def answer(turn: Turn, message: Message) -> Reply:
         return node
     membership.hear(turn, node)
     code, detail = numbered(turn, node, caller, message)
-    return Reply(code, detail, control_pb2.Ack(generation=job.generation) if code == "OK" else None)
+    return Reply(code, detail, ack(turn) if code == "OK" else None)
 
 
 def enter(turn: Turn, caller: control_pb2.Caller) -> Node | Reply:
@@ -66,11 +66,12 @@ def take_note(turn: Turn, message: Noted) -> tuple[Reply, bool]:
         news = progress(turn, node, message) or news
     # What a stream that broke gave reason to suspect may be refuted by this word.
     news = news or turn.presence(node).closed is not None
-    job = turn.job
-    ack = control_pb2.Ack(
-        generation=job.generation, heartbeat_seconds=heartbeat_of(job), progress_seconds=progress_of(job)
-    )
-    return Reply(message=ack), news
+    return Reply(message=ack(turn)), news
+
+
+def ack(turn: Turn) -> control_pb2.Ack:
+    """Heard, and how often the master wants to hear."""
+    return control_pb2.Ack(generation=turn.job.generation, pace=pace_of(turn.job))
 
 
 def numbered(turn: Turn, node: Node, caller: control_pb2.Caller, message: Message) -> Answer:

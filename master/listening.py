@@ -19,10 +19,10 @@ __all__ = ("HEARTBEAT", "ListeningClock")
 
 # How often agents send a heartbeat (the agent's default), seconds.
 HEARTBEAT = 1.0
-# Without a word from anybody for this long the trouble is taken to be the master's own: the first at most, and before a
-# short node-timeout ends, but never so early that it is only the time between two heartbeats. Seconds.
-DEAF_AFTER = 2.5 * HEARTBEAT
-DEAF_LEAST = 1.5 * HEARTBEAT
+# Without a word from anybody for so many heartbeats the trouble is taken to be the master's own: the first at most, and
+# before a short node-timeout ends, but never so early that it is only the time between two heartbeats.
+DEAF_AFTER = 2.5
+DEAF_LEAST = 1.5
 # Agents give a heartbeat up after so long and open their connections anew (seconds).
 OUTAGE = 3.0
 # How long they may take to be heard again after an outage (seconds).
@@ -43,7 +43,7 @@ class ListeningClock:
     expects: bool = False
     # Every stream is closed since then.
     shut_at: float | None = None
-    slack: float = DEAF_AFTER
+    slack: float = DEAF_AFTER * HEARTBEAT
     # Shown when time was last given to come back.
     paused_at: float = float("-inf")
 
@@ -60,12 +60,12 @@ class ListeningClock:
         """When it will show `shows` if from now on it goes on."""
         return self.missed + shows if shows > self.at(now) else now
 
-    def word(self, now: float, node_timeout: float) -> bool:
-        """Somebody is heard. Returns whether the clock stood still until now."""
+    def word(self, now: float, node_timeout: float, beat: float = HEARTBEAT) -> bool:
+        """Somebody is heard; agents speak every `beat` seconds. Returns whether the clock stood still until now."""
         stood = now - self._end(now)
         shown = self.at(now)
         self.last_word, self.shut_at, self.expects = now, None, True
-        self.slack = min(DEAF_AFTER, max(DEAF_LEAST, node_timeout / 2))
+        self.slack = min(DEAF_AFTER * beat, max(DEAF_LEAST * beat, node_timeout / 2))
         if stood > 0.0:
             self.missed = now - shown
             self._after_outage(stood, node_timeout)

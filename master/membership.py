@@ -138,7 +138,8 @@ def forget_losses(turn: Turn) -> None:
 
 def hear(turn: Turn, node: Node) -> bool:
     """A sign of life. Returns whether nobody had been heard before it for so long that the clock stood still."""
-    stood = turn.live.clock.word(turn.now, turn.job.settings.node_timeout)
+    job = turn.job
+    stood = turn.live.clock.word(turn.now, job.settings.node_timeout, heartbeat_of(job))
     if stood:
         turn.heard = turn.live.clock.at(turn.now)
     presence = turn.presence(node)

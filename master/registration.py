@@ -14,7 +14,7 @@ from .events import Reply
 from .live import Presence
 from .recollection import remember, run_number
 from .state import Budget, Job, Node, Phase, Settings
-from .turn import Turn
+from .turn import Turn, heartbeat_of, pace_of
 
 _FIELDS = tuple(Settings.__dataclass_fields__)
 
@@ -41,7 +41,7 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
     if wrong:
         return Reply("INVALID_ARGUMENT", wrong)
     # Also one that is refused proves that the master can be heard.
-    turn.live.clock.word(turn.now, job.settings.node_timeout)
+    turn.live.clock.word(turn.now, job.settings.node_timeout, heartbeat_of(job))
     turn.heard = turn.live.clock.at(turn.now)
     known = job.node_by(message.incarnation)
     if known is not None:
@@ -83,6 +83,7 @@ def accepted(turn: Turn, node: Node) -> Reply:
             settings=settings_proto(job.settings),
             run_id=job.run_id,
             remark=node.remark,
+            pace=pace_of(job),
         )
     )
 

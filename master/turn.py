@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dalsegno.protos import control_pb2
+
 from .listening import HEARTBEAT
 from .live import EpochLife, Gathering, Live, Presence, State
 from .state import Job, Member, Node, Notice, Part, Phase
@@ -138,6 +140,11 @@ def heartbeat_of(job: Job) -> float:
 def progress_of(job: Job) -> float:
     """Seconds between two reports of an agent's steps, when nothing but the number of the step has changed."""
     return min(max(LEAST_PROGRESS, len(job.nodes) / WORDS), heartbeat_of(job))
+
+
+def pace_of(job: Job) -> control_pb2.Pace:
+    """How often agents should speak."""
+    return control_pb2.Pace(heartbeat_seconds=heartbeat_of(job), progress_seconds=progress_of(job))
 
 
 def names(nodes: Iterable[str]) -> str:

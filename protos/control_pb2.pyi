@@ -173,24 +173,42 @@ class Ack(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: builtins.int
-    HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
-    PROGRESS_SECONDS_FIELD_NUMBER: builtins.int
+    PACE_FIELD_NUMBER: builtins.int
     generation: builtins.int
-    heartbeat_seconds: builtins.float
-    """To a heartbeat or a progress report: how long to wait until the next one when nothing but time or the step has moved
-    on. The more agents, the longer; 0: as the agent likes.
-    """
-    progress_seconds: builtins.float
+    @property
+    def pace(self) -> global___Pace: ...
     def __init__(
         self,
         *,
         generation: builtins.int = ...,
+        pace: global___Pace | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["pace", b"pace"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "pace", b"pace"]) -> None: ...
+
+global___Ack = Ack
+
+@typing.final
+class Pace(google.protobuf.message.Message):
+    """How long to wait until the next heartbeat or progress report when nothing but time or the step has moved on. The more
+    agents, the longer; 0: as the agent likes.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
+    PROGRESS_SECONDS_FIELD_NUMBER: builtins.int
+    heartbeat_seconds: builtins.float
+    progress_seconds: builtins.float
+    def __init__(
+        self,
+        *,
         heartbeat_seconds: builtins.float = ...,
         progress_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "heartbeat_seconds", b"heartbeat_seconds", "progress_seconds", b"progress_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["heartbeat_seconds", b"heartbeat_seconds", "progress_seconds", b"progress_seconds"]) -> None: ...
 
-global___Ack = Ack
+global___Pace = Pace
 
 @typing.final
 class Settings(google.protobuf.message.Message):
@@ -496,6 +514,7 @@ class RegisterReply(google.protobuf.message.Message):
     SETTINGS_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     REMARK_FIELD_NUMBER: builtins.int
+    PACE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     node: builtins.str
     run_id: builtins.str
@@ -505,6 +524,8 @@ class RegisterReply(google.protobuf.message.Message):
     def settings(self) -> global___Settings:
         """The settings in force: the job's, not the caller's."""
 
+    @property
+    def pace(self) -> global___Pace: ...
     def __init__(
         self,
         *,
@@ -513,9 +534,10 @@ class RegisterReply(google.protobuf.message.Message):
         settings: global___Settings | None = ...,
         run_id: builtins.str = ...,
         remark: builtins.str = ...,
+        pace: global___Pace | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "node", b"node", "remark", b"remark", "run_id", b"run_id", "settings", b"settings"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["pace", b"pace", "settings", b"settings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "node", b"node", "pace", b"pace", "remark", b"remark", "run_id", b"run_id", "settings", b"settings"]) -> None: ...
 
 global___RegisterReply = RegisterReply
 
