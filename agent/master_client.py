@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
+import secrets
 import threading
 import time
 from collections import deque
@@ -119,6 +120,8 @@ class MasterClient:
         self._session = 0
         self._node = ""
         self._incarnation = ""
+        # Known to this agent and the master alone; of all its incarnations.
+        self._secret = secrets.token_bytes(32)
         self._registered = False
         self._request = 0
         self._epoch = 0
@@ -171,7 +174,7 @@ class MasterClient:
             self._incarnation = request.incarnation
             copied = control_pb2.RegisterRequest()
             copied.CopyFrom(request)
-            copied.job_id, copied.protocol = self._job_id, PROTOCOL
+            copied.job_id, copied.protocol, copied.secret = self._job_id, PROTOCOL, self._secret
             copied.generation = max(copied.generation, self._generation)
             later = [waiting for waiting in self._queue if waiting.method != "Register"]
             for waiting in later:
@@ -234,7 +237,7 @@ class MasterClient:
 
     def _fill(self, caller: control_pb2.Caller, number: int) -> None:
         caller.job_id, caller.node, caller.incarnation = self._job_id, self._node, self._incarnation
-        caller.request, caller.protocol = number, PROTOCOL
+        caller.request, caller.protocol, caller.secret = number, PROTOCOL, self._secret
 
     def _cancel_stream(self) -> None:
         if self._stream is not None:
