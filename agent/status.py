@@ -86,8 +86,7 @@ def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
             print(f"dalsegno: {one_line(mismatch(address, credentials) or text)}", file=sys.stderr)
             return EXIT_FAILED
     for line in lines_of(reply):
-        # What others have put into it cannot move the cursor; the space before it is ours.
-        print(" " * (len(line) - len(line.lstrip(" "))) + one_line(line.lstrip(" ")))
+        print(line)
     return EXIT_FINISHED
 
 
@@ -118,4 +117,5 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
             f"  epoch {record.epoch}: {record.cause}, {record.nodes} nodes, steps {record.first_step} to "
             f"{record.last_step}, paused {record.paused:.1f} s, lost {record.lost_steps} steps"
         )
-    return lines
+    # What others have put into it cannot move the cursor; the space before it is ours.
+    return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]

@@ -1,7 +1,8 @@
 """A listening socket that keeps a bounded number of connections, and none for long.
 
 uvicorn has no limit for connections that say nothing, and asyncio lets a TLS handshake take a minute. What a person or
-a scraper asks takes milliseconds, so whoever came first goes first: a newcomer is never kept out by idlers.
+a scraper asks takes milliseconds, so whoever came first goes first: idlers keep nobody out. (A flood of newcomers can,
+from a page that nothing depends on.)
 """
 
 from __future__ import annotations
