@@ -8,7 +8,12 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dalsegno.protos.text import one_line
+
 __all__ = ["Console", "set_up_logging"]
+
+# Characters of one line.
+_LONGEST = 4000
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +27,8 @@ class Console:
         self._last = ""
 
     def say(self, text: str, warning: bool = False) -> None:
-        """Prints a line, unless it is the same as the one before."""
+        """Prints a line, unless it is the same as the one before. What others put into it cannot move the cursor."""
+        text = one_line(text, _LONGEST)
         with self._lock:
             if text == self._last:
                 return

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 
 from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos.text import one_line
 
 from .claim import ClaimFile
 from .connection import PROTOCOL, Credentials, code_of, detail_of
@@ -82,7 +83,7 @@ def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
             text = f"the master at {address} does not answer: {code_of(error).name}: {detail_of(error)}"
             if code_of(error) in _REFUSED:
                 text = detail_of(error)
-            print(f"dalsegno: {mismatch(address, credentials) or text}", file=sys.stderr)
+            print(f"dalsegno: {one_line(mismatch(address, credentials) or text)}", file=sys.stderr)
             return EXIT_FAILED
     for line in lines_of(reply):
         print(line)
@@ -116,4 +117,5 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
             f"  epoch {record.epoch}: {record.cause}, {record.nodes} nodes, steps {record.first_step} to "
             f"{record.last_step}, paused {record.paused:.1f} s, lost {record.lost_steps} steps"
         )
-    return lines
+    # What others have put into it cannot move the cursor; the space before it is ours.
+    return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]

@@ -14,9 +14,13 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dalsegno.protos.text import one_line
 
 from .auth import TOKEN_VARIABLE, AuthError, TlsFiles, check_exposure, is_loopback, read_token
+from .descriptors import raise_limit
+from .door import MOST_SETTING
 from .job_brain import JobBrain
 from .lifetime import Lifetime
 from .server import BindError, ControlServer, ServerOptions
@@ -33,6 +37,9 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_SUPERSEDED = 3
+
+# Characters of one message in the log.
+LONGEST_MESSAGE = 4000
 
 # Job ids become directory names and part of addresses.
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -54,6 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         _set_up_logging(options.log_file, options.job_id)
+        raise_limit()
         return asyncio.run(_serve(options))
     except (UsageError, AuthError, BindError, StoreError) as error:
         print(f"dlrover-master: {error}", file=sys.stderr)
@@ -159,15 +167,27 @@ def _tls(options: argparse.Namespace) -> TlsFiles | None:
     return TlsFiles(options.tls_cert, options.tls_key, options.tls_ca)
 
 
+class _Formatter(logging.Formatter):
+    """One line for each message, whatever others have put into it; a traceback keeps its lines."""
+
+    converter = staticmethod(time.gmtime)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = one_line(record.message, LONGEST_MESSAGE)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).split("\n")
+        return "\n".join("    " + one_line(line) if line.startswith(" ") else one_line(line) for line in lines)
+
+
 def _set_up_logging(log_file: Path | None, job_id: str) -> None:
     """The master's own log; without --log-file only what needs attention, on stderr."""
     try:
         handler = logging.StreamHandler() if log_file is None else logging.FileHandler(log_file, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot write the log file {log_file}: {error.strerror or error}") from error
-    formatter = logging.Formatter(f"%(asctime)sZ %(levelname)s [{job_id}/master] %(message)s")
-    formatter.converter = time.gmtime
-    handler.setFormatter(formatter)
+    handler.setFormatter(_Formatter(f"%(asctime)sZ %(levelname)s [{job_id}/master] %(message)s"))
     root = logging.getLogger("dalsegno")
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING if log_file is None else logging.INFO)
@@ -180,18 +200,20 @@ def _job_id(text: str) -> str:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: a number from 0 (any free one) to 65535")
     return int(text)
 
 
 def _nnodes(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX, for example 1:4")
     low, high = int(match[1]), int(match[2] or match[1])
     if low < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: at least 1 node is needed")
+    if high > MOST_SETTING:
+        raise argparse.ArgumentTypeError(f"{text!r}: at most {MOST_SETTING} nodes")
     if high < low:
         raise argparse.ArgumentTypeError(f"{text!r}: the maximum is below the minimum, did you mean {high}:{low}?")
     return low, high

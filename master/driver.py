@@ -24,7 +24,7 @@ from google.protobuf.message import Message
 from dalsegno.protos import control_pb2
 
 from .events import Called, Event, Reply, StreamClosed, StreamOpened, Tick
-from .store import Rows, Store, StoreUnavailable
+from .store import Rows, Store, StoreStarved, StoreUnavailable
 
 __all__ = ("HELD_UP_AFTER", "Brain", "BrainState", "Driver", "Views")
 
@@ -288,15 +288,20 @@ class Driver:
         loop = asyncio.get_running_loop()
         give_up = self._clock() + SAVE_TIMEOUT
         pause = SAVE_PAUSE
+        said = ""
         while True:
             try:
                 await loop.run_in_executor(self._writer, self._save, rows, generation)
                 return
             except StoreUnavailable as error:
                 # No effect may leave before its state is kept. Agents repeat their calls, training goes on.
-                if self._clock() + pause > give_up or self._stopping:
+                # A store that is well is never given up: a restarted master would have no more descriptors.
+                starved = isinstance(error, StoreStarved)
+                if self._stopping or (not starved and self._clock() + pause > give_up):
                     raise
-                log.warning("%s; trying again", error)
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("%s; trying again", error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, SAVE_PAUSE_MAX)
 

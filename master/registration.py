@@ -10,6 +10,7 @@ from dalsegno.protos import control_pb2
 
 from . import membership
 from .checkpoints import resume_point
+from .door import MOST_NODES
 from .events import Reply
 from .live import Presence
 from .recollection import remember, run_number
@@ -59,6 +60,8 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
     refused = name_taken(turn, message)
     if refused is not None:
         return refused
+    if len(job.nodes) >= MOST_NODES:
+        return Reply("RESOURCE_EXHAUSTED", f"{len(job.nodes)} nodes are registered, which is all that a job may have")
     first_agent(turn, message)
     return accepted(turn, admit(turn, message, remark))
 

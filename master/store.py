@@ -9,7 +9,8 @@ Contract, for every kind of store:
 - `save` changes all the rows that it is given, or none. It returns only once they survive a power cut; whatever happens
   meanwhile, `load` gives the rows as they were before or as they are then, never a mixture.
 - What was damaged on the disk is never returned: `load` raises `StoreDamaged`, also where a row is missing.
-- A `StoreUnavailable` leaves the record as it was or as it was meant to become, and the same `save` may be repeated.
+- A `StoreUnavailable` leaves the record as it was or as it was meant to become, and the same `save` may be repeated;
+  where it is `StoreStarved`, the store is well and this process has no file descriptor left.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from .descriptors import Reserve, are_exhausted
+
 __all__ = (
     "MemoryStore",
     "Rows",
@@ -29,6 +32,7 @@ __all__ = (
     "Store",
     "StoreDamaged",
     "StoreError",
+    "StoreStarved",
     "StoreUnavailable",
     "Superseded",
     "open_store",
@@ -42,6 +46,8 @@ OLD_RECORD = "record"
 # How long a write waits for another process that holds the file's lock; in seconds. A living master holds it for
 # milliseconds, so whoever holds it longer is stopped or the file system is in trouble.
 LOCK_TIMEOUT = 5.0
+# A write opens the journal and its directory; connections must not be able to take what it needs.
+RESERVED_DESCRIPTORS = 8
 
 
 class StoreError(Exception):
@@ -54,6 +60,10 @@ class StoreDamaged(StoreError):
 
 class StoreUnavailable(StoreError):
     """A read or write failed for now (lock held, disk full, I/O error); it may be tried again."""
+
+
+class StoreStarved(StoreUnavailable):
+    """No file descriptor was left to open a file with. That is no failure of the store's, and passes."""
 
 
 class Superseded(StoreError):
@@ -141,6 +151,7 @@ class SqliteStore:
     def __init__(self, path: Path, job_id: str) -> None:
         """Opens or creates `path`. Raises StoreError where it cannot be used or belongs to another job."""
         self._path = path
+        self._reserve = Reserve(RESERVED_DESCRIPTORS)
         if not path.parent.is_dir():
             raise StoreError(
                 f"cannot open the store {path}: the directory {path.parent.absolute()} does not exist"
@@ -154,7 +165,7 @@ class SqliteStore:
         try:
             self._prepare(job_id)
         except BaseException:
-            self._db.close()
+            self.close()
             raise
 
     def load(self) -> dict[str, bytes]:
@@ -205,6 +216,7 @@ class SqliteStore:
 
     def close(self) -> None:
         self._db.close()
+        self._reserve.close()
 
     def _prepare(self, job_id: str) -> None:
         with self._errors("open"):
@@ -277,7 +289,7 @@ class SqliteStore:
 
     @contextlib.contextmanager
     def _transaction(self, doing: str) -> Iterator[None]:
-        with self._errors(doing):
+        with self._errors(doing), self._reserve.released():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -295,6 +307,12 @@ class SqliteStore:
             yield
         except sqlite3.OperationalError as error:
             text = _one_line(str(error))
+            # SQLite says of an exhausted process only that it cannot open a file.
+            if "unable to open" in text and are_exhausted():
+                raise StoreStarved(
+                    f"cannot {doing} the store {self._path}: no file descriptor is left, connections hold them all:"
+                    " raise the limit (ulimit -n), or see who connects"
+                ) from error
             if "locked" in text:
                 text = f"another process holds its lock for more than {LOCK_TIMEOUT:g} s (a stopped master?)"
             raise StoreUnavailable(f"cannot {doing} the store {self._path}: {text}") from error

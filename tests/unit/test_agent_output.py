@@ -12,7 +12,9 @@ import pytest
 from dalsegno.agent.arguments import parse
 from dalsegno.agent.console import Console
 from dalsegno.agent.launch import verdict
+from dalsegno.agent.status import status_lines
 from dalsegno.agent.workers import last_words
+from dalsegno.protos import control_pb2 as pb
 
 
 def test_the_last_line_of_the_errors_is_the_reason(tmp_path: Path) -> None:
@@ -76,3 +78,16 @@ def test_a_closed_terminal_harms_nobody(monkeypatch: pytest.MonkeyPatch, caplog:
     with caplog.at_level("INFO"):
         Console().say("saving at the next step boundary")
     assert "saving at the next step boundary" in caplog.text
+
+
+def test_what_others_wrote_cannot_move_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    """Escape sequences and line breaks in a reason or a name are shown, not obeyed: one line for each word."""
+    Console().say("node a\x1b[2J left\ndlrover-run: the run finished\u202e")
+    assert capsys.readouterr().err == "dlrover-run: node a\\x1b[2J left dlrover-run: the run finished\\u202e\n"
+    reply = pb.StatusReply(
+        job_id="job", reason="a\nb", nodes=[pb.NodeStatus(node="x\x1b[8m", role="spare", host="h\r")]
+    )
+    lines = status_lines(reply)
+    assert all(line.isprintable() for line in lines)
+    assert lines[0].endswith("(a b)")
+    assert lines[1].startswith("  spare x\\x1b[8m on h ")

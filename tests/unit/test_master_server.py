@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -27,6 +28,11 @@ pytestmark = pytest.mark.timeout(60)
 TOKEN = "0123456789abcdef"
 
 
+def registration(node: str = "a", incarnation: str = "1", **fields: Any) -> pb.RegisterRequest:
+    """As little as the door lets in."""
+    return pb.RegisterRequest(job_id="job", node=node, incarnation=incarnation, nproc=1, secret=bytes(16), **fields)
+
+
 class Master:
     """A served master and its client."""
 
@@ -38,7 +44,7 @@ class Master:
         self.stub = control_pb2_grpc.ControlStub(self.channel)
 
     async def register(self, node: str = "a", incarnation: str = "1") -> None:
-        await self.stub.Register(pb.RegisterRequest(job_id="job", node=node, incarnation=incarnation), timeout=5)
+        await self.stub.Register(registration(node, incarnation), timeout=5)
 
     async def join(self, request: int, node: str = "a") -> pb.Ack:
         return await self.stub.Join(pb.JoinRequest(caller=caller(node, request=request)), timeout=5)
@@ -143,6 +149,11 @@ def test_every_operation_of_the_protocol_reaches_the_brain() -> None:
                 if method.name in ("Register", "Watch", "GetStatus", "Scale", "ReportFailure"):
                     continue
                 request = getattr(pb, method.input_type.name)(caller=caller())
+                if isinstance(request, pb.CommitRequest):
+                    ref = pb.CheckpointRef(name="step-1.e1.0", digest="0" * 64)
+                    request.checkpoint.MergeFrom(
+                        pb.Checkpoint(ref=ref, run_id="run-0001", step=1, epoch=1, form=pb.FORM_SHARDED)
+                    )
                 call = getattr(master.stub, method.name)(request, timeout=5)
                 if method.name == "ReportPruned":
                     await fails(call, grpc.StatusCode.FAILED_PRECONDITION, "fenced: for a test")
@@ -260,7 +271,7 @@ def test_the_generation_rises_above_what_agents_know() -> None:
 
     async def scene() -> None:
         async with serving() as master:
-            request = pb.RegisterRequest(job_id="job", node="a", incarnation="1", generation=17)
+            request = registration(generation=17)
             reply = await master.stub.Register(request)
             assert reply.generation == 18
             await master.join(1)

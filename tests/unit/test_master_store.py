@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
+import resource
 import shutil
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +19,7 @@ import pytest
 
 from dalsegno.master import store as store_module
 from dalsegno.master.codec import JobCodec
+from dalsegno.master.descriptors import are_exhausted
 from dalsegno.master.state import Part, Phase
 from dalsegno.master.store import (
     MemoryStore,
@@ -22,6 +27,7 @@ from dalsegno.master.store import (
     Store,
     StoreDamaged,
     StoreError,
+    StoreStarved,
     StoreUnavailable,
     Superseded,
     open_store,
@@ -339,3 +345,37 @@ def test_the_codec_refuses_what_it_does_not_understand(change: dict[str, bytes],
     rows = JobCodec.everything(JobCodec().decode(recorded())) | change
     with pytest.raises(StoreError, match=line):
         JobCodec().decode(rows)
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    """As if connections held every one that this process may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(held[0], *map(int, os.listdir("/proc/self/fd"))) + 1, hard))
+    try:
+        while not are_exhausted():
+            held.append(os.open(os.devnull, os.O_RDONLY))
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for descriptor in held:
+            os.close(descriptor)
+
+
+def test_a_write_needs_no_descriptor_that_others_can_take(tmp_path: Path) -> None:
+    """The store has what a transaction opens in reserve, and takes it back afterwards."""
+    store = opened(tmp_path / "s.sqlite")
+    with no_descriptor_left():
+        assert [store.raise_generation() for _ in range(3)] == [1, 2, 3]
+    store.close()
+
+
+def test_want_of_descriptors_is_no_failure_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Told apart, with the line that says so; it passes."""
+    monkeypatch.setattr(store_module, "RESERVED_DESCRIPTORS", 0)
+    store = opened(tmp_path / "s.sqlite")
+    with no_descriptor_left(), pytest.raises(StoreStarved, match="no file descriptor is left"):
+        store.raise_generation()
+    assert store.raise_generation() == 1
+    store.close()
