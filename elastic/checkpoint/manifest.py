@@ -1,7 +1,7 @@
 """The manifest that seals a checkpoint: what it is, and every file of it with size and checksum.
 
-Canonical JSON (sorted keys, no spaces, UTF-8, one newline at the end). The SHA-256 of those bytes is the checkpoint's
-*digest*, the only thing about it that the master must remember.
+Canonical JSON (sorted keys, no spaces, UTF-8, one newline at the end), and behind all other keys its own ``checksum``.
+The SHA-256 of those bytes is the checkpoint's *digest*, the only thing about it that the master must remember.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+import xxhash
+
 from dalsegno.protos import control_pb2
 
 from .best import Best
 from .errors import CheckpointDamaged, Damage
 from .layout import FORMS, MANIFEST, SHARDED, UNIVERSAL, WEIGHTS, CheckpointName
 
-VERSION = 1
+VERSION = 2
+# Version 1 had no checksum of its own.
+READABLE = (1, VERSION)
 # A manifest of a 10,000-file checkpoint has about 1.5 MB; anything far beyond is not a manifest.
 MAX_BYTES = 64 << 20
 
@@ -31,6 +35,8 @@ _PROTO_FORMS = {
     WEIGHTS: control_pb2.FORM_WEIGHTS,
 }
 _T = TypeVar("_T")
+# What stands between everything else and the checksum, and behind that.
+_SUM_BEGINS, _SUM_ENDS = b',"checksum":"', b'"}\n'
 
 
 @dataclass(frozen=True)
@@ -133,8 +139,8 @@ class Manifest:
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        if self.version != VERSION:
-            raise ValueError(f"manifest version {self.version}, this program reads {VERSION}")
+        if self.version not in READABLE:
+            raise ValueError(f"manifest version {self.version}, this program reads {READABLE[0]} to {VERSION}")
         parsed = CheckpointName.parse(self.name)
         if (parsed.step, parsed.epoch, parsed.form) != (self.step, self.epoch, self.form):
             raise ValueError(f"name {self.name} disagrees with step {self.step}, epoch {self.epoch}, form {self.form}")
@@ -159,8 +165,11 @@ class Manifest:
             del content["shape"]["reshards"]
         if self.order is not None and self.order.version == 1:
             del content["order"]["version"]
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        return text.encode() + b"\n"
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+        if self.version == 1:
+            return text + b"\n"
+        summed = text[:-1]
+        return summed + _SUM_BEGINS + xxhash.xxh3_128_hexdigest(summed).encode() + _SUM_ENDS
 
     @cached_property
     def digest(self) -> str:
@@ -192,10 +201,13 @@ class Manifest:
         Raises:
             ValueError: Anything but a canonical manifest of a version that we know.
         """
+        _check_sum(data)
         try:
             raw = json.loads(data)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"not JSON: {error}") from error
+        if isinstance(raw, dict):
+            raw.pop("checksum", None)
         manifest = _parse(raw)
         # One manifest has one spelling: so a torn or edited file cannot pass as a sealed one.
         if manifest.to_bytes() != data:
@@ -245,6 +257,13 @@ class Manifest:
             largest_file=self.largest_file,
             keep=self.keep,
         )
+
+
+def _check_sum(data: bytes) -> None:
+    """Nothing of a manifest that was changed is parsed; one of version 1 has no checksum."""
+    summed, found, rest = data.rpartition(_SUM_BEGINS)
+    if found and rest != xxhash.xxh3_128_hexdigest(summed).encode() + _SUM_ENDS:
+        raise ValueError("its checksum is not that of its content")
 
 
 def _check_path(path: str) -> None:

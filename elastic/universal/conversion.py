@@ -19,6 +19,7 @@ from dalsegno.elastic.checkpoint import (
     verify,
 )
 from dalsegno.elastic.checkpoint.files import checksum, place_file
+from dalsegno.elastic.checkpoint.manifest import VERSION
 
 from .effort import Effort
 from .errors import ConversionError, EnvironmentFailed, SourceBad
@@ -252,6 +253,7 @@ def seal_form(manifest: Manifest, target: Path, entries: tuple[FileEntry, ...]) 
         source=manifest.ref,
         files=entries,
         best=None,
+        version=VERSION,
     )
     seal(target, sealed)
     return sealed
