@@ -7,12 +7,13 @@ wrote may come into sight late.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
@@ -263,14 +264,18 @@ class Storage:
         """Deletes retired checkpoints with their later forms. Delivers those that are gone; the others stay."""
 
         def work() -> None:
-            store = CheckpointStore(self.directory.run(run_id))
             gone = []
             for ref in refs:
+                problems: Mapping[str, Exception]
                 try:
-                    store.prune(self._with_forms(store.run_dir, ref))
-                    gone.append(ref)
+                    store = CheckpointStore(self._own_run(run_id))
+                    problems = store.prune(self._with_forms(store.run_dir, ref))
                 except (OSError, ValueError) as error:
-                    logger.warning("checkpoint %s cannot be deleted: %s", ref.name, error)
+                    problems = {ref.name: error}
+                for name, problem in problems.items():
+                    logger.warning("checkpoint %s cannot be deleted: %s", name, problem)
+                if not problems:
+                    gone.append(ref)
             deliver(Pruned(tuple(gone)))
 
         self._submit(self._slow, work)
@@ -279,17 +284,30 @@ class Storage:
         """Deletes directories without a manifest that epochs before `epoch` left behind."""
 
         def work() -> None:
-            store = CheckpointStore(self.directory.run(run_id))
             try:
+                store = CheckpointStore(self._own_run(run_id))
                 left = store.never_sealed(epoch)
-                store.prune(left)
+                problems = store.prune(left)
             except OSError as error:
                 logger.warning("unsealed checkpoints cannot be removed: %s", error)
-            else:
-                if left:
-                    logger.info("removed what was never sealed: %s", ", ".join(left))
+                return
+            for name, problem in problems.items():
+                logger.warning("what was never sealed as %s cannot be removed: %s", name, problem)
+            if gone := [name for name in left if name not in problems]:
+                logger.info("removed what was never sealed: %s", ", ".join(gone))
 
         self._submit(self._slow, work)
+
+    def _own_run(self, run_id: str) -> Path:
+        """The run's directory, in which something will be deleted.
+
+        Raises:
+            OSError: it is a link: what is elsewhere may be somebody else's too.
+        """
+        path = self.directory.run(run_id)
+        if os.path.islink(path):
+            raise OSError(errno.ELOOP, "it is a link, through which nothing is deleted", str(path))
+        return path
 
     def write_latest(self, run_id: str, head: control_pb2.Checkpoint) -> None:
         """Copies the newest commit to `latest.json`, for people."""

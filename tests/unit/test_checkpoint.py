@@ -39,7 +39,7 @@ from dalsegno.elastic.checkpoint import (
 )
 from dalsegno.protos import control_pb2
 
-COUNTS = st.integers(0, 10**18)
+COUNTS = st.integers(0, 10**18 - 1)
 
 
 def manifest_for(directory: Path, source: Ref | None = None, **changes: object) -> Manifest:

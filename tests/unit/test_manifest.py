@@ -59,7 +59,7 @@ def test_no_flipped_bit_of_a_manifest_is_read(tmp_path: Path, capsys: pytest.Cap
         for bit in range(8):
             flipped = bytearray(whole)
             flipped[position] ^= 1 << bit
-            with pytest.raises(ValueError, match="checksum|JSON|version|canonical|keys"):
+            with pytest.raises(ValueError, match=r"checksum|JSON|version|canonical|keys"):
                 Manifest.from_bytes(bytes(flipped))
         path.write_bytes(bytes(flipped))
         with pytest.raises(CheckpointDamaged) as caught:
@@ -103,7 +103,7 @@ def test_a_manifest_of_version_1_reads_as_it_was_written(tmp_path: Path) -> None
     summed = replace(manifest, version=2).to_bytes()
     assert summed.startswith(RECORDED.read_bytes()[:-4])
     tail = summed[summed.rindex(b',"checksum"') :]
-    with pytest.raises(ValueError, match="checksum|canonical"):
+    with pytest.raises(ValueError, match=r"checksum|canonical"):
         Manifest.from_bytes(RECORDED.read_bytes()[:-2] + tail)
 
 
