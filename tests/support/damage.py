@@ -32,6 +32,12 @@ def _link(path: Path) -> None:
     path.symlink_to(path)
 
 
+def _elsewhere(path: Path) -> None:
+    """Whole, but another file's."""
+    path.rename(path.parent.parent / "elsewhere.json")
+    path.symlink_to(path.parent.parent / "elsewhere.json")
+
+
 def loop(directory: Path) -> None:
     """Puts a link to itself in a directory's place."""
     shutil.rmtree(directory)
@@ -47,5 +53,6 @@ HARM: dict[str, tuple[Callable[[Path], object], str]] = {
     "endless": (lambda path: os.truncate(path, 8 << 30), "more than"),
     "pipe": (_fifo, "no regular file"),
     "link": (_link, "no regular file"),
+    "elsewhere": (_elsewhere, "no regular file"),
 }
 """Ways to spoil a manifest, and what is said of it then."""
