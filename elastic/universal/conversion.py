@@ -148,7 +148,7 @@ def verified(source: Path, digest: str | None, moved: Moved) -> Manifest:
 
     Raises:
         SourceBad: It is not.
-        EnvironmentFailed: It is not a sharded checkpoint.
+        EnvironmentFailed: It is not a sharded checkpoint, or not in sight.
     """
     try:
         manifest = Manifest.read(source)
@@ -158,6 +158,9 @@ def verified(source: Path, digest: str | None, moved: Moved) -> Manifest:
             raise EnvironmentFailed(f"{source.name} is a later form itself")
         verify(source, manifest, moved=moved)
     except CheckpointDamaged as error:
+        # A mount that is away looks like missing files.
+        if not source.is_dir():
+            raise EnvironmentFailed(f"{source.name} is not in sight") from error
         raise SourceBad(str(error)) from error
     return manifest
 
