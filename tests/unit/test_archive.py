@@ -123,5 +123,5 @@ def test_a_checkpoint_out_of_sight_is_not_a_bad_one(tmp_path: Path) -> None:
     with pytest.raises(EnvironmentFailed, match="is not in sight"):
         convert(source, tmp_path / "step-3.e1.1.universal.1", digest="0" * 64)
     source.mkdir()
-    with pytest.raises(SourceBad, match="MANIFEST.json: MANIFEST"):
+    with pytest.raises(SourceBad, match=r"MANIFEST.json: MANIFEST"):
         convert(source, tmp_path / "step-3.e1.1.universal.2", digest="0" * 64)
