@@ -265,6 +265,7 @@ def join_prepared(turn: Turn, event: ev.JoinPrepared) -> None:
             store_port=event.store_port,
             probe=event.probe,
             inventory=event.inventory,
+            unusable=event.unusable,
         ),
     )
 

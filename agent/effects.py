@@ -65,8 +65,8 @@ class Effects:
         self._told: control_pb2.Settings | None = None
         self._disagreement = ""
         self._epoch = 0
-        self._head = ""
-        self._step = 0
+        # The newest commit that the master has told of.
+        self._head: control_pb2.Checkpoint | None = None
         self._refuse_timer: threading.Timer | None = None
         self.stores = StoreServers(node_address(master_address, config.local_addr))
         self.storage = Storage(directory)
@@ -111,7 +111,7 @@ class Effects:
             case ev.Sweep():
                 self.storage.sweep(self.run_id, action.epoch)
             case ev.MarkFinished():
-                self.storage.mark_finished(action.run_id or self.run_id, self._step, self._head)
+                self._mark_finished(action.run_id or self.run_id)
             case ev.Say():
                 self._say(action.text, action.warning)
             case _:
@@ -205,9 +205,12 @@ class Effects:
         self._epoch = max(self._epoch, directive.epoch)
         if directive.HasField("settings") and directive.settings != self._told:
             self._in_force(directive.settings)
-        if directive.HasField("head"):
-            self._head, self._step = directive.head.ref.digest, directive.head.step
+        self._head = directive.head if directive.HasField("head") else None
         self._mailbox.put(ev.Directed(directive))
+
+    def _mark_finished(self, run_id: str) -> None:
+        head = self._head
+        self.storage.mark_finished(run_id, head.step if head else 0, head.ref if head else None)
 
     # ---- joining ----------------------------------------------------------------------------------------------------
 
@@ -222,9 +225,12 @@ class Effects:
             return
 
         def seen(survey: Survey) -> None:
-            self._mailbox.put(ev.JoinPrepared(action.round, digest, host, port, survey.probe, survey.inventory))
+            self._mailbox.put(
+                ev.JoinPrepared(action.round, digest, host, port, survey.probe, survey.inventory, survey.unusable)
+            )
 
-        self.storage.look(self.run_id, action.resume, action.patient, seen)
+        newest = (self._head.epoch, self._head.step) if self._head is not None else None
+        self.storage.look(self.run_id, action.resume, action.patient, seen, newer_than=newest)
 
     # ---- conversion -------------------------------------------------------------------------------------------------
 

@@ -111,7 +111,7 @@ class StandbyWarm:
 
 @dataclass(frozen=True)
 class JoinPrepared:
-    """What `PrepareJoin` asked for: a fresh store, the inventory and the probe as this node sees them now."""
+    """What `PrepareJoin` asked for: a fresh store, and what this node sees now. See `JoinRequest`."""
 
     round: int
     resume_digest: str
@@ -119,6 +119,7 @@ class JoinPrepared:
     store_port: int
     probe: str
     inventory: tuple[control_pb2.Checkpoint, ...]
+    unusable: tuple[control_pb2.UnusableCheckpoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,10 @@ class Call:
 
 @dataclass(frozen=True)
 class PrepareJoin:
-    """Open a fresh store, read probe and inventory; look for `resume` for a bounded time; answer `JoinPrepared`."""
+    """Open a fresh store, read probe and inventory; look for `resume` for a bounded time; answer `JoinPrepared`.
+
+    A patient look answers a second time when what it first saw damaged is sound after all.
+    """
 
     round: int
     resume: control_pb2.CheckpointRef | None = None

@@ -458,9 +458,12 @@ class Session:
             gone = retirable(found, self._keep, used)
             if gone.left:
                 log.warning("%s: of steps that the run has made again since it went back", ", ".join(gone.left))
-            self._store.prune([*gone.left, *gone.old])
+            failures = self._store.prune([*gone.left, *gone.old])
         except OSError as error:
             log.warning("old checkpoints could not be removed: %s", error)
+            return
+        for name, failure in failures.items():
+            log.warning("old checkpoint %s could not be removed: %s", name, failure)
 
     def _check_open(self) -> None:
         if self._over:

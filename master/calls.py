@@ -25,7 +25,6 @@ OK: Answer = ("OK", "")
 
 def answer(turn: Turn, message: Message) -> Reply:
     """One call, from its door to its reply."""
-    job = turn.job
     if isinstance(message, control_pb2.StatusRequest):
         return Reply(message=status(turn.state, turn.now))
     if isinstance(message, control_pb2.RegisterRequest):
