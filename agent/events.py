@@ -33,8 +33,15 @@ class Registered:
 
 
 @dataclass(frozen=True)
+class Postponed:
+    """`Register` was answered "not yet"; the shell repeats it."""
+
+    detail: str
+
+
+@dataclass(frozen=True)
 class Refused:
-    """`Register` was answered with an error that repeating does not cure, or was not answered in time."""
+    """`Register` was answered with an error that repeating does not cure."""
 
     code: str
     detail: str
@@ -184,6 +191,7 @@ class Tick:
 Event = (
     Started
     | Registered
+    | Postponed
     | Refused
     | Directed
     | CallFailed
