@@ -63,6 +63,9 @@ def take(turn: Turn, event: ev.Event) -> None:
             call_failed(turn, event)
         case ev.LinkChanged():
             link_changed(turn, event.up)
+        case ev.Broken():
+            turn.kill_workers()
+            turn.exit(ev.EXIT_LEFT_UNSAVED, f"{event.detail}; its log has more; the same command joins again")
         case ev.WorkerSaid():
             ranks.worker_said(turn, event)
         case ev.WorkerExited():
@@ -140,9 +143,7 @@ def check_answer(turn: Turn) -> None:
     deadline = turn.state.answer_deadline
     if deadline is not None and turn.now >= deadline:
         seconds = turn.state.settings.connect_timeout
-        turn.exit(
-            ev.EXIT_USAGE, f"no master answered within {seconds:.0f} s: is it running at that address?"
-        )
+        turn.exit(ev.EXIT_USAGE, f"no master answered within {seconds:.0f} s: is it running at that address?")
 
 
 def refused(turn: Turn, event: ev.Refused) -> None:

@@ -20,7 +20,7 @@ from .connection import Connector
 from .conversion_job import ConversionJob
 from .lifeline import Lifeline
 from .mailbox import Mailbox
-from .master_client import Listener, MasterClient
+from .master_client import Listener, MasterClient, OutboxFull
 from .storage import JobDirectory, Storage, Survey
 from .stores import StoreServers, node_address
 
@@ -79,6 +79,7 @@ class Effects:
                 failed=lambda method, code, detail: mailbox.put(ev.CallFailed(method, code, detail)),
                 link=lambda up: mailbox.put(ev.LinkChanged(up)),
                 postponed=lambda detail: mailbox.put(ev.Postponed(detail)),
+                broken=lambda detail: mailbox.put(ev.Broken(detail)),
             ),
         )
         self.client.saw_generation(seen_generation)
@@ -89,7 +90,7 @@ class Effects:
             case ev.Register():
                 self._register(action.previous_incarnation, action.node)
             case ev.Call():
-                self.client.call(action.method, action.request)
+                self._call(action)
             case ev.PrepareJoin():
                 self._prepare_join(action)
             case ev.ReadManifest():
@@ -113,6 +114,12 @@ class Effects:
             case _:
                 return False
         return True
+
+    def _call(self, action: ev.Call) -> None:
+        try:
+            self.client.call(action.method, action.request)
+        except OutboxFull as error:
+            self._mailbox.put(ev.Broken(str(error)))
 
     def run_dir(self) -> Path:
         """Of the present run."""

@@ -71,6 +71,13 @@ class LinkChanged:
 
 
 @dataclass(frozen=True)
+class Broken:
+    """A bug of ours: this agent cannot speak with its master any more."""
+
+    detail: str
+
+
+@dataclass(frozen=True)
 class WorkerSaid:
     """A message from one of this node's ranks; `epoch` is what its Hello said."""
 
@@ -196,6 +203,7 @@ Event = (
     | Directed
     | CallFailed
     | LinkChanged
+    | Broken
     | WorkerSaid
     | WorkerExited
     | WorkersStopped

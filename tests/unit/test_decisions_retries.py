@@ -216,7 +216,7 @@ def test_an_answer_that_lies_unread_counts() -> None:
     agent.hear(ev.Started())
     agent.now += 30.0
     assert kinds(agent.hear(ev.StandbyWarm())) == []
-    assert kinds(agent.hear(ev.Registered("me.1", REPLY))) == ["Call"]
+    assert kinds(agent.hear(ev.Registered("me.1", REPLY))) == ["ReportWarm"]
 
 
 def test_a_master_that_puts_off_is_waited_for() -> None:
@@ -226,6 +226,15 @@ def test_a_master_that_puts_off_is_waited_for() -> None:
     assert agent.hear(ev.Postponed("not yet")) == [ev.Say("not yet")]
     assert agent.hear(ev.Postponed("not yet")) == []
     assert agent.waits(1000.0) == []
+
+
+def test_an_agent_that_cannot_speak_with_its_master_ends() -> None:
+    """One line; its workers do not outlive it."""
+    agent = Agent().registered().running()
+    assert kinds(agent.hear(ev.Broken("the agent's thread 'outbox' fails"))) == ["StopWorkers", "Exit"]
+    (ending,) = agent.did(ev.Exit)
+    assert ending.code == ev.EXIT_LEFT_UNSAVED
+    assert "outbox" in ending.message
 
 
 def test_a_node_that_was_in_the_job_waits_for_its_master() -> None:
