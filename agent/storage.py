@@ -32,6 +32,7 @@ from dalsegno.elastic.checkpoint.files import Meter, publish, read_published
 from dalsegno.protos import control_pb2
 
 from .events import ManifestRead, Pruned, VerificationDone, VerificationMoved
+from .private import NotPrivateError, check_private
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
 
@@ -83,17 +84,20 @@ class JobDirectory:
         return self.runs / run_id
 
     def prepare(self) -> None:
-        """Makes the directories and checks that they can be written.
+        """Makes the directories and checks that they can be written, the private one by us alone.
 
         Raises:
-            StorageError: they cannot.
+            StorageError: they cannot, or it can.
         """
         try:
             self.private.mkdir(parents=True, exist_ok=True, mode=0o700)
+            check_private(self.private)
             self.runs.mkdir(parents=True, exist_ok=True)
             trial = self.runs / f".write-{secrets.token_hex(8)}"
             trial.touch(exist_ok=False)
             trial.unlink()
+        except NotPrivateError as error:
+            raise StorageError(str(error)) from error
         except OSError as error:
             raise StorageError(
                 f"the checkpoint directory {self.root} cannot be written ({error.strerror or error}); "
