@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from .connection import Connector
 from .conversion_job import ConversionJob
 from .lifeline import Lifeline
 from .mailbox import Mailbox
-from .master_client import Listener, MasterClient
+from .master_client import Listener, MasterClient, OutboxFull
 from .storage import JobDirectory, Storage, Survey
 from .stores import StoreServers, node_address
 
@@ -67,7 +66,6 @@ class Effects:
         self._epoch = 0
         # The newest commit that the master has told of.
         self._head: control_pb2.Checkpoint | None = None
-        self._refuse_timer: threading.Timer | None = None
         self.stores = StoreServers(node_address(master_address, config.local_addr))
         self.storage = Storage(directory)
         self.conversion = ConversionJob(lifeline, config.log_dir / "conversion.log", self._converting)
@@ -80,7 +78,8 @@ class Effects:
                 directed=self._directed,
                 failed=lambda method, code, detail: mailbox.put(ev.CallFailed(method, code, detail)),
                 link=lambda up: mailbox.put(ev.LinkChanged(up)),
-                postponed=self._postponed,
+                postponed=lambda detail: mailbox.put(ev.Postponed(detail)),
+                broken=lambda detail: mailbox.put(ev.Broken(detail)),
             ),
         )
         self.client.saw_generation(seen_generation)
@@ -91,7 +90,7 @@ class Effects:
             case ev.Register():
                 self._register(action.previous_incarnation, action.node)
             case ev.Call():
-                self.client.call(action.method, action.request)
+                self._call(action)
             case ev.PrepareJoin():
                 self._prepare_join(action)
             case ev.ReadManifest():
@@ -118,13 +117,18 @@ class Effects:
                 return False
         return True
 
+    def _call(self, action: ev.Call) -> None:
+        try:
+            self.client.call(action.method, action.request)
+        except OutboxFull as error:
+            self._mailbox.put(ev.Broken(str(error)))
+
     def run_dir(self) -> Path:
         """Of the present run."""
         return self._directory.run(self.run_id)
 
     def close(self, last_calls: float) -> None:
         """Gives unanswered calls `last_calls` seconds, then ends everything. Bounded."""
-        self._cancel_timer()
         if not self.client.flush(last_calls):
             logger.warning("%d calls were not answered before the agent ended", self.client.waiting())
         self.conversion.stop()
@@ -138,10 +142,6 @@ class Effects:
         # Now, not when the survey is done: what is called in between speaks for the new incarnation.
         self.client.new_session()
         incarnation = secrets.token_hex(8)
-        if not previous:
-            self._refuse_timer = threading.Timer(self._config.connect_timeout, self._not_answered)
-            self._refuse_timer.daemon = True
-            self._refuse_timer.start()
 
         def ready(survey: Survey) -> None:
             self.client.register(
@@ -170,23 +170,7 @@ class Effects:
 
         self.storage.survey(ready, unreadable)
 
-    def _not_answered(self) -> None:
-        seconds = self._config.connect_timeout
-        self._mailbox.put(
-            ev.Refused("UNAVAILABLE", f"no master answered within {seconds:.0f} s: is it running at that address?")
-        )
-
-    def _postponed(self, detail: str) -> None:
-        self._cancel_timer()
-        self._say(detail, False)
-
-    def _cancel_timer(self) -> None:
-        if self._refuse_timer is not None:
-            self._refuse_timer.cancel()
-            self._refuse_timer = None
-
     def _registered(self, incarnation: str, reply: control_pb2.RegisterReply) -> None:
-        self._cancel_timer()
         self.run_id = reply.run_id or self.run_id
         if reply.HasField("settings"):
             self._in_force(reply.settings)

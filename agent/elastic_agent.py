@@ -113,6 +113,7 @@ class ElasticAgent(LocalElasticAgent):
                 node_name=config.node_name,
                 drain_timeout=config.settings.drain_timeout,
                 master_outage_timeout=config.master_outage_timeout,
+                connect_timeout=config.connect_timeout,
             )
         )
 

@@ -33,8 +33,15 @@ class Registered:
 
 
 @dataclass(frozen=True)
+class Postponed:
+    """`Register` was answered "not yet"; the shell repeats it."""
+
+    detail: str
+
+
+@dataclass(frozen=True)
 class Refused:
-    """`Register` was answered with an error that repeating does not cure, or was not answered in time."""
+    """`Register` was answered with an error that repeating does not cure."""
 
     code: str
     detail: str
@@ -61,6 +68,13 @@ class LinkChanged:
     """The master is heard (again), or no longer."""
 
     up: bool
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A bug of ours: this agent cannot speak with its master any more."""
+
+    detail: str
 
 
 @dataclass(frozen=True)
@@ -192,10 +206,12 @@ class Tick:
 Event = (
     Started
     | Registered
+    | Postponed
     | Refused
     | Directed
     | CallFailed
     | LinkChanged
+    | Broken
     | WorkerSaid
     | WorkerExited
     | WorkersStopped

@@ -217,7 +217,9 @@ def _connect(options: argparse.Namespace, token: str | None, directory: JobDirec
         return _Source(options.master.split(","), files, None)
     if by_default:
         console.say(f"job {options.job_id} (the same command in another terminal joins it)")
-    embedded = EmbeddedMaster(directory.private, options.job_id, options.node_timeout, console.say)
+    embedded = EmbeddedMaster(
+        directory.private, options.job_id, options.node_timeout, console.say, patience=options.connect_timeout
+    )
     try:
         embedded.start()
     except (MasterError, OSError) as error:
@@ -256,17 +258,23 @@ def _run(
         **_later_fields(torch_config),
     )
     initialize_metrics(MetricsConfig(torch_config.metrics_cfg))
-    agent = ElasticAgent(
-        spec,
-        torch_config.logs_specs,
-        config,
-        script,
-        mailbox,
-        effects,
-        lifeline,
-        watch,
-        torch_config.log_line_prefix_template,
-    )
+    try:
+        agent = ElasticAgent(
+            spec,
+            torch_config.logs_specs,
+            config,
+            script,
+            mailbox,
+            effects,
+            lifeline,
+            watch,
+            torch_config.log_line_prefix_template,
+        )
+    except OSError as error:
+        # No place for the workers' socket, or no process can be made.
+        effects.close(0.0)
+        lifeline.close()
+        raise UsageError(str(error)) from error
     where.now = agent.where
     agent.run()
     ending = agent.ending

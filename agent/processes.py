@@ -6,7 +6,15 @@ import os
 import signal
 from pathlib import Path
 
-__all__ = ["boot_id", "is_same_process", "kill_group", "kill_same_process", "process_state", "start_time"]
+__all__ = [
+    "boot_id",
+    "is_same_process",
+    "kill_group",
+    "kill_same_process",
+    "owner_of",
+    "process_state",
+    "start_time",
+]
 
 
 def _stat_fields(pid: int) -> list[str] | None:
@@ -60,3 +68,13 @@ def kill_group(pgid: int, signum: int = signal.SIGKILL) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def owner_of(pid: int) -> int | None:
+    """The effective user of a process (`Uid` of proc(5) status); None when it is gone or hidden."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    found = [line.split() for line in text.splitlines() if line.startswith("Uid:")]
+    return int(found[0][2]) if found else None

@@ -104,6 +104,7 @@ class Rendezvous(RendezvousHandler):
             drain_timeout=config.settings.drain_timeout,
             # Its workers cannot drain, so an outage of the master must not ask them to.
             master_outage_timeout=float("inf"),
+            connect_timeout=config.connect_timeout,
         )
         self._state = decisions.fresh(settings)
         self._lifeline = Lifeline()

@@ -37,6 +37,8 @@ class AgentSettings:
     node_name: str = ""
     drain_timeout: float = 30.0
     master_outage_timeout: float = 60.0
+    # How long the first registration may go without any answer.
+    connect_timeout: float = 60.0
     # How long a leaver without a word from the master still waits for one, once its part is safe.
     release_timeout: float = 5.0
 
@@ -50,6 +52,9 @@ class AgentState:
     incarnation: str = ""
     generation: int = 0
     registering: bool = False
+    # Of the first registration: until when a master must have answered it, and what it was put off with.
+    answer_deadline: float | None = None
+    postponed: str = ""
     # The user's node name is held by another live node: when to ask again, and until when.
     register_at: float | None = None
     name_deadline: float | None = None

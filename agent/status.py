@@ -19,6 +19,7 @@ from .connection import PROTOCOL, Credentials, code_of, detail_of
 from .credentials import TOKEN_VARIABLE, CredentialFiles
 from .events import EXIT_FAILED, EXIT_FINISHED
 from .handshake import mismatch
+from .spawning import read_token
 
 __all__ = ["scale", "status"]
 
@@ -48,7 +49,7 @@ def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
     claim = ClaimFile(private / job).read()
     if claim is None:
         raise ValueError(f"job {job} has no embedded master's claim in {private}; use --master HOST:PORT")
-    return claim.address, Credentials((private / job / "token").read_text(encoding="ascii").strip())
+    return claim.address, Credentials(read_token(private / job))
 
 
 def status(options: argparse.Namespace) -> int:

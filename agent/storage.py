@@ -34,6 +34,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_FINISHED_RUNS
 
 from .events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
+from .private import NotPrivateError, check_private
 from .survey import Manifests, Survey, is_run, look_at, newest_of, run_number
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
@@ -86,17 +87,20 @@ class JobDirectory:
         return self.runs / run_id
 
     def prepare(self) -> None:
-        """Makes the directories and checks that they can be written.
+        """Makes the directories and checks that they can be written, the private one by us alone.
 
         Raises:
-            StorageError: they cannot.
+            StorageError: they cannot, or it can.
         """
         try:
             self.private.mkdir(parents=True, exist_ok=True, mode=0o700)
+            check_private(self.private)
             self.runs.mkdir(parents=True, exist_ok=True)
             trial = self.runs / f".write-{secrets.token_hex(8)}"
             trial.touch(exist_ok=False)
             trial.unlink()
+        except NotPrivateError as error:
+            raise StorageError(str(error)) from error
         except OSError as error:
             raise StorageError(
                 f"the checkpoint directory {self.root} cannot be written ({error.strerror or error}); "

@@ -32,6 +32,8 @@ class Turn:
     def register(self, previous: str) -> None:
         """Under the user's name, or the one it had before, or one that the master gives."""
         self.state.registering = True
+        # A node that was in the job once waits for its master; one that never was may have the wrong address.
+        self.state.answer_deadline = None if previous else self.now + self.state.settings.connect_timeout
         self.do(ev.Register(previous, self.state.settings.node_name or self.state.node))
 
     def register_again(self) -> None:

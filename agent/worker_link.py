@@ -33,6 +33,9 @@ _MAX_UNSENT = 1 << 16
 _PEER = struct.Struct("3i")
 # sun_path of unix(7), without the closing zero.
 _MAX_PATH = 107
+_SOCKET = "agent.sock"
+# Where TMPDIR is too long a path.
+_SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 
 logger = logging.getLogger(__name__)
 
@@ -52,21 +55,46 @@ class _Broken(Exception):
     """The peer does not keep to the protocol, or is gone."""
 
 
+def _private_directory(wanted: Path | None) -> Path:
+    """A directory of ours for the socket, whose path is short enough for the kernel.
+
+    Raises:
+        OSError: there is none; one line that says what to change.
+    """
+    tried = [str(wanted)] if wanted is not None else [_default_directory(), *_SHORT_DIRECTORIES]
+    reasons = []
+    for place in filter(None, tried):
+        try:
+            directory = Path(tempfile.mkdtemp(prefix="dalsegno-", dir=place))
+        except OSError as error:
+            reasons.append(f"{place}: {error.strerror or error}")
+            continue
+        if len(os.fsencode(directory / _SOCKET)) <= _MAX_PATH:
+            return directory
+        os.rmdir(directory)
+        reasons.append(f"{place}: too long a path")
+    raise OSError(f"no place for the socket of the workers ({'; '.join(reasons)}); set TMPDIR to a short, writable one")
+
+
+def _default_directory() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return ""
+
+
 class WorkerLink:
     """Serves the socket of one agent.
 
     Args:
         deliver: called on the serving thread with (epoch, rank, message), epoch and rank as the worker's Hello said.
-        directory: where the private directory (0700) with the socket (0600) is made; the system's default if None.
+        directory: where the private directory (0700) with the socket (0600) is made; TMPDIR or a shorter one if None.
     """
 
     def __init__(self, deliver: Deliver, directory: Path | None = None) -> None:
         self._deliver = deliver
-        self.directory = Path(tempfile.mkdtemp(prefix="dalsegno-", dir=directory))
-        self.path = self.directory / "agent.sock"
-        if len(os.fsencode(self.path)) > _MAX_PATH:
-            shutil.rmtree(self.directory)
-            raise OSError(f"the path of the agent's socket is too long ({self.path}); set TMPDIR to a shorter one")
+        self.directory = _private_directory(directory)
+        self.path = self.directory / _SOCKET
         self._lock = threading.Lock()
         self._told = worker_pb2.ToWorker()
         self._flushes: deque[tuple[int, threading.Event]] = deque()

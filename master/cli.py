@@ -24,7 +24,7 @@ from .door import MOST_SETTING
 from .job_brain import JobBrain
 from .lifetime import Lifetime
 from .server import BindError, ControlServer, ServerOptions
-from .store import StoreError, Superseded, open_store
+from .store import Store, StoreDamaged, StoreError, Superseded, open_store
 
 if TYPE_CHECKING:
     from .http import Edge
@@ -40,6 +40,8 @@ EXIT_SUPERSEDED = 3
 
 # Characters of one message in the log.
 LONGEST_MESSAGE = 4000
+# Damaged stores that are kept for a person to look at.
+MOST_PUT_ASIDE = 9
 
 # Job ids become directory names and part of addresses.
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -74,7 +76,7 @@ async def _serve(options: argparse.Namespace) -> int:
         host=options.host, port=options.port, token=token, tls=_tls(options), insecure=options.insecure
     )
     check_exposure(options.host, token, options.insecure)
-    store = open_store(options.store, options.job_id)
+    store, remark = _open(options)
     brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded)
     server = ControlServer(options.job_id, brain, store, server_options)
     edge = None
@@ -85,12 +87,55 @@ async def _serve(options: argparse.Namespace) -> int:
         if edge is not None:
             edge.start()
         _stop_on_signals(server)
-        _announce(server, edge)
+        _announce(server, edge, remark)
         return await _run(server, options)
     finally:
         if edge is not None:
             await edge.close()
         await server.close()
+
+
+def _open(options: argparse.Namespace) -> tuple[Store, str]:
+    """The store, and what a person must hear of it; empty: nothing.
+
+    An embedded master's that is damaged is put aside. What it knew comes back with registrations and manifests, and
+    nobody would be there to move the file away by hand. Raises StoreError.
+    """
+    try:
+        return _open_sound(options), ""
+    except StoreDamaged as error:
+        if not options.embedded:
+            raise
+        reason = str(error).partition(";")[0]
+    remark = f"{reason}: put aside as {_put_aside(options.store).name}; the job is found again from its checkpoints"
+    log.warning("%s", remark)
+    return _open_sound(options), remark
+
+
+def _open_sound(options: argparse.Namespace) -> Store:
+    """The store, once it was read as a whole. Raises StoreError."""
+    store = open_store(options.store, options.job_id)
+    try:
+        store.load()
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _put_aside(url: str) -> Path:
+    """Gives a damaged store's file another name, one of a few. Raises StoreError."""
+    path = Path(url.partition("://")[2][1:])
+    names = [path.with_name(f"{path.name}.damaged-{number}") for number in range(1, MOST_PUT_ASIDE + 1)]
+    aside = next((name for name in names if not os.path.lexists(name)), names[-1])
+    try:
+        # First what SQLite would play back into the next file of that name.
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{path}-journal", f"{aside}-journal")
+        os.replace(path, aside)
+    except OSError as error:
+        raise StoreError(f"the damaged store {path} cannot be put aside: {error.strerror or error}") from error
+    return aside
 
 
 async def _run(server: ControlServer, options: argparse.Namespace) -> int:
@@ -140,8 +185,10 @@ def _edge(server: ControlServer, options: argparse.Namespace, token: str | None)
         ) from error
 
 
-def _announce(server: ControlServer, edge: Edge | None) -> None:
-    said = {"address": server.address, "generation": server.driver.generation}
+def _announce(server: ControlServer, edge: Edge | None, remark: str) -> None:
+    said: dict[str, object] = {"address": server.address, "generation": server.driver.generation}
+    if remark:
+        said["remark"] = remark
     line = json.dumps(said if edge is None else said | {"http": edge.address})
     # Whoever started an embedded master may be gone already.
     with contextlib.suppress(BrokenPipeError):
