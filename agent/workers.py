@@ -180,6 +180,7 @@ class WorkersContext(SubprocessContext):
         for rank in range(self.nprocs):
             handler = self._adopt(rank) or self._start_cold(rank)
             self.subprocess_handlers[rank] = handler
+            self._link.started(rank, handler.proc.pid)
             watcher = threading.Thread(target=self._watch, args=(rank, handler), name=f"worker-{rank}", daemon=True)
             self._watchers.append(watcher)
             watcher.start()

@@ -1,4 +1,4 @@
-"""A real master with two good agents in a world, and whoever else calls it; what must hold is asserted all the while."""
+"""A real master with two good agents in a world, and whoever else calls it; what must hold is asserted throughout."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from google.protobuf.message import Message
 
 __all__ = ["BYTES", "DOUBLES", "NUMBERS", "TEXTS", "disturb", "mutate", "one_field"]
 
-NUMBERS = (0, 1, 2, 7, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**53 + 1, 2**63 - 2, 2**63 - 1, 2**63, 2**64 - 1)
+_POWERS = (2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**53 + 1, 2**63 - 2, 2**63 - 1, 2**63, 2**64 - 1)
+NUMBERS = (0, 1, 2, 7, 255, *_POWERS)
 DOUBLES = (0.0, -0.0, -1.0, 1e-320, 0.1, 1.0, 1e9, 1e18, 1e308, -1e308, float("inf"), float("-inf"), float("nan"))
 TEXTS = (
     "",
