@@ -30,7 +30,7 @@ EPOCH, FIRST = 7, 2
 PATIENCE = 20.0
 # Waits for its turn, says who it is and makes a step; then it waits for an end of file.
 SPEAK = """
-import socket, struct, subprocess, sys
+import os, socket, struct, subprocess, sys, time
 from dalsegno.elastic import link
 from dalsegno.protos import worker_pb2
 path, rank, step, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -38,6 +38,11 @@ if how != "at once":
     sys.stdin.readline()
 if how == "child":
     sys.exit(subprocess.run([sys.executable, "-c", sys.orig_argv[2], path, str(rank), str(step), "at once"]).returncode)
+if how == "orphan" and os.fork():
+    sys.exit(sys.stdin.readline() != "")
+if how == "orphan":
+    while os.getppid() == os.getsid(0):
+        time.sleep(0.01)
 link = socket.socket(socket.AF_UNIX)
 link.connect(path)
 try:
@@ -58,10 +63,14 @@ class Listener:
     def __init__(self) -> None:
         self.said: queue.SimpleQueue[tuple[int, worker_pb2.ToAgent]] = queue.SimpleQueue()
         self.full = 0
+        # The agent's thread waits at this gate with each message.
+        self.gate = threading.Event()
+        self.gate.set()
         self.link = WorkerLink(self._hear)
         self.link.expect(EPOCH, FIRST, 2)
 
     def _hear(self, epoch: int, rank: int, message: worker_pb2.ToAgent) -> None:
+        self.gate.wait(PATIENCE)
         if self.full:
             self.full -= 1
             raise MailboxFull("nobody reads")
@@ -127,12 +136,16 @@ def frame(**body: object) -> bytes:
 HELLO = frame(hello=worker_pb2.Hello(epoch=EPOCH, rank=FIRST))
 
 
-@pytest.mark.parametrize("how", ["self", "child"])
+@pytest.mark.parametrize("how", ["self", "child", "orphan"])
 def test_a_worker_and_what_it_starts_may_speak_for_its_rank(listener: Listener, how: str) -> None:
-    """A wrapper's child is the rank as well; while it speaks, nobody else of it is heard."""
+    """A wrapper's child is the rank as well, also when the wrapper is gone; while it speaks, nobody else is heard."""
     with speaker(listener, FIRST, 11, how) as worker, speaker(listener, FIRST, 12) as other:
         listener.link.started(0, worker.pid)
         begin(worker)
+        if how == "orphan":
+            assert worker.stdin is not None
+            worker.stdin.close()
+            os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOWAIT)
         rank, message = listener.next("progress")
         assert (rank, message.progress.step) == (FIRST, 11)
         begin(other)
@@ -164,12 +177,24 @@ def test_a_second_process_of_a_worker_is_not_the_rank(listener: Listener) -> Non
     assert listener.said.empty()
     first.sendall(frame(progress=worker_pb2.Progress(step=3)))
     assert listener.next("progress")[1].progress.step == 3
-    # Its end may be read only when its successor says Hello.
-    first.sendall(frame(progress=worker_pb2.Progress(step=4)) * 100)
+
+
+def test_the_next_process_of_a_rank_is_heard(listener: Listener) -> None:
+    """A script that is started anew by its wrapper; the last words of the one before are read first, however many."""
+    first = listener.connect()
+    first.sendall(HELLO)
+    listener.next("hello")
+    # The successor's connection is served first: its Hello waits, and so does all that the first one says.
+    second = listener.connect()
+    listener.gate.clear()
+    second.sendall(HELLO[:-1])
+    first.sendall(frame(progress=worker_pb2.Progress(step=4)))
+    many = frame(progress=worker_pb2.Progress(step=4, loss=1.0, seconds=1.0, longest=1.0)) * 4000
+    first.sendall(many)
     first.close()
-    third = listener.connect()
-    third.sendall(HELLO + frame(progress=worker_pb2.Progress(step=5)))
-    assert [listener.next("progress")[1].progress.step for _ in range(101)] == [4] * 100 + [5]
+    second.sendall(HELLO[-1:] + frame(progress=worker_pb2.Progress(step=5)))
+    listener.gate.set()
+    assert [listener.next("progress")[1].progress.step for _ in range(4002)] == [4] * 4001 + [5]
 
 
 @pytest.mark.parametrize(
@@ -204,8 +229,9 @@ def test_an_epochs_end_does_not_cut_its_workers(listener: Listener) -> None:
     assert listener.next("draining")[1].draining.step == 3
 
 
-def test_a_crowd_that_says_nothing(listener: Listener) -> None:
+def test_a_crowd_that_says_nothing(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of silent connections: a worker is served at once, and the crowd does not stay."""
+    monkeypatch.setattr(worker_link, "_HELLO_TIMEOUT", 1000.0)
     crowd = [listener.connect() for _ in range(300)]
     began = time.monotonic()
     worker = listener.connect()
@@ -218,6 +244,27 @@ def test_a_crowd_that_says_nothing(listener: Listener) -> None:
     assert all(cut(channel) for channel in crowd)
     for channel in more:
         channel.close()
+
+
+def test_a_hello_in_a_crowd_is_read(listener: Listener) -> None:
+    """It came in time, and was only not read yet when a hundred others came after it."""
+    busy = listener.connect()
+    listener.gate.clear()
+    busy.sendall(HELLO)
+    worker = listener.connect()
+    worker.sendall(frame(hello=worker_pb2.Hello(epoch=EPOCH, rank=FIRST + 1)))
+    crowd = [listener.connect() for _ in range(100)]
+    listener.gate.set()
+    assert {listener.next("hello")[0], listener.next("hello")[0]} == {FIRST, FIRST + 1}
+    for channel in crowd:
+        channel.close()
+
+
+def test_a_long_hello_is_cut(listener: Listener) -> None:
+    """Who has not said who it is has no memory of ours."""
+    channel = listener.connect()
+    channel.sendall(struct.pack(">I", 2000))
+    assert cut(channel)
 
 
 def test_who_does_not_say_hello_goes(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
