@@ -60,12 +60,12 @@ Deliver = Callable[[int, int, worker_pb2.ToAgent], None]
 
 @dataclass
 class _Expected:
-    """The workers that the agent started last; the process of each by its local rank, once it is known."""
+    """The workers that the agent started last; by local rank, what tells the process of each (0: not known yet)."""
 
     epoch: int
     first_rank: int
     nproc: int
-    pids: dict[int, int] = field(default_factory=dict)
+    pids: dict[int, Callable[[], int]] = field(default_factory=dict)
     # Who speaks for a rank; owned by the serving thread.
     speakers: dict[int, _Connection] = field(default_factory=dict)
 
@@ -139,8 +139,11 @@ class WorkerLink:
         with self._lock:
             self._expected = _Expected(epoch, first_rank, nproc)
 
-    def started(self, local_rank: int, pid: int) -> None:
-        """The process of one of the expected ranks: it, and what it starts, may speak for it."""
+    def started(self, local_rank: int, pid: Callable[[], int]) -> None:
+        """What tells the process of one of the expected ranks: it, and what it starts, may speak for it.
+
+        It is asked with each Hello, and answers 0 while it does not know (a standby worker that is about to start).
+        """
         with self._lock:
             if self._expected is not None:
                 self._expected.pids[local_rank] = pid
@@ -320,15 +323,15 @@ class WorkerLink:
             raise _Broken("it says Hello twice")
         with self._lock:
             expected = self._expected
-            pids = {} if expected is None else dict(expected.pids)
+            process = None if expected is None else expected.pids.get(hello.rank - expected.first_rank)
         if expected is None or hello.epoch != expected.epoch:
             raise _Broken(f"it is of epoch {hello.epoch}, whose workers were not started last")
         local_rank = hello.rank - expected.first_rank
         # With --virtual-local-rank every worker's is 0.
         if not 0 <= local_rank < expected.nproc or hello.local_rank not in (0, local_rank):
             raise _Broken(f"rank {hello.rank}, local rank {hello.local_rank} is none of this node's")
-        worker = pids.get(local_rank)
-        if worker is not None and not belongs_to(connection.pid, worker):
+        worker = 0 if process is None else process()
+        if worker and not belongs_to(connection.pid, worker):
             raise _Broken(f"it says that it is rank {hello.rank}, whose worker, process {worker}, did not start it")
         speaker = expected.speakers.get(hello.rank)
         if speaker is not None:

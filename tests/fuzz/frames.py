@@ -158,7 +158,7 @@ class GoodWorker:
         self.process = subprocess.Popen(
             arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT / "tests"
         )
-        link.started(rank - FIRST_RANK, self.process.pid)
+        link.started(rank - FIRST_RANK, lambda: self.process.pid)
         assert self.process.stdin is not None
         self.process.stdin.write("\n")
         self.process.stdin.flush()

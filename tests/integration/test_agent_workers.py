@@ -478,6 +478,22 @@ def test_last_words_come_before_the_exit(node: Node, how: str) -> None:
     context.stop(0)
 
 
+@pytest.mark.parametrize("how", ["adopted", "cold"])
+def test_only_the_worker_speaks_for_its_rank(node: Node, how: str) -> None:
+    """It is heard while it lives; this process, which did not come from it, is not."""
+    script = script_in(node.directory, SPEAK.replace("os._exit(83)", "time.sleep(300)"))
+    context = node.workers(script, 1, node.pool(1) if how == "adopted" else None)
+    context.start()
+    wait_for(lambda: "finished" in node.order)
+    context.stop(0)
+    before = len(node.order)
+    stranger = connect(node)
+    stranger.sendall(frame(hello=worker_pb2.Hello(epoch=7, rank=3)) + frame(finished=worker_pb2.Finished(step=1)))
+    assert told(stranger) == (False, False)
+    assert stranger.recv(1) == b""
+    assert len(node.order) == before
+
+
 # ---- the socket ------------------------------------------------------------------------------------------------------
 
 

@@ -140,7 +140,7 @@ HELLO = frame(hello=worker_pb2.Hello(epoch=EPOCH, rank=FIRST))
 def test_a_worker_and_what_it_starts_may_speak_for_its_rank(listener: Listener, how: str) -> None:
     """A wrapper's child is the rank as well, also when the wrapper is gone; while it speaks, nobody else is heard."""
     with speaker(listener, FIRST, 11, how) as worker, speaker(listener, FIRST, 12) as other:
-        listener.link.started(0, worker.pid)
+        listener.link.started(0, lambda: worker.pid)
         begin(worker)
         if how == "orphan":
             assert worker.stdin is not None
@@ -157,8 +157,8 @@ def test_a_worker_and_what_it_starts_may_speak_for_its_rank(listener: Listener, 
 def test_a_rank_cannot_be_another(listener: Listener) -> None:
     """The worker of local rank 1 says that it is local rank 0, and comes first: it is cut, and the true one heard."""
     with speaker(listener, FIRST, 12) as impostor, speaker(listener, FIRST, 11) as worker:
-        listener.link.started(0, worker.pid)
-        listener.link.started(1, impostor.pid)
+        listener.link.started(0, lambda: worker.pid)
+        listener.link.started(1, lambda: impostor.pid)
         begin(impostor)
         assert impostor.stdout is not None
         assert impostor.stdout.readline() == "cut\n"
