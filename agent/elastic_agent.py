@@ -180,7 +180,8 @@ class ElasticAgent(LocalElasticAgent):
 
     def _worker_said(self, epoch: int, rank: int, message: worker_pb2.ToAgent) -> None:
         body = message.WhichOneof("body")
-        newest = (epoch, rank, body) if body in ("progress", "saving") else None
+        # Each seal and each failed save counts; of anything else only what the rank said last.
+        newest = (epoch, rank, body) if body not in ("sealed", "save_failed") else None
         self._mailbox.put(ev.WorkerSaid(epoch, rank, message), replaces=newest)
 
     # ---- workers ----------------------------------------------------------------------------------------------------
@@ -269,6 +270,7 @@ class ElasticAgent(LocalElasticAgent):
         if hint := self._adoption.hint(world, arguments):
             self._effects.perform(ev.Say(hint, True))
         self._starts += 1
+        self._link.expect(world.epoch, place.first_rank, place.nproc)
         self._setup_local_watchdog(envs=envs)
         self._setup_healthcheck()
         self._context = WorkersContext(

@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 __all__ = [
+    "belongs_to",
     "boot_id",
     "is_same_process",
     "kill_group",
@@ -37,6 +38,26 @@ def process_state(pid: int) -> str | None:
     """One-letter state of proc(5) ("R", "S", "T" stopped, "Z" zombie, ...); None when it is gone."""
     fields = _stat_fields(pid)
     return fields[0] if fields else None
+
+
+def belongs_to(pid: int, root: int) -> bool:
+    """Whether `pid` is the process `root`, comes from it, or is in the session that it leads.
+
+    Of a process that is gone nobody can tell any more; it counts as one that did.
+    """
+    seen: set[int] = set()
+    while pid != root:
+        fields = _stat_fields(pid)
+        if fields is None:
+            return True
+        seen.add(pid)
+        # Its session; then on to its parent. Process ids are reused, so that a chain may end in itself.
+        if int(fields[3]) == root:
+            return True
+        pid = int(fields[1])
+        if pid <= 1 or pid in seen:
+            return False
+    return True
 
 
 def boot_id() -> str:

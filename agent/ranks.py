@@ -7,6 +7,10 @@ from dalsegno.protos import control_pb2, worker_pb2
 from . import events as ev
 from .state import Outcome, Workers
 from .turn import Turn
+from .worker_checks import MOST
+
+# Manifests that are read at the same time: one follows the other, unless the disk is very slow.
+MOST_READING = 64
 
 
 def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
@@ -15,6 +19,8 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
     message = event.message
     body = message.WhichOneof("body")
     if body == "sealed":
+        if len(state.reading) >= MOST_READING:
+            return  # No script seals so fast. What is sealed lies on the disk, and is found there.
         # Worth recording whatever became of these workers since: the master refuses what comes too late.
         state.reading = state.reading | {message.sealed.name}
         turn.do(ev.ReadManifest(message.sealed.name, message.sealed.digest))
@@ -68,7 +74,8 @@ def saving(turn: Turn, rank: int, saving: worker_pb2.Saving) -> None:
         state.saving, state.saving_parts = saving.name, {}
     known = state.saving_parts.get(rank, 0)
     if saving.bytes > known:
-        state.saved_bytes += saving.bytes - known
+        # A script can say what it likes; the report to the master has 64 bits.
+        state.saved_bytes = min(state.saved_bytes + saving.bytes - known, MOST)
         state.saving_parts = {**state.saving_parts, rank: saving.bytes}
     turn.report_progress()
 

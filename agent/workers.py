@@ -15,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -180,6 +181,7 @@ class WorkersContext(SubprocessContext):
         for rank in range(self.nprocs):
             handler = self._adopt(rank) or self._start_cold(rank)
             self.subprocess_handlers[rank] = handler
+            self._link.started(rank, partial(getattr, handler.proc, "pid"))
             watcher = threading.Thread(target=self._watch, args=(rank, handler), name=f"worker-{rank}", daemon=True)
             self._watchers.append(watcher)
             watcher.start()

@@ -76,6 +76,7 @@ class Node:
         self.slowness = 0.0
         self.lifeline = Lifeline()
         self.link = WorkerLink(self.hear)
+        self.link.expect(epoch=7, first_rank=3, nproc=1)
         self.warm = threading.Event()
         self.pools: list[StandbyPool] = []
 
@@ -477,6 +478,22 @@ def test_last_words_come_before_the_exit(node: Node, how: str) -> None:
     context.stop(0)
 
 
+@pytest.mark.parametrize("how", ["adopted", "cold"])
+def test_only_the_worker_speaks_for_its_rank(node: Node, how: str) -> None:
+    """It is heard while it lives; this process, which did not come from it, is not."""
+    script = script_in(node.directory, SPEAK.replace("os._exit(83)", "time.sleep(300)"))
+    context = node.workers(script, 1, node.pool(1) if how == "adopted" else None)
+    context.start()
+    wait_for(lambda: "finished" in node.order)
+    context.stop(0)
+    before = len(node.order)
+    stranger = connect(node)
+    stranger.sendall(frame(hello=worker_pb2.Hello(epoch=7, rank=3)) + frame(finished=worker_pb2.Finished(step=1)))
+    assert told(stranger) == (False, False)
+    assert stranger.recv(1) == b""
+    assert len(node.order) == before
+
+
 # ---- the socket ------------------------------------------------------------------------------------------------------
 
 
@@ -531,10 +548,10 @@ def test_everybody_learns_the_flags(node: Node) -> None:
 def test_frames_may_come_in_pieces(node: Node) -> None:
     """Split and joined frames are the same to the reader."""
     channel = connect(node)
-    data = frame(hello=worker_pb2.Hello(epoch=2, rank=1)) + frame(progress=worker_pb2.Progress(step=9))
+    data = frame(hello=worker_pb2.Hello(epoch=7, rank=3)) + frame(progress=worker_pb2.Progress(step=9))
     for byte in data:
         channel.send(bytes([byte]))
-    assert node.said.get(timeout=5)[2].hello.epoch == 2
+    assert node.said.get(timeout=5)[2].hello.epoch == 7
     assert node.said.get(timeout=5)[2].progress.step == 9
 
 
@@ -553,8 +570,8 @@ def test_nonsense_is_cut_off(node: Node, data: bytes) -> None:
     told(bad)
     bad.sendall(data)
     assert bad.recv(1) == b""
-    good.sendall(frame(hello=worker_pb2.Hello(epoch=5)))
-    assert node.said.get(timeout=5)[0] == 5
+    good.sendall(frame(hello=worker_pb2.Hello(epoch=7, rank=3)))
+    assert node.said.get(timeout=5)[0] == 7
 
 
 def test_a_worker_that_never_reads_harms_nobody(node: Node) -> None:

@@ -365,6 +365,26 @@ def test_every_save_of_an_epoch_is_seen_to_grow() -> None:
     assert [saves("step-4.e1.1", 0, 10), saves("step-4.e1.2", 0, 5)] == [580, 585]
 
 
+def test_a_script_that_boasts_of_its_saves_ends_nothing() -> None:
+    """The count of bytes stays within the 64 bits of a report, whatever a script says of however many saves."""
+    agent = Agent().registered().running()
+    for number in range(3000):
+        agent.said(saving=worker_pb2.Saving(name=f"step-{number}.e1.1", bytes=1 << 53))
+    assert agent.calls("ReportProgress")[-1].saved_bytes == 1 << 53
+
+
+def test_a_script_that_seals_without_end_fills_nothing() -> None:
+    """So many manifests are read at the same time, no more; the next one is, once one of them was."""
+    agent = Agent().registered().running()
+
+    def seals(number: int) -> list[str]:
+        return kinds(agent.said(sealed=worker_pb2.Sealed(name=f"step-{number}.e1.1", digest="d", step=number)))
+
+    assert sum(seals(number) == ["ReadManifest"] for number in range(1000)) == 64
+    agent.hear(ev.ManifestRead("step-0.e1.1", None, "not there"))
+    assert seals(1000) == ["ReadManifest"]
+
+
 def test_signs_of_life_of_all_ranks_are_told() -> None:
     """Each one that is new makes the node's count grow; the next epoch's begin anew."""
     agent = Agent(nproc=2).registered().running()
