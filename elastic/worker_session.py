@@ -1,10 +1,13 @@
 """A worker's part in an elastic run: who am I, where do I resume, when must I save and go.
 
-s = session(checkpoint_dir="checkpoints")           # the directory is for runs without dlrover-run
-...build, then load s.resume if there is one...
-for batch in s.steps(batches, max_steps=1000, save=save, save_every=100):
-    ...one optimizer step...
-    s.report(loss)
+    s = session(checkpoint_dir="checkpoints")       # the directory is for runs without dlrover-run
+    if s.resume is not None:
+        load(s.resume.path)                         # what save(path) has written
+    for batch in s.steps(batches, max_steps=1000, save=save, save_every=100):
+        loss = train(batch)                         # one optimizer step
+        s.report(loss)
+
+``loop.steps`` is that loop. One of one's own calls what it does: ``meet``, ``begin_step``, ``end_step``, ``save``.
 """
 
 from __future__ import annotations
