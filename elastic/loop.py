@@ -73,12 +73,7 @@ def steps(
     """
     if save_every < 0 or (max_steps is not None and max_steps < 0):
         raise ValueError(f"max_steps and save_every cannot be negative: {max_steps}, {save_every}")
-    if session.can_save and save_every and save is None:
-        raise ValueError(f"save_every={save_every}, and nothing to save with: give save= too, or leave save_every out")
-    if save is not None and not session.can_save:
-        if session.rank == 0:
-            log.warning("nothing will be saved: %s", NO_DIRECTORY)
-        save = None
+    save = _saving(session, save, save_every)
     if save is not None:
         check_strategy(session.resume, strategy)
     order = order or getattr(data, "order", None)
@@ -98,6 +93,19 @@ def steps(
         },
     )
     return _loop(session, source, run, max_steps, seed)
+
+
+def _saving(
+    session: Session, save: Callable[[Path], None] | Background | None, save_every: int
+) -> Callable[[Path], None] | Background | None:
+    """What the loop saves with; None: it saves nothing, which one line says where the script wanted it."""
+    if session.can_save:
+        if save_every and save is None:
+            raise ValueError(f"save_every={save_every}, and nothing to save with: give save=, or leave save_every out")
+        return save
+    if save is not None and session.rank == 0:
+        log.warning("nothing will be saved: %s", NO_DIRECTORY)
+    return None
 
 
 def _check_data(session: Session, data: Any, order: Order | None, *, moves: bool) -> None:

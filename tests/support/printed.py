@@ -1,9 +1,9 @@
 """What the project prints for people to type: command lines and Python code, wherever they stand.
 
-Pages are the Markdown files, docstrings of the product, the examples and the benchmarks, and the Makefile's help. A page
-prints *blocks* (fenced, indented, ``<pre>``) and *inline code*. Of a block each logical line that begins with a program
-is a command; a block that is none, and parses, is Python; what is neither is a drawing or a format, and has to be named
-as such. Inline code is a command if it begins with a program and goes on.
+Pages are the Markdown files, docstrings of the product, the examples and the benchmarks, and the Makefile's help. A
+page prints *blocks* (fenced, indented, ``<pre>``) and *inline code*. Of a block that begins with a program each logical
+line is a command; a block that parses is Python; what is neither is a drawing or a format, and has to be named as such.
+Inline code is a command if it begins with a program and goes on.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from .sources import ROOT, product_files
 
@@ -93,11 +92,12 @@ def blocks(page: Page) -> Iterator[Block]:
     text = page.text
     for language, body in re.findall(r'<pre(?: lang="(\w+)")?>\n(.*?)</pre>', text, re.DOTALL):
         yield Block(page.name, html.unescape(body), language)
-    text = re.sub(r"<pre.*?</pre>", "", text, flags=re.DOTALL)
+    # What is taken out leaves a word: blocks before and behind it are two.
+    text = re.sub(r"<pre.*?</pre>", "taken", text, flags=re.DOTALL)
     for indent, language, body in re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.DOTALL | re.MULTILINE):
         del indent
         yield Block(page.name, textwrap.dedent(body), language)
-    text = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(r"^( *)```.*?^\1```$", "taken", text, flags=re.DOTALL | re.MULTILINE)
     yield from _indented(page.name, text)
 
 
