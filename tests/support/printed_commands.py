@@ -79,9 +79,7 @@ COMMANDS: dict[str, How] = {
     "python3 -m venv .venv && . .venv/bin/activate": Run(replaced={".venv": "another"}, full=True),
     "pip install torch==2.13.0": Elsewhere(_NETWORK, "install"),
     "pip install -e '.[train]'": Elsewhere(_NETWORK, "install"),
-    "dlrover-run --nnodes=1:4 --checkpoint-dir=checkpoints --universal-checkpoint examples/train.py": Scene(
-        "test_the_quickstart"
-    ),
+    "dlrover-run --nnodes=1:4 --universal-checkpoint examples/train.py --steps=1000": Scene("test_the_quickstart"),
     "kill -9": Scene("test_the_quickstart"),
     "dalsegno status": Scene("test_the_quickstart"),
     "dalsegno scale 1": Scene("test_the_quickstart"),
