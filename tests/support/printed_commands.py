@@ -122,7 +122,7 @@ COMMANDS: dict[str, How] = {
     "python -m tests.unit.test_protos": Run(),
     "python -m benchmarks peers": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks [NAME ...]": Elsewhere(_HOURS, "bench"),
-    "python -m benchmarks sampler": Run(full=True, says="ElasticSampler"),
+    "python -m benchmarks sampler": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks.reshard": Run("--megabytes=20 --repeats=1", full=True),
     "python -m benchmarks.convert --directory DIR": Run("--megabytes=20 --repeats=1", replaced={"DIR": "."}, full=True),
     "python -m benchmarks.convert_once WAY": Elsewhere(_INSIDE, "bench"),
@@ -155,8 +155,8 @@ COMMANDS: dict[str, How] = {
     " --callbacks dalsegno": Scene("test_ms_swift"),
     "python -m dalsegno.swift_plugin": Run(says=r"external"),
     "dlrover-run --nnodes=1:4 … -m dalsegno.swift_plugin.sft …": Scene("test_ms_swift"),
-    "dlrover-run … -m dalsegno.swift_plugin.sft …": Scene("test_ms_swift"),
-    "dlrover-run … -m dalsegno.swift_plugin.sft": Scene("test_ms_swift"),
+    "dlrover-run … -m dalsegno.swift_plugin.sft …": Name("in short what docs/ms-swift.md prints in full"),
+    "dlrover-run … -m dalsegno.swift_plugin.sft": Name("in short what docs/ms-swift.md prints in full"),
     "dlrover-run … -m dalsegno.swift_plugin.pt …": Elsewhere(
         "as sft, with texts", "tests/integration/test_swift.py::test_changes_of_the_world"
     ),
