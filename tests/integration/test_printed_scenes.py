@@ -14,7 +14,7 @@ from tests.support.printed_commands import COMMANDS, Scene
 from tests.support.sources import ROOT
 from tests.support.stage import Stage
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(900)
 
 Line = Callable[[str], str]
 PLAIN, ELASTIC = 'engine.load_checkpoint("checkpoints")', "save=save, save_every=20,"
@@ -107,14 +107,13 @@ def test_a_script_without_a_session(stage: Stage, line: Line) -> None:
 
 def test_a_master_that_is_a_service(stage: Stage, line: Line, tmp_path: Path) -> None:
     """Token, certificate, master and two nodes on one machine; a finished job stays finished."""
+    store = str(tmp_path / "store")
+    stage.type(line("mkdir").replace("/var/lib/dalsegno", store))
     stage.type(line("(umask"))
     assert (stage.directory / "token").stat().st_mode & 0o077 == 0
     stage.type(line("openssl").replace("HOST", "localhost"))
-    store = tmp_path / "store"
-    store.mkdir()
     command = line("dlrover-master").replace("0.0.0.0", "127.0.0.1").replace("29400", "0")
-    assert "/var/lib/dalsegno" in command
-    master = stage.start(command.replace("/var/lib/dalsegno", str(store)))
+    master = stage.start(command.replace("/var/lib/dalsegno", store))
     port = master.wait_for(r"127\.0\.0\.1:(\d+)").group(1)
     write_printed_script(stage.directory / "train.py", ELASTIC)
     node = line("dlrover-run").replace("HOST:29400", f"localhost:{port}").replace("/shared", str(tmp_path / "shared"))

@@ -26,6 +26,7 @@ PROGRAMS = (
         "bash",
         "sh",
         "kill",
+        "mkdir",
         "cp",
         "cd",
         "export",

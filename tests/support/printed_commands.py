@@ -61,7 +61,7 @@ _SWIFT = "a program of ms-swift's, named"
 COMMANDS: dict[str, How] = {
     # The examples, as their docstrings print them.
     "python examples/ddp.py": Run(_STEPS, says="nothing will be saved"),
-    "torchrun --nproc-per-node 2 examples/ddp.py": Run(f"{_STEPS}0 --steps=10", says=r"step 10: .*2 ranks"),
+    "torchrun --nproc-per-node 2 examples/ddp.py": Run("--steps=10 --save-every=2", says=r"step 10: .*2 ranks"),
     "dlrover-run --nnodes=1:4 examples/ddp.py": Run(_STEPS, says="finished at step 4"),
     "python examples/train.py": Run(f"{_STEPS} --layers=1", says="nothing will be saved"),
     "torchrun --nproc-per-node 2 examples/train.py": Run(f"{_STEPS} --layers=1", full=True),
@@ -89,6 +89,7 @@ COMMANDS: dict[str, How] = {
     "dlrover-run --nnodes=1:4 --universal-checkpoint train.py --save-dir '${save_dir}'": Scene(
         "test_a_script_without_a_session"
     ),
+    "mkdir -p /var/lib/dalsegno": Scene("test_a_master_that_is_a_service"),
     "(umask 077; openssl rand -hex 32 > token)": Scene("test_a_master_that_is_a_service"),
     "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 365 -subj /CN=gpt"
     " -addext subjectAltName=DNS:HOST": Scene("test_a_master_that_is_a_service"),
@@ -101,7 +102,7 @@ COMMANDS: dict[str, How] = {
         "tests/integration/test_agent_jobs.py::test_plain_torchrun",
     ),
     # The Makefile, and what CONTRIBUTING.md says.
-    "make demo": Run(says="the same curve|differ", full=True),
+    "make demo": Run(says="consumed every sample once", full=True),
     "make demo TORCH=...": Elsewhere(_NETWORK, "demo TORCH=torch"),
     "python -m examples.demo": Elsewhere("is what `make demo` runs", "demo"),
     "make test": Elsewhere("this test is a part of it", "test"),

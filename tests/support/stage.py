@@ -23,7 +23,7 @@ _COPIED = ("agent", "benchmarks", "elastic", "examples", "master", "protos", "sw
 _COPIED_FILES = ("Makefile", "README.md", "constraints.txt", "pyproject.toml", "ruff.toml", "setup.cfg")
 _MARK = "DALSEGNO_TEST_STAGE"
 # Generous: other tests share the cores.
-PATIENCE = 150.0
+PATIENCE = 240.0
 
 
 @dataclass
