@@ -1,10 +1,13 @@
 """A worker's part in an elastic run: who am I, where do I resume, when must I save and go.
 
-s = session(checkpoint_dir="checkpoints")           # the directory is for runs without dlrover-run
-...build, then load s.resume if there is one...
-for batch in s.steps(batches, max_steps=1000, save=save, save_every=100):
-    ...one optimizer step...
-    s.report(loss)
+    s = session(checkpoint_dir="checkpoints")       # the directory is for runs without dlrover-run
+    if s.resume is not None:
+        load(s.resume.path)                         # what save(path) has written
+    for batch in s.steps(batches, max_steps=1000, save=save, save_every=100):
+        loss = train(batch)                         # one optimizer step
+        s.report(loss)
+
+``loop.steps`` is that loop. One of one's own calls what it does: ``meet``, ``begin_step``, ``end_step``, ``save``.
 """
 
 from __future__ import annotations
@@ -47,6 +50,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+NO_DIRECTORY = "outside dlrover-run the script names the directory, session(checkpoint_dir=...)"
+
 # After a drain's save failed: seconds until the next try, doubled each time up to the second figure.
 DRAIN_PAUSE_SECONDS, MAX_DRAIN_PAUSE_SECONDS = 2.0, 60.0
 
@@ -85,6 +90,9 @@ class Session:
         self._keep = keep
         # What this step number is saved as. At the resume point that is the resume point itself.
         self._saved: tuple[int, Ref] | None = None if resume is None else (resume.step, resume.ref)
+        self._tracked: Tracked | None = None
+        # The best value, where there is no directory and so no checkpoint that could be the best one.
+        self._unsaved_best: Best | None = None
         # What ``improved`` was told of the present step, and whether that makes it worth a checkpoint.
         self._measured: tuple[int, float, bool] | None = None
         self._terminated = False
@@ -139,7 +147,10 @@ class Session:
 
     @property
     def best(self) -> Best | None:
-        """The best checkpoint so far by the tracked metric; it is never pruned. The same on all ranks."""
+        """The best checkpoint so far by the tracked metric; it is never pruned. The same on all ranks.
+
+        None where nothing is saved, whatever ``improved`` has said.
+        """
         return None if self._saver is None else self._saver.best
 
     def track(self, metric: str, *, mode: str = "min", min_delta: float = 0.0) -> None:
@@ -155,21 +166,22 @@ class Session:
         Raises:
             ValueError: Another mode, or a negative ``min_delta``.
         """
-        tracked = Tracked(metric, mode, min_delta)
+        self._tracked = Tracked(metric, mode, min_delta)
         if self._saver is not None:
-            self._saver.tracked = tracked
+            self._saver.tracked = self._tracked
 
     def improved(self, value: float) -> bool:
         """Whether the present step is the best so far by the tracked metric; if so it is saved at its end. Collective.
 
-        Rank 0's value decides, for all ranks.
+        Rank 0's value decides, for all ranks. It is compared with the best checkpoint's; without a directory, where
+        there are none, with the best value of before.
 
         Raises:
             RuntimeError: Nothing is tracked.
         """
+        tracked = self._check_tracked()
         if self._saver is None:
-            return False
-        self._check_tracked(self._saver)
+            return self._improves_unsaved(tracked, value)
         better = self._saver.improves(value)
         # Asked in the loop's body, it is of the step that has begun and will be counted when it ends.
         self._measured = (self.step + self._exchange.under_way, value, better)
@@ -187,9 +199,9 @@ class Session:
         Raises:
             RuntimeError: Nothing is tracked.
         """
+        tracked = self._check_tracked()
         if self._saver is None:
-            return False
-        tracked = self._check_tracked(self._saver)
+            return self._improves_unsaved(tracked, value)
         if not self._over:
             self.settle()
             value = float(self._collective.broadcast(value))
@@ -293,7 +305,7 @@ class Session:
         """
         self._check_open()
         if self._saver is None:
-            raise RuntimeError("nowhere to save: give session(checkpoint_dir=...) outside dlrover-run")
+            raise RuntimeError(f"nowhere to save: {NO_DIRECTORY}")
         if keep is not None:
             self._keep = keep
         try:
@@ -426,11 +438,18 @@ class Session:
         """The present step's checkpoint, if it is saved."""
         return self._saved[1] if self._saved is not None and self._saved[0] == self.step else None
 
-    @staticmethod
-    def _check_tracked(saver: Saver) -> Tracked:
-        if saver.tracked is None:
+    def _check_tracked(self) -> Tracked:
+        if self._tracked is None:
             raise RuntimeError("nothing is tracked: call session.track(metric) first")
-        return saver.tracked
+        return self._tracked
+
+    def _improves_unsaved(self, tracked: Tracked, value: float) -> bool:
+        if not self._over:
+            value = float(self._collective.broadcast(value))
+        better = tracked.improves(value, self._unsaved_best)
+        if better:
+            self._unsaved_best = Best("", tracked.metric, tracked.mode, value)
+        return better
 
     @property
     def _wants_drain(self) -> bool:

@@ -173,7 +173,7 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
         return ""  # It is let in, and its first directive says how the job ended.
     if any(is_there(turn, name) for name in job.nodes):
         return Reply("UNAVAILABLE", "the agents of the run that has ended are still leaving")
-    fresh_run = message.new_run or job.phase is Phase.SUCCEEDED
+    finished, ended = job.phase is Phase.SUCCEEDED, job.run_id
     failed = job.message
     for node in list(job.nodes.values()):
         membership.drop(turn, node)
@@ -189,9 +189,10 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     turn.live.paused_since = None
     turn.gather_anew()
     turn.enter(Phase.WAITING)
-    if fresh_run:
+    if finished or message.new_run:
         begin_anew(turn, message)
-        return ""
+        # Who asked for it knows.
+        return "" if message.new_run else f"{ended} is finished: this is the next run, {job.run_id}, from step 0"
     # A supervisor may start agents again and again: each time is said, and how often it was in vain so far.
     job.reopened += 1
     times = f", for the {ordinal(job.reopened)} time without a commit" if job.reopened > 1 else ""
