@@ -126,12 +126,18 @@ class Swarm:
             await asyncio.sleep(PROBE_EVERY)
 
     async def do_calls(self, commits: bool, count: int, seconds: float) -> None:
-        """So many commits, or heartbeats, of the first node, one after the other, as far as the time goes."""
+        """So many commits, or heartbeats, of all nodes side by side, as far as the time goes."""
         end = time.monotonic() + seconds
-        call = self.nodes[0].commit if commits else self.nodes[0].beat
-        for _ in range(count):
-            if time.monotonic() > end or not await call():
-                return
+        left = count
+
+        async def repeat(node: Node) -> None:
+            nonlocal left
+            while left > 0 and time.monotonic() < end:
+                left -= 1
+                if not await (node.commit() if commits else node.beat()):
+                    return
+
+        await asyncio.gather(*(repeat(node) for node in self.nodes))
 
     def report(self) -> dict[str, Any]:
         return {

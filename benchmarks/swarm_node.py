@@ -315,9 +315,10 @@ class Node:
 
     async def commit(self) -> bool:
         """Records a checkpoint of one more step; whether the master took it."""
-        self.step += 1
+        self.step = 1 + max(self.step, self.head.step if self.head is not None else 0)
         checkpoint = pb.Checkpoint(
-            ref=pb.CheckpointRef(name=f"step-{self.step}.e{self.epoch}.0", digest=secrets.token_hex(32)),
+            # No two nodes give the same name.
+            ref=pb.CheckpointRef(name=f"step-{self.step}.e{self.epoch}.{self.number}", digest=secrets.token_hex(32)),
             run_id=self.run_id,
             step=self.step,
             epoch=self.epoch,
