@@ -318,6 +318,9 @@ def settle(turn: Turn) -> None:
     turn.state.wake = None
     report_ended(turn)
     register_when_due(turn)
+    ranks.check_stopping(turn)
+    if turn.state.ended:
+        return  # A fenced leaver, whose workers were the last that it waited for.
     prepare_join(turn)
     leaving.check_outage(turn)
     leaving.check_leave(turn)

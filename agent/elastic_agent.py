@@ -345,9 +345,14 @@ class ElasticAgent(LocalElasticAgent):
         context = self._context
 
         def stop() -> None:
-            if context is not None:
-                context.stop(grace)
-            self._mailbox.put(ev.WorkersStopped(epoch))
+            try:
+                if context is not None:
+                    context.stop(grace)
+            except Exception:
+                logger.exception("the workers of epoch %d were not stopped in order", epoch)
+            finally:
+                # The decisions wait for this word, whatever stopping them has met.
+                self._mailbox.put(ev.WorkersStopped(epoch))
 
         # A process that is stuck in the kernel must not stop the agent from hearing its master.
         threading.Thread(target=stop, name="stop-workers", daemon=True).start()

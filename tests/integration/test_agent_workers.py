@@ -19,8 +19,11 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
+from dalsegno.agent import events as ev
 from dalsegno.agent import standby
+from dalsegno.agent.elastic_agent import ElasticAgent
 from dalsegno.agent.lifeline import Lifeline
+from dalsegno.agent.mailbox import Mailbox
 from dalsegno.agent.processes import process_state, start_time
 from dalsegno.agent.standby_pool import ALWAYS, StandbyPool, modules_of
 from dalsegno.agent.worker_link import WorkerLink
@@ -445,6 +448,46 @@ def test_stop_kills_the_whole_group_at_once(node: Node, how: str) -> None:
     assert {node.exits.get(timeout=0.1)[:2], node.exits.get(timeout=0.1)[:2]} == {(0, -9), (1, -9)}
     pids = [int(pid) for out in outs for pid in out.read_text().split()]
     wait_for(lambda: not any(alive(pid) for pid in pids))
+
+
+@pytest.mark.parametrize("grace", [0, 5])
+def test_workers_that_end_while_they_are_stopped(node: Node, grace: float) -> None:
+    """Eight whose own ends fall together with the stop, again and again: each stop ends, after every exit was told."""
+    for number in range(15):
+        context = node.workers(Script("/bin/sh", ("-c", f"sleep 0.{10 + number % 5}")), 8, None)
+        context.start()
+        node.exits.get(timeout=30)
+        context.stop(grace)
+        assert len({node.exits.get(timeout=0.1)[0] for _ in range(7)}) == 7
+        assert node.exits.empty()
+
+
+def test_a_worker_is_signalled_under_its_own_number_only(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once its watcher has reaped it, the number may be somebody else's."""
+    context = node.workers(Script("/bin/true", ()), 1, None)
+    context.start()
+    assert node.exits.get(timeout=30)[:2] == (0, 0)
+    signalled: list[int] = []
+    monkeypatch.setattr("dalsegno.agent.workers.kill_group", lambda pid, signum=9: signalled.append(pid))
+    context._running[0].ended.clear()
+    context.stop(0)
+    assert signalled == []
+
+
+@pytest.mark.parametrize("how", ["raises", "ends"])
+def test_the_word_that_workers_have_stopped_comes_in_any_case(how: str) -> None:
+    """Whatever stopping them meets: the decisions wait for it."""
+
+    class Context:
+        def stop(self, grace: float) -> None:
+            if how == "raises":
+                raise ProcessLookupError
+
+    agent = object.__new__(ElasticAgent)
+    agent._mailbox = Mailbox()
+    agent._context = Context()  # type: ignore[assignment]
+    agent._stop_world(3, 0.0)
+    assert agent._mailbox.get(30) == ev.WorkersStopped(3)
 
 
 def alive(pid: int) -> bool:
