@@ -22,8 +22,10 @@ from dalsegno.protos import control_pb2, control_pb2_grpc
 
 from .claim import Claim, ClaimFile, LockTimeout, RenewerLock
 from .connection import PROTOCOL, RETRIED, Credentials, code_of
+from .keeper import DEAF_TO
 from .lifeline import LIFELINE_VARIABLE
 from .processes import boot_id, is_same_process, kill_same_process, process_state, start_time
+from .signals import held_back
 
 __all__ = ["EmbeddedMaster", "MasterError"]
 
@@ -268,7 +270,8 @@ class EmbeddedMaster:
         # Nor does it listen to what is meant for a master that is a service.
         ours = (LIFELINE_VARIABLE, _SERVICE_VARIABLES)
         environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-        with open(log, "ab") as errors:
+        # It outlives a notice that all processes of the node are given, from its first moment on.
+        with open(log, "ab") as errors, held_back(DEAF_TO):
             begin = errors.tell()
             process = subprocess.Popen(
                 command,

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from .lifeline import Lifeline
 from .processes import kill_group
+from .signals import held_back
 from .standby import Assignment, receive, send
 
 __all__ = ["ALWAYS", "Nursery", "StandbyPool", "StandbyProcess", "modules_of"]
@@ -255,6 +256,7 @@ class StandbyPool:
         on_warm: called on a thread of the pool's when everything is imported, once per filling.
         python: the interpreter.
         fork: one nursery that forks; False: a process per worker. Falls back to that by itself.
+        notices: signals that a nursery passes over, as they may be sent to all processes of the node.
     """
 
     def __init__(
@@ -266,6 +268,7 @@ class StandbyPool:
         on_warm: Callable[[], None],
         python: str = sys.executable,
         fork: bool = True,
+        notices: Sequence[int] = (),
     ) -> None:
         self._lifeline = lifeline
         self._count = count
@@ -274,6 +277,7 @@ class StandbyPool:
         self._on_warm = on_warm
         self._python = python
         self._fork = fork
+        self._notices = tuple(int(number) for number in notices)
         self._lock = threading.RLock()
         self._nurseries: list[Nursery] = []
         # Start nothing any more, but are the parents of living workers.
@@ -346,10 +350,11 @@ class StandbyPool:
             *("--parent", str(parent)),
             *("--nice", str(_NICENESS if low_priority else 0)),
             *(() if self._fork else ("--single",)),
+            *("--notices", *map(str, self._notices)),
             *("--", *self._modules),
         ]
         try:
-            with open(self._log, "ab") as log:
+            with open(self._log, "ab") as log, held_back(self._notices):
                 process = subprocess.Popen(
                     command,
                     stdout=log,

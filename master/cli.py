@@ -34,6 +34,10 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_SUPERSEDED = 3
 
+STOP = (signal.SIGTERM, signal.SIGINT)
+# Those that may be sent to all processes of a node, Slurm's own choices among them.
+EMBEDDED_STOP = (*STOP, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
 # Job ids become directory names and part of addresses.
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
@@ -76,24 +80,24 @@ async def _serve(options: argparse.Namespace) -> int:
         await server.start()
         if edge is not None:
             edge.start()
-        _stop_on_signals(server)
+        lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
+        _hear_signals(server, lifetime)
         _announce(server, edge)
-        return await _run(server, options)
+        return await _run(server, lifetime)
     finally:
         if edge is not None:
             await edge.close()
         await server.close()
 
 
-async def _run(server: ControlServer, options: argparse.Namespace) -> int:
-    lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
+async def _run(server: ControlServer, lifetime: Lifetime | None) -> int:
     watch = None if lifetime is None else asyncio.create_task(lifetime.run())
     try:
         await server.run()
     except Superseded as error:
         # Not an error of this process: it was stopped or cut off while the job got another master.
         log.warning("%s", error)
-        if options.embedded:
+        if lifetime is not None:
             return EXIT_OK
         print(f"dlrover-master: {error}", file=sys.stderr)
         return EXIT_SUPERSEDED
@@ -140,15 +144,18 @@ def _announce(server: ControlServer, edge: Edge | None) -> None:
         print(line, flush=True)
 
 
-def _stop_on_signals(server: ControlServer) -> None:
+def _hear_signals(server: ControlServer, lifetime: Lifetime | None) -> None:
+    """A service stops. One that is embedded serves its agents to their end, which may have been told to save and go."""
     loop = asyncio.get_running_loop()
 
-    def stop(signum: signal.Signals) -> None:
-        log.info("stopping on %s", signum.name)
-        server.stop()
+    def heard(signum: signal.Signals) -> None:
+        log.info("%s: %s", signum.name, "stopping" if lifetime is None else "ending as soon as no agent is left")
+        server.stop() if lifetime is None else lifetime.hurry()
 
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop, signum)
+    for signum in STOP if lifetime is None else EMBEDDED_STOP:
+        loop.add_signal_handler(signum, heard, signum)
+    # Whoever started an embedded one has blocked them until now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, EMBEDDED_STOP)
 
 
 def _tls(options: argparse.Namespace) -> TlsFiles | None:
