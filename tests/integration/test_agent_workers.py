@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
@@ -92,10 +93,16 @@ class Node:
         self.exits.put((rank, code, message))
 
     def pool(
-        self, count: int, modules: tuple[str, ...] = ("json",), low_priority: bool = False, fork: bool = True
+        self,
+        count: int,
+        modules: tuple[str, ...] = ("json",),
+        low_priority: bool = False,
+        fork: bool = True,
+        **options: Any,
     ) -> StandbyPool:
         self.warm.clear()
-        pool = StandbyPool(self.lifeline, count, modules, self.directory / "standby.log", self.warm.set, fork=fork)
+        log = self.directory / "standby.log"
+        pool = StandbyPool(self.lifeline, count, modules, log, self.warm.set, fork=fork, **options)
         self.pools.append(pool)
         pool.fill(low_priority=low_priority)
         return pool
@@ -323,6 +330,34 @@ def test_one_nursery_serves_world_after_world(node: Node) -> None:
         said += [json.loads(Path(context.stdouts[rank]).read_text()) for rank in range(2)]
     for column, different in ((0, 6), (1, 1), (2, 6), (3, 6)):
         assert len({row[column] for row in said}) == different, said
+
+
+def test_an_adopted_worker_takes_signals_as_python_does(node: Node) -> None:
+    """Its nursery passes over them; what the worker has of that is nothing."""
+    code = (
+        "import os, signal, sys\n"
+        "numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)\n"
+        "print(*[signal.getsignal(n) for n in numbers], *signal.pthread_sigmask(signal.SIG_BLOCK, ()), sep='|')\n"
+        "sys.stdout.flush()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "signal.pause()\n"
+    )
+    notices = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    script = script_in(node.directory, code)
+    said = []
+    for pool in (node.pool(1, notices=notices), node.pool(1, fork=False, notices=notices), None):
+        if pool is not None:
+            assert node.warm.wait(20)
+            for number in notices:
+                os.kill(pool._nurseries[0].process.pid, number)
+        context = node.workers(script, 1, pool)
+        context.start()
+        assert context.adopted == (pool is not None)
+        assert node.exits.get(timeout=30)[:2] == (0, -signal.SIGTERM)
+        context.stop(0)
+        said.append(Path(context.stdouts[0]).read_text().strip())
+    assert len(set(said)) == 1, said
+    assert said[0].split("|")[0] == str(signal.SIG_DFL)
 
 
 def test_workers_end_with_their_nursery(node: Node) -> None:
