@@ -308,6 +308,9 @@ class EmbeddedMaster:
 
 
 def _last_line(log: Path, begin: int) -> str:
+    if log.stat().st_size < begin:
+        # It began a new file; what the interpreter says of its end goes on into the one from before.
+        log = log.with_name(f"{log.name}.1")
     with open(log, "rb") as file:
         file.seek(begin)
         lines = file.read().decode(errors="replace").strip().splitlines()

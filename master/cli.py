@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,6 +38,9 @@ EXIT_SUPERSEDED = 3
 STOP = (signal.SIGTERM, signal.SIGINT)
 # Those that may be sent to all processes of a node, Slurm's own choices among them.
 EMBEDDED_STOP = (*STOP, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+# Bytes of the log, of which an older one is kept beside it.
+LARGEST_LOG = 10_000_000
 
 # Job ids become directory names and part of addresses.
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -166,10 +170,14 @@ def _tls(options: argparse.Namespace) -> TlsFiles | None:
     return TlsFiles(options.tls_cert, options.tls_key, options.tls_ca)
 
 
+def _log_to(file: Path) -> logging.Handler:
+    return RotatingFileHandler(file, maxBytes=LARGEST_LOG, backupCount=1, encoding="utf-8")
+
+
 def _set_up_logging(log_file: Path | None, job_id: str) -> None:
     """The master's own log; without --log-file only what needs attention, on stderr."""
     try:
-        handler = logging.StreamHandler() if log_file is None else logging.FileHandler(log_file, encoding="utf-8")
+        handler = logging.StreamHandler() if log_file is None else _log_to(log_file)
     except OSError as error:
         raise UsageError(f"cannot write the log file {log_file}: {error.strerror or error}") from error
     formatter = logging.Formatter(f"%(asctime)sZ %(levelname)s [{job_id}/master] %(message)s")
