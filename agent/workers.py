@@ -194,6 +194,7 @@ class WorkersContext(SubprocessContext):
         self._on_exit = on_exit
         self._running: list[_Running] = []
         self._lock = threading.Lock()
+        self._stopping = False
         self._output: threading.Thread | None = None
         self.adopted = 0
 
@@ -217,6 +218,8 @@ class WorkersContext(SubprocessContext):
         Every exit has been told through `on_exit` when this returns, except of processes that SIGKILL did not end in
         time: those are named in the log and given up. Takes at most 17 s more than `grace`.
         """
+        with self._lock:
+            self._stopping = True
         if grace > 0:
             self._signal(signal.SIGTERM)
             self._wait(grace)
@@ -312,6 +315,9 @@ class WorkersContext(SubprocessContext):
         """Waits for one worker's end on a thread of its own."""
         if isinstance(process, StandbyProcess):
             code = process.wait()
+            if process.abandoned and (cold := self._start_instead(rank)) is not None:
+                self._watch(rank, cold, ended)
+                return
         else:
             code = process.follow()
             self._lifeline.drop_group(process.pid)
@@ -319,6 +325,20 @@ class WorkersContext(SubprocessContext):
         if not self._link.flush(process.pid, _LAST_WORDS):
             logger.warning("the last messages of worker %d (process %d) did not come through", rank, process.pid)
         self._on_exit(rank, code, self._reason(rank, code) if code else "")
+
+    def _start_instead(self, rank: int) -> _ColdProcess | None:
+        """A worker that its nursery could not start; None if all are to end anyway, or it cannot be started."""
+        with self._lock:
+            if self._stopping:
+                return None
+            try:
+                cold = self._start_cold(rank)
+            except OSError:
+                logger.exception("worker %d cannot be started", rank)
+                return None
+            running = self._running[rank]
+            self._running[rank] = _Running(cold, running.ended, running.watcher)
+            return cold
 
     def _reason(self, rank: int, code: int) -> str:
         """Why a worker ended, in one line: what torch's `@record` wrote, or the last line of its errors."""

@@ -399,6 +399,49 @@ def test_workers_that_do_not_exist_yet_are_stopped_too(node: Node, monkeypatch: 
     context.stop(0)
 
 
+@pytest.mark.parametrize("fork", [True, False])
+def test_a_nursery_that_is_stuck_in_an_import_is_given_up(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fork: bool
+) -> None:
+    """A deadlock, or a file system that is away: what waits for it starts cold, and after two of them all do."""
+    scripts = node.directory / "scripts"
+    script = script_in(node.directory, REPORT)
+    (scripts / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.setenv("PYTHONPATH", str(scripts), prepend=os.pathsep)
+    pool = node.pool(2, ("endless",), fork=fork, patience=1.0)
+    stuck = [nursery.process.pid for nursery in pool._nurseries]
+    context = node.workers(script, 2, pool)
+    context.start()
+    assert context.adopted == 2
+    assert {node.exits.get(timeout=60)[:2] for _ in range(2)} == {(0, 0), (1, 0)}
+    context.stop(0)
+    assert all(not json.loads(Path(context.stdouts[rank]).read_text())["standby"] for rank in range(2))
+    assert node.warm.wait(20)
+    wait_for(lambda: not any(alive(pid) for pid in stuck))
+    if fork:
+        assert caplog.text.count("given up") == 1
+        node.warm.clear()
+        pool.fill(low_priority=True)
+        assert node.warm.wait(20)
+    pool.fill(low_priority=True)
+    assert pool._nurseries == []
+
+
+def test_workers_of_a_stuck_nursery_can_be_stopped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing starts afterwards."""
+    ran = node.directory / "ran"
+    script = script_in(node.directory, f"open({str(ran)!r}, 'w')")
+    (node.directory / "scripts" / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.setenv("PYTHONPATH", str(node.directory / "scripts"), prepend=os.pathsep)
+    pool = node.pool(1, ("endless",), patience=2.0)
+    context = node.workers(script, 1, pool)
+    context.start()
+    context.stop(0)
+    assert node.exits.get(timeout=1)[:2] == (0, -9)
+    assert node.warm.wait(20)
+    assert not ran.exists()
+
+
 @pytest.mark.parametrize(
     "harm",
     [
