@@ -258,7 +258,7 @@ def _add_torchrun(group: _Group) -> None:
     group.switch("-m", "--module", help="run the script as a module, like python -m")
     group.switch("--no-python", help="run the script as a program of its own")
     group.switch("--run-path", help="no effect: workers run that way anyway")
-    group.value("--log-dir", default=None, metavar="DIR", help="default: one below TMPDIR, which is told")
+    group.value("--log-dir", default=None, metavar="DIR", help="default: one of its own below TMPDIR")
     group.value("-r", "--redirects", default="2", type=_std, help="output into files: 0 none, 1 out, 2 err, 3 both")
     group.value("-t", "--tee", default="0", type=_std, help="output into files and to the console")
     group.value("--local-ranks-filter", default="", help="show only the output of these local ranks")

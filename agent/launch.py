@@ -60,13 +60,11 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
     where = _Where(options.job_id)
     set_up_logging(log_dir / "agent.log", where, level=logging.getLevelName(options.log_level))
     output.divert(log_dir / "output.log")
-    if not options.log_dir:
-        console.say(f"logs in {log_dir} (--log-dir puts them elsewhere)")
     for line in notices:
         console.say(line)
     torch_config, script = _torch_config(options, log_dir)
     config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir)
-    source = _connect(options, token, directory, console)
+    source = _connect(options, token, directory, console, log_dir)
     try:
         ending = _run(config, directory, torch_config, script, source, console, where, watch)
     finally:
@@ -200,7 +198,9 @@ def _knows_us(options: argparse.Namespace) -> bool:
     return "dalsegno.elastic" in text or "dalsegno.swift_plugin" in text
 
 
-def _connect(options: argparse.Namespace, token: str | None, directory: JobDirectory, console: Console) -> _Source:
+def _connect(
+    options: argparse.Namespace, token: str | None, directory: JobDirectory, console: Console, log_dir: Path
+) -> _Source:
     """Finds the master's address, starting an embedded master if there is to be one."""
     by_default = getattr(options, "job_id_is_default", False)
     if options.master:
@@ -210,10 +210,12 @@ def _connect(options: argparse.Namespace, token: str | None, directory: JobDirec
         except CredentialsError as error:
             raise UsageError(str(error)) from error
         if by_default:
-            console.say(f"job {options.job_id} (from user, script and arguments; --job-id names another)")
+            console.say(
+                f"job {options.job_id} (from user, script and arguments; --job-id names another); logs in {log_dir}"
+            )
         return _Source(options.master.split(","), files, None)
     if by_default:
-        console.say(f"job {options.job_id} (the same command in another terminal joins it)")
+        console.say(f"job {options.job_id} (the same command in another terminal joins it); logs in {log_dir}")
     embedded = EmbeddedMaster(directory.private, options.job_id, options.node_timeout, console.say)
     try:
         embedded.start()
