@@ -346,6 +346,9 @@ def settle(turn: Turn) -> None:
     if turn.state.answer_deadline is not None:
         turn.wake_at(turn.state.answer_deadline)
     register_when_due(turn)
+    ranks.check_stopping(turn)
+    if turn.state.ended:
+        return  # A fenced leaver, whose workers were the last that it waited for.
     prepare_join(turn)
     leaving.check_outage(turn)
     leaving.check_leave(turn)

@@ -31,7 +31,7 @@ from .config import AgentConfig
 from .effects import Effects
 from .lifeline import Lifeline
 from .mailbox import Mailbox
-from .signals import SignalWatch
+from .signals import NOTICES_VARIABLE, SignalWatch
 from .standby_pool import StandbyPool, modules_of
 from .worker_env import Place, place_of, worker_environment
 from .worker_link import WorkerLink
@@ -198,6 +198,7 @@ class ElasticAgent(LocalElasticAgent):
             modules_of(self._script.source),
             self._config.log_dir / "standby.log",
             lambda: self._mailbox.put(ev.StandbyWarm()),
+            notices=self._watch.signals,
         )
 
     def _start_world(self, world: control_pb2.World) -> None:
@@ -250,7 +251,11 @@ class ElasticAgent(LocalElasticAgent):
         envs: dict[int, Any] = {}
         environment: Any
         for local, environment in enumerate(added):
-            environment |= {"DALSEGNO_SOCKET": str(self._link.path), **self._lifeline.environment()}
+            environment |= {
+                "DALSEGNO_SOCKET": str(self._link.path),
+                NOTICES_VARIABLE: ",".join(number.name for number in self._watch.signals),
+                **self._lifeline.environment(),
+            }
             self._set_local_rank_env(environment, local, spec)
             envs[local] = environment
         settings = self._effects.settings
@@ -348,9 +353,14 @@ class ElasticAgent(LocalElasticAgent):
         context = self._context
 
         def stop() -> None:
-            if context is not None:
-                context.stop(grace)
-            self._mailbox.put(ev.WorkersStopped(epoch))
+            try:
+                if context is not None:
+                    context.stop(grace)
+            except Exception:
+                logger.exception("the workers of epoch %d were not stopped in order", epoch)
+            finally:
+                # The decisions wait for this word, whatever stopping them has met.
+                self._mailbox.put(ev.WorkersStopped(epoch))
 
         # A process that is stuck in the kernel must not stop the agent from hearing its master.
         threading.Thread(target=stop, name="stop-workers", daemon=True).start()

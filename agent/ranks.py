@@ -213,6 +213,18 @@ def workers_ended(turn: Turn) -> None:
         turn.do(ev.Say(f"the workers of this node have {how}; it waits for the master, which cannot be reached", True))
 
 
+def check_stopping(turn: Turn) -> None:
+    """Workers that were told to stop and of whose end nothing is heard count as gone at their deadline."""
+    state = turn.state
+    if state.workers is not Workers.STOPPING:
+        return
+    if turn.now < state.stop_deadline:
+        turn.wake_at(state.stop_deadline)
+        return
+    turn.do(ev.Say("the workers did not end in time and are given up; some may be left, stuck in the kernel", True))
+    workers_stopped(turn, state.started)
+
+
 def workers_stopped(turn: Turn, epoch: int) -> None:
     """What was told to stop is gone."""
     state = turn.state

@@ -14,8 +14,10 @@ from pathlib import Path
 
 from dalsegno.elastic.checkpoint.files import publish
 
+from .keeper import DEAF_TO
 from .lifeline import LIFELINE_VARIABLE
 from .private import open_private, put_aside, read_private
+from .signals import held_back
 
 __all__ = ["COMMAND", "MasterError", "Started", "TokenLostError", "make_token", "read_token", "start_master"]
 
@@ -115,7 +117,8 @@ def start_master(directory: Path, job_id: str, command: Sequence[str] = COMMAND)
     # Nor does it listen to what is meant for a master that is a service.
     ours = (LIFELINE_VARIABLE, _SERVICE_VARIABLES)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-    with open(open_private(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as errors:
+    # It outlives a notice that all processes of the node are given, from its first moment on.
+    with open(open_private(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as errors, held_back(DEAF_TO):
         begin = errors.seek(0, os.SEEK_END)
         process = subprocess.Popen(
             words,
@@ -146,6 +149,9 @@ def _first_line(process: subprocess.Popen[str]) -> str:
 
 
 def _last_line(log: Path, begin: int) -> str:
+    if log.stat().st_size < begin:
+        # It began a new file; what the interpreter says of its end goes on into the one from before.
+        log = log.with_name(f"{log.name}.1")
     with open(open_private(log, os.O_RDONLY), "rb") as file:
         file.seek(begin)
         lines = file.read().decode(errors="replace").strip().splitlines()

@@ -14,7 +14,7 @@ class Workers(str, Enum):
 
     NONE = "none"
     RUNNING = "running"
-    # Some ranks have ended well, the others are about to.
+    # They were told to stop: until the shell says that they are gone, at the latest until `stop_deadline`.
     STOPPING = "stopping"
 
 
@@ -64,6 +64,8 @@ class AgentState:
     world: control_pb2.World | None = None
     started: int = 0
     workers: Workers = Workers.NONE
+    # Of STOPPING: when it is over, whatever became of the processes.
+    stop_deadline: float = 0.0
     outcome: Outcome = Outcome.NONE
     exits: tuple[tuple[int, int], ...] = ()
     drained_ranks: frozenset[int] = frozenset()

@@ -7,6 +7,10 @@ from dalsegno.protos import control_pb2
 from . import events as ev
 from .state import AgentState, Outcome, Workers
 
+# Seconds from SIGKILL until workers count as gone, whatever is heard of them. More than the shell takes to say so, also
+# of processes that are stuck in the kernel, and than torchrun takes to end its own.
+STOP_PATIENCE = 45.0
+
 
 class Turn:
     """The state as it will be, and what is to be done, in order."""
@@ -84,6 +88,7 @@ class Turn:
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers = Workers.STOPPING
+            state.stop_deadline = self.now + grace + STOP_PATIENCE
             self.do(ev.StopWorkers(state.started, grace))
 
     def stop_conversion(self) -> None:

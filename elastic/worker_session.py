@@ -13,8 +13,6 @@
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -41,6 +39,7 @@ from .exchange import Boundary, Exchange, Flags
 from .exits import EXIT_DRAINED, Drained, insist
 from .identity import Identity
 from .link import Link
+from .notices import Notice
 from .opening import refuse
 from .reports import Reports
 from .resuming import Damaged, ResumePoint
@@ -76,6 +75,7 @@ class Session:
         lock: LocalLock | None,
         resume: ResumePoint | None,
         keep: int,
+        notice: Notice,
     ) -> None:
         self.rank, self.world_size, self.local_rank = identity.rank, identity.world_size, identity.local_rank
         self.epoch, self.run_dir, self.resume = 0 if identity.alone else identity.epoch, identity.run_dir, resume
@@ -95,7 +95,7 @@ class Session:
         self._unsaved_best: Best | None = None
         # What ``improved`` was told of the present step, and whether that makes it worth a checkpoint.
         self._measured: tuple[int, float, bool] | None = None
-        self._terminated = False
+        self._notice = notice
         self._over = False
         self._reports = Reports(link)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
@@ -105,7 +105,7 @@ class Session:
     @property
     def should_drain(self) -> bool:
         """This rank was told to save and stop. Not agreed yet: act on ``Boundary.drain``, which all ranks see alike."""
-        return self._terminated or (self._link is not None and self._link.drain)
+        return self._notice.given or (self._link is not None and self._link.drain)
 
     @property
     def alone(self) -> bool:
@@ -379,9 +379,9 @@ class Session:
             return
         self.settle()
         self._reports.send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
-        if self.alone and self.run_dir is not None and threading.current_thread() is threading.main_thread():
+        if self.alone:
             # There is nothing left to save; what the script does from here on may be stopped as any program.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._notice.release()
         if self.alone and self.rank == 0 and self._store is not None:
             try:
                 self._store.mark_finished(self.step, self._store.newest())
@@ -392,6 +392,7 @@ class Session:
     def close(self) -> None:
         """For scripts that go on doing other things: leaves the session's group and the agent's socket."""
         self._over = True
+        self._notice.release()
         if self._saver is not None:
             self._saver.close()
         self._collective.close()
@@ -487,9 +488,6 @@ class Session:
     def _check_open(self) -> None:
         if self._over:
             raise RuntimeError("this session is over: the run was drained or finished")
-
-    def _on_sigterm(self) -> None:
-        self._terminated = True
 
 
 def _names(path: Path | None) -> tuple[str, ...]:

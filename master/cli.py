@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -40,8 +41,14 @@ EXIT_SUPERSEDED = 3
 
 # Characters of one message in the log.
 LONGEST_MESSAGE = 4000
+# Bytes of the log, of which an older one is kept beside it.
+LARGEST_LOG = 10_000_000
 # Damaged stores that are kept for a person to look at.
 MOST_PUT_ASIDE = 9
+
+STOP = (signal.SIGTERM, signal.SIGINT)
+# Those that may be sent to all processes of a node, Slurm's own choices among them.
+EMBEDDED_STOP = (*STOP, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 # Job ids become directory names and part of addresses.
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -86,9 +93,10 @@ async def _serve(options: argparse.Namespace) -> int:
         await server.start()
         if edge is not None:
             edge.start()
-        _stop_on_signals(server)
+        lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
+        _hear_signals(server, lifetime)
         _announce(server, edge, remark)
-        return await _run(server, options)
+        return await _run(server, lifetime)
     finally:
         if edge is not None:
             await edge.close()
@@ -138,15 +146,14 @@ def _put_aside(url: str) -> Path:
     return aside
 
 
-async def _run(server: ControlServer, options: argparse.Namespace) -> int:
-    lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
+async def _run(server: ControlServer, lifetime: Lifetime | None) -> int:
     watch = None if lifetime is None else asyncio.create_task(lifetime.run())
     try:
         await server.run()
     except Superseded as error:
         # Not an error of this process: it was stopped or cut off while the job got another master.
         log.warning("%s", error)
-        if options.embedded:
+        if lifetime is not None:
             return EXIT_OK
         print(f"dlrover-master: {error}", file=sys.stderr)
         return EXIT_SUPERSEDED
@@ -195,15 +202,18 @@ def _announce(server: ControlServer, edge: Edge | None, remark: str) -> None:
         print(line, flush=True)
 
 
-def _stop_on_signals(server: ControlServer) -> None:
+def _hear_signals(server: ControlServer, lifetime: Lifetime | None) -> None:
+    """A service stops. One that is embedded serves its agents to their end, which may have been told to save and go."""
     loop = asyncio.get_running_loop()
 
-    def stop(signum: signal.Signals) -> None:
-        log.info("stopping on %s", signum.name)
-        server.stop()
+    def heard(signum: signal.Signals) -> None:
+        log.info("%s: %s", signum.name, "stopping" if lifetime is None else "ending as soon as no agent is left")
+        server.stop() if lifetime is None else lifetime.hurry()
 
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop, signum)
+    for signum in STOP if lifetime is None else EMBEDDED_STOP:
+        loop.add_signal_handler(signum, heard, signum)
+    # Whoever started an embedded one has blocked them until now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, EMBEDDED_STOP)
 
 
 def _tls(options: argparse.Namespace) -> TlsFiles | None:
@@ -228,10 +238,14 @@ class _Formatter(logging.Formatter):
         return "\n".join("    " + one_line(line) if line.startswith(" ") else one_line(line) for line in lines)
 
 
+def _log_to(file: Path) -> logging.Handler:
+    return RotatingFileHandler(file, maxBytes=LARGEST_LOG, backupCount=1, encoding="utf-8")
+
+
 def _set_up_logging(log_file: Path | None, job_id: str) -> None:
     """The master's own log; without --log-file only what needs attention, on stderr."""
     try:
-        handler = logging.StreamHandler() if log_file is None else logging.FileHandler(log_file, encoding="utf-8")
+        handler = logging.StreamHandler() if log_file is None else _log_to(log_file)
     except OSError as error:
         raise UsageError(f"cannot write the log file {log_file}: {error.strerror or error}") from error
     handler.setFormatter(_Formatter(f"%(asctime)sZ %(levelname)s [{job_id}/master] %(message)s"))

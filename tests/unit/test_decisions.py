@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from dalsegno.agent import decisions
+from dalsegno.agent import decisions, leaving
 from dalsegno.agent import events as ev
+from dalsegno.agent.turn import STOP_PATIENCE
 from dalsegno.protos import control_pb2, worker_pb2
 
 A = TypeVar("A")
@@ -554,6 +555,50 @@ def test_a_notice_that_runs_out_is_76() -> None:
     agent.hear(ev.WorkersStopped(1))
     agent.waits(6)
     assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
+
+
+@pytest.mark.parametrize("session", [True, False])
+def test_a_leave_ends_at_its_deadline_whatever_its_workers_do(session: bool) -> None:
+    """Nothing is heard of their end: neither of workers that were killed then, nor of those that got the signal."""
+    agent = Agent().registered().running(session=session)
+    agent.said(progress=worker_pb2.Progress(step=3))
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.waits(10.1)
+    assert len(agent.did(ev.StopWorkers)) == 1
+    assert not agent.did(ev.Exit)
+    assert agent.state.wake is not None
+    agent.waits(agent.state.wake - agent.now)
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
+    assert agent.now <= 500.0 + 10.1 + leaving.KILL_PATIENCE
+
+
+def test_a_leave_ends_although_a_stop_before_it_was_never_heard_of() -> None:
+    """The world changed, the word of the stop was lost, and then SIGTERM comes."""
+    agent = Agent().registered().running()
+    agent.directed(gather=GATHER)
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.waits(10.0)
+    assert not agent.did(ev.Exit)
+    agent.waits(leaving.KILL_PATIENCE)
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT
+
+
+def test_workers_of_whose_end_nothing_is_heard_are_given_up() -> None:
+    """At a deadline: the node says so and joins the next world."""
+    agent = Agent().registered().running()
+    assert kinds(agent.directed(gather=GATHER)) == ["StopWorkers"]
+    agent.waits(STOP_PATIENCE - 1)
+    assert "PrepareJoin" not in kinds(agent.actions)
+    assert agent.state.wake == agent.now + 1
+    assert kinds(agent.waits(1)) == ["Say", "PrepareJoin"]
+    assert agent.hear(ev.WorkersStopped(1)) == []
+
+
+def test_a_fenced_node_comes_back_although_its_workers_are_never_heard_to_end() -> None:
+    """It was declared dead; what it has left to stop must not keep it away for ever."""
+    agent = Agent().registered().running()
+    agent.directed(fenced=control_pb2.Fenced(reason="silent"))
+    assert "Register" in kinds(agent.waits(STOP_PATIENCE))
 
 
 def test_leaving_before_a_step_was_made_is_75() -> None:
