@@ -11,6 +11,9 @@ from dalsegno.master.events import Called, Event, Reply, StreamClosed, StreamOpe
 from dalsegno.master.store import Rows
 from dalsegno.protos import control_pb2
 
+# No node's.
+SOMEBODY_ELSES = b"somebody else's secret"
+
 
 @dataclass
 class FakeState:
@@ -69,7 +72,7 @@ class FakeBrain:
         state.live.append("HeldUp")
 
     def admits(self, state: FakeState, incarnation: str, secret: bytes) -> bool:
-        return secret != b"somebody else's"
+        return secret != SOMEBODY_ELSES
 
     def look(self, state: FakeState) -> FakeState:
         return state

@@ -31,6 +31,7 @@ def claim(directory: Path, job: str, address: str) -> None:
     fields = {"host": "h", "boot_id": "b", "pid": 1, "start_time": 1, "generation": 1, "counter": 1}
     (private / "claim.json").write_text(json.dumps({**fields, "address": address}), encoding="utf-8")
     (private / "token").write_text("x" * 32, encoding="ascii")
+    (private / "token").chmod(0o600)
 
 
 def ask(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:

@@ -114,10 +114,10 @@ def test_a_refusal_without_a_token_waits_for_no_message() -> None:
 class BrokenView(FakeBrain):
     """Runs into a bug when it is asked what node `b` should do."""
 
-    def view(self, state: FakeState, node: str, incarnation: str) -> pb.Directive | None:
+    def directive(self, common: FakeState, node: str) -> pb.Directive:
         if node == "b":
             raise OverflowError("a bug\nin one view")
-        return super().view(state, node, incarnation)
+        return super().directive(common, node)
 
 
 def test_one_nodes_directive_that_fails_costs_one_stream(caplog: pytest.LogCaptureFixture) -> None:

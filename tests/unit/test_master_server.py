@@ -22,7 +22,7 @@ from dalsegno.master.service import PROTOCOL
 from dalsegno.master.store import MemoryStore, Rows, StoreUnavailable, Superseded
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
-from tests.support.fake_brain import FakeBrain
+from tests.support.fake_brain import SOMEBODY_ELSES, FakeBrain
 
 pytestmark = pytest.mark.timeout(60)
 TOKEN = "0123456789abcdef"
@@ -403,7 +403,7 @@ def test_nobody_watches_for_another() -> None:
             own = master.watch()
             await anext(own)
             foreign = caller()
-            foreign.secret = b"somebody else's"
+            foreign.secret = SOMEBODY_ELSES
             stream = aiter(master.stub.Watch(pb.WatchRequest(caller=foreign), timeout=5))
             await fails(anext(stream), grpc.StatusCode.PERMISSION_DENIED, "only the agent that registered a")
             await master.join(1)

@@ -22,7 +22,7 @@ DRAWINGS = {
     "WAITING <-> FORMING (gathering beside the conversion gate -> open) -> RUNNING <-> DRAINING": "phases",
     "worker ──Unix socket, worker.proto──▶ agent ──gRPC, control.proto──▶ master": "who talks to whom",
     "<checkpoint-dir>/": "a tree of files",
-    '{"version": 1, "name", "job_id", "run_id", "step", "epoch", "generation", "form"': "keys of a manifest",
+    '{"version": 2, "name", "job_id", "run_id", "step", "epoch", "generation", "form"': "keys of a manifest",
     "token TEXT          the value of DALSEGNO_LIFELINE that this agent's processes carry": "the keeper's messages",
 }
 TARGETS = sorted({how.by for how in COMMANDS.values() if isinstance(how, Elsewhere) and "::" not in how.by})
