@@ -15,7 +15,7 @@ PROGRESS_INTERVAL = 0.1
 # What the master may ask for at most.
 _LONGEST = 60.0
 # The share of the interval by which a heartbeat may be early.
-_JITTER = 0.3
+_JITTER = 0.05
 # So many reports of an epoch go out at once: that the script has a session, its first step.
 _FIRST_REPORTS = 3
 
@@ -33,6 +33,8 @@ class Pace:
     reports: int = 0
     # The next report goes out not before that, however urgent.
     soonest: float = float("-inf")
+    # Others may be in step with this agent: the next interval is any part of a whole one.
+    spread: bool = True
 
     def due(self, progress: control_pb2.ProgressRequest | None) -> float:
         """When the next word goes out."""
@@ -47,8 +49,9 @@ class Pace:
         return says != self.said or self.reports < _FIRST_REPORTS
 
     def spoke(self, now: float, progress: control_pb2.ProgressRequest | None, jitter: float = 0.0) -> None:
-        """A word goes out. `jitter`, 0 to 1: agents that were told the same pace at once must not stay in step."""
-        self.beat_at = now + self.heartbeat * (1 - _JITTER * jitter)
+        """A word goes out. `jitter`, 0 to 1: agents that began, or were told another pace, at once get out of step."""
+        self.beat_at = now + self.heartbeat * (1 - (1 if self.spread else _JITTER) * jitter)
+        self.spread = False
         if progress is None:
             return
         self.progress_at = now + self.progress
@@ -62,13 +65,15 @@ class Pace:
     def told(self, pace: control_pb2.Pace) -> None:
         """The master wants to be spoken to as often as this."""
         if pace.heartbeat_seconds > 0:
-            self.heartbeat = min(max(HEARTBEAT_INTERVAL, pace.heartbeat_seconds), _LONGEST)
+            before, self.heartbeat = self.heartbeat, min(max(HEARTBEAT_INTERVAL, pace.heartbeat_seconds), _LONGEST)
+            self.spread = self.spread or self.heartbeat > before
         if pace.progress_seconds > 0:
             self.progress = min(max(PROGRESS_INTERVAL, pace.progress_seconds), _LONGEST)
 
     def begin(self, now: float) -> None:
         """A new session: its first word is due."""
         self.beat_at = now
+        self.spread = True
 
 
 def _beside_the_step(progress: control_pb2.ProgressRequest) -> tuple[object, ...]:

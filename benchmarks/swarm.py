@@ -1,4 +1,4 @@
-"""A process full of simulated nodes, which `benchmarks.cluster` starts: orders come in as JSON lines, events go out as such.
+"""A process full of simulated nodes, which `benchmarks.cluster` starts: orders and events are JSON lines.
 
 It ends when its standard input is closed. Stopped by a signal, its nodes are silent while their connections stay open;
 killed, all their connections close at once: so nodes die as they do in life.

@@ -1,7 +1,7 @@
 """One simulated node: all that the master can see of an agent, and nothing else.
 
-It has a channel of its own with the agents' own options, a Watch stream, a heartbeat each second, an outbox that is
-sent in order and repeated until it is answered. It answers a Gather with a Join, a Drain with ReportDrained, and
+It has a channel of its own with the agents' own options, a Watch stream, heartbeats at the agents' pace, an outbox that
+is sent in order and repeated until it is answered. It answers a Gather with a Join, a Drain with ReportDrained, and
 registers anew when it is fenced. It has no workers: what it is told takes no time.
 
 Thousands of them share one event loop beside the master, so they are lean: calls without generated stubs, heartbeats
@@ -24,7 +24,8 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from dalsegno.agent.connection import PROTOCOL, RETRIED, channel_options
-from dalsegno.agent.master_client import CALL_TIMEOUT, HEARTBEAT_INTERVAL
+from dalsegno.agent.master_client import CALL_TIMEOUT
+from dalsegno.agent.pace import Pace
 from dalsegno.protos import control_pb2 as pb
 
 __all__ = ("Node", "Observer")
@@ -103,8 +104,8 @@ class Node:
         self._sighted = ""
         self._fenced = False
         self._beat = b""
-        # Seconds between two heartbeats, and two reports of steps: as agents like, until the master says otherwise.
-        self._heartbeat = HEARTBEAT_INTERVAL
+        # When agents speak, in the event loop's seconds.
+        self._pace = Pace(0.0, 0.0)
         self.pace = 0.0
 
     # ---- its life ---------------------------------------------------------------------------------------------------
@@ -141,6 +142,7 @@ class Node:
             await asyncio.sleep(NAME_PAUSE)
         reply = pb.RegisterReply.FromString(raw)
         self.run_id = reply.run_id
+        self._pace.told(reply.pace)
         self._set_epoch(0, 0)
         self.observer.registered()
         self._send("ReportWarm", pb.WarmRequest(caller=self.caller()))
@@ -157,20 +159,19 @@ class Node:
                 sender.cancel()
 
     async def _pulse(self) -> None:
-        """A heartbeat each interval, at a phase of its own, whatever else is said."""
+        """A heartbeat each interval, whatever else is said."""
         loop = asyncio.get_running_loop()
-        due = loop.time() + random.random() * self._heartbeat
+        self._pace.begin(loop.time())
         busy = loop.time() + BUSY_EVERY
         count = 0
         while not self._fenced:
-            await asyncio.sleep(due - loop.time())
+            await asyncio.sleep(self._pace.due(None) - loop.time())
+            self._pace.spoke(loop.time(), None, random.random())
             await self.call("Heartbeat", self._beat, HEARTBEAT_TIMEOUT)
             count += 1
             if self.reports and self.epoch and loop.time() >= busy:
                 busy = loop.time() + BUSY_EVERY
                 await self.call("ReportProgress", self._progress(beats=count).SerializeToString(), HEARTBEAT_TIMEOUT)
-            # One that took long is not made up for: agents have one at a time under way.
-            due = max(due + self._heartbeat, loop.time())
 
     async def _watch_on(self) -> None:
         """The stream of directives, opened again whenever it breaks."""
@@ -384,7 +385,7 @@ class Node:
     def _told(self, reply: bytes) -> None:
         """The master wants to be spoken to as often as this; older ones say nothing of it."""
         ack = pb.Ack.FromString(reply)
-        self._heartbeat = max(HEARTBEAT_INTERVAL, ack.pace.heartbeat_seconds)
+        self._pace.told(ack.pace)
         self.pace = ack.pace.progress_seconds
 
     def _note(self, method: str, error: grpc.aio.AioRpcError) -> None:

@@ -15,7 +15,7 @@ import grpc
 import pytest
 
 from dalsegno.agent import client_threads, master_client
-from dalsegno.agent.connection import Connector, Credentials
+from dalsegno.agent.connection import PROTOCOL, Connector, Credentials
 from dalsegno.agent.master_client import Listener, MasterClient
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
@@ -191,7 +191,7 @@ def test_registration_stream_and_token(master: Master, agent: Agent) -> None:
         "one",
         2,
         1,
-        1,
+        PROTOCOL,
     )
     assert {heard["authorization"] for heard in master.servicer.metadata} == {"Bearer secret"}
 

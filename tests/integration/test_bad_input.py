@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.agent.connection import PROTOCOL
 from tests.support.master_process import master_process
 from tests.support.shell import Shell, expect_one_line
 
@@ -104,7 +105,7 @@ def test_newer_client(shell: Shell) -> None:
     with master_process(shell.directory / "job.sqlite") as master:
         arguments = (f"--master={master.address}", "--job-id=job", str(EXAMPLES / "ddp.py"))
         ended = shell.run(*arguments, command=(sys.executable, "-c", NEWER))
-    expect_one_line(ended, "protocol 99", "only 1", "upgrade dalsegno on the master")
+    expect_one_line(ended, "protocol 99", f"only {PROTOCOL}", "upgrade dalsegno on the master")
 
 
 def test_other_job(shell: Shell) -> None:

@@ -234,13 +234,13 @@ def test_lying_numbers_neither_end_nor_brick_the_master(tmp_path: Path) -> None:
             assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT  # type: ignore[attr-defined]
         liar.register(settings(), epoch=2**53, generation=2**53)
         liar.heartbeat()
-    for _ in range(2):
+    for number in range(2):
         with master_process(store) as master:
-            good = Agent(master.address, "good")
+            good = Agent(master.address, "good", incarnation=str(number))
             generation = good.register(settings()).generation
             assert 2**48 <= generation < 2**48 + 10
             # What it was told it may bring back.
-            again = Agent(master.address, "again")
+            again = Agent(master.address, "again", incarnation=str(number))
             again.register(settings(), epoch=2**48 + 5, generation=generation)
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import grpc
 
+from dalsegno.agent.connection import PROTOCOL
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
 
@@ -88,7 +89,7 @@ class Agent:
             incarnation=self.incarnation,
             epoch=epoch,
             request=request,
-            protocol=1,
+            protocol=PROTOCOL,
             secret=self.secret,
         )
 
@@ -101,7 +102,7 @@ class Agent:
             job_id="job",
             node=self.node,
             incarnation=self.incarnation,
-            protocol=1,
+            protocol=PROTOCOL,
             host=self.node,
             nproc=1,
             settings=settings,
