@@ -236,11 +236,11 @@ def test_lying_numbers_neither_end_nor_brick_the_master(tmp_path: Path) -> None:
         liar.heartbeat()
     for number in range(2):
         with master_process(store) as master:
-            good = Agent(master.address, "good", incarnation=str(number))
+            good = Agent(master.address, f"good-{number}")
             generation = good.register(settings()).generation
             assert 2**48 <= generation < 2**48 + 10
             # What it was told it may bring back.
-            again = Agent(master.address, "again", incarnation=str(number))
+            again = Agent(master.address, f"again-{number}")
             again.register(settings(), epoch=2**48 + 5, generation=generation)
 
 
