@@ -383,7 +383,7 @@ class MasterClient:
         link = self._connector.get()
         if link is None:
             self._unheard(None, _NO_LINK)
-            self._keep(progress, session)
+            self._again(progress, session)
             return
         try:
             if progress is not None:
@@ -407,15 +407,16 @@ class MasterClient:
         retried = code in RETRIED or code in _INTERNAL
         if retried:
             self._unheard(link, str(error))
-            self._keep(progress, session)
+            self._again(progress, session)
             return
         if isinstance(error, grpc.RpcError):
             method = "Heartbeat" if progress is None else "ReportProgress"
             self._tell(session, partial(self._listener.failed, method, code.name, detail_of(error)))
 
-    def _keep(self, progress: control_pb2.ProgressRequest | None, session: int) -> None:
+    def _again(self, progress: control_pb2.ProgressRequest | None, session: int) -> None:
         """An unheard report goes out again, unless a newer one comes first."""
         with self._changed:
+            self._pace.unanswered(self._clock())
             if progress is not None and self._progress is None and session == self._session:
                 self._progress = progress
 

@@ -16,6 +16,9 @@ PROGRESS_INTERVAL = 0.1
 _LONGEST = 60.0
 # The share of the interval by which a heartbeat may be early.
 _JITTER = 0.05
+# The share of the interval after which a word is repeated that was not heard. Not at once: the master may have too much
+# to do.
+_AGAIN = 1 / 3
 # So many reports of an epoch go out at once: that the script has a session, its first step.
 _FIRST_REPORTS = 3
 
@@ -61,6 +64,10 @@ class Pace:
             self.reports = 0
         self.said = says
         self.reports += 1
+
+    def unanswered(self, now: float) -> None:
+        """The last word was not heard: the next one does not wait for a whole interval."""
+        self.beat_at = min(self.beat_at, now + max(HEARTBEAT_INTERVAL, self.heartbeat * _AGAIN))
 
     def told(self, pace: control_pb2.Pace) -> None:
         """The master wants to be spoken to as often as this."""

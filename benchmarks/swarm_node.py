@@ -167,7 +167,8 @@ class Node:
         while not self._fenced:
             await asyncio.sleep(self._pace.due(None) - loop.time())
             self._pace.spoke(loop.time(), None, random.random())
-            await self.call("Heartbeat", self._beat, HEARTBEAT_TIMEOUT)
+            if await self.call("Heartbeat", self._beat, HEARTBEAT_TIMEOUT) is None:
+                self._pace.unanswered(loop.time())
             count += 1
             if self.reports and self.epoch and loop.time() >= busy:
                 busy = loop.time() + BUSY_EVERY

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -71,10 +72,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         _set_up_logging(options.log_file, options.job_id)
         raise_limit()
+        _collect_rarely()
         return asyncio.run(_serve(options))
     except (UsageError, AuthError, BindError, StoreError) as error:
         print(f"dlrover-master: {error}", file=sys.stderr)
         return EXIT_USAGE
+
+
+def _collect_rarely() -> None:
+    """With thousands of nodes a full collection of garbage takes 0.2 s, and finds next to none: rows are no cycles."""
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 async def _serve(options: argparse.Namespace) -> int:

@@ -18,7 +18,9 @@ CLOSED_GRACE = 1.0
 NOTICES = 40
 HISTORY = 500
 # Words that the master wants to hear in a second, of all agents together; and the least time between two reports.
-WORDS = 200.0
+WORDS = 150.0
+# Heartbeats that fit into a node-timeout at least. One that is not answered is soon repeated.
+LEAST_BEATS = 2.5
 LEAST_PROGRESS = 0.1
 # Of more nodes than this only the number is said.
 NAMED = 4
@@ -130,11 +132,8 @@ class Turn:
 
 
 def heartbeat_of(job: Job) -> float:
-    """Seconds between two heartbeats of an agent: the more agents, the rarer, so that the master's load is bounded.
-
-    At least three fit into the node-timeout.
-    """
-    return min(max(HEARTBEAT, len(job.nodes) / WORDS), max(HEARTBEAT, job.settings.node_timeout / 3))
+    """Seconds between two heartbeats of an agent: the more agents, the rarer, so that the master's load is bounded."""
+    return min(max(HEARTBEAT, len(job.nodes) / WORDS), max(HEARTBEAT, job.settings.node_timeout / LEAST_BEATS))
 
 
 def progress_of(job: Job) -> float:

@@ -58,6 +58,21 @@ def test_the_pace_is_kept() -> None:
         assert not pace.spread, "nobody is in step for being asked for the same, or more"
 
 
+def test_a_word_that_is_not_heard_is_soon_repeated() -> None:
+    """So that several reach the master within a node-timeout, also where one is lost; but not one upon the other."""
+    pace = Pace(0.0, 0.0)
+    pace.told(pb.Pace(heartbeat_seconds=6))
+    pace.spoke(10.0, None)
+    pace.spoke(20.0, None)
+    pace.unanswered(23.0)
+    assert pace.due(None) == 25.0
+    pace.told(pb.Pace(heartbeat_seconds=1))
+    pace.spoke(25.0, None)
+    pace.spoke(26.0, None)
+    pace.unanswered(26.0)
+    assert pace.due(None) == 27.0
+
+
 def test_nonsense_is_bounded() -> None:
     """Whatever a master asks for, an agent speaks at least once a minute and at most once a second."""
     pace = Pace(0.0, 0.0)
