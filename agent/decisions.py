@@ -233,7 +233,8 @@ def prepare_join(turn: Turn) -> None:
     elif state.wait is not None and (state.wait.round or state.wait.HasField("look_for")):
         resume = state.wait.look_for if state.wait.HasField("look_for") else None
         # The master is told that it is not in sight before it is looked for without an end.
-        wanted = (state.wait.round, resume.digest if resume else "", resume is not None and resume.digest == state.unseen)
+        digest = resume.digest if resume else ""
+        wanted = (state.wait.round, digest, bool(digest) and digest == state.unseen)
     if wanted is None:
         return
     if wanted == state.joining or (state.gather is None and (*wanted[:2], True) == state.joining):

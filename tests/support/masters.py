@@ -236,6 +236,8 @@ class Driven:
     settings: control_pb2.Settings = field(default_factory=settings)
     embedded: bool = False
     now: float = 1000.0
+    # Events that are set aside are what the test is about.
+    expects_faults: bool = False
 
     def __post_init__(self) -> None:
         self.state = brain.fresh("job", 1, embedded=self.embedded)
@@ -265,6 +267,7 @@ class Driven:
 
     def event(self, event: Any) -> list[Reply]:
         self.state, replies = brain.handle(self.state, event, self.now)
+        assert self.expects_faults or not self.state.faults, self.state.faults[0]
         return replies
 
     def call(self, message: Message) -> Reply:

@@ -219,6 +219,7 @@ def test_what_one_change_names_is_bounded() -> None:
 def test_an_event_that_breaks_an_assertion_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has no effect, the caller is told, people are told once, and the job goes on."""
     job, nodes = large(3)
+    job.expects_faults = True
     warm = calls.HANDLERS[control_pb2.WarmRequest]
 
     def breaks(turn: object, node: object, message: object) -> object:
@@ -259,6 +260,7 @@ def test_in_a_batch_only_the_event_that_breaks_is_set_aside(monkeypatch: pytest.
 def test_a_timer_that_breaks_is_no_crash_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is due fails again and again: it is tried at growing pauses, calls are answered, a restart is survived."""
     job, nodes = large(3)
+    job.expects_faults = True
 
     def breaks(turn: object) -> bool:
         raise AssertionError("nobody thought of this")

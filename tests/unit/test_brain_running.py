@@ -278,7 +278,7 @@ def test_all_leave_at_once_and_the_run_goes_on_when_nodes_come() -> None:
 
 
 def test_a_newcomer_is_told_from_the_start_what_to_look_for() -> None:
-    """Its Join tells of what it was asked for: nobody is called blind for an old resume point that was not asked for."""
+    """Its Join tells of what it was asked for: nobody seems blind to an old resume point that was not asked for."""
     job = Driven(settings(keep_checkpoints=0, max_nodes=2))
     (a,) = job.start(1)
     start = a.save(1)
