@@ -53,13 +53,23 @@ class Node:
     number: int = 0
     probe: str = PROBE
 
+    @property
+    def secret(self) -> bytes:
+        """What only this agent and the master know."""
+        return f"the secret of {self.incarnation}".encode()
+
     def caller(self, epoch: int | None = None, number: int | None = None) -> control_pb2.Caller:
         if number is None:
             self.number += 1
             number = self.number
         epoch = self.job.epoch if epoch is None else epoch
         return control_pb2.Caller(
-            job_id="job", node=self.name, incarnation=self.incarnation, epoch=epoch, request=number
+            job_id="job",
+            node=self.name,
+            incarnation=self.incarnation,
+            secret=self.secret,
+            epoch=epoch,
+            request=number,
         )
 
     @property
@@ -76,7 +86,13 @@ class Node:
 
     def register(self, **fields: Any) -> Reply:
         request = control_pb2.RegisterRequest(
-            job_id="job", incarnation=self.incarnation, protocol=1, host="host", nproc=1, probe=self.probe
+            job_id="job",
+            incarnation=self.incarnation,
+            secret=self.secret,
+            protocol=1,
+            host="host",
+            nproc=1,
+            probe=self.probe,
         )
         request.settings.CopyFrom(fields.pop("settings", self.job.settings))
         for name, value in fields.items():

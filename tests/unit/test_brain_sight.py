@@ -1,4 +1,4 @@
-"""A resume point that is damaged or gone while nodes gather: the run goes back by one, loudly, and never for one node."""
+"""A resume point that is damaged or gone while nodes gather: the run goes back by one, loudly, never for one node."""
 
 from __future__ import annotations
 
