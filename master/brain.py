@@ -51,6 +51,8 @@ def recover(job: Job, generation: int, now: float) -> State:
             job.nodes.drop(name)
     live = Live(phase_since=now, phase_heard=now, last_arrival=now)
     live.held_until = {name: now + pause for name, pause in job.holds.items()}
+    # None of them counts as lately; from now on it is seen whether they are lost again.
+    live.lost_at = {name: [now - membership.LOSS_WINDOW] for name in job.losses}
     live.grow_hold_until = now + forming.growth_hold(job.conversion_failures)
     live.conversion_moved = live.verify_moved = live.retry_at = now
     if job.growths:

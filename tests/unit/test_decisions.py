@@ -531,6 +531,29 @@ def test_workers_without_a_session_get_the_signal_themselves() -> None:
     assert agent.did(ev.StopWorkers) == [ev.StopWorkers(1, grace=10.0)]
 
 
+@pytest.mark.parametrize("order", ["release", "gather", "wait", "finish", "failed", "run", "fenced"])
+def test_nothing_the_master_says_cuts_the_notice_of_workers_without_a_session(order: str) -> None:
+    """Their script may catch the signal and save by itself; the others go on without it, or the job even ends."""
+    orders: dict[str, dict[str, Any]] = {
+        "release": {"release": control_pb2.Release()},
+        "gather": {"gather": GATHER},
+        "wait": {"wait": control_pb2.Wait(round=1)},
+        "finish": {"finish": control_pb2.Finish(success=True)},
+        "failed": {"finish": control_pb2.Finish(message="waiting for nodes: 0 here")},
+        "run": {"run": world(2)},
+        "fenced": {"fenced": control_pb2.Fenced(reason="declared dead")},
+    }
+    agent = Agent().registered().running(session=False)
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.directed(**orders[order])
+    agent.waits(9.0)
+    assert agent.did(ev.StopWorkers) == [ev.StopWorkers(1, grace=10.0)]
+    assert not agent.did(ev.Exit)
+    agent.hear(ev.WorkersStopped(1))
+    (exit_,) = agent.did(ev.Exit)
+    assert exit_.code == ev.EXIT_LEFT_UNSAVED
+
+
 def test_a_leaver_goes_with_75_once_drained_and_released() -> None:
     """Or after a short while without a word from the master."""
     agent = Agent(release_timeout=5.0).registered().running()
