@@ -265,7 +265,7 @@ def retire_old(turn: Turn) -> None:
         return
     # What the script said last counts, where it says anything.
     keep = job.settings.keep_checkpoints if head.keep is None else head.keep
-    if keep <= 0:
+    if keep <= 0 or len(job.checkpoints) - job.checkpoints.retired_count <= keep:
         return
     usable = sorted(job.checkpoints.usable, key=lambda record: record.age, reverse=True)
     in_use = in_use_digests(job)

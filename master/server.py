@@ -176,7 +176,12 @@ class ControlServer:
 
     def _publish(self) -> None:
         """Tells every agent what is new for it. One that cannot be told is cut off, and asks again."""
-        views = self.driver.views()
+        try:
+            views = self.driver.views()
+        except Exception as error:
+            # Agents keep what they were told last; the next turn tries again.
+            self._log_failure("no directives for anybody", error)
+            return
         for watcher in self.watchers.ready():
             try:
                 self._tell(watcher, views)
@@ -185,11 +190,14 @@ class ControlServer:
                 self._failed(watcher, error)
 
     def _failed(self, watcher: Watcher, error: Exception) -> None:
-        """In the log with its traceback, but not again for each turn and stream."""
+        self._log_failure(f"no directive for {watcher.node}", error)
+        watcher.end(End.BROKEN)
+
+    def _log_failure(self, what: str, error: Exception) -> None:
+        """With its traceback, but not again for each turn and stream."""
         if (kind := one_line(repr(error), 200)) not in self._failures and len(self._failures) < MOST_FAILURES:
             self._failures.add(kind)
-            log.error("no directive for %s", watcher.node, exc_info=error)
-        watcher.end(End.BROKEN)
+            log.error("%s", what, exc_info=error)
 
     def _tell(self, watcher: Watcher, views: Views) -> None:
         key = views.key(watcher.node, watcher.incarnation)

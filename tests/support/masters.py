@@ -52,11 +52,11 @@ class Node:
     name: str = ""
     number: int = 0
     probe: str = PROBE
+    # What only this agent and the master know; an agent keeps it when it registers anew.
+    secret: bytes = b""
 
-    @property
-    def secret(self) -> bytes:
-        """What only this agent and the master know."""
-        return f"the secret of {self.incarnation}".encode()
+    def __post_init__(self) -> None:
+        self.secret = self.secret or f"the secret of {self.incarnation}".encode()
 
     def caller(self, epoch: int | None = None, number: int | None = None) -> control_pb2.Caller:
         if number is None:

@@ -175,7 +175,7 @@ def test_what_is_remembered_of_losses_is_bounded() -> None:
     assert set(job.state.live.lost_at) <= {b.name}
 
 
-# ---- scripts without a session: seconds, not the notice ---------------------------------------------------------------
+# ---- scripts without a session: seconds, not the notice -------------------------------------------------------------
 
 
 @pytest.mark.parametrize("why", ["leave", "drain", "scale"])

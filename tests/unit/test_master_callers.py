@@ -114,10 +114,10 @@ def test_a_refusal_without_a_token_waits_for_no_message() -> None:
 class BrokenView(FakeBrain):
     """Runs into a bug when it is asked what node `b` should do."""
 
-    def view(self, state: FakeState, node: str, incarnation: str) -> pb.Directive | None:
+    def directive(self, common: FakeState, node: str) -> pb.Directive:
         if node == "b":
             raise OverflowError("a bug\nin one view")
-        return super().view(state, node, incarnation)
+        return super().directive(common, node)
 
 
 def test_one_nodes_directive_that_fails_costs_one_stream(caplog: pytest.LogCaptureFixture) -> None:
@@ -139,9 +139,40 @@ def test_one_nodes_directive_that_fails_costs_one_stream(caplog: pytest.LogCaptu
     assert [record.getMessage() for record in caplog.records if record.exc_info] == ["no directive for b"]
 
 
+class BrokenLook(FakeBrain):
+    """Runs into a bug, some times, when it is asked what all nodes should do."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def look(self, state: FakeState) -> FakeState:
+        if self.times:
+            self.times -= 1
+            raise KeyError("a bug in all views")
+        return super().look(state)
+
+
+def test_a_bug_in_all_directives_ends_no_master(caplog: pytest.LogCaptureFixture) -> None:
+    """Calls are answered meanwhile, each kind of error is logged once, and the next turn that can tells everybody."""
+
+    async def scene() -> None:
+        async with serving_broken(BrokenLook(4)) as stub:
+            await stub.Register(registration("a"), timeout=5)
+            stream = aiter(stub.Watch(pb.WatchRequest(caller=caller("a")), timeout=20))
+            for number in range(1, 6):
+                await stub.Join(pb.JoinRequest(caller=caller("a", request=number)), timeout=5)
+            epoch = 0
+            while epoch < 5:
+                epoch = (await anext(stream)).epoch
+
+    asyncio.run(scene())
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == ["no directives for anybody"]
+
+
 @contextlib.asynccontextmanager
-async def serving_broken() -> AsyncIterator[control_pb2_grpc.ControlStub]:
-    server = ControlServer("job", BrokenView(), MemoryStore(), ServerOptions())
+async def serving_broken(brain: FakeBrain | None = None) -> AsyncIterator[control_pb2_grpc.ControlStub]:
+    server = ControlServer("job", brain or BrokenView(), MemoryStore(), ServerOptions())
     await server.start()
     task = asyncio.create_task(server.run())
     channel = grpc.aio.insecure_channel(server.address)

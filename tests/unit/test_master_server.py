@@ -403,7 +403,7 @@ def test_nobody_watches_for_another() -> None:
             own = master.watch()
             await anext(own)
             foreign = caller()
-            foreign.secret = b"somebody else's"
+            foreign.secret = b"somebody else's secret"
             stream = aiter(master.stub.Watch(pb.WatchRequest(caller=foreign), timeout=5))
             await fails(anext(stream), grpc.StatusCode.PERMISSION_DENIED, "only the agent that registered a")
             await master.join(1)
