@@ -386,3 +386,20 @@ def test_a_record_that_cannot_be_stored_at_all_ends_no_master(monkeypatch: pytes
     assert JobCodec().decode(kept.rows).nodes == kept.state.job.nodes
     assert kept.turn(kept.registers("b"), now=1020.0) == ["OK"]
     assert JobCodec().decode(kept.rows) == kept.state.job
+
+
+def test_rows_count_only_when_all_of_them_could_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was encoded before the one that failed was stored by nobody: it comes again."""
+    job, nodes = large(3)
+    nodes[0].save(2)
+    codec = JobCodec()
+
+    def breaks(record: object) -> bytes:
+        raise OverflowError(record)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(codecs._CHECKPOINTS, "encode", breaks)
+        with pytest.raises(OverflowError):
+            codec.changes(job.job)
+    assert codec.changes(job.job) == JobCodec.everything(job.job)
+    assert codec.changes(job.job) == {}
