@@ -122,6 +122,7 @@ def registered(turn: Turn, event: ev.Registered) -> None:
     state.run_id = event.reply.run_id
     state.generation = max(state.generation, event.reply.generation)
     state.joining = None
+    state.unseen = ""
     state.gather = None
     state.wait = None
     if event.reply.remark:
@@ -231,10 +232,12 @@ def prepare_join(turn: Turn) -> None:
         wanted = (state.gather.round, resume.digest if resume else "", False)
     elif state.wait is not None and (state.wait.round or state.wait.HasField("look_for")):
         resume = state.wait.look_for if state.wait.HasField("look_for") else None
-        wanted = (state.wait.round, resume.digest if resume else "", resume is not None)
+        # The master is told that it is not in sight before it is looked for without an end.
+        digest = resume.digest if resume else ""
+        wanted = (state.wait.round, digest, bool(digest) and digest == state.unseen)
     if wanted is None:
         return
-    if wanted == state.joining:
+    if wanted == state.joining or (state.gather is None and (*wanted[:2], True) == state.joining):
         if state.join_again_at is None and state.joined and state.link_up and is_blind(turn):
             state.join_again_at = turn.now + LOOK_AGAIN
         if state.join_again_at is None:
@@ -278,6 +281,8 @@ def join_prepared(turn: Turn, event: ev.JoinPrepared) -> None:
         return
     state.joined = True
     state.join_problem = ""
+    seen = any(entry.ref.digest == event.resume_digest for entry in event.inventory)
+    state.unseen = "" if seen else event.resume_digest
     turn.call(
         "Join",
         control_pb2.JoinRequest(

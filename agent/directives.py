@@ -148,7 +148,9 @@ def ordered_wait(turn: Turn, wait: control_pb2.Wait) -> None:
 
 
 def ordered_finish(turn: Turn, finish: control_pb2.Finish) -> None:
-    """The job ended."""
+    """The job ended. A leaver's workers may be saving by themselves all the same: they have their notice."""
+    if turn.state.leaving and turn.state.workers is Workers.STOPPING:
+        return
     if turn.state.workers is Workers.RUNNING:
         turn.kill_workers()
     if finish.success:

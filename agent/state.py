@@ -92,6 +92,8 @@ class AgentState:
     drain_for_outage: bool = False
     # What this agent prepares or has sent a Join for: (round, resume digest, patient).
     joining: tuple[int, str, bool] | None = None
+    # Digest of the checkpoint that the last Join was asked about and did not have in sight.
+    unseen: str = ""
     # That Join was sent; when to prepare the same one again, and why the last preparation failed.
     joined: bool = False
     join_again_at: float | None = None

@@ -14,7 +14,9 @@ An event that breaks an assertion is set aside: the job goes on from the state b
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from dalsegno.protos.text import one_line
 
 from . import calls, forming, membership, phases
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
@@ -31,6 +33,9 @@ MAX_MOVES = 50
 # After a Tick that had to be set aside the next one comes so much later, at first and at most (seconds).
 TICK_PAUSE = 1.0
 TICK_PAUSE_MAX = 60.0
+# Of an internal error people are told so many characters, and of so many.
+LONGEST_FAULT = 300
+MOST_FAULTS = 100
 
 
 def fresh(job_id: str, generation: int, settings: Settings | None = None, embedded: bool = False) -> State:
@@ -51,6 +56,8 @@ def recover(job: Job, generation: int, now: float) -> State:
             job.nodes.drop(name)
     live = Live(phase_since=now, phase_heard=now, last_arrival=now)
     live.held_until = {name: now + pause for name, pause in job.holds.items()}
+    # None of them counts as lately; from now on it is seen whether they are lost again.
+    live.lost_at = {name: [now - membership.LOSS_WINDOW] for name in job.losses}
     live.grow_hold_until = now + forming.growth_hold(job.conversion_failures)
     live.conversion_moved = live.verify_moved = live.retry_at = now
     if job.growths:
@@ -85,9 +92,14 @@ def handle(state: State, event: Event, now: float) -> tuple[State, list[Reply]]:
     return state, [reply for reply in replies if reply is not None]
 
 
-def handle_all(state: State, events: Sequence[Event], now: float) -> tuple[State, list[Reply | None]]:
-    """A batch of events that came in until `now`. One reply for each `Called`, None for the others."""
-    return state, guarded(state, events, now)
+def handle_all(
+    state: State, events: Sequence[Event], now: float, keep: Callable[[Job], None] | None = None
+) -> tuple[State, list[Reply | None]]:
+    """A batch of events that came in until `now`. One reply for each `Called`, None for the others.
+
+    `keep` prepares the state to be stored. What it raises counts as a fault of the event that led there.
+    """
+    return state, guarded(state, events, now, keep)
 
 
 def note(state: State, message: calls.Noted, now: float) -> tuple[Reply, bool]:
@@ -100,18 +112,22 @@ def held_up(state: State, seconds: float, now: float) -> None:
     state.live.clock.held_up(seconds, state.job.settings.node_timeout)
 
 
-def guarded(state: State, events: Sequence[Event], now: float) -> list[Reply | None]:
+def guarded(
+    state: State, events: Sequence[Event], now: float, keep: Callable[[Job], None] | None = None
+) -> list[Reply | None]:
     """Decides; where that fails, one event at a time, and what fails by itself is set aside."""
     before, wake = state.job.copy(), state.wake
     try:
         turn = Turn(state, now)
         replies = [apply(turn, event) for event in events]
         settle(turn)
+        if keep is not None:
+            keep(state.job)
     except Exception as error:
         state.job, state.wake = before, wake
         fit(state, now)
         if len(events) > 1:
-            return [guarded(state, [event], now)[0] for event in events]
+            return [guarded(state, [event], now, keep)[0] for event in events]
         return [set_aside(state, events[0] if events else Tick(), error, now)]
     state.live.tick_pause = 0.0
     return replies
@@ -122,17 +138,16 @@ def set_aside(state: State, event: Event, error: Exception, now: float) -> Reply
     live = state.live
     state.faults.append("".join(traceback.format_exception(error)))
     what = type(event.message).__name__ if isinstance(event, Called) else type(event).__name__
-    text = (
-        f"the master has an internal error ({what}: {error or type(error).__name__}): it is set aside, the job goes on"
-    )
-    if text not in live.said:
+    why = one_line(str(error) or type(error).__name__, LONGEST_FAULT)
+    text = f"the master has an internal error ({what}: {why}): it is set aside, the job goes on"
+    if text not in live.said and len(live.said) < MOST_FAULTS:
         live.said.add(text)
         Turn(state, now).notice(text, True)
     # What is due is tried again, but not at once: it would fail again.
     live.tick_pause = min(TICK_PAUSE_MAX, 2 * live.tick_pause or TICK_PAUSE)
     state.wake = now + live.tick_pause
     if isinstance(event, Called):
-        return Reply("INTERNAL", f"the master failed on this call: {error!r}", None)
+        return Reply("INTERNAL", f"the master failed on this call: {why}", None)
     return None
 
 

@@ -265,21 +265,29 @@ def retire_old(turn: Turn) -> None:
         return
     # What the script said last counts, where it says anything.
     keep = job.settings.keep_checkpoints if head.keep is None else head.keep
-    if keep <= 0:
+    if keep <= 0 or len(job.checkpoints) - job.checkpoints.retired_count <= keep:
         return
     usable = sorted(job.checkpoints.usable, key=lambda record: record.age, reverse=True)
     in_use = in_use_digests(job)
-    # Where nobody else is here nobody can confirm it either.
-    certain, kept, alone = 0, [], len(job.nodes) < 2
+    certain, kept = 0, []
     for record in usable:
         if certain < keep or record.digest in in_use:
             kept.append(record)
-        certain += not record.unseen or alone
+        certain += not record.unseen or not has_witness(job, record.unseen)
     best = bests(kept)
     spared = {record.digest for record in kept}
     for record in usable:
         if record.digest not in spared and record.name not in best:
             retire(job, record, damaged=False)
+
+
+def has_witness(job: Job, committer: str) -> bool:
+    """Whether another node than this one could confirm what it commits.
+
+    A run of one node has nobody, and must not fill its disk all the same. What its world started from stays: that was
+    there, as it was loaded.
+    """
+    return any(node.sees_directory and node.name != committer for node in job.nodes.values())
 
 
 def bests(kept: Iterable[Checkpoint]) -> set[str]:

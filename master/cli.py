@@ -27,6 +27,7 @@ from .job_brain import JobBrain
 from .lifetime import Lifetime
 from .server import BindError, ControlServer, ServerOptions
 from .store import Store, StoreDamaged, StoreError, Superseded, open_store
+from .watchdog import HANG_TIMEOUT, Watchdog
 
 if TYPE_CHECKING:
     from .http import Edge
@@ -103,8 +104,12 @@ async def _serve(options: argparse.Namespace) -> int:
             edge.start()
         lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
         _hear_signals(server, lifetime)
+        watchdog = asyncio.create_task(Watchdog(options.hang_timeout, options.log_file).run())
         _announce(server, edge, remark)
-        return await _run(server, lifetime)
+        try:
+            return await _run(server, lifetime)
+        finally:
+            watchdog.cancel()
     finally:
         if edge is not None:
             await edge.close()
@@ -320,6 +325,8 @@ def _parser() -> argparse.ArgumentParser:
         add(flag, type=Path, metavar="FILE", default=os.environ.get(variable) or None, help=f"{text}; also {variable}")
     add("--insecure", action="store_true", help="listen beyond this machine without a token")
     add("--log-file", type=Path, metavar="FILE", help="write the log there")
+    text = "end, with all stacks in the log, when nothing has moved in this process for S seconds (default: 300)"
+    add("--hang-timeout", type=_seconds, default=HANG_TIMEOUT, metavar="S", help=text)
     add("--embedded", action="store_true", help="end with the job, or when no agent is left (dlrover-run's own master)")
     add("--idle-timeout", type=_seconds, default=30.0, metavar="S", help="with --embedded: end after S seconds alone")
     add(

@@ -65,26 +65,37 @@ class JobCodec:
 
     def __init__(self) -> None:
         self._kept: dict[str, Any] = {}
+        # What is encoded at present: it counts once all of it is.
+        self._new: dict[str, Any] = {}
 
     def changes(self, job: Job) -> Rows:
         """The rows that are not as they were the last time; a row that is gone is None.
 
-        The cost grows with what changed, not with the job.
+        The cost grows with what changed, not with the job. Where something cannot be encoded, nothing of it counts:
+        the next call tells of all that changed since the last one that succeeded.
         """
         rows: Rows = {}
+        self._new = {}
         head = tuple(_own(getattr(job, name)) for name in _HINTS)
         if head != self._kept.get(_JOB):
-            self._kept[_JOB] = head
+            self._new[_JOB] = head
             rows[_JOB] = _HEAD.encode(_HEAD_TYPE(STATE_VERSION, *head))
         self._put(rows, _WORLD, job.world, _WORLDS.encode)
         letters = _letters(job)
         if letters != self._kept.get(_PARTS):
-            self._kept[_PARTS] = letters
+            self._new[_PARTS] = letters
             rows[_PARTS] = letters.encode()
         self._table(rows, _NODE, job.nodes, _NODES.encode)
         self._table(rows, _CHECKPOINT, job.checkpoints.table, _CHECKPOINTS.encode)
         self._tuple(rows, _LATE, job.late, lambda record: record.digest, _CHECKPOINTS.encode)
         self._tuple(rows, _EPOCH, job.history, lambda entry: entry.epoch, _EPOCHS.encode)
+        for key, kept in self._new.items():
+            if kept is None:
+                self._kept.pop(key, None)
+            else:
+                self._kept[key] = kept
+        job.nodes.touched.clear()
+        job.checkpoints.table.touched.clear()
         return rows
 
     @classmethod
@@ -96,20 +107,14 @@ class JobCodec:
         return {key: data for key, data in cls().changes(copy).items() if data is not None}
 
     def _put(self, rows: Rows, key: str, row: object | None, encode: Callable[[Any], bytes]) -> None:
-        before = self._kept.get(key)
-        if row is before:
+        if row is self._kept.get(key):
             return
-        if row is None:
-            del self._kept[key]
-            rows[key] = None
-        else:
-            self._kept[key] = row
-            rows[key] = encode(row)
+        self._new[key] = row
+        rows[key] = None if row is None else encode(row)
 
     def _table(self, rows: Rows, prefix: str, table: Table[Any], encode: Callable[[Any], bytes]) -> None:
         for key in table.touched:
             self._put(rows, prefix + key, table.get(key), encode)
-        table.touched.clear()
 
     def _tuple(
         self,
@@ -122,7 +127,7 @@ class JobCodec:
         if entries is self._kept.get(prefix):
             return
         before: Iterable[Any] = self._kept.get(prefix, ())
-        self._kept[prefix] = entries
+        self._new[prefix] = entries
         present = {f"{prefix}{key_of(entry)}": entry for entry in entries}
         for entry in before:
             key = f"{prefix}{key_of(entry)}"

@@ -182,6 +182,8 @@ def tend_verification(turn: Turn) -> None:
     if record is None or (verification.universal and not record.universal_digest):
         turn.job.verification = None
         return
+    if gave_up_form(turn, verification, record):
+        return
     verifier = turn.job.nodes.get(verification.verifier)
     usable = verifier is not None and not verifier.leaving and turn.is_fresh(verifier)
     if not verification.number:
@@ -274,6 +276,16 @@ def inconclusive(turn: Turn, verification: Verification, reason: str) -> Verific
     turn.job.verification = new = replace(verification, message=reason, number=0, unable=unable)
     turn.live.verify_retry_at = turn.now + verify_pause(new)
     return new
+
+
+def gave_up_form(turn: Turn, verification: Verification, record: Checkpoint) -> bool:
+    """Whether nobody could tell if a later form is damaged. It can be made again, so nothing is lost without it."""
+    if not verification.universal or not is_unable(verification):
+        return False
+    turn.job.verification = None
+    turn.notice(f"{record.universal_name} can be neither loaded nor verified ({verification.message}): made anew", True)
+    drop_form(turn.job, record)
+    return True
 
 
 def acquit(turn: Turn, verification: Verification, record: Checkpoint) -> None:

@@ -41,6 +41,8 @@ SAVE_PAUSE = 0.1
 SAVE_PAUSE_MAX = 2.0
 # The shortest time between two timer turns, so that a wake-up that lies in the past does not burn a core; in seconds.
 TICK_PAUSE = 0.01
+# Faults that are logged.
+MOST_FAULTS = 100
 
 
 class BrainState(Protocol):
@@ -157,6 +159,8 @@ class Driver:
         # Something was noted that wants a turn.
         self._news = False
         self._alive_at = clock()
+        # Tracebacks that the log has.
+        self._said: set[str] = set()
         # One thread: two writes of one store never overlap.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dalsegno-store")
         # When an agent was last heard, for the embedded master's end.
@@ -276,9 +280,12 @@ class Driver:
         await asyncio.sleep(0)
 
     def _say_faults(self) -> None:
+        """Each kind once: the same may come again with every turn."""
         faults, self._state.faults[:] = list(self._state.faults), []
         for fault in faults:
-            log.error("an event was set aside, the job goes on without it\n%s", fault)
+            if fault not in self._said and len(self._said) < MOST_FAULTS:
+                self._said.add(fault)
+                log.error("an event was set aside, the job goes on without it\n%s", fault)
 
     async def _persist(self) -> None:
         rows = self._brain.changes(self._state)

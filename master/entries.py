@@ -164,6 +164,10 @@ class Checkpoints:
         return [self.table[digest] for digest in self._retired]
 
     @property
+    def retired_count(self) -> int:
+        return len(self._retired)
+
+    @property
     def usable(self) -> list[Checkpoint]:
         """Those that are not retired."""
         return [record for record in self.table.values() if not record.retired]

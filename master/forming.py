@@ -35,7 +35,7 @@ def forming(turn: Turn) -> bool:
     gathering = expected(turn)
     ready = eligible(turn)
     waited_for = [node for node in gathering if not has_answered(turn, node)]
-    if sight.look(turn, ready, waited_for):
+    if sight.look(turn):
         return True
     conversion.tend_verification(turn)
     prospects = {node.name: node for node in [*ready, *waited_for]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import replace
 
 from dalsegno.protos import control_pb2
@@ -28,6 +29,8 @@ class JobBrain:
         self._nnodes = nnodes
         self._embedded = embedded
         self._codec = JobCodec()
+        # Encoded, but not asked for yet.
+        self._rows: Rows = {}
         self._common: Common | None = None
 
     def begin(self, rows: dict[str, bytes], generation: int, now: float) -> State:
@@ -41,13 +44,22 @@ class JobBrain:
         return brain.recover(job, generation, now)
 
     def changes(self, state: State) -> Rows:
-        return self._codec.changes(state.job)
+        """What was decided is encoded already; what cannot be encoded is a fault, and comes with a later turn."""
+        try:
+            self._keep(state.job)
+        except Exception as error:
+            state.faults.append("".join(traceback.format_exception(error)))
+        rows, self._rows = self._rows, {}
+        return rows
+
+    def _keep(self, job: Job) -> None:
+        self._rows.update(self._codec.changes(job))
 
     def generation(self, state: State) -> int:
         return state.job.generation
 
     def handle_all(self, state: State, events: list[Event], now: float) -> tuple[State, list[Reply | None]]:
-        return brain.handle_all(state, events, now)
+        return brain.handle_all(state, events, now, self._keep)
 
     def note(self, state: State, message: Noted, now: float) -> tuple[Reply, bool]:
         return brain.note(state, message, now)

@@ -38,6 +38,8 @@ HOLD_BASE = 30.0
 HOLD_MAX = 3600.0
 # A name that was held so often and came through so many windows without a loss since is trusted a little more again.
 FORGIVEN_AFTER = 6 * LOSS_WINDOW
+# Who was not heard for so long before its stream ended did not close it: the connection was found dead. In seconds.
+PINGED = 3.5
 
 
 def drop(turn: Turn, node: Node) -> None:
@@ -197,8 +199,9 @@ def death_of(turn: Turn, node: Node, timeout: float) -> str:
         if not suspect and turn.is_working(node):
             # Steps that take longer than that do not stand still yet; a broken stream comes back meanwhile.
             grace = timeout if epoch.stopping else min(timeout, max(CLOSED_GRACE, 1.2 * epoch.longest))
-        due = presence.closed if suspect else max(presence.closed, proof) + grace
-        return "its connection closed" if turn.overdue(due) else ""
+        if suspect or not was_silent_before(turn, presence):
+            due = presence.closed if suspect else max(presence.closed, proof) + grace
+            return "its connection closed" if turn.overdue(due) else ""
     if not turn.overdue(max(presence.heard, proof) + timeout):
         return ""
     # Somebody must have been heard when this node's next word was overdue: else it may be the master that is cut off.
@@ -207,6 +210,15 @@ def death_of(turn: Turn, node: Node, timeout: float) -> str:
         turn.due(turn.now + beat)
         return ""
     return f"silent for {timeout:.0f} s"
+
+
+def was_silent_before(turn: Turn, presence: Presence) -> bool:
+    """Nothing had come for so long when its stream closed that no peer closed it: the connection was found dead.
+
+    It may be frozen, or cut off for a while: it has its whole node-timeout. A process that ends was heard just before.
+    """
+    silence = (presence.closed or 0.0) - presence.heard
+    return presence.closed is not None and silence >= max(PINGED, 1.5 * heartbeat_of(turn.job))
 
 
 def spoke_since(presence: Presence) -> bool:

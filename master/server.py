@@ -40,20 +40,28 @@ MOST_FAILURES = 100
 MOST_CALLS = MOST_STREAMS + 4096
 
 
-# Times in milliseconds.
-_CONNECTIONS = (
-    # Who says nothing, or does not finish TLS, goes. The token comes with each call; who makes none goes, too.
-    ("grpc.server_handshake_timeout_ms", 5000),
-    ("grpc.max_connection_idle_ms", 10_000),
-    # Agents find a dead connection by pings, also while they only watch, and so does the master: whose cable was pulled
-    # sends no FIN. Without a ping timeout gRPC waits a minute for the answer, whatever the keepalive timeout is.
-    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
-    ("grpc.http2.max_pings_without_data", 0),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.keepalive_time_ms", 6000),
-    ("grpc.keepalive_timeout_ms", 4000),
-    ("grpc.http2.ping_timeout_ms", 4000),
-)
+# A connection whose cable was pulled sends no FIN: pings find it dead, so that its stream does not stay for ever. That is
+# no hurry: who is silent counts as dead by the node-timeout, and a frozen node shall have all of it. In seconds.
+PING_EVERY = 30.0
+PING_TIMEOUT = 60.0
+
+
+def _connections() -> list[tuple[str, int]]:
+    """Options for each connection; times in milliseconds."""
+    timeout = int(PING_TIMEOUT * 1000)
+    return [
+        # Who says nothing, or does not finish TLS, goes. The token comes with each call; who makes none goes, too.
+        ("grpc.server_handshake_timeout_ms", 5000),
+        ("grpc.max_connection_idle_ms", 10_000),
+        # Agents find a dead connection by pings, also while they only watch.
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", int(PING_EVERY * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout),
+        # Otherwise gRPC takes its own, whatever the line above says.
+        ("grpc.http2.ping_timeout_ms", timeout),
+    ]
 
 
 class BindError(Exception):
@@ -155,7 +163,7 @@ class ControlServer:
                 ("grpc.max_receive_message_length", MESSAGE_BYTES),
                 ("grpc.max_send_message_length", ANSWER_LIMIT),
                 ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
-                *_CONNECTIONS,
+                *_connections(),
                 ("grpc.max_allowed_incoming_connections", self._most_connections),
             ],
             maximum_concurrent_rpcs=MOST_CALLS,
@@ -176,7 +184,12 @@ class ControlServer:
 
     def _publish(self) -> None:
         """Tells every agent what is new for it. One that cannot be told is cut off, and asks again."""
-        views = self.driver.views()
+        try:
+            views = self.driver.views()
+        except Exception as error:
+            # Agents keep what they were told last; the next turn tries again.
+            self._log_failure("no directives for anybody", error)
+            return
         for watcher in self.watchers.ready():
             try:
                 self._tell(watcher, views)
@@ -185,11 +198,14 @@ class ControlServer:
                 self._failed(watcher, error)
 
     def _failed(self, watcher: Watcher, error: Exception) -> None:
-        """In the log with its traceback, but not again for each turn and stream."""
+        self._log_failure(f"no directive for {watcher.node}", error)
+        watcher.end(End.BROKEN)
+
+    def _log_failure(self, what: str, error: Exception) -> None:
+        """With its traceback, but not again for each turn and stream."""
         if (kind := one_line(repr(error), 200)) not in self._failures and len(self._failures) < MOST_FAILURES:
             self._failures.add(kind)
-            log.error("no directive for %s", watcher.node, exc_info=error)
-        watcher.end(End.BROKEN)
+            log.error("%s", what, exc_info=error)
 
     def _tell(self, watcher: Watcher, views: Views) -> None:
         key = views.key(watcher.node, watcher.incarnation)

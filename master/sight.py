@@ -4,28 +4,27 @@ from __future__ import annotations
 
 from . import conversion
 from .checkpoints import resume_point, retire
-from .membership import answers
+from .membership import answers, has_answered
 from .state import Checkpoint, Node
 from .turn import Turn
 
-__all__ = ("look", "seen_by_nobody")
+__all__ = ("look",)
 
 # So long nobody has had the newest checkpoint in sight, although all read the same directory, before the run goes back
 # by one: longer than file systems keep what they remember of a directory (seconds).
 UNSEEN_LIMIT = 60.0
 
 
-def look(turn: Turn, ready: list[Node], waited_for: list[Node]) -> bool:
+def look(turn: Turn) -> bool:
     """See to a resume point that those who joined cannot use. Returns whether anything moved."""
-    resume = resume_point(turn.job)
-    gathering = turn.live.gathering
-    if resume is None or turn.job.verification is not None:
-        gathering.unseen = None
-        return False
-    if suspect_damage(turn, resume):
+    job, gathering = turn.job, turn.live.gathering
+    resume, verification = resume_point(job), job.verification
+    if resume is not None and verification is None and suspect_damage(turn, resume):
         return True
-    before = one_before(turn, resume)
-    if ready or waited_for or before is None or not seen_by_nobody(turn, resume):
+    before = one_before(turn, resume) if resume is not None else None
+    # Who verifies a directory that is gone cannot tell: then it counts that nobody has it in sight.
+    open_question = verification is not None and not conversion.is_unable(verification)
+    if resume is None or before is None or open_question or not seen_by_nobody(turn, resume):
         gathering.unseen = None
         return False
     if gathering.unseen is None:
@@ -33,7 +32,8 @@ def look(turn: Turn, ready: list[Node], waited_for: list[Node]) -> bool:
     if not turn.overdue(gathering.unseen + UNSEEN_LIMIT):
         return False
     gathering.unseen = None
-    retire(turn.job, resume, damaged=True)
+    job.verification = None
+    retire(job, resume, damaged=True)
     turn.notice(
         f"nobody has had {resume.name} in sight for {UNSEEN_LIMIT:.0f} s, although all nodes see the checkpoint"
         f" directory: going back to {before.name}",
@@ -58,17 +58,28 @@ def suspect_damage(turn: Turn, resume: Checkpoint) -> bool:
 
 
 def seen_by_nobody(turn: Turn, resume: Checkpoint) -> bool:
-    """All who are here have looked, enough of them, in the job's directory, and not one has found it."""
-    nodes = [node for node in turn.job.nodes.values() if not node.leaving]
-    enough = len(nodes) >= turn.job.settings.min_nodes
-    return enough and all(
-        node.sees_directory
-        and turn.presence(node).spoke
-        and answers(turn, node)
-        and node.joined is not None
-        and resume.digest not in node.joined.seen
-        for node in nodes
-    )
+    """All who are here have looked, enough of them for a world, in the job's directory, and not one has found it.
+
+    Gathering does not wait for ever for an agent that does not answer, nor does this.
+    """
+    found = 0
+    for node in turn.job.nodes.values():
+        if node.leaving or is_stranger(turn, node):
+            continue
+        if not has_answered(turn, node):
+            if turn.presence(node).spoke and turn.is_fresh(node) and conversion.nobody_waits_for(turn, node):
+                continue
+            return False
+        if not node.sees_directory or node.joined is None or resume.digest in node.joined.seen:
+            return False
+        found += 1
+    return found >= turn.job.settings.least_nodes
+
+
+def is_stranger(turn: Turn, node: Node) -> bool:
+    """It reads another directory, and did not train with the others: what it sees says nothing of theirs."""
+    world = turn.job.world
+    return not node.sees_directory and (world is None or world.member(node.incarnation) is None)
 
 
 def one_before(turn: Turn, resume: Checkpoint) -> Checkpoint | None:

@@ -146,8 +146,10 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         # inventory lacks may be sealed a moment later. The next Gather asks for it again.
         directive.wait.round = job.epoch
         start = job.checkpoint(job.world.resume) if job.world is not None else None
-        if start is not None and node.joined is not None and start.digest not in node.joined.seen:
+        if start is not None:
+            # From the start: a Join tells of what it was asked for, not of all that there is.
             look_for(directive, start)
+        if start is not None and node.joined is not None and start.digest not in node.joined.seen:
             directive.wait.reason = f"{node.name} does not see checkpoint {start.name}: a spare that keeps looking"
         else:
             directive.wait.reason = spare_reason(state, node)

@@ -682,7 +682,9 @@ class Wait(google.protobuf.message.Message):
     """A Join is wanted from this newcomer for this round, workers untouched (it has none)."""
     @property
     def look_for(self) -> global___CheckpointRef:
-        """Join again when this checkpoint comes into sight."""
+        """The resume point of the open world, or of the next one. The Join tells whether it is in sight; where it is not,
+        another one follows when it comes into sight.
+        """
 
     def __init__(
         self,

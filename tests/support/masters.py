@@ -52,6 +52,11 @@ class Node:
     name: str = ""
     number: int = 0
     probe: str = PROBE
+    # What only this agent and the master know; an agent keeps it when it registers anew.
+    secret: bytes = b""
+
+    def __post_init__(self) -> None:
+        self.secret = self.secret or f"the secret of {self.incarnation}".encode()
 
     def caller(self, epoch: int | None = None, number: int | None = None) -> control_pb2.Caller:
         if number is None:
@@ -59,7 +64,12 @@ class Node:
             number = self.number
         epoch = self.job.epoch if epoch is None else epoch
         return control_pb2.Caller(
-            job_id="job", node=self.name, incarnation=self.incarnation, epoch=epoch, request=number
+            job_id="job",
+            node=self.name,
+            incarnation=self.incarnation,
+            secret=self.secret,
+            epoch=epoch,
+            request=number,
         )
 
     @property
@@ -76,7 +86,13 @@ class Node:
 
     def register(self, **fields: Any) -> Reply:
         request = control_pb2.RegisterRequest(
-            job_id="job", incarnation=self.incarnation, protocol=1, host="host", nproc=1, probe=self.probe
+            job_id="job",
+            incarnation=self.incarnation,
+            secret=self.secret,
+            protocol=1,
+            host="host",
+            nproc=1,
+            probe=self.probe,
         )
         request.settings.CopyFrom(fields.pop("settings", self.job.settings))
         for name, value in fields.items():
@@ -236,6 +252,8 @@ class Driven:
     settings: control_pb2.Settings = field(default_factory=settings)
     embedded: bool = False
     now: float = 1000.0
+    # Events that are set aside are what the test is about.
+    expects_faults: bool = False
 
     def __post_init__(self) -> None:
         self.state = brain.fresh("job", 1, embedded=self.embedded)
@@ -265,6 +283,7 @@ class Driven:
 
     def event(self, event: Any) -> list[Reply]:
         self.state, replies = brain.handle(self.state, event, self.now)
+        assert self.expects_faults or not self.state.faults, self.state.faults[0]
         return replies
 
     def call(self, message: Message) -> Reply:

@@ -7,7 +7,9 @@ from dataclasses import replace
 import pytest
 
 from dalsegno.agent.arguments import LEAST_NODE_TIMEOUT as LEAST_OF_AGENTS
+from dalsegno.master.events import StreamClosed, StreamOpened
 from dalsegno.master.state import LEAST_NODE_TIMEOUT, Phase
+from dalsegno.master.turn import heartbeat_of
 from tests.support.masters import Driven, Node, settings
 
 # ---- silence --------------------------------------------------------------------------------------------------------
@@ -69,6 +71,56 @@ def test_a_node_timeout_shorter_than_a_lost_heartbeat_takes_is_refused_at_the_do
     assert reply.code == "INVALID_ARGUMENT"
     assert "--node-timeout=3.9" in reply.detail
     assert LEAST_OF_AGENTS == LEAST_NODE_TIMEOUT
+
+
+@pytest.mark.parametrize("spare", [False, True])
+def test_a_frozen_node_has_its_whole_node_timeout(spare: bool) -> None:
+    """Its connection is found dead by pings after ten seconds: that is silence, and no peer that closed."""
+    job = Driven(settings(node_timeout=60.0, max_nodes=2, stall_timeout=0.0))
+    a, b = job.start(2)
+    a.step(1)
+    if spare:
+        b = job.node()
+    job.silent.add(b.incarnation)
+    job.wait(10.0)
+    job.event(StreamClosed(b.name, b.incarnation))
+    job.wait(45.0)
+    assert b.is_known
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 1)
+    job.silent.discard(b.incarnation)
+    b.beat()
+    job.event(StreamOpened(b.name, b.incarnation))
+    job.wait(120.0)
+    assert b.is_known, "it went on"
+    job.silent.add(b.incarnation)
+    job.wait(10.0)
+    job.event(StreamClosed(b.name, b.incarnation))
+    job.wait(53.0)
+    assert not b.is_known
+
+
+def test_a_frozen_node_is_dead_at_once_where_a_survivor_reports_a_failure() -> None:
+    """Then it is what broke the world, and nobody waits for it."""
+    job = Driven(settings(node_timeout=60.0))
+    a, b = job.start(2)
+    a.step(1)
+    job.silent.add(b.incarnation)
+    job.wait(10.0)
+    job.event(StreamClosed(b.name, b.incarnation))
+    a.failed("collective timed out", 1)
+    assert not b.is_known
+
+
+def test_a_node_that_ends_is_dead_within_seconds_among_rare_voices() -> None:
+    """With many agents heartbeats are rare: the time since the last one is no silence."""
+    job = Driven(settings(node_timeout=15.0, max_nodes=1000))
+    nodes = job.start(300)
+    nodes[0].step(1)
+    job.silent.add(nodes[7].incarnation)
+    job.wait(heartbeat_of(job.job))
+    nodes[7].hang_up()
+    job.wait(2.5)
+    assert not nodes[7].is_known
 
 
 # ---- after the training ---------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_an_agent_that_starts_anew_replaces_its_former_self() -> None:
     """`previous_incarnation` ends the old one at once, under the same name."""
     job = Driven()
     old = job.node(node="a")
-    new = Node(job, "new")
+    new = Node(job, "new", secret=old.secret)
     assert new.register(node="a", previous_incarnation=old.incarnation).code == "OK"
     assert not old.is_known
     assert new.is_known

@@ -285,4 +285,4 @@ def test_the_number_of_nodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None
     assert refused.code == "RESOURCE_EXHAUSTED"
     assert "2 nodes are registered" in refused.detail
     assert a.register().code == "OK"
-    assert Node(job, "a again").register(previous_incarnation=a.incarnation).code == "OK"
+    assert Node(job, "a again", secret=a.secret).register(previous_incarnation=a.incarnation).code == "OK"

@@ -277,6 +277,39 @@ def test_all_leave_at_once_and_the_run_goes_on_when_nodes_come() -> None:
     assert len(job.members) == 2
 
 
+def test_a_newcomer_is_told_from_the_start_what_to_look_for() -> None:
+    """Its Join tells of what it was asked for: nobody seems blind to an old resume point that was not asked for."""
+    job = Driven(settings(keep_checkpoints=0, max_nodes=2))
+    (a,) = job.start(1)
+    start = a.save(1)
+    a.failed()
+    a.join()
+    assert a.directive.run.resume.source.ref == start.ref
+    for step in range(2, 30):
+        a.save(step)
+    late = job.node()
+    assert late.directive.wait.look_for == start.ref
+    late.join(sees=[start, *job.sealed[-16:]])
+    assert late.directive.wait.reason == ""
+    late.warm()
+    a.step(30)
+    assert job.phase is Phase.DRAINING
+
+
+def test_a_newcomer_that_does_not_see_the_resume_point_is_told_so() -> None:
+    """Once it has answered; and goes on looking for the same."""
+    job = Driven(settings(max_nodes=2))
+    (a,) = job.start(1)
+    start = a.save(1)
+    a.failed()
+    a.join()
+    late = job.node()
+    assert "does not see" not in late.directive.wait.reason
+    late.join(sees=[])
+    assert f"does not see checkpoint {start.ref.name}" in late.directive.wait.reason
+    assert late.directive.wait.look_for == start.ref
+
+
 def test_a_spare_that_leaves_is_released_at_once() -> None:
     """Nothing of it runs."""
     job = Driven(settings(max_nodes=1))

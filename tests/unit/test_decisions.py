@@ -151,12 +151,36 @@ def test_a_join_that_was_prepared_for_an_older_gather_is_not_sent() -> None:
     assert agent.hear(ev.JoinPrepared(2, "d3", "h", 7, "probe", ())) == []
 
 
-def test_a_spare_that_is_to_look_for_a_checkpoint_is_patient() -> None:
-    """It joins when it comes into sight."""
+def test_who_is_to_look_for_a_checkpoint_answers_first_and_then_is_patient() -> None:
+    """The master must hear that it is not in sight; from then on the next Join comes when it is, and only one."""
     agent = Agent().registered()
-    agent.directed(wait=control_pb2.Wait(round=2, look_for=control_pb2.CheckpointRef(digest="d3")))
-    (prepare,) = agent.did(ev.PrepareJoin)
-    assert prepare.patient
+    wait = control_pb2.Wait(round=2, look_for=control_pb2.CheckpointRef(digest="d3"))
+    agent.directed(wait=wait)
+    assert kinds(agent.hear(ev.JoinPrepared(2, "d3", "h", 7, "probe", ()))) == ["Join", "PrepareJoin"]
+    assert [prepare.patient for prepare in agent.did(ev.PrepareJoin)] == [False, True]
+    seen = control_pb2.Checkpoint(ref=control_pb2.CheckpointRef(digest="d3"))
+    assert kinds(agent.hear(ev.JoinPrepared(2, "d3", "h", 7, "probe", (seen,)))) == ["Join"]
+    assert agent.directed(wait=wait) == []
+
+
+def test_what_was_not_in_sight_of_a_gather_is_looked_for_patiently() -> None:
+    """The spare that it becomes has answered already; for another checkpoint it answers first."""
+    agent = Agent().registered()
+    agent.directed(gather=GATHER)
+    assert kinds(agent.hear(ev.JoinPrepared(2, "d3", "h", 7, "probe", ()))) == ["Join"]
+    agent.directed(wait=control_pb2.Wait(round=2, look_for=GATHER.resume, reason="it does not see it"))
+    other = control_pb2.CheckpointRef(name="step-9", digest="d9")
+    agent.directed(wait=control_pb2.Wait(round=3, look_for=other))
+    assert [prepare.patient for prepare in agent.did(ev.PrepareJoin)] == [False, True, False]
+
+
+def test_a_spare_that_has_joined_and_sees_what_to_look_for_does_not_join_again() -> None:
+    """A world opened without it: its answer to the round still stands."""
+    agent = Agent().registered()
+    agent.directed(gather=GATHER)
+    seen = control_pb2.Checkpoint(ref=GATHER.resume)
+    agent.hear(ev.JoinPrepared(2, "d3", "h", 7, "probe", (seen,)))
+    assert kinds(agent.directed(wait=control_pb2.Wait(round=2, look_for=GATHER.resume, reason="a spare"))) == ["Say"]
 
 
 def test_notices_are_said_once() -> None:
@@ -505,6 +529,29 @@ def test_workers_without_a_session_get_the_signal_themselves() -> None:
     agent = Agent().registered().running(session=False)
     agent.hear(ev.Signalled(signal.SIGTERM))
     assert agent.did(ev.StopWorkers) == [ev.StopWorkers(1, grace=10.0)]
+
+
+@pytest.mark.parametrize("order", ["release", "gather", "wait", "finish", "failed", "run", "fenced"])
+def test_nothing_the_master_says_cuts_the_notice_of_workers_without_a_session(order: str) -> None:
+    """Their script may catch the signal and save by itself; the others go on without it, or the job even ends."""
+    orders: dict[str, dict[str, Any]] = {
+        "release": {"release": control_pb2.Release()},
+        "gather": {"gather": GATHER},
+        "wait": {"wait": control_pb2.Wait(round=1)},
+        "finish": {"finish": control_pb2.Finish(success=True)},
+        "failed": {"finish": control_pb2.Finish(message="waiting for nodes: 0 here")},
+        "run": {"run": world(2)},
+        "fenced": {"fenced": control_pb2.Fenced(reason="declared dead")},
+    }
+    agent = Agent().registered().running(session=False)
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.directed(**orders[order])
+    agent.waits(9.0)
+    assert agent.did(ev.StopWorkers) == [ev.StopWorkers(1, grace=10.0)]
+    assert not agent.did(ev.Exit)
+    agent.hear(ev.WorkersStopped(1))
+    (exit_,) = agent.did(ev.Exit)
+    assert exit_.code == ev.EXIT_LEFT_UNSAVED
 
 
 def test_a_leaver_goes_with_75_once_drained_and_released() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from dalsegno.agent.connection import channel_options
 from dalsegno.master import driver as driver_module
+from dalsegno.master import server as server_module
 from dalsegno.master import service as service_module
 from dalsegno.master import watchers as watchers_module
 from dalsegno.master.server import ControlServer, ServerOptions
@@ -139,9 +140,40 @@ def test_one_nodes_directive_that_fails_costs_one_stream(caplog: pytest.LogCaptu
     assert [record.getMessage() for record in caplog.records if record.exc_info] == ["no directive for b"]
 
 
+class BrokenLook(FakeBrain):
+    """Runs into a bug, some times, when it is asked what all nodes should do."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def look(self, state: FakeState) -> FakeState:
+        if self.times:
+            self.times -= 1
+            raise KeyError("a bug in all views")
+        return super().look(state)
+
+
+def test_a_bug_in_all_directives_ends_no_master(caplog: pytest.LogCaptureFixture) -> None:
+    """Calls are answered meanwhile, each kind of error is logged once, and the next turn that can tells everybody."""
+
+    async def scene() -> None:
+        async with serving_broken(BrokenLook(4)) as stub:
+            await stub.Register(registration("a"), timeout=5)
+            stream = aiter(stub.Watch(pb.WatchRequest(caller=caller("a")), timeout=20))
+            for number in range(1, 6):
+                await stub.Join(pb.JoinRequest(caller=caller("a", request=number)), timeout=5)
+            epoch = 0
+            while epoch < 5:
+                epoch = (await anext(stream)).epoch
+
+    asyncio.run(scene())
+    assert [record.getMessage() for record in caplog.records if record.exc_info] == ["no directives for anybody"]
+
+
 @contextlib.asynccontextmanager
-async def serving_broken() -> AsyncIterator[control_pb2_grpc.ControlStub]:
-    server = ControlServer("job", BrokenView(), MemoryStore(), ServerOptions())
+async def serving_broken(brain: FakeBrain | None = None) -> AsyncIterator[control_pb2_grpc.ControlStub]:
+    server = ControlServer("job", brain or BrokenView(), MemoryStore(), ServerOptions())
     await server.start()
     task = asyncio.create_task(server.run())
     channel = grpc.aio.insecure_channel(server.address)
@@ -199,8 +231,10 @@ def test_idle_connections_end() -> None:
     asyncio.run(scene())
 
 
-def test_a_peer_that_vanished_is_found() -> None:
+def test_a_peer_that_vanished_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its packets stop and no FIN comes: the server's own pings end the stream. One that answers them keeps its own."""
+    monkeypatch.setattr(server_module, "PING_EVERY", 3.0)
+    monkeypatch.setattr(server_module, "PING_TIMEOUT", 2.0)
 
     async def scene() -> None:
         async with serving() as master:
