@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 
+from dalsegno.agent import private
 from dalsegno.agent import storage as agent_storage
 from dalsegno.agent.conversion_job import ConversionJob
 from dalsegno.agent.events import ConversionUpdate, VerificationMoved
 from dalsegno.agent.lifeline import Lifeline
+from dalsegno.agent.private import NotPrivateError
 from dalsegno.agent.processes import process_state, start_time
 from dalsegno.agent.standby_pool import StandbyPool
 from dalsegno.agent.storage import JobDirectory, Storage, StorageError, Survey
@@ -95,6 +97,29 @@ def test_all_nodes_read_the_same_probe(directory: JobDirectory) -> None:
     assert len(found[0]) == 32
     assert [path.name for path in directory.private.iterdir()] == ["probe"]
     assert JobDirectory(directory.root, "other").probe() != found[0]
+
+
+@pytest.mark.parametrize("what", ["pipe", "link", "directory", "endless"])
+def test_a_probe_that_is_no_file_holds_nobody_up(directory: JobDirectory, tmp_path: Path, what: str) -> None:
+    """One line says what to do about it."""
+    path = directory.private / "probe"
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "directory":
+        path.mkdir()
+    else:
+        (tmp_path / "file").write_text("somebody else's")
+        path.symlink_to("/dev/zero" if what == "endless" else tmp_path / "file")
+    with pytest.raises(NotPrivateError, match="probe is no regular file: delete it, the agent makes its own"):
+        directory.survey()
+
+
+def test_an_empty_probe_is_made_anew(directory: JobDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would ever be seen to see the directory by it."""
+    monkeypatch.setattr(private, "PUBLISHED_PAUSE_SECONDS", 0.001)
+    (directory.private / "probe").touch()
+    assert len(directory.probe()) == 32
+    assert [path.name for path in directory.private.iterdir()] == ["probe"]
 
 
 def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
