@@ -184,6 +184,8 @@ def _prune_run(run: Path, options: argparse.Namespace) -> int:
     gone = retirable(found, options.keep)
     if gone.old or gone.left:
         gone = retirable(found, options.keep, damaged=_damaged(run, lineage(found), options.keep))
+    for name in store.lost_manifest(store.next_epoch()):
+        _say(f"{run / name}: it was sealed and has lost its manifest: it stays, delete it by hand")
     names = [*gone.left, *gone.old, *store.never_sealed(store.next_epoch())]
     written = [target for target in filter(is_checkpoint_name, os.listdir(run)) if is_written(run / target)]
     used = {name for target in written for name in (target, target.partition(".universal.")[0])}

@@ -358,6 +358,8 @@ class Storage:
         def work() -> None:
             try:
                 store = CheckpointStore(self._own_run(run_id))
+                for name in store.lost_manifest(epoch):
+                    logger.warning("%s was sealed and has lost its manifest: it stays, delete it by hand", name)
                 left = store.never_sealed(epoch)
                 problems = store.prune(left)
             except OSError as error:

@@ -81,7 +81,7 @@ def test_show_prints_the_manifest_and_its_digest(checkpoints: Path, capsys: Outp
 
 
 def names(run: Path) -> list[str]:
-    return sorted(path.name for path in run.iterdir() if path.is_dir())
+    return sorted(path.name for path in run.glob("step-*"))
 
 
 def prune(directory: Path, *flags: str) -> int:
