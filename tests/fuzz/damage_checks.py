@@ -187,11 +187,14 @@ def _one_line(error: StoreError) -> None:
 def _check_prune(rng: random.Random, root: Path, template: Template) -> None:
     """The newest that is whole stays, and so does what is not ours to delete; the rest goes in spite of it."""
     intact = {name for name in template.checkpoints() if template.is_intact(root, name)}
+    headless = [name for name in template.checkpoints() if _is_headless(root / JOB / name)]
     before = sorted(path.name for path in template.elsewhere.rglob("*"))
     where = rng.choice((root, root / JOB / RUNS[0]))
     _, said = _run("checkpoints", "prune", str(where), "--keep", str(rng.choice((1, 2))))
     if sorted(path.name for path in template.elsewhere.rglob("*")) != before:
         raise Broken(f"prune deleted somewhere else: {said[-500:]}")
+    if gone := [name for name in headless if not _is_headless(root / JOB / name)]:
+        raise Broken(f"prune deleted {gone}, which have only lost their manifests: {said[-500:]}")
     for run in RUNS:
         sound = sorted(name for name in intact if name.startswith(run) and ".universal." not in name)
         gone = {name for name in intact if name.startswith(run) and not template.is_intact(root, name)}
@@ -199,6 +202,12 @@ def _check_prune(rng: random.Random, root: Path, template: Template) -> None:
             raise Broken(f"prune deleted {sound[-1]}, the newest that is intact: {said[-500:]}")
         if gone and run == RUNS[1]:
             raise Broken(f"prune deleted {sorted(gone)}, whose run has not finished: {said[-500:]}")
+
+
+def _is_headless(directory: Path) -> bool:
+    """Whether a checkpoint's own directory is there, with files and without a manifest."""
+    there = directory.is_dir() and not directory.is_symlink() and (directory / "model.pt").is_file()
+    return there and not os.path.lexists(directory / "MANIFEST.json")
 
 
 # What of the directory is damaged, and who looks at it then.

@@ -128,7 +128,6 @@ class Template:
         """Whether there is not a byte, a name or a kind of file different below a checkpoint's directory."""
         return _tree(root / JOB / checkpoint) == _tree(self.root / JOB / checkpoint)
 
-
     def is_whole(self, root: Path, checkpoint: str) -> bool:
         """Whether all that it holds is there, also where a link in the place of its directory leads to it."""
         there = Path(os.path.realpath(root / JOB / checkpoint))
