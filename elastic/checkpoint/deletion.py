@@ -17,8 +17,8 @@ log = logging.getLogger(__name__)
 def delete(directory: Path) -> None:
     """Deletes one checkpoint's directory; one that is not there is done already.
 
-    Mark and manifest go first, so that what an interrupted deletion leaves is not sealed, and nobody's loss. Of a link to a directory the
-    link goes, and what it leads to stays.
+    Mark and manifest go first, so that what an interrupted deletion leaves is not sealed, and nobody's loss. Of a link
+    to a directory the link goes, and what it leads to stays.
 
     Raises:
         OSError: The file system refused, in the first place where it did; all else is gone.

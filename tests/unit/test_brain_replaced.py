@@ -86,7 +86,8 @@ def test_a_lone_node_that_looks_again_goes_on() -> None:
 def test_a_resume_point_with_another_manifest_is_looked_at() -> None:
     """Also where the agent compares no digests."""
     job = Driven()
-    a, b = nodes = job.start(2)
+    nodes = job.start(2)
+    a = nodes[0]
     a.save(2)
     made = a.save(4)
     a.failed()
@@ -100,7 +101,8 @@ def test_a_resume_point_with_another_manifest_is_looked_at() -> None:
 def test_a_recorded_checkpoint_with_another_manifest_is_not_deleted() -> None:
     """Nobody has recorded that digest, in an epoch that is closed: still it is not what a closed epoch left behind."""
     job = Driven(settings(keep_checkpoints=0))
-    a, b = nodes = job.start(2)
+    nodes = job.start(2)
+    a = nodes[0]
     old = a.save(2)
     a.save(4)
     a.failed()
