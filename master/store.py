@@ -367,7 +367,8 @@ class SqliteStore:
             if "locked" in text:
                 text = f"another process holds its lock for more than {LOCK_TIMEOUT:g} s (a stopped master?)"
             raise StoreUnavailable(f"cannot {doing} the store {self._path}: {text}") from error
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            # SQLite's own message may quote bytes out of the file that are no text.
             raise self._damaged(one_line(str(error))) from error
 
 

@@ -223,6 +223,18 @@ def test_a_damage_is_told_in_one_printable_line(tmp_path: Path) -> None:
     assert one_line(error).isprintable()
 
 
+def test_a_message_that_is_no_text_is_a_damage_too(tmp_path: Path) -> None:
+    """SQLite quotes the schema that it cannot read, byte for byte."""
+    path = tmp_path / "s.sqlite"
+    opened(path).close()
+    content = path.read_bytes()
+    assert content.count(b"CREATE TABLE rows (key") == 1
+    path.write_bytes(content.replace(b"CREATE TABLE rows (key", b"CREATE TABLE rows \xac\xac\xac\xac"))
+    with pytest.raises(StoreDamaged) as error:
+        opened(path).load()
+    assert one_line(error).isprintable()
+
+
 def test_a_store_of_another_job_or_of_something_else_is_refused(tmp_path: Path) -> None:
     """Nothing is written into a file that is not this job's."""
     opened(tmp_path / "s.sqlite").close()
