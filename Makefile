@@ -44,7 +44,7 @@ help:
 	@echo 'make test      lint, types, 2,000 simulated schedules, fuzzers and all tests once, against the built wheel'
 	@echo 'make test-all  the full matrices, 100,000 schedules, fuzzers with 100,000 inputs, every process test 20 times (hours; goes on where it was interrupted)'
 	@echo 'make simulate SEED=1 RUNS=2000    simulated schedules only'
-	@echo 'make fuzz SEED=1 COUNT=1000       hostile calls, worker frames and damages only'
+	@echo 'make fuzz SEED=1 COUNT=1000       hostile calls, worker frames, orders and damages only'
 	@echo 'make bench     the benchmarks'
 	@echo 'make lint      ruff and mypy;  make format  rewrites;  make protos  regenerates protos/*_pb2*'
 
@@ -106,7 +106,7 @@ simulate: $(VENV)/.installed
 	$(SIMULATOR) -m tests.simulation --seed $(SEED) --runs $(RUNS)
 
 fuzz: $(VENV)/.installed
-	for what in calls frames damages; do $(PY) -m tests.fuzz $$what --seed $(SEED) --count $(COUNT); done
+	for what in calls frames directives damages; do $(PY) -m tests.fuzz $$what --seed $(SEED) --count $(COUNT); done
 
 test: lint wheel tools
 	$(MAKE) --no-print-directory simulate SIMULATOR=$(WHEEL_VENV)/bin/python

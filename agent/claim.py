@@ -37,6 +37,8 @@ _WRITE_TIMEOUT = 10.0
 _READS, _READ_PAUSE = 5, 0.02
 # Bytes; a claim has a few hundred.
 _MOST_READ = 1 << 16
+# Characters of a host name, an address, a namespace.
+_LONGEST = 256
 # What flock says where the mount has no locks, or its lock server is away.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 
@@ -114,6 +116,9 @@ class Claim:
             value = getattr(claim, one.name)
             if type(value).__name__ != one.type or (isinstance(value, int) and not 0 <= value < 1 << 63):
                 raise ValueError(f"a claim with {one.name} {value!r}")
+            # People are shown where the job is served.
+            if isinstance(value, str) and (len(value) > _LONGEST or not value.isprintable()):
+                raise ValueError(f"a claim with {one.name} {value[:_LONGEST]!r}")
         return claim
 
     def is_reached_from(self, place: Place) -> bool:

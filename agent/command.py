@@ -182,6 +182,10 @@ def _prune_run(run: Path, options: argparse.Namespace) -> int:
     if jobs and not store.finished:
         raise _NotOurs(f"job {jobs[0]} has not finished it, and prunes it itself (dlrover-run --keep-checkpoints)")
     gone = retirable(found, options.keep)
+    if gone.old or gone.left:
+        gone = retirable(found, options.keep, damaged=_damaged(run, lineage(found), options.keep))
+    for name in store.lost_manifest(store.next_epoch()):
+        _say(f"{run / name}: it was sealed and has lost its manifest: it stays, delete it by hand")
     names = [*gone.left, *gone.old, *store.never_sealed(store.next_epoch())]
     written = [target for target in filter(is_checkpoint_name, os.listdir(run)) if is_written(run / target)]
     used = {name for target in written for name in (target, target.partition(".universal.")[0])}
@@ -196,6 +200,23 @@ def _prune_run(run: Path, options: argparse.Namespace) -> int:
     for name, error in failures.items():
         _say(f"{run / name}: it could not be deleted: {error}")
     return EXIT_FAILED if failures else EXIT_FINISHED
+
+
+def _damaged(run: Path, chain: Sequence[Manifest], keep: int) -> list[str]:
+    """Says and returns which of the newest do not count as kept: every byte of those that do is read."""
+    damaged: list[str] = []
+    sound = 0
+    for manifest in reversed(chain):
+        if sound == keep:
+            break
+        try:
+            verify(run / manifest.name, manifest)
+        except (CheckpointDamaged, OSError) as error:
+            damaged.append(manifest.name)
+            _say(f"{run / manifest.name}: it does not count as one that is kept: {error}")
+        else:
+            sound += 1
+    return damaged
 
 
 def _verify(options: argparse.Namespace) -> int:

@@ -20,11 +20,15 @@ from .connection import Connector
 from .conversion_job import ConversionJob
 from .lifeline import Lifeline
 from .mailbox import Mailbox
+from .master_checks import problem_of, problem_of_reply
 from .master_client import Listener, MasterClient, OutboxFull
 from .storage import JobDirectory, Storage, Survey
 from .stores import StoreServers, node_address
 
 __all__ = ["Effects"]
+
+# What to do about a master that makes no sense.
+_CHECK = "check that a dlrover-master of this version is at that address"
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +66,8 @@ class Effects:
         # In force: the job's, once the master has answered.
         self.settings = config.settings
         self._told: control_pb2.Settings | None = None
-        self._disagreement = ""
+        self._disagreement = self._passed_over = ""
+        self._incarnation = ""
         self._epoch = 0
         # The newest commit that the master has told of.
         self._head: control_pb2.Checkpoint | None = None
@@ -171,6 +176,10 @@ class Effects:
         self.storage.survey(ready, unreadable)
 
     def _registered(self, incarnation: str, reply: control_pb2.RegisterReply) -> None:
+        if problem := problem_of_reply(reply):
+            self._mailbox.put(ev.Refused("NONSENSE", f"what answers as the master makes no sense: {problem}; {_CHECK}"))
+            return
+        self._incarnation = incarnation
         self.run_id = reply.run_id or self.run_id
         if reply.HasField("settings"):
             self._in_force(reply.settings)
@@ -185,6 +194,12 @@ class Effects:
             self._say(disagreement, True)
 
     def _directed(self, directive: control_pb2.Directive) -> None:
+        problem = problem_of(directive, self._incarnation, self._config.nproc)
+        if problem:
+            if problem != self._passed_over:
+                self._say(f"an order of the master makes no sense and is passed over: {problem}; {_CHECK}", True)
+            self._passed_over = problem
+            return
         self.run_id = directive.run_id or self.run_id
         self._epoch = max(self._epoch, directive.epoch)
         if directive.HasField("settings") and directive.settings != self._told:

@@ -26,6 +26,7 @@ from dalsegno.protos import control_pb2
 
 from .client_threads import Backoff, Listener, kept_up
 from .connection import PROTOCOL, RETRIED, Connector, Link, code_of, detail_of
+from .master_checks import MOST
 from .pace import HEARTBEAT_INTERVAL, Pace
 
 __all__ = ["CALL_TIMEOUT", "HEARTBEAT_INTERVAL", "Listener", "MasterClient", "OutboxFull"]
@@ -236,7 +237,11 @@ class MasterClient:
                 self._listener.link(up)
 
     def _heard(self, generation: int) -> bool:
-        """Takes note of an answer; False when it comes from a master that was superseded."""
+        """Takes note of an answer; False when it comes from a master that was superseded, or from none."""
+        if generation > MOST:
+            # Once believed, no master would ever be listened to again.
+            logger.warning("what answers as the master says that it is generation %d: refused", generation)
+            return False
         with self._changed:
             if generation < self._generation:
                 logger.warning("a master of generation %d answers, %d is known: refused", generation, self._generation)

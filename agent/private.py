@@ -14,13 +14,13 @@ import stat
 import time
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint.files import PUBLISHED_PAUSE_SECONDS, PUBLISHED_TRIES
-
 __all__ = ["NotPrivateError", "check_private", "open_private", "put_aside", "read_private"]
 
 # Bytes: more is none of ours.
 _MOST_READ = 1 << 16
 _MOST_PUT_ASIDE = 9
+# How often a file that is found empty is looked at, and seconds between two looks.
+PUBLISHED_TRIES, PUBLISHED_PAUSE_SECONDS = 40, 0.05
 
 
 class NotPrivateError(OSError):

@@ -29,12 +29,13 @@ from dalsegno.elastic.checkpoint import (
     verify,
 )
 from dalsegno.elastic.checkpoint.errors import printable
-from dalsegno.elastic.checkpoint.files import Meter, publish, read_published
+from dalsegno.elastic.checkpoint.files import Meter, publish
 from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_FINISHED_RUNS
+from dalsegno.protos.text import one_line
 
 from .events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
-from .private import NotPrivateError, check_private
+from .private import NotPrivateError, check_private, read_private
 from .survey import Manifests, Survey, is_run, look_at, newest_of, run_number
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
@@ -111,10 +112,18 @@ class JobDirectory:
         """The content of the job's probe file: the same for all nodes that see the same directory.
 
         Made by whoever comes first: written aside and linked into place, so that nobody ever reads half of it.
+
+        Raises:
+            NotPrivateError: something else is there, or somebody else's.
+            OSError: it cannot be read or made.
         """
         path = self.private / "probe"
         with contextlib.suppress(FileNotFoundError):
-            return self._read_probe(path)
+            if probe := self._read_probe(path):
+                return probe
+            # It would be nobody's for ever.
+            logger.warning("%s is empty: it is made anew", path)
+            path.unlink(missing_ok=True)
         self.private.mkdir(parents=True, exist_ok=True, mode=0o700)
         aside = self.private / f"probe.{secrets.token_hex(8)}"
         with open(aside, "x", encoding="ascii") as file:
@@ -131,7 +140,8 @@ class JobDirectory:
 
     @staticmethod
     def _read_probe(path: Path) -> str:
-        return read_published(path)[:_MAX_PROBE].decode("ascii", errors="replace")
+        # All nodes that see the same file say the same, whatever somebody made of it.
+        return one_line(read_private(path).decode("ascii", errors="replace"), _MAX_PROBE)
 
     def survey(self) -> Survey:
         """For `Register`: the newest checkpoints of the runs that are not finished, and the finished runs.
@@ -348,6 +358,8 @@ class Storage:
         def work() -> None:
             try:
                 store = CheckpointStore(self._own_run(run_id))
+                for name in store.lost_manifest(epoch):
+                    logger.warning("%s was sealed and has lost its manifest: it stays, delete it by hand", name)
                 left = store.never_sealed(epoch)
                 problems = store.prune(left)
             except OSError as error:

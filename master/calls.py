@@ -122,7 +122,7 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
         message.store_host,
         message.store_port,
         known,
-        frozenset(entry.name for entry in message.unusable),
+        checkpoints.replaced(job, message.inventory) | {entry.name for entry in message.unusable},
     )
     turn.update(node, probe=message.probe, sees_directory=message.probe == job.probe, joined=joined)
     live.gathering.overdue.discard(node.name)

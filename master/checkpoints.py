@@ -68,6 +68,16 @@ def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
     return message
 
 
+def replaced(job: Job, inventory: Iterable[control_pb2.Checkpoint]) -> frozenset[str]:
+    """Which of the resume point's directories somebody sees with another manifest than the recorded one."""
+    resume = resume_point(job)
+    if resume is None:
+        return frozenset()
+    recorded = {resume.name: resume.digest, resume.universal_name: resume.universal_digest}
+    seen = ((entry.ref.name, entry.ref.digest) for entry in inventory)
+    return frozenset(name for name, digest in seen if recorded.get(name, digest) != digest)
+
+
 def resume_point(job: Job) -> Checkpoint | None:
     """The newest committed checkpoint that is not retired: highest epoch, then highest step."""
     return job.checkpoints.head
@@ -216,8 +226,11 @@ def note_late(turn: Turn, late: list[control_pb2.Checkpoint]) -> None:
     back from them. And not the best: after a lost store it has no record where what led from it to the head was pruned.
     """
     job = turn.job
+    if not late:
+        return
     head, known = resume_point(job), {record.digest for record in job.late}
-    spared = bests(job.checkpoints.usable) if late else set()
+    # Deleted is by name: what the run has recorded under it may have another manifest by now, and is still the run's.
+    spared = bests(job.checkpoints.usable) | {record.name for record in job.checkpoints}
     for message in late:
         if message.ref.digest in known or message.ref.name in spared:
             continue

@@ -292,6 +292,9 @@ def acquit(turn: Turn, verification: Verification, record: Checkpoint) -> None:
     """It verifies elsewhere: the reporter cannot be used for it. Where the reporter is alone it counts as a failure."""
     job = turn.job
     reporter = job.nodes.get(verification.reporter)
+    if reporter is not None and reporter.joined is not None:
+        # That was looked into. What it sees by now its next Join tells.
+        turn.update(reporter, joined=replace(reporter.joined, unusable=frozenset()))
     if verification.verifier != verification.reporter and reporter is not None:
         turn.update(reporter, unreadable=record.digest)
         turn.notice(f"{record.name} verifies on {verification.verifier}: {reporter.name} becomes a spare", True)

@@ -48,7 +48,9 @@ def suspect_damage(turn: Turn, resume: Checkpoint) -> bool:
         joined = node.joined
         if joined is None or not joined.unusable or not answers(turn, node) or node.leaving:
             continue
-        if resume.name in joined.unusable and resume.digest not in joined.seen and node.unreadable != resume.digest:
+        if node.unreadable == resume.digest:
+            continue
+        if resume.name in joined.unusable and resume.digest not in joined.seen:
             conversion.suspect(turn, resume, False, node.name, "its manifest is not the one that was sealed")
             return True
         if resume.universal_name and resume.universal_name in joined.unusable:

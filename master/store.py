@@ -19,9 +19,11 @@ import contextlib
 import hashlib
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
+
+from dalsegno.protos.text import one_line
 
 from .descriptors import Reserve, are_exhausted
 
@@ -38,7 +40,13 @@ __all__ = (
     "open_store",
 )
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
+# What the record's entry has in each format that is read. Format 2 had no seal; format 1 the whole record in one row.
+_COLUMNS = {
+    1: ("one", "job_id", "generation", "data", "digest"),
+    2: ("one", "job_id", "generation", "checksum"),
+    3: ("one", "job_id", "generation", "checksum", "seal"),
+}
 # What changes: bytes by key; None where a row goes.
 Rows = dict[str, "bytes | None"]
 # Under this key the one record of a store of format 1 is handed out.
@@ -139,8 +147,19 @@ class MemoryStore:
         pass
 
 
+@dataclass(frozen=True)
+class _Head:
+    """The record's entry; `total` is the checksum of all rows."""
+
+    job_id: str
+    generation: int
+    total: int
+
+
 class SqliteStore:
-    """The record in a SQLite file: a table of rows, and one entry with the generation and a checksum of all of them.
+    """The record in a SQLite file: a table of rows, and one entry with job id, generation and a checksum of all rows.
+
+    The entry has a seal of its own: the generation is the fence, and is believed at every write.
 
     A rollback journal, not a WAL: one file that can be copied when the master is down, and that works on the file
     systems where a WAL's shared memory does not. `synchronous=EXTRA` is FULL plus a sync of the directory after the
@@ -162,6 +181,8 @@ class SqliteStore:
         with self._errors("open"):
             # Statements outside `_transaction` commit by themselves (isolation_level None).
             self._db = sqlite3.connect(path, timeout=LOCK_TIMEOUT, isolation_level=None, check_same_thread=False)
+        # Text that is none any more comes back as what a checksum or a seal can find wrong.
+        self._db.text_factory = lambda data: data.decode(errors="surrogateescape")
         try:
             self._prepare(job_id)
         except BaseException:
@@ -170,34 +191,38 @@ class SqliteStore:
 
     def load(self) -> dict[str, bytes]:
         with self._errors("read"):
-            rows = self._db.execute("SELECT key, data FROM rows").fetchall()
-            total = self._total()
+            return self._rows(_hex(self._head().total))
+
+    def _rows(self, checksum: object) -> dict[str, bytes]:
+        """All rows, which must have this checksum."""
         found: dict[str, bytes] = {}
-        check = 0
-        for key, data in rows:
+        total = 0
+        for key, data in self._db.execute("SELECT key, data FROM rows"):
             if not isinstance(key, str) or not isinstance(data, bytes):
-                raise StoreDamaged(f"the store {self._path} is damaged: a row is not bytes; {_CURE}")
+                raise self._damaged("a row is not bytes")
             found[key] = data
-            check ^= _digest(key, data)
-        if check != total:
-            raise StoreDamaged(f"the store {self._path} is damaged: the record's checksum is wrong; {_CURE}")
+            total ^= _digest(key, data)
+        if _hex(total) != checksum:
+            raise self._damaged("the record's checksum is wrong")
         return found
 
     def save(self, rows: Rows, generation: int) -> None:
         with self._transaction("write"):
             # Conditional on the generation. In a transaction that holds the write lock (BEGIN IMMEDIATE) nobody can
             # raise it between this read and the commit.
-            present = self._generation()
-            if present != generation:
-                raise Superseded(generation, present)
-            total = self._total()
+            head = self._head()
+            if head.generation != generation:
+                raise Superseded(generation, head.generation)
+            total = head.total
             for key, data in rows.items():
                 total ^= self._replace(key, data)
-            self._db.execute("UPDATE record SET checksum = ?", (_hex(total),))
+            self._put_head(replace(head, total=total))
 
     def _replace(self, key: str, data: bytes | None) -> int:
         """One row, in a transaction. Returns by what the checksum of all rows changes."""
         before = self._db.execute("SELECT data FROM rows WHERE key = ?", (key,)).fetchone()
+        if before is not None and not isinstance(before[0], bytes):
+            raise self._damaged("a row is not bytes")
         change = 0 if before is None else _digest(key, before[0])
         if data is None:
             self._db.execute("DELETE FROM rows WHERE key = ?", (key,))
@@ -207,11 +232,11 @@ class SqliteStore:
 
     def raise_generation(self, above: int = 0, owner: int | None = None) -> int:
         with self._transaction("write"):
-            present = self._generation()
-            if owner is not None and owner != present:
-                raise Superseded(owner, present)
-            generation = max(present, above) + 1
-            self._db.execute("UPDATE record SET generation = ?", (generation,))
+            head = self._head()
+            if owner is not None and owner != head.generation:
+                raise Superseded(owner, head.generation)
+            generation = max(head.generation, above) + 1
+            self._put_head(replace(head, generation=generation))
         return generation
 
     def close(self) -> None:
@@ -224,68 +249,94 @@ class SqliteStore:
             self._db.execute("PRAGMA synchronous = EXTRA")
             verdict = self._db.execute("PRAGMA integrity_check(1)").fetchone()[0]
         if verdict != "ok":
-            raise StoreDamaged(f"the store {self._path} is damaged: {_one_line(verdict)}; {_CURE}")
+            raise self._damaged(one_line(str(verdict)))
         with self._transaction("open"):
-            version = self._db.execute("PRAGMA user_version").fetchone()[0]
+            version = self._format()
             if version == 0:
                 self._create(job_id)
-            elif version == 1:
-                self._upgrade()
-            elif version != SCHEMA_VERSION:
-                raise StoreError(
-                    f"the store {self._path} has format {version}, this master reads {SCHEMA_VERSION}:"
-                    " use the version of dalsegno that wrote it"
-                )
-            rows = self._db.execute("SELECT job_id FROM record").fetchall()
-        if len(rows) != 1:
-            raise StoreDamaged(f"the store {self._path} is damaged: {len(rows)} records instead of one; {_CURE}")
-        if rows[0][0] != job_id:
+            elif version < SCHEMA_VERSION:
+                self._upgrade(version)
+            head = self._head()
+        if head.job_id != job_id:
             raise StoreError(
-                f"the store {self._path} belongs to job {rows[0][0]!r}, not to {job_id!r}:"
+                f"the store {self._path} belongs to job {head.job_id!r}, not to {job_id!r}:"
                 " give each job its own --store"
             )
 
-    def _create(self, job_id: str) -> None:
+    def _format(self) -> int:
+        """Of the file; 0: nothing was written yet. A number alone is not believed: it has no checksum."""
+        version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
         tables = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
-        if tables:
+        columns = tuple(row[1] for row in self._db.execute("PRAGMA table_info(record)").fetchall())
+        if version == 0 and not tables:
+            return 0
+        if version in _COLUMNS and columns == _COLUMNS[version]:
+            return version
+        # What is sealed as ours is ours, whatever number it has.
+        if version in _COLUMNS or (columns == _COLUMNS[SCHEMA_VERSION] and self._is_sealed()):
+            raise self._damaged(f"it is said to have format {version}, and has not")
+        if version == 0:
             raise StoreError(f"{self._path} is a database of something else: name another file with --store")
+        raise StoreError(
+            f"the store {self._path} has format {version}, this master reads {SCHEMA_VERSION}:"
+            " use the version of dalsegno that wrote it"
+        )
+
+    def _create(self, job_id: str) -> None:
         self._db.execute(
             "CREATE TABLE record (one INTEGER PRIMARY KEY CHECK (one = 1), job_id TEXT NOT NULL,"
-            " generation INTEGER NOT NULL, checksum TEXT NOT NULL)"
+            " generation INTEGER NOT NULL, checksum TEXT NOT NULL, seal TEXT NOT NULL)"
         )
         self._db.execute("CREATE TABLE rows (key TEXT PRIMARY KEY, data BLOB NOT NULL)")
-        self._db.execute(
-            "INSERT INTO record (one, job_id, generation, checksum) VALUES (1, ?, 0, ?)", (job_id, _hex(0))
-        )
+        self._db.execute("INSERT INTO record VALUES (1, '', 0, '', '')")
+        self._put_head(_Head(job_id, 0, 0))
         self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
-    def _upgrade(self) -> None:
-        """Format 1 had the whole record in one row. It is handed out as such until it is written anew."""
-        old = self._db.execute("SELECT job_id, generation, data, digest FROM record").fetchall()
-        if len(old) != 1:
-            raise StoreDamaged(f"the store {self._path} is damaged: {len(old)} records instead of one; {_CURE}")
-        job_id, generation, data, digest = old[0]
-        if data is not None and (not isinstance(data, bytes) or hashlib.sha256(data).hexdigest() != digest):
-            raise StoreDamaged(f"the store {self._path} is damaged: the record's checksum is wrong; {_CURE}")
+    def _upgrade(self, version: int) -> None:
+        """What format 1 had in one row is handed out as such until it is written anew."""
+        found = self._db.execute("SELECT * FROM record").fetchall()
+        if len(found) != 1:
+            raise self._damaged(f"{len(found)} records instead of one")
+        _, job_id, generation, *rest = found[0]
+        if version == 1:
+            data, digest = rest
+            if data is not None and (not isinstance(data, bytes) or hashlib.sha256(data).hexdigest() != digest):
+                raise self._damaged("the record's checksum is wrong")
+            rows = {} if data is None else {OLD_RECORD: data}
+        else:
+            rows = self._rows(rest[0])
+            self._db.execute("DROP TABLE rows")
         self._db.execute("DROP TABLE record")
         self._create(job_id)
-        total = 0 if data is None else self._replace(OLD_RECORD, data)
-        self._db.execute("UPDATE record SET generation = ?, checksum = ?", (generation, _hex(total)))
+        total = 0
+        for key, data in rows.items():
+            total ^= self._replace(key, data)
+        self._put_head(_Head(job_id, generation, total))
 
-    def _total(self) -> int:
-        row = self._db.execute("SELECT checksum FROM record").fetchone()
-        if row is None:
-            raise StoreDamaged(f"the store {self._path} is damaged: its record is gone; {_CURE}")
+    def _head(self) -> _Head:
+        rows = self._db.execute("SELECT job_id, generation, checksum, seal FROM record").fetchall()
+        if len(rows) != 1:
+            raise self._damaged(f"{len(rows)} records instead of one")
+        job_id, generation, checksum, seal = rows[0]
+        if seal != _seal(job_id, generation, checksum):
+            raise self._damaged("the seal of its job, generation and checksum is wrong")
+        return _Head(job_id, generation, int(checksum, 16))
+
+    def _is_sealed(self) -> bool:
         try:
-            return int(row[0], 16)
-        except (TypeError, ValueError):
-            raise StoreDamaged(f"the store {self._path} is damaged: its checksum is no number; {_CURE}") from None
+            self._head()
+        except StoreDamaged:
+            return False
+        return True
 
-    def _generation(self) -> int:
-        row = self._db.execute("SELECT generation FROM record").fetchone()
-        if row is None:
-            raise StoreDamaged(f"the store {self._path} is damaged: its record is gone; {_CURE}")
-        return int(row[0])
+    def _put_head(self, head: _Head) -> None:
+        values = (head.job_id, head.generation, _hex(head.total))
+        self._db.execute(
+            "UPDATE record SET job_id = ?, generation = ?, checksum = ?, seal = ?", (*values, _seal(*values))
+        )
+
+    def _damaged(self, how: str) -> StoreDamaged:
+        return StoreDamaged(f"the store {self._path} is damaged: {how}; {_CURE}")
 
     @contextlib.contextmanager
     def _transaction(self, doing: str) -> Iterator[None]:
@@ -306,7 +357,7 @@ class SqliteStore:
         try:
             yield
         except sqlite3.OperationalError as error:
-            text = _one_line(str(error))
+            text = one_line(str(error))
             # SQLite says of an exhausted process only that it cannot open a file.
             if "unable to open" in text and are_exhausted():
                 raise StoreStarved(
@@ -316,13 +367,20 @@ class SqliteStore:
             if "locked" in text:
                 text = f"another process holds its lock for more than {LOCK_TIMEOUT:g} s (a stopped master?)"
             raise StoreUnavailable(f"cannot {doing} the store {self._path}: {text}") from error
-        except sqlite3.DatabaseError as error:
-            raise StoreDamaged(f"the store {self._path} is damaged: {_one_line(str(error))}; {_CURE}") from error
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
+            # SQLite's own message may quote bytes out of the file that are no text.
+            raise self._damaged(one_line(str(error))) from error
+
+
+def _seal(job_id: object, generation: object, checksum: object) -> str:
+    """Of the record's entry, whatever is found there."""
+    text = f"{SCHEMA_VERSION}:{generation!r}:{checksum!r}:{job_id!r}"
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def _digest(key: str, data: bytes) -> int:
     """Of one row. Those of all rows are combined by exclusive or, so that one row's change costs one row."""
-    named = f"{len(key)}:{key}:".encode()
+    named = f"{len(key)}:{key}:".encode(errors="surrogateescape")
     return int.from_bytes(hashlib.sha256(named + data).digest(), "big")
 
 
@@ -331,10 +389,6 @@ def _hex(total: int) -> str:
 
 
 _CURE = "move the file away to have the job found again from its checkpoints"
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())
 
 
 def open_store(url: str, job_id: str) -> Store:

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 from .layout import MANIFEST
+from .marks import unmark
 
 log = logging.getLogger(__name__)
 
@@ -16,8 +17,8 @@ log = logging.getLogger(__name__)
 def delete(directory: Path) -> None:
     """Deletes one checkpoint's directory; one that is not there is done already.
 
-    The manifest goes first, so that what an interrupted deletion leaves is not sealed. Of a link to a directory the
-    link goes, and what it leads to stays.
+    Mark and manifest go first, so that what an interrupted deletion leaves is not sealed, and nobody's loss. Of a link
+    to a directory the link goes, and what it leads to stays.
 
     Raises:
         OSError: The file system refused, in the first place where it did; all else is gone.
@@ -31,6 +32,7 @@ def delete(directory: Path) -> None:
     except FileNotFoundError:
         return
     try:
+        unmark(directory)
         # Never sealed, gone already, or no file at all, and then no seal either.
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(MANIFEST, dir_fd=descriptor)

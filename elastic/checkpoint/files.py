@@ -25,7 +25,6 @@ BUFFER_BYTES = 4 << 20
 THREADS = 4
 # What a mount answers that has no rename, links or hard links: some FUSE and object-store mounts, SMB.
 CANNOT = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
-PUBLISHED_TRIES, PUBLISHED_PAUSE_SECONDS = 40, 0.05
 
 
 class Meter:
@@ -259,17 +258,3 @@ def publish(aside: Path, path: Path) -> None:
         with open(descriptor, "wb", buffering=0) as file:
             file.write(aside.read_bytes())
             os.fsync(descriptor)
-
-
-def read_published(path: Path) -> bytes:
-    """What ``publish`` put there.
-
-    Raises:
-        FileNotFoundError: Nothing yet.
-    """
-    for _ in range(PUBLISHED_TRIES):
-        data = path.read_bytes()
-        if data:
-            break
-        time.sleep(PUBLISHED_PAUSE_SECONDS)  # why: whoever made it without links is about to write it; no event says so
-    return data

@@ -9,6 +9,7 @@ from pathlib import Path
 from .errors import CheckpointDamaged, Damage
 from .layout import FINISHED, MANIFEST, is_checkpoint_name
 from .manifest import Manifest
+from .marks import marked
 from .reading import NotRegular, size_of_regular
 
 
@@ -18,7 +19,8 @@ class Unsealed:
 
     Attributes:
         name, reason: For a person.
-        damaged: It has been sealed once: something is in the place of its manifest, or files are not what that says.
+        damaged: It has been sealed once: it has the mark, something is in the place of its manifest, or files are not
+            what that says.
         unreadable: It is a directory in which the file system lets nobody read, which says nothing about the
             checkpoint.
     """
@@ -50,6 +52,7 @@ def inspect(run_dir: Path, *, check_sizes: bool = True) -> Inventory:
     """
     try:
         names = sorted(filter(is_checkpoint_name, os.listdir(run_dir)))
+        known = marked(run_dir)
     except FileNotFoundError:
         return Inventory((), ())
     sealed, unsealed = [], []
@@ -59,7 +62,8 @@ def inspect(run_dir: Path, *, check_sizes: bool = True) -> Inventory:
             if check_sizes:
                 _check_sizes(run_dir / name, manifest)
         except (CheckpointDamaged, FileNotFoundError, NotRegular) as error:
-            unsealed.append(Unsealed(name, str(error), damaged=os.path.lexists(run_dir / name / MANIFEST)))
+            damaged = name in known or os.path.lexists(run_dir / name / MANIFEST)
+            unsealed.append(Unsealed(name, str(error), damaged))
         except OSError as error:
             # Each stands by itself: whatever one of them is, the others count.
             unsealed.append(Unsealed(name, str(error), unreadable=os.path.isdir(run_dir / name)))

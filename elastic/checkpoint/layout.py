@@ -10,6 +10,7 @@ LATEST = "latest.json"
 BEST = "best.json"
 FINISHED = "FINISHED.json"
 LOCK = ".lock"
+SEALED = ".sealed"
 
 SHARDED, UNIVERSAL, WEIGHTS = "sharded", "universal", "weights"
 FORMS = (SHARDED, UNIVERSAL, WEIGHTS)

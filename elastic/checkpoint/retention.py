@@ -5,7 +5,7 @@ Under a master its record decides (``master/checkpoints.py``), by the same rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from .layout import SHARDED
@@ -44,15 +44,19 @@ def lineage(found: Iterable[Manifest]) -> list[Manifest]:
     return chain[::-1]
 
 
-def retirable(found: Sequence[Manifest], keep: int, in_use: Iterable[str] = ()) -> Retirement:
+def retirable(
+    found: Sequence[Manifest], keep: int, in_use: Iterable[str] = (), damaged: Collection[str] = ()
+) -> Retirement:
     """What may go once the newest checkpoint of ``found`` is sealed.
 
-    Stays, whatever ``keep`` says: the newest, what is ``in_use`` (names), and what was best as of any that stays.
+    Stays, whatever ``keep`` says: the newest, what is ``in_use`` (names), and what was best as of any that stays. Where
+    fewer than ``keep`` of the lineage are sound, nothing older goes.
 
     Args:
         found: All sealed checkpoints of the run.
         keep: How many of the newest lineage stay; 0: all.
         in_use: A resume point, the source of a conversion or of an upload.
+        damaged: Names of those that do not count as kept.
     """
     chain = lineage(found)
     if not chain:
@@ -60,11 +64,14 @@ def retirable(found: Sequence[Manifest], keep: int, in_use: Iterable[str] = ()) 
     head, used = chain[-1], set(in_use)
     used |= {m.source.name for m in found if m.source is not None and m.name in used}
     there = {m.name for m in chain}
-    left = {m.name for m in found if m.form == SHARDED and m.name not in there and m.step >= head.step} - used
-    kept = [m for number, m in enumerate(reversed(chain)) if not keep or number < keep or m.name in used]
+    again = head.name not in damaged
+    left = {m.name for m in found if again and m.form == SHARDED and m.name not in there and m.step >= head.step} - used
+    sound = [number for number, m in enumerate(chain) if m.name not in damaged]
+    oldest = sound[-keep] if 0 < keep <= len(sound) else 0
+    kept = [m for number, m in enumerate(chain) if number >= oldest or m.name in used]
     spared = {m.name for m in kept} | {m.best.name for m in kept if m.best is not None} | used
     others = {m.name for m in found if m.form == SHARDED} - left
-    old = others - spared if keep else set()
+    old = others - spared if 0 < keep <= len(sound) else set()
     return Retirement(_with_forms(found, old), _with_forms(found, left))
 
 

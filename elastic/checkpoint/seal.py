@@ -8,6 +8,7 @@ from .errors import CheckpointDamaged, Damage
 from .files import THREADS, checksums, fsync_directory, fsync_tree, list_files, write_exclusive
 from .layout import MANIFEST
 from .manifest import FileEntry, Manifest
+from .marks import mark
 
 
 def describe(directory: Path, *, threads: int = THREADS, sync: bool = True) -> tuple[FileEntry, ...]:
@@ -38,4 +39,5 @@ def seal(directory: Path, manifest: Manifest) -> str:
     fsync_tree(directory)
     write_exclusive(directory / MANIFEST, manifest.to_bytes())
     fsync_directory(directory)
+    mark(directory)
     return manifest.digest

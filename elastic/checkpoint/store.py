@@ -22,6 +22,7 @@ from .files import replace_file
 from .inventory import inventory
 from .layout import BEST, FINISHED, LATEST, LOCK, MANIFEST, SHARDED, CheckpointName, is_checkpoint_name
 from .manifest import Manifest
+from .marks import marked
 
 
 class DirectoryInUse(RuntimeError):
@@ -109,8 +110,24 @@ class CheckpointStore:
     def never_sealed(self, before_epoch: int) -> list[str]:
         """Directories without a manifest whose epoch is below ``before_epoch``: saves and forms that were given up.
 
-        One that cannot be looked into is none of them, and neither is what a link leads to.
+        One that cannot be looked into is none of them, and neither is what a link leads to, or what was sealed once.
+
+        Raises:
+            OSError: It cannot be read what was sealed.
         """
+        sealed = marked(self.run_dir)
+        return [name for name in self._without_manifest(before_epoch) if name not in sealed]
+
+    def lost_manifest(self, before_epoch: int) -> list[str]:
+        """Those that were sealed, and have no manifest any more: see ``marks``.
+
+        Raises:
+            OSError: It cannot be read what was sealed.
+        """
+        sealed = marked(self.run_dir)
+        return [name for name in self._without_manifest(before_epoch) if name in sealed]
+
+    def _without_manifest(self, before_epoch: int) -> list[str]:
         names = [name for name in self._names() if is_checkpoint_name(name)]
         old = [name for name in names if CheckpointName.parse(name).epoch < before_epoch]
         return sorted(name for name in old if self._has_no_manifest(self.run_dir / name))

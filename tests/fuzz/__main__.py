@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz calls|frames|damages --seed 1 --count 1000`: one fuzzer, by hand."""
+"""`python -m tests.fuzz calls|frames|directives|damages --seed 1 --count 1000`: one fuzzer, by hand."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from .arena import fuzz
 from .calls import FAMILIES
 from .damage_checks import KINDS
 from .damage_runs import fuzz_damages, run_damages
+from .directives import fuzz_directives
 from .frames import fuzz_frames
 
 
 def _failures(options: argparse.Namespace) -> Iterator[str]:
     if options.what == "frames":
         yield fuzz_frames(options.seed, options.count)[0]
+    elif options.what == "directives":
+        yield fuzz_directives(options.seed, options.count)[0]
     elif options.what == "damages":
         for kind in options.kind or KINDS:
             yield from fuzz_damages(kind, options.seed, options.count)
@@ -32,7 +35,7 @@ def _failures(options: argparse.Namespace) -> Iterator[str]:
 def main() -> int:
     """Returns 1 where something did not hold."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("what", choices=("calls", "frames", "damages"))
+    parser.add_argument("what", choices=("calls", "frames", "directives", "damages"))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument(

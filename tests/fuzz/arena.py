@@ -38,6 +38,7 @@ _SENSIBLE = frozenset(
         grpc.StatusCode.ABORTED,
         grpc.StatusCode.UNIMPLEMENTED,
         grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
     }
 )

@@ -163,6 +163,8 @@ def _sensible(rng: random.Random, scene: Scene, method: str) -> Any:
             return pb.VerificationReport(number=rng.choice((0, 1, 2)), intact=rng.random() < 0.5, message="bad")
         case "ReportConversion":
             return pb.ConversionReport(lease=rng.choice((0, 1, 2)), state=rng.randrange(5), message="bad")
+        case "ReportSighted":
+            return pb.SightedRequest(ref=_known(rng, scene))
         case "ReportPruned":
             return pb.PrunedRequest(refs=scene.commits)
         case "Scale":
@@ -271,6 +273,8 @@ def rogues(rng: random.Random, scene: Scene) -> Iterator[Call]:
             caller.epoch = rng.choice(NUMBERS)
         if rng.random() < 0.05:
             caller.request = rng.choice(NUMBERS)
+        if rng.random() < 0.1:
+            caller.secret = rng.choice(BYTES)
         message = _hostile(rng, scene, method, caller)
         yield Call(method, message.SerializeToString(), dropped=rng.random() < 0.1)
 

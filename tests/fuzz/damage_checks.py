@@ -11,8 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.agent import command
+from dalsegno.agent import private as private_files
 from dalsegno.agent.claim import ClaimFile
-from dalsegno.agent.embedded import EmbeddedMaster, MasterError
+from dalsegno.agent.embedded import EmbeddedMaster
+from dalsegno.agent.spawning import TokenLostError
 from dalsegno.agent.storage import JobDirectory, StorageError
 from dalsegno.elastic.checkpoint import CheckpointStore, inspect, is_checkpoint_name
 from dalsegno.elastic.checkpoint import files as checkpoint_files
@@ -32,7 +34,7 @@ def check_one(place: Path, template: Template, kind: str, seed: int, number: int
     root = template.copy(place / f"{number}")
     done = damage(rng, rng.choice(_PRUNED) if kind == "prune" else kind, root, template)
     # A reader that finds a small file empty waits for its writer, who does not come here; and the files are small.
-    checkpoint_files.PUBLISHED_PAUSE_SECONDS = 0.001
+    private_files.PUBLISHED_PAUSE_SECONDS = 0.001
     checkpoint_files.BUFFER_BYTES = 1 << 12
     try:
         KINDS[kind](rng, root, template)
@@ -48,8 +50,9 @@ def check_one(place: Path, template: Template, kind: str, seed: int, number: int
 def _look(rng: random.Random, root: Path, template: Template) -> None:
     intact = {name for name in template.checkpoints() if template.is_intact(root, name)}
     _check_inventory(root, template, intact, check_sizes=rng.random() < 0.5)
-    _check_commands(rng, root, intact)
-    _check_resuming(root, intact)
+    whole = {name for name in template.checkpoints() if template.is_whole(root, name)}
+    _check_commands(rng, root, intact, whole)
+    _check_resuming(root, intact, whole)
 
 
 def _there(root: Path, run: str) -> bool:
@@ -69,16 +72,16 @@ def _check_inventory(root: Path, template: Template, intact: set[str], check_siz
             raise Broken(f"the inventory has a manifest of {false} that nobody wrote")
 
 
-def _check_commands(rng: random.Random, root: Path, intact: set[str]) -> None:
+def _check_commands(rng: random.Random, root: Path, intact: set[str], whole: set[str]) -> None:
     code, said = _run("checkpoints", "verify", str(root))
     called = {name for name in _named(root) if f"{root / JOB / name}: intact" in said}
-    if lies := called - intact:
+    if lies := called - whole:
         raise Broken(f"verify calls {sorted(lies)} intact")
     reachable = {name for name in intact if _there(root, name.partition("/")[0])}
     if missing := reachable - called:
         raise Broken(f"verify does not call {sorted(missing)} intact: {said[-500:]}")
-    if code == 0 and _named(root) - intact:
-        raise Broken(f"verify ended with 0 although {sorted(_named(root) - intact)} are damaged")
+    if code == 0 and _named(root) - whole:
+        raise Broken(f"verify ended with 0 although {sorted(_named(root) - whole)} are damaged")
     code, said = _run("checkpoints", "ls", str(root))
     if missing := [name for name in reachable if f"  {name.partition('/')[2]}  " not in said]:
         raise Broken(f"ls does not list {missing}")
@@ -103,17 +106,24 @@ def _run(*arguments: str) -> tuple[int, str]:
     return code, output.getvalue()
 
 
-def _check_resuming(root: Path, intact: set[str]) -> None:
+def _check_resuming(root: Path, intact: set[str], whole: set[str]) -> None:
+    """A run goes on from the newest that is intact, or from a newer one that a link leads to."""
     for run in filter(lambda run: _there(root, run), RUNS):
-        sound = sorted(name.partition("/")[2] for name in intact if name.startswith(run) and ".universal." not in name)
+        sound = _sharded(intact, run)
         try:
             point = newest(CheckpointStore(root / JOB / run), Solo(), 1)
         except RuntimeError as error:
             if sound:
                 raise Broken(f"{run} cannot go on although {sound} are intact: {error}") from None
             continue
-        if (point is None) != (not sound) or (point is not None and point.path.name != sound[-1]):
+        possible = [name for name in _sharded(whole, run) if name >= (sound or [""])[-1]]
+        if (point is None and sound) or (point is not None and point.path.name not in possible):
             raise Broken(f"{run} goes on from {point and point.path.name}, and {sound} are intact")
+
+
+def _sharded(names: set[str], run: str) -> list[str]:
+    """The checkpoints of a run among `run/name`, from old to new."""
+    return sorted(name.partition("/")[2] for name in names if name.startswith(run) and ".universal." not in name)
 
 
 def _check_private(rng: random.Random, root: Path, template: Template) -> None:
@@ -126,7 +136,7 @@ def _check_private(rng: random.Random, root: Path, template: Template) -> None:
         claim = ClaimFile(private).read()
         if claim is not None:
             _check_claim(claim.__dict__)
-    with contextlib.suppress(OSError, MasterError):
+    with contextlib.suppress(OSError, TokenLostError):
         token = EmbeddedMaster(private, JOB, 10.0).credentials().token
         if not token or len(token) < 16 or not token.isascii() or not token.isprintable() or " " in token:
             raise Broken(f"the token is {token!r}")
@@ -161,10 +171,10 @@ def _check_store(rng: random.Random, root: Path, template: Template) -> None:
         except StoreError as error:
             _one_line(error)
             return
-        if fresh and (data, generation) == (None, 1):
+        if fresh and (data, generation) == ({}, 1):
             return
         if data != RECORD:
-            raise Broken(f"the store gives {data!r:.80} for its record")
+            raise Broken(f"the store gives {data!r:.200} for its record")
         if generation != 5:
             raise Broken(f"the store gives out generation {generation} after 4")
 
@@ -177,11 +187,14 @@ def _one_line(error: StoreError) -> None:
 def _check_prune(rng: random.Random, root: Path, template: Template) -> None:
     """The newest that is whole stays, and so does what is not ours to delete; the rest goes in spite of it."""
     intact = {name for name in template.checkpoints() if template.is_intact(root, name)}
+    headless = [name for name in template.checkpoints() if _is_headless(root / JOB / name)]
     before = sorted(path.name for path in template.elsewhere.rglob("*"))
     where = rng.choice((root, root / JOB / RUNS[0]))
     _, said = _run("checkpoints", "prune", str(where), "--keep", str(rng.choice((1, 2))))
     if sorted(path.name for path in template.elsewhere.rglob("*")) != before:
         raise Broken(f"prune deleted somewhere else: {said[-500:]}")
+    if gone := [name for name in headless if not _is_headless(root / JOB / name)]:
+        raise Broken(f"prune deleted {gone}, which have only lost their manifests: {said[-500:]}")
     for run in RUNS:
         sound = sorted(name for name in intact if name.startswith(run) and ".universal." not in name)
         gone = {name for name in intact if name.startswith(run) and not template.is_intact(root, name)}
@@ -189,6 +202,12 @@ def _check_prune(rng: random.Random, root: Path, template: Template) -> None:
             raise Broken(f"prune deleted {sound[-1]}, the newest that is intact: {said[-500:]}")
         if gone and run == RUNS[1]:
             raise Broken(f"prune deleted {sorted(gone)}, whose run has not finished: {said[-500:]}")
+
+
+def _is_headless(directory: Path) -> bool:
+    """Whether a checkpoint's own directory is there, with files and without a manifest."""
+    there = directory.is_dir() and not directory.is_symlink() and (directory / "model.pt").is_file()
+    return there and not os.path.lexists(directory / "MANIFEST.json")
 
 
 # What of the directory is damaged, and who looks at it then.

@@ -34,7 +34,7 @@ __all__ = ["AREAS", "JOB", "RECORD", "RUNS", "Template", "damage"]
 JOB = "job"
 RUNS = ("run-0001", "run-0002")
 # What the store holds; its shape is the master's own business.
-RECORD = json.dumps({"version": 1, "job": list(range(50))}).encode()
+RECORD = {f"row/{number}": json.dumps({"number": number, "job": list(range(20))}).encode() for number in range(8)}
 BRACKETS = 200_000
 
 
@@ -112,7 +112,7 @@ class Template:
         (private / "claim.json").write_text(json.dumps({**claim, "address": "127.0.0.1:1"}))
         store = SqliteStore(private / "master.sqlite", JOB)
         generation = [store.raise_generation() for _ in range(4)][-1]
-        store.save(RECORD, generation)
+        store.save({**RECORD}, generation)
         store.close()
 
     def copy(self, place: Path) -> Path:
@@ -127,6 +127,11 @@ class Template:
     def is_intact(self, root: Path, checkpoint: str) -> bool:
         """Whether there is not a byte, a name or a kind of file different below a checkpoint's directory."""
         return _tree(root / JOB / checkpoint) == _tree(self.root / JOB / checkpoint)
+
+    def is_whole(self, root: Path, checkpoint: str) -> bool:
+        """Whether all that it holds is there, also where a link in the place of its directory leads to it."""
+        there = Path(os.path.realpath(root / JOB / checkpoint))
+        return there.is_dir() and _tree(there) == _tree(self.root / JOB / checkpoint)
 
 
 def _tree(directory: Path) -> dict[str, bytes | str]:

@@ -19,6 +19,8 @@ __all__ = ["BOUND", "KEEP", "Broken", "GoodAgent", "settings"]
 # Seconds that a good agent may wait for an answer. Generous: other tests share the cores.
 BOUND = 5.0
 KEEP = 3
+# Seconds. What the master may ask for, with as many nodes as callers can register here.
+LONGEST_PACE = 15.0
 PROBE = "the probe of the job"
 
 
@@ -61,6 +63,7 @@ class GoodAgent:
         self._watched: Any = None
         self._problems: list[str] = []
         self._pruned: set[str] = set()
+        self._sighted: pb.CheckpointRef | None = None
         self.connect(address)
 
     def connect(self, address: str) -> None:
@@ -130,12 +133,21 @@ class GoodAgent:
         self.call("Join", request)
 
     def live(self, epoch: int, step: int) -> None:
-        """A heartbeat and a step."""
-        self.call("Heartbeat", pb.HeartbeatRequest(caller=self.caller(epoch, numbered=False)))
+        """A heartbeat and a step; and a look for what another has committed, where that is asked for."""
+        self._check_pace(self.call("Heartbeat", pb.HeartbeatRequest(caller=self.caller(epoch, numbered=False))).pace)
         progress = pb.ProgressRequest(
             caller=self.caller(epoch, numbered=False), step=step, loss=1.0 / step, has_session=True, longest=0.1
         )
         self.call("ReportProgress", progress)
+        directive = self._directive
+        if directive is not None and directive.HasField("sight") and directive.sight != self._sighted:
+            self._sighted = directive.sight
+            self.call("ReportSighted", pb.SightedRequest(caller=self.caller(epoch), ref=directive.sight))
+
+    def _check_pace(self, pace: pb.Pace) -> None:
+        """A few nodes are to speak every second or two, whoever else registers."""
+        if not (0 < pace.heartbeat_seconds <= LONGEST_PACE and 0 < pace.progress_seconds <= LONGEST_PACE):
+            raise Broken(f"{self.name}: was told to speak every {pace.heartbeat_seconds} and {pace.progress_seconds} s")
 
     def commit(self, epoch: int, step: int, generation: int) -> pb.Checkpoint:
         """Records a checkpoint as a worker of rank 0 would have sealed it."""

@@ -13,7 +13,7 @@ from tests.support.master_process import eventually
 
 from .arena import Arena, fuzz
 from .calls import FAMILIES
-from .counts import SEED, but_open, count, patience
+from .counts import SEED, count, patience
 
 USUAL = 10_000
 SHARE = {"strangers": 0.1, "malformed": 0.15, "registrations": 0.15, "forgers": 0.15, "rogues": 0.2, "everybody": 0.25}
@@ -21,17 +21,7 @@ SHARE = {"strangers": 0.1, "malformed": 0.15, "registrations": 0.15, "forgers": 
 pytestmark = pytest.mark.timeout(patience(USUAL, 120))
 
 
-# What does not hold yet, and which point of the list of things to mend says so.
-OPEN = {
-    "malformed": "points 19 and 21: bytes that are no message are UNKNOWN, a node outside the world commits",
-    "registrations": "point 21: numbers that end the master, names of several lines",
-    "forgers": "point 20: an incarnation is all that a node needs to act for another",
-    "rogues": "point 19: a node outside the world commits",
-    "everybody": "points 19 to 21",
-}
-
-
-@pytest.mark.parametrize("family", but_open(FAMILIES, OPEN))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_good_agents_notice_nothing(family: str, tmp_path: Path) -> None:
     """The master lives, answers sensibly, believes no one but whom it should, and recovers the same record."""
     failure = fuzz(tmp_path, family, SEED, round(count(USUAL) * SHARE[family]))

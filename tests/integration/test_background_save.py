@@ -17,7 +17,7 @@ def sealed(agent: FakeAgent) -> list[Manifest]:
     """What was saved, in the order of the messages; each verifies, and nothing else is there."""
     store = CheckpointStore(agent.run_dir)
     names = [message.name for message in agent.of("sealed")]
-    assert {m.name for m in store.sealed()} == set(names) == {p.name for p in agent.run_dir.iterdir() if p.is_dir()}
+    assert {m.name for m in store.sealed()} == set(names) == {p.name for p in agent.run_dir.glob("step-*")}
     found = [Manifest.read(agent.run_dir / name) for name in names]
     for manifest in found:
         verify(agent.run_dir / manifest.name, manifest)

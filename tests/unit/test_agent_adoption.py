@@ -224,7 +224,7 @@ def test_what_changes_while_it_is_copied_is_looked_at_again(
     states(path, *ZERO_1)
     assert sealed_step(heard.get(timeout=20)) == 40
     assert copied > len(ZERO_1)
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["e1", "step-40.e1.1"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == [".sealed", "e1", "step-40.e1.1"]
     assert sorted(one.name for one in (tmp_path / "step-40.e1.1").iterdir()) == sorted(["MANIFEST.json", *ZERO_1])
     taken.close()
 
@@ -245,7 +245,7 @@ def test_a_full_disk_is_not_filled_with_what_was_begun(tmp_path: Path, monkeypat
     states(tmp_path / "e1" / "global_step10", *ZERO_1)
     assert isinstance(heard.get(timeout=20), ev.ManifestRead)
     assert sealed_step(heard.get(timeout=20)) == 10
-    assert sorted(one.name for one in tmp_path.iterdir()) == ["e1", "step-10.e1.1"]
+    assert sorted(one.name for one in tmp_path.iterdir()) == [".sealed", "e1", "step-10.e1.1"]
     taken.close()
 
 

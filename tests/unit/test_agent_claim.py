@@ -55,7 +55,10 @@ def test_a_claim_of_a_later_version_is_read() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"pid": "1"}, {"pid": -1}, {"pid": True}, {"pid": 1.0}, {"counter": 1 << 63}, {"address": None}, {"host": 1}],
+    [
+        *({"pid": "1"}, {"pid": -1}, {"pid": True}, {"pid": 1.0}, {"counter": 1 << 63}, {"address": None}, {"host": 1}),
+        *({"host": "h\x1b[2J"}, {"boot_id": "h\n"}, {"address": "n" * 300}),
+    ],
 )
 def test_what_is_no_claim_holds_nothing(tmp_path: Path, wrong: dict[str, object]) -> None:
     """A number of another kind would go on into signals and files."""

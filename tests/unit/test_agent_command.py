@@ -81,7 +81,7 @@ def test_show_prints_the_manifest_and_its_digest(checkpoints: Path, capsys: Outp
 
 
 def names(run: Path) -> list[str]:
-    return sorted(path.name for path in run.iterdir() if path.is_dir())
+    return sorted(path.name for path in run.glob("step-*"))
 
 
 def prune(directory: Path, *flags: str) -> int:
@@ -113,6 +113,18 @@ def test_prune_keeps_the_newest_and_the_best(finished: Path, capsys: Output) -> 
     best, newest = capsys.readouterr().out.splitlines()[1:]
     assert best.endswith("MB, metric 0.5, best loss (min)")
     assert newest.endswith("MB, metric 0.25")
+
+
+def test_prune_keeps_what_is_sound(finished: Path, capsys: Output) -> None:
+    """A damaged newest is none of those kept: it is named and stays, the one before it too."""
+    shard = next(path for path in (finished / "step-4.e1.1").iterdir() if path.name != "MANIFEST.json")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert prune(finished, "--keep=1") == 0
+    said = capsys.readouterr().out
+    assert "step-4.e1.1: it does not count as one that is kept: " in said
+    assert names(finished) == ["step-2.e1.1", "step-3.e1.1", "step-4.e1.1"]
+    assert prune(finished, "--keep=3") == 0
+    assert names(finished) == ["step-2.e1.1", "step-3.e1.1", "step-4.e1.1"]
 
 
 def test_prune_leaves_alone_what_others_decide(finished: Path, capsys: Output) -> None:

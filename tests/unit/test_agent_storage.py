@@ -15,14 +15,17 @@ from typing import Any
 
 import pytest
 
+from dalsegno.agent import private
 from dalsegno.agent import storage as agent_storage
 from dalsegno.agent.conversion_job import ConversionJob
 from dalsegno.agent.events import ConversionUpdate, VerificationMoved
 from dalsegno.agent.lifeline import Lifeline
+from dalsegno.agent.private import NotPrivateError
 from dalsegno.agent.processes import process_state, start_time
 from dalsegno.agent.standby_pool import StandbyPool
 from dalsegno.agent.storage import JobDirectory, Storage, StorageError, Survey
 from dalsegno.elastic.checkpoint import CheckpointName, Manifest, Position, Shape, describe, seal
+from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.protos import control_pb2 as pb
 from tests.support.damage import HARM
 
@@ -95,6 +98,29 @@ def test_all_nodes_read_the_same_probe(directory: JobDirectory) -> None:
     assert len(found[0]) == 32
     assert [path.name for path in directory.private.iterdir()] == ["probe"]
     assert JobDirectory(directory.root, "other").probe() != found[0]
+
+
+@pytest.mark.parametrize("what", ["pipe", "link", "directory", "endless"])
+def test_a_probe_that_is_no_file_holds_nobody_up(directory: JobDirectory, tmp_path: Path, what: str) -> None:
+    """One line says what to do about it."""
+    path = directory.private / "probe"
+    if what == "pipe":
+        os.mkfifo(path)
+    elif what == "directory":
+        path.mkdir()
+    else:
+        (tmp_path / "file").write_text("somebody else's")
+        path.symlink_to("/dev/zero" if what == "endless" else tmp_path / "file")
+    with pytest.raises(NotPrivateError, match="probe is no regular file: delete it, the agent makes its own"):
+        directory.survey()
+
+
+def test_an_empty_probe_is_made_anew(directory: JobDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody would ever be seen to see the directory by it."""
+    monkeypatch.setattr(private, "PUBLISHED_PAUSE_SECONDS", 0.001)
+    (directory.private / "probe").touch()
+    assert len(directory.probe()) == 32
+    assert [path.name for path in directory.private.iterdir()] == ["probe"]
 
 
 def test_a_directory_that_cannot_be_used(tmp_path: Path) -> None:
@@ -325,11 +351,14 @@ def test_pruning_takes_the_later_forms_and_nothing_else(directory: JobDirectory,
     ]
     storage.prune("run-0001", refs, told.put)
     assert [ref.name for ref in told.get(timeout=5).refs] == ["step-1.e1.1", "step-2.e1.1.universal.5", "step-7.e1.1"]
-    assert sorted(os.listdir(run)) == ["step-1.e1.10", "step-2.e1.1", "step-2.e1.1.universal.6"]
+    assert sorted(os.listdir(run)) == [".sealed", "step-1.e1.10", "step-2.e1.1", "step-2.e1.1.universal.6"]
+    assert marked(run) == {"step-1.e1.10", "step-2.e1.1", "step-2.e1.1.universal.6"}
 
 
-def test_what_was_never_sealed_goes_once_a_newer_epoch_has_committed(directory: JobDirectory, storage: Storage) -> None:
-    """Only directories without any manifest, and only those of older epochs."""
+def test_what_was_never_sealed_goes_once_a_newer_epoch_has_committed(
+    directory: JobDirectory, storage: Storage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only directories without any manifest, never those that had one, and only those of older epochs."""
     run_dir = directory.run("run-0001")
     make_checkpoint(run_dir, "step-5.e2.1")
     for name in ("step-7.e2.1", "step-5.e2.1.universal.1", "step-9.e3.1", "notes"):
@@ -337,12 +366,19 @@ def test_what_was_never_sealed_goes_once_a_newer_epoch_has_committed(directory: 
         (run_dir / name / "half").touch()
     make_checkpoint(run_dir, "step-6.e2.1")
     (run_dir / "step-6.e2.1" / "MANIFEST.json").write_bytes(b"damaged")
+    lost = ("step-4.e2.1", "step-4.e2.1.universal.1")
+    for name in lost:
+        make_checkpoint(run_dir, name)
+    for name in lost:
+        (run_dir / name / "MANIFEST.json").unlink()
     storage.sweep("run-0001", 3)
     deadline = time.monotonic() + 20
     while (run_dir / "step-7.e2.1").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    assert sorted(os.listdir(run_dir)) == ["notes", "step-5.e2.1", "step-6.e2.1", "step-9.e3.1"]
+    stays = [*lost, "step-5.e2.1", "step-6.e2.1", "step-9.e3.1"]
+    assert sorted(os.listdir(run_dir)) == [".sealed", "notes", *stays]
+    assert "step-4.e2.1 was sealed and has lost its manifest: it stays, delete it by hand" in caplog.text
 
 
 def test_notes_for_people(directory: JobDirectory, storage: Storage) -> None:

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.claim import Claim, ClaimFile
+from dalsegno.agent.private import read_private
 from dalsegno.agent.storage import JobDirectory
 from dalsegno.elastic.checkpoint import Best, CheckpointStore
-from dalsegno.elastic.checkpoint.files import place_file, publish, read_published, replace_file
+from dalsegno.elastic.checkpoint.files import place_file, publish, replace_file
 from tests.support.mounts import bare_mount
 
 # The same tests again, on this mount.
@@ -66,11 +67,11 @@ def test_the_first_probe_and_token_count(tmp_path: Path, refused: list[str]) -> 
     publish(tmp_path / "aside-1", tmp_path / "token")
     with pytest.raises(FileExistsError):
         publish(tmp_path / "aside-2", tmp_path / "token")
-    assert read_published(tmp_path / "token") == b"1"
+    assert read_private(tmp_path / "token") == b"1"
     (tmp_path / "slow").touch()
     writer = threading.Timer(0.2, (tmp_path / "slow").write_bytes, [b"late"])
     writer.start()
-    assert read_published(tmp_path / "slow") == b"late"
+    assert read_private(tmp_path / "slow") == b"late"
     writer.join()
     first, second = (JobDirectory(tmp_path, "job").probe() for _ in range(2))
     assert first == second

@@ -187,6 +187,18 @@ def test_left_steps_go_only_once_they_were_made_again() -> None:
     assert retirable([*old, new], 0, ["step-8.e1.1"]).left == ("step-6.e1.1",)
 
 
+def test_damaged_ones_are_none_of_those_kept() -> None:
+    """As many sound ones stay, and the damaged ones between them; with too few nothing goes, nor what was left."""
+    old = [made(f"step-{step}.e1.1") for step in (2, 4, 6, 8)]
+    assert retirable(old, 1).old == ("step-2.e1.1", "step-4.e1.1", "step-6.e1.1")
+    assert retirable(old, 1, damaged=["step-8.e1.1"]).old == ("step-2.e1.1", "step-4.e1.1")
+    assert retirable(old, 2, damaged=["step-6.e1.1"]).old == ("step-2.e1.1",)
+    assert retirable(old, 3, damaged=["step-6.e1.1", "step-8.e1.1"]).old == ()
+    found = [*old, made("step-5.e2.1", old[0])]
+    assert retirable(found, 0).left == ("step-6.e1.1", "step-8.e1.1")
+    assert retirable(found, 0, damaged=["step-5.e2.1"]).left == ()
+
+
 def test_best_resume_point_and_the_last_n_stay() -> None:
     """A best older than the last N stays, also one that is best only as of a checkpoint that stays."""
     found = [made(f"step-{step}.e1.1", best="step-2.e1.1" if step < 8 else "step-8.e1.1") for step in range(1, 10)]

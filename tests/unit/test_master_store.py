@@ -178,6 +178,63 @@ def test_a_damaged_file_gives_one_clear_line(tmp_path: Path, damage: str) -> Non
     assert "move the file away" in one_line(error)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "UPDATE record SET generation = 7",
+        "UPDATE record SET generation = 'many'",
+        "UPDATE record SET job_id = 'jab'",
+        "UPDATE record SET job_id = CAST(x'6a6fe2' AS TEXT)",
+        "UPDATE record SET job_id = x'1b5b324a'",
+        "UPDATE record SET seal = x'00'",
+        "UPDATE rows SET key = CAST(x'e2' AS TEXT)",
+        "UPDATE rows SET data = 'text'",
+        "PRAGMA user_version = 0",
+        "PRAGMA user_version = 1",
+        "PRAGMA user_version = 2",
+        "PRAGMA user_version = 7",
+        "ALTER TABLE record ADD COLUMN more",
+    ],
+)
+def test_nothing_of_the_entry_is_believed_that_was_not_sealed(tmp_path: Path, change: str) -> None:
+    """The job, the generation (which is the fence) and the format, as little as the rows: damage, and nothing else."""
+    path = tmp_path / "s.sqlite"
+    store = opened(path)
+    store.save({"a": b"state"}, store.raise_generation())
+    store.close()
+    with sqlite3.connect(path) as database:
+        database.execute(change)
+    with pytest.raises(StoreDamaged) as error:
+        opened(path).load()
+    assert one_line(error).isprintable()
+
+
+def test_a_damage_is_told_in_one_printable_line(tmp_path: Path) -> None:
+    """SQLite's own words carry names out of the file."""
+    path = tmp_path / "s.sqlite"
+    with sqlite3.connect(path) as database:
+        database.execute('CREATE TABLE "a\x1b[2Jb" (x NOT NULL)')
+        database.execute('INSERT INTO "a\x1b[2Jb" VALUES (1)')
+        database.execute("PRAGMA writable_schema = ON")
+        database.execute("UPDATE sqlite_master SET sql = replace(sql, 'NOT NULL', 'NOT NUL')")
+    with pytest.raises(StoreError) as error:
+        opened(path)
+    assert "a\\x1b[2Jb" in one_line(error)
+    assert one_line(error).isprintable()
+
+
+def test_a_message_that_is_no_text_is_a_damage_too(tmp_path: Path) -> None:
+    """SQLite quotes the schema that it cannot read, byte for byte."""
+    path = tmp_path / "s.sqlite"
+    opened(path).close()
+    content = path.read_bytes()
+    assert content.count(b"CREATE TABLE rows (key") == 1
+    path.write_bytes(content.replace(b"CREATE TABLE rows (key", b"CREATE TABLE rows \xac\xac\xac\xac"))
+    with pytest.raises(StoreDamaged) as error:
+        opened(path).load()
+    assert one_line(error).isprintable()
+
+
 def test_a_store_of_another_job_or_of_something_else_is_refused(tmp_path: Path) -> None:
     """Nothing is written into a file that is not this job's."""
     opened(tmp_path / "s.sqlite").close()
@@ -190,7 +247,8 @@ def test_a_store_of_another_job_or_of_something_else_is_refused(tmp_path: Path) 
         opened(tmp_path / "x.sqlite")
     with sqlite3.connect(tmp_path / "s.sqlite") as database:
         database.execute("PRAGMA user_version = 9")
-    with pytest.raises(StoreError, match="has format 9, this master reads 2"):
+        database.execute("UPDATE record SET seal = 'as format 9 has it'")
+    with pytest.raises(StoreError, match="has format 9, this master reads 3"):
         opened(tmp_path / "s.sqlite")
 
 
@@ -275,6 +333,29 @@ def test_a_store_of_format_1_is_taken_over(tmp_path: Path) -> None:
     store.save({**JobCodec.everything(job), "record": None}, generation)
     store.close()
     assert JobCodec().decode(opened(path).load()) == job
+
+
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_store_of_format_2_is_taken_over(tmp_path: Path, sound: bool) -> None:
+    """It had no seal; its rows' checksum counts, and its generation goes on."""
+    path = tmp_path / "s.sqlite"
+    store = opened(path)
+    store.save({"a": b"one", "b": b"two"}, store.raise_generation(above=40))
+    store.close()
+    with sqlite3.connect(path) as database:
+        database.execute("ALTER TABLE record DROP COLUMN seal")
+        database.execute("PRAGMA user_version = 2")
+        if not sound:
+            database.execute("UPDATE rows SET data = x'00' WHERE key = 'b'")
+    if not sound:
+        with pytest.raises(StoreDamaged, match="checksum is wrong"):
+            opened(path)
+        return
+    store = opened(path)
+    assert store.raise_generation() == 42
+    store.save({"b": None}, 42)
+    store.close()
+    assert opened(path).load() == {"a": b"one"}
 
 
 def test_a_record_of_version_1_comes_back_whole() -> None:
