@@ -40,8 +40,8 @@ MOST_FAILURES = 100
 MOST_CALLS = MOST_STREAMS + 4096
 
 
-# A connection whose cable was pulled sends no FIN: pings find it dead, so that its stream does not stay for ever. That is
-# no hurry: who is silent counts as dead by the node-timeout, and a frozen node shall have all of it. In seconds.
+# A connection whose cable was pulled sends no FIN: pings find it dead, so that its stream does not stay for ever. There
+# is no hurry: who is silent counts as dead by the node-timeout, and a frozen node shall have all of it. In seconds.
 PING_EVERY = 30.0
 PING_TIMEOUT = 60.0
 
