@@ -52,6 +52,7 @@ class Ledger:
 
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
+        self.violation: Violation | None = None
         self.worlds: dict[int, Opened] = {}
         self.committed: dict[str, int] = {}
         self.epoch = 0
@@ -97,7 +98,12 @@ class Ledger:
 
     def require(self, holds: bool, name: str, text: str) -> None:
         if not holds:
-            raise Violation(name, text)
+            self.violated(name, text)
+            raise self.violation or AssertionError
+
+    def violated(self, name: str, text: str) -> None:
+        """The schedule ends with it, also where the code under test keeps what is raised in it to itself."""
+        self.violation = self.violation or Violation(name, text)
 
     # ---- the master -------------------------------------------------------------------------------------------------
 

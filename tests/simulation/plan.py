@@ -104,10 +104,26 @@ class Plan:
     cannot_reshard: bool
     # Saves are written and sealed while steps are made, some of them several steps late.
     background: bool
+    # The product's shells run, too: driver, watchers, service, client, mailbox, effects, console, and the loop.
+    shells: bool = False
+    # How many times slower than the reference the master's processor is.
+    slowness: float = 1.0
+    # How likely a thread of an agent is held back whenever it may run, and for how long at most (seconds).
+    holds: tuple[float, float] = (0.0, 0.0)
+    # How likely torch finds a worker gone that it wanted to signal.
+    stop_races: float = 0.0
+    connect_timeout: float = 60.0
 
 
-def plan_of(seed: int) -> Plan:
-    """The plan of one seed; the same seed gives the same plan."""
+def plan_of(seed: int, shells: bool = False) -> Plan:
+    """The plan of one seed; the same seed gives the same plan. With `shells` for a run of the product's shells."""
+    plan = _plan_of(seed)
+    if shells:
+        plan.shells = True
+    return plan
+
+
+def _plan_of(seed: int) -> Plan:
     random = Random(f"plan {seed}")
     kind = random.choice(list(MENUS))
     maximum = random.choice((2, 3, 4, 4))

@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 from .plan import plan_of
 from .world import Simulation
@@ -21,10 +22,10 @@ class Outcome:
     name: str = ""
 
 
-def simulate(seed: int) -> Outcome:
+def simulate(seed: int, shells: bool = False) -> Outcome:
     """One schedule."""
     try:
-        return Outcome(seed, Simulation(plan_of(seed)).run())
+        return Outcome(seed, Simulation(plan_of(seed, shells)).run())
     except AssertionError as error:
         return Outcome(seed, "", str(error), getattr(error, "name", type(error).__name__))
     except Exception as error:
@@ -33,19 +34,20 @@ def simulate(seed: int) -> Outcome:
         return Outcome(seed, "", f"{error!r} at {frame.name}:{frame.lineno}", type(error).__name__)
 
 
-def replay(seed: int) -> tuple[list[str], Outcome]:
+def replay(seed: int, shells: bool = False) -> tuple[list[str], Outcome]:
     """One schedule with every line of its trace."""
-    simulation = Simulation(plan_of(seed), tracing=True)
+    simulation = Simulation(plan_of(seed, shells), tracing=True)
     try:
         return simulation.lines, Outcome(seed, simulation.run())
     except Exception:
         return simulation.lines, Outcome(seed, "", traceback.format_exc())
 
 
-def simulate_all(seeds: range, processes: int) -> Iterator[Outcome]:
+def simulate_all(seeds: range, processes: int, shells: bool = False) -> Iterator[Outcome]:
     """Many schedules, in order of their seeds."""
+    one = partial(simulate, shells=shells)
     if processes == 1:
-        yield from map(simulate, seeds)
+        yield from map(one, seeds)
         return
     with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(simulate, seeds, chunksize=20)
+        yield from pool.map(one, seeds, chunksize=4 if shells else 20)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
+import logging
 from random import Random
 from typing import Any
 
 from dalsegno.master.state import Job
 from dalsegno.protos import control_pb2
 
+from . import real_agent, real_master, shims
 from .agents import SimAgent
 from .clock import Clock
 from .conversions import Conversions
@@ -18,6 +22,9 @@ from .ledger import Ledger, Violation
 from .masters import SimMaster
 from .network import Network
 from .plan import HOSTS, Plan
+from .real_agent import RealAgent
+from .real_master import RealMaster
+from .threads import Kernel
 from .workers import Collective, Group
 
 # Beyond that many events something is busy without getting anywhere.
@@ -37,6 +44,7 @@ class Simulation:
         self.lines: list[str] = []
         self.random = Random(f"events {plan.seed}")
         self.clock = Clock()
+        self.kernel = Kernel(self.clock, Random(f"threads {plan.seed}"))
         self.network = Network(self.clock, Random(f"network {plan.seed}"))
         self.network.loss, self.network.duplication, self.network.slow = plan.loss, plan.duplication, plan.slow
         self.disk = Disk(self.clock)
@@ -47,6 +55,9 @@ class Simulation:
         # (host, digest): what one host's workers cannot load although it verifies.
         self.misread: set[tuple[str, str]] = set()
         self.starts_fail = 0
+        # How long the master's store takes for a write (seconds; 0: as usual), and whether it can write at all.
+        self.store_delay = 0.0
+        self.store_fails = False
         # So many worlds have a node that does not come to its end.
         self.ends_hang = 0
         self.ledger = Ledger(self)
@@ -55,7 +66,7 @@ class Simulation:
         self._ports = 20_000
         self._said = ""
         self.faults_over = False
-        self.master = SimMaster(self)
+        self.master: Any = RealMaster(self) if plan.shells else SimMaster(self)
         self.network.master = self.master
         if plan.loss or plan.slow:
             self.ledger.unplanned = True
@@ -73,6 +84,10 @@ class Simulation:
         if line != self._said:
             self._said = line
             self.trace("master", "{}", line)
+
+    def holds(self) -> tuple[float, float]:
+        """How likely a thread of a new process is held back, and for how long at most (seconds)."""
+        return (0.0, 0.0) if self.faults_over else self.plan.holds
 
     def fresh_port(self) -> int:
         self._ports += 1
@@ -93,7 +108,7 @@ class Simulation:
         host = host or self.random.choice(HOSTS)
         if not name and self.plan.named and self.random.random() < 0.5:
             name = f"node-{number}"
-        agent = SimAgent(self, number, host, name)
+        agent: Any = RealAgent(self, number, host, name) if self.plan.shells else SimAgent(self, number, host, name)
         self.agents.append(agent)
         self.trace(agent.label, "starts on {} {}", host, name)
         return agent
@@ -121,6 +136,31 @@ class Simulation:
 
     def run(self) -> str:
         """To the end of the job. Returns a digest of everything that happened."""
+        if not self.plan.shells:
+            return self._run()
+        logging.disable()
+        # What it finds and ends must not depend on when it looks.
+        gc.disable()
+        try:
+            with shims.installed(self.kernel, self.plan.seed), real_agent.patched(), real_master.fake_grpc():
+                try:
+                    return self._run()
+                finally:
+                    self._end()
+        finally:
+            gc.enable()
+            logging.disable(logging.NOTSET)
+
+    def _end(self) -> None:
+        """Nothing goes on behind the schedule."""
+        self.kernel.failure = None
+        if self.master.loop is not None:
+            self.master.loop.kill()
+        for agent in self.agents:
+            with contextlib.suppress(AssertionError):
+                agent.process.kill()
+
+    def _run(self) -> str:
         plan = self.plan
         self.trace("plan", "{}", plan)
         self.clock.after(0.0, self.master.start)
@@ -136,6 +176,8 @@ class Simulation:
         while not self._over():
             if not self.clock.step() or self.clock.now > give_up or self.clock.events > most_events:
                 raise Violation("liveness", self._where())
+            if self.ledger.violation is not None:
+                raise self.ledger.violation
         if not self.ledger.elsewhere:
             self.ledger.finished()
         summary = (self.ledger.executed, self.clock.events, self.clock.now, self.ledger.message)
@@ -165,6 +207,7 @@ class Simulation:
                 agent.kill()
         self.disk.full = self.conversions_fail = self.reads_fail = False
         self.starts_fail = self.ends_hang = 0
+        self.store_delay, self.store_fails = 0.0, False
         self.misread.clear()
         self.conversions.hung = False
         self.disk.blind.clear()
