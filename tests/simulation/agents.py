@@ -121,6 +121,7 @@ class SimAgent:
         if not self.alive:
             return
         self.sim.trace(self.label, "is killed")
+        self.sim.ledger.disturbed(workers_after)
         self._gone()
         if self.group is not None:
             self.sim.clock.after(workers_after, self.group.die)
@@ -151,6 +152,7 @@ class SimAgent:
             case ev.StartWorkers() if self.sim.starts_fail:
                 self.sim.starts_fail -= 1
                 self.sim.ledger.script_failures += 1
+                self.sim.ledger.disturbed()
                 self.sim.clock.after(0.05, self.deliver, ev.StartFailed(action.world.epoch, "no such interpreter"))
             case ev.StartWorkers():
                 self.group = self.sim.start_workers(self, action.world)

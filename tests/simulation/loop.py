@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import _lsprof
 import asyncio
+import contextlib
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from random import Random
 from typing import Any
 
@@ -40,6 +41,15 @@ class Meter:
             self._profiler.clear()
         return next(self._count) - before
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """What the simulation does meanwhile is nobody's work. Only within `measure`."""
+        self._profiler.disable()
+        try:
+            yield
+        finally:
+            self._profiler.enable()
+
 
 class VirtualLoop(asyncio.AbstractEventLoop):
     """What the master's shell runs on. Executors do their work after a time that `disk` says."""
@@ -56,7 +66,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.tasks: list[asyncio.Task[Any]] = []
         self._disk = disk
         self._slowness = slowness
-        self._meter = Meter()
+        self.meter = Meter()
         self._ready: deque[asyncio.Handle] = deque()
         self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
         self._numbers = itertools.count()
@@ -79,8 +89,6 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self.dead = True
         if self._next is not None:
             self._next.cancel()
-        self._ready.clear()
-        self._timers.clear()
         outer = asyncio._get_running_loop()
         asyncio._set_running_loop(self)
         try:
@@ -126,7 +134,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             return
         asyncio._set_running_loop(self)
         try:
-            work = self._meter.measure(self._run_ready)
+            work = self.meter.measure(self._run_ready)
         finally:
             asyncio._set_running_loop(None)
         self.charge(work * SECONDS_PER_EVENT)

@@ -92,6 +92,7 @@ class Shell(ElasticAgent):
         if sim.starts_fail:
             sim.starts_fail -= 1
             sim.ledger.script_failures += 1
+            sim.ledger.disturbed()
             self._mailbox.put(ev.StartFailed(world.epoch, "no such interpreter"))
             return
         self._starts += 1
@@ -432,6 +433,7 @@ class RealAgent:
         if not self.alive:
             return
         self.sim.trace(self.label, "is killed")
+        self.sim.ledger.disturbed(workers_after)
         self._gone()
         if self.group is not None:
             self.sim.clock.after(workers_after, self.group.die)

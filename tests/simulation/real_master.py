@@ -91,7 +91,8 @@ class Shell(ControlServer):
     def _publish(self) -> None:
         assert isinstance(self._brain, Brain)
         if self._brain.job is not None:
-            self.sim.ledger.master_moved(self._brain.job)
+            with self.sim.master.loop.meter.apart():
+                self.sim.ledger.master_moved(self._brain.job)
         super()._publish()
 
 
@@ -139,7 +140,8 @@ class RealMaster:
     async def _main(self, loop: VirtualLoop, shell: Shell) -> None:
         try:
             await shell.start()
-            self.sim.trace("master", "starts, generation {}", shell.driver.generation)
+            with loop.meter.apart():
+                self.sim.trace("master", "starts, generation {}", shell.driver.generation)
             await shell.run()
         except StoreError as error:
             if loop.dead:
@@ -209,7 +211,8 @@ class RealMaster:
         if reply.code in ("UNKNOWN", "INTERNAL"):
             self.sim.ledger.violated("calls have answers", f"{type(message).__name__}: {reply.detail}")
         if answer is not None:
-            answer(reply)
+            with loop.meter.apart():
+                answer(reply)
 
     def _handler(self, message: Message) -> Any:
         assert self._shell is not None
@@ -233,8 +236,9 @@ class RealMaster:
         try:
             async for directive in self._handler(stream.request)(stream.request, Context()):
                 loop.charge(DIRECTIVE_COST)
-                self.sim.ledger.directive_sent(directive)
-                self.sim.network.push(stream, directive)
+                with loop.meter.apart():
+                    self.sim.ledger.directive_sent(directive)
+                    self.sim.network.push(stream, directive)
         except Aborted as aborted:
             stream.code = aborted.code
         if loop.dead:

@@ -365,6 +365,7 @@ class Collective:
                 group.says(0.002, rank, finished=worker_pb2.Finished(step=self.step))
             if group is hanging:
                 self.sim.trace(group.agent.label, "its ranks hang after their last step")
+                self.sim.ledger.disturbed()
                 group.hang()
             else:
                 group.exits(self.sim.random.uniform(0.01, 0.5), 0)

@@ -69,7 +69,7 @@ class Simulation:
         self.master: Any = RealMaster(self) if plan.shells else SimMaster(self)
         self.network.master = self.master
         if plan.loss or plan.slow:
-            self.ledger.unplanned = True
+            self.ledger.disturbed(plan.fault_time)
 
     # ---- for the parts ----------------------------------------------------------------------------------------------
 
