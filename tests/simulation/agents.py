@@ -37,7 +37,11 @@ class SimAgent:
         # Those in force, as a master told them last.
         self.told: control_pb2.Settings | None = None
         self.alive = True
+        # Whether the job may count on it.
+        self.counts = True
         self.exit_code: int | None = None
+        # The code with which its last registration was refused.
+        self.refused_with = ""
         self.warm = False
         self.frozen = False
         self.client = Client(self)
@@ -84,6 +88,8 @@ class SimAgent:
     def _handle(self, event: ev.Event) -> None:
         if isinstance(event, ev.Registered):
             self.told = event.reply.settings
+        if isinstance(event, ev.Refused):
+            self.refused_with = event.code
         if self.sim.tracing and not isinstance(event, ev.Directed | ev.Tick):
             self.sim.trace(self.label, "hears {}", short(event))
         self.state, actions = decisions.handle(self.state, event, self.sim.clock.now + self._offset)

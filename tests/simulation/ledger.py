@@ -145,6 +145,11 @@ class Ledger:
         """The master has accepted it."""
         self.limit, self.limit_at = nodes, self.sim.clock.now
 
+    def heard(self, job: Job) -> None:
+        """After each event of the brain, also where several share a turn."""
+        if job.arrivals != self.arrivals:
+            self.arrivals, self.arrived_at = job.arrivals, self.sim.clock.now
+
     def master_moved(self, job: Job) -> None:
         """After every event that may have changed durable state."""
         if self.sim.tracing:
@@ -156,8 +161,6 @@ class Ledger:
             # The first node had something else mounted there, and the job lives in that now: not our subject.
             self.elsewhere = True
             return
-        if job.arrivals != self.arrivals:
-            self.arrivals, self.arrived_at = job.arrivals, self.sim.clock.now
         if self.amnesia:
             self._heard_out(job)
         elif job.settled:
@@ -490,7 +493,11 @@ class Ledger:
                 excused = unknowing or self.is_excused(state.started)
                 self.require(excused, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:
-            self.require(code == ev.EXIT_USAGE and bool(agent.asked_name), "exit codes", f"{agent.label} exits {code}")
+            # A name that somebody holds, or no master at the start.
+            taken = agent.refused_with == "ALREADY_EXISTS" and bool(agent.asked_name)
+            unheard = agent.refused_with == "UNAVAILABLE" and not state.incarnation
+            why = f"{agent.label} exits {code} ({agent.refused_with})"
+            self.require(code == ev.EXIT_USAGE and (taken or unheard), "exit codes", why)
 
     # ---- at the end -------------------------------------------------------------------------------------------------
 

@@ -162,7 +162,10 @@ class SimMaster:
             if self.crash_events <= 0:
                 self._decide_and_die(event)
                 return
+        begun = self.state.job.epoch > 0
         self.state, replies = brain.handle(self.state, event, self.now)
+        if not begun:
+            self.sim.ledger.heard(self.state.job)
         if isinstance(event, Called) and len(replies) != 1:
             raise AssertionError(f"{len(replies)} replies to one call")
         job = self.state.job

@@ -42,6 +42,17 @@ DISK = (
     "no_verdict",
 )
 LOSS = ("lose_store",)
+# For those whose shells run, whatever their kind.
+SHELLS = (
+    "slow_store",
+    "failing_store",
+    "blocked_console",
+    "blocked_console",
+    "several_deaths",
+    "several_leave",
+    "restart_named",
+    "restart_named",
+)
 
 MENUS: dict[str, tuple[str, ...]] = {
     "planned": PLANNED,
@@ -113,14 +124,33 @@ class Plan:
     # How likely torch finds a worker gone that it wanted to signal.
     stop_races: float = 0.0
     connect_timeout: float = 60.0
+    # Something holds up the master for a second and more, again and again, up to so many seconds apart; 0: nothing does.
+    held_up: float = 0.0
+    # Newcomers that crash in a loop.
+    loopers: int = 0
 
 
 def plan_of(seed: int, shells: bool = False) -> Plan:
     """The plan of one seed; the same seed gives the same plan. With `shells` for a run of the product's shells."""
     plan = _plan_of(seed)
     if shells:
-        plan.shells = True
+        _shells_of(plan)
     return plan
+
+
+def _shells_of(plan: Plan) -> None:
+    random = Random(f"shells {plan.seed}")
+    plan.shells = True
+    plan.slowness = random.choice((1.0, 1.0, 1.0, 4.0))
+    plan.holds = random.choice(((0.0, 0.0), (0.0, 0.0), (0.01, 1.0), (0.05, 0.3)))
+    plan.stop_races = random.choice((0.0, 0.0, 0.1))
+    plan.connect_timeout = random.choice((15.0, 60.0))
+    plan.held_up = random.choice((0.0,) * 6 + (4.0, 10.0))
+    plan.loopers = random.choice((0,) * 9 + (1,))
+    plan.named = plan.named or random.random() < 0.2
+    for _ in range(random.randint(0, 3)):
+        plan.happenings.append((random.uniform(0.0, plan.fault_time), random.choice(SHELLS)))
+    plan.happenings.sort()
 
 
 def _plan_of(seed: int) -> Plan:

@@ -48,6 +48,7 @@ class Box(Mailbox[ev.Event]):
         self._agent.at_work_since = None
         event = super().get(timeout)
         self._agent.at_work_since = self._agent.sim.clock.now
+        self._agent.held_before = self._agent.main.held
         return event
 
 
@@ -297,12 +298,16 @@ class RealAgent:
         self.nproc = sim.plan.nproc + (number % 3 if sim.plan.mixed else 0)
         self.settings = sim.plan.other_settings if number % 2 else sim.plan.settings
         self.alive = True
+        # Whether the job may count on it.
+        self.counts = True
         self.exit_code: int | None = None
         self.warm = False
         self.group: Group | None = None
         self.group_at_notice: Group | None = None
         # Since when its loop has been at work on one event (seconds); None: it waits for the next one.
         self.at_work_since: float | None = None
+        # How long its loop's thread had been held back until then.
+        self.held_before = 0.0
         # The code with which its last registration was refused.
         self.refused_with = ""
         self.effects: Effects | None = None
@@ -343,6 +348,10 @@ class RealAgent:
     @property
     def seen_epoch(self) -> int:
         return self.effects._epoch if self.effects is not None else 0
+
+    @property
+    def has_stream(self) -> bool:
+        return any(stream.client_open and stream.master_open for stream in self.endpoint.streams)
 
     @property
     def frozen(self) -> bool:
@@ -441,6 +450,8 @@ class RealAgent:
     def _gone(self) -> None:
         if self.alive:
             self.alive = False
+            if self.sim.patrol is not None:
+                self.sim.patrol.gone[self.client.incarnation] = self.label
             self.process.kill()
             self.endpoint.close()
 

@@ -71,6 +71,7 @@ class Brain(JobBrain):
     """The product's, which lets the checks see the state."""
 
     job: Job | None = None
+    sim: Simulation
 
     def begin(self, saved: bytes | None, generation: int, now: float) -> Any:
         state = super().begin(saved, generation, now)
@@ -78,8 +79,11 @@ class Brain(JobBrain):
         return state
 
     def handle(self, state: Any, event: Event, now: float) -> Any:
+        begun = state.job.epoch > 0
         state, replies = super().handle(state, event, now)
         self.job = state.job
+        if not begun:
+            self.sim.ledger.heard(state.job)
         return state, replies
 
 
@@ -132,6 +136,7 @@ class RealMaster:
         self.up = True
         self.loop = loop = VirtualLoop(sim.clock, sim.random, sim.plan.slowness, self._disk_time)
         self._brain = Brain("job", None, embedded=sim.plan.embedded)
+        self._brain.sim = sim
         store = SlowStore(self, self._store)
         self._shell = Shell("job", self._brain, store, ServerOptions(), clock=loop.time)
         self._shell.sim = sim

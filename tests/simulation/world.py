@@ -21,9 +21,11 @@ from .faults import FAULTS
 from .ledger import Ledger, Violation
 from .masters import SimMaster
 from .network import Network
+from .patrol import Patrol
 from .plan import HOSTS, Plan
 from .real_agent import RealAgent
 from .real_master import RealMaster
+from .shell_faults import SHELL_FAULTS, crash_loop, hold_up_master
 from .threads import Kernel
 from .workers import Collective, Group
 
@@ -68,6 +70,7 @@ class Simulation:
         self.faults_over = False
         self.master: Any = RealMaster(self) if plan.shells else SimMaster(self)
         self.network.master = self.master
+        self.patrol = Patrol(self) if plan.shells else None
         if plan.loss or plan.slow:
             self.ledger.disturbed(plan.fault_time)
 
@@ -94,8 +97,8 @@ class Simulation:
         return self._ports
 
     def living(self) -> list[SimAgent]:
-        """Agents that are there and not about to leave."""
-        return [agent for agent in self.agents if agent.alive and not agent.state.leaving]
+        """Agents that are there, not about to leave, and not of the kind that always crashes."""
+        return [agent for agent in self.agents if agent.alive and agent.counts and not agent.state.leaving]
 
     def pick(self, agents: list[SimAgent]) -> SimAgent | None:
         return self.random.choice(agents) if agents else None
@@ -168,6 +171,10 @@ class Simulation:
             self.clock.after(self.random.uniform(0.0, 2.0), self.start_later)
         if plan.blind_start:
             self.clock.after(self.random.uniform(2.05, 2.4), self._happen, "blind_host")
+        if plan.held_up:
+            self.clock.after(2.0, hold_up_master, self)
+        for _ in range(plan.loopers):
+            self.clock.after(self.random.uniform(0.0, 5.0), crash_loop, self)
         for at, name in plan.happenings:
             self.clock.after(at, self._happen, name)
         self.clock.after(plan.fault_time, self._heal)
@@ -191,7 +198,7 @@ class Simulation:
     def _happen(self, name: str) -> None:
         if not self.faults_over and self.ledger.success is None:
             self.trace("fault", "{}", name)
-            FAULTS[name](self)
+            (FAULTS | SHELL_FAULTS)[name](self)
 
     def _heal(self) -> None:
         """Faults are over: everything that can be repaired is."""
@@ -201,6 +208,9 @@ class Simulation:
         for host in list(self.network.cut):
             self.network.heal(host)
         for agent in self.agents:
+            if self.plan.shells:
+                agent.process.console_blocked = False
+                agent.process.hold_chance = 0.0
             if agent.alive and agent.frozen:
                 agent.thaw()
             if agent.host in self.disk.blind:
