@@ -14,6 +14,7 @@ SEED ?= 1
 # Whose dalsegno the simulator runs: the checkout's, or the wheel's.
 SIMULATOR ?= $(PY)
 RUNS ?= 2000
+COUNT ?= 1000
 # Process tests mostly wait. Each pytest process has its share of them, and helps the others out at the end.
 TEST_JOBS ?= 2
 test-all: TEST_JOBS = 4
@@ -36,13 +37,14 @@ PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WH
 	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
 	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal --durations=15 $(CURDIR)/tests
 
-.PHONY: help install test test-all demo simulate bench lint format protos wheel tools farm clean
+.PHONY: help install test test-all demo simulate fuzz bench lint format protos wheel tools farm clean
 
 help:
 	@echo 'make demo      a job of one to four nodes on this machine: joins, a kill, a leave; then the undisturbed run, and a report'
-	@echo 'make test      lint, types, 2,000 simulated schedules, all tests once, against the built wheel'
-	@echo 'make test-all  the full matrices, 100,000 schedules, every process test 20 times (hours; goes on where it was interrupted)'
+	@echo 'make test      lint, types, 2,000 simulated schedules, fuzzers and all tests once, against the built wheel'
+	@echo 'make test-all  the full matrices, 100,000 schedules, fuzzers with 100,000 inputs, every process test 20 times (hours; goes on where it was interrupted)'
 	@echo 'make simulate SEED=1 RUNS=2000    simulated schedules only'
+	@echo 'make fuzz SEED=1 COUNT=1000       hostile calls, worker frames and damages only'
 	@echo 'make bench     the benchmarks'
 	@echo 'make lint      ruff and mypy;  make format  rewrites;  make protos  regenerates protos/*_pb2*'
 
@@ -103,12 +105,17 @@ wheel: $(VENV)/.installed
 simulate: $(VENV)/.installed
 	$(SIMULATOR) -m tests.simulation --seed $(SEED) --runs $(RUNS)
 
+fuzz: $(VENV)/.installed
+	for what in calls frames damages; do $(PY) -m tests.fuzz $$what --seed $(SEED) --count $(COUNT); done
+
 test: lint wheel tools
 	$(MAKE) --no-print-directory simulate SIMULATOR=$(WHEEL_VENV)/bin/python
 	$(PYTEST)
 
 # The schedules were all run by `simulate`: the test of the simulator itself needs few.
 test test-all: export SIM_RUNS ?= 100
+# Inputs of each fuzzer; the tests themselves say how many are a quick look.
+test-all: export FUZZ_COUNT ?= 100000
 
 # It takes hours. Interrupted and given again, it goes on, as long as not a byte of the checkout has changed.
 test-all: TREE = $(shell test -z "$$(git status --porcelain 2>&1)" && git rev-parse 'HEAD^{tree}')

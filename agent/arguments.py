@@ -150,6 +150,12 @@ def _signals(text: str) -> str:
     return text
 
 
+def _log_level(text: str) -> str:
+    if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of DEBUG, INFO, WARNING, ERROR")
+    return text.upper()
+
+
 def _commas(text: str) -> list[str]:
     return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
 
@@ -223,6 +229,13 @@ def _add_ours(group: _Group) -> None:
     group.value(
         "--max-restarts", default=3, type=_count(0), metavar="N", help="failures without progress that the job survives"
     )
+    group.value(
+        "--log-level",
+        default="INFO",
+        type=_log_level,
+        metavar="LEVEL",
+        help="of agent.log: DEBUG, INFO, WARNING, ERROR",
+    )
     group.switch("--new-run", help="start over although the job's last run is finished or has failed")
     group.value("--token-file", default=None, metavar="FILE", help="token for --master (or DALSEGNO_TOKEN: itself)")
     group.value("--tls-ca", default=None, metavar="FILE", help="speak TLS; the master's authority (PEM)")
@@ -245,7 +258,7 @@ def _add_torchrun(group: _Group) -> None:
     group.switch("-m", "--module", help="run the script as a module, like python -m")
     group.switch("--no-python", help="run the script as a program of its own")
     group.switch("--run-path", help="no effect: workers run that way anyway")
-    group.value("--log-dir", default=None, metavar="DIR", help="default: below the checkpoint directory")
+    group.value("--log-dir", default=None, metavar="DIR", help="default: one of its own below TMPDIR")
     group.value("-r", "--redirects", default="2", type=_std, help="output into files: 0 none, 1 out, 2 err, 3 both")
     group.value("-t", "--tee", default="0", type=_std, help="output into files and to the console")
     group.value("--local-ranks-filter", default="", help="show only the output of these local ranks")

@@ -1,8 +1,8 @@
 """The claim of an embedded master: who serves a job whose master was not started by hand (DESIGN section 5).
 
-One small file per job in the checkpoint directory, replaced as a whole. Its counter moves as long as an agent on the
-master's machine lives, so that another machine can tell a served job from an abandoned one without comparing clocks.
-Two locks: `starting` is held by whoever looks for a master and starts one, which may take long; the other only while
+One small file per job in the checkpoint directory, replaced as a whole. Its counter moves as long as an agent lives
+that can see the master's process, or reaches it, so that others can tell a served job from an abandoned one without
+comparing clocks. Two locks: `starting` is held by whoever starts a master, which may take long; the other only while
 the file is replaced, so that the counter moves meanwhile.
 """
 
@@ -14,15 +14,20 @@ import fcntl
 import json
 import os
 import secrets
+import socket
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from urllib.parse import quote
 
 from dalsegno.elastic.checkpoint.files import move_over
 
-__all__ = ["Claim", "ClaimFile", "LockTimeout"]
+from .private import open_private
+from .processes import boot_id
+
+__all__ = ["Claim", "ClaimFile", "LockTimeout", "LocksUnavailable", "Place", "RenewerLock"]
 
 # flock has no wait with a deadline.
 _LOCK_PAUSE = 0.05
@@ -30,10 +35,47 @@ _WRITE_LOCK, _START_LOCK = "claim.lock", "start.lock"
 # Seconds.
 _WRITE_TIMEOUT = 10.0
 _READS, _READ_PAUSE = 5, 0.02
+# Bytes; a claim has a few hundred.
+_MOST_READ = 1 << 16
+# What flock says where the mount has no locks, or its lock server is away.
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class LockTimeout(Exception):
     """Somebody holds the claim's lock for longer than anything under it takes."""
+
+
+class LocksUnavailable(Exception):
+    """The file system has no locks; one line that says what to change."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a process lives: with whom it shares process numbers, and with whom the loopback address.
+
+    Containers may share host name and kernel, and neither of the two.
+
+    Attributes:
+        host, boot_id: the machine, and since when it is up.
+        pid_ns, net_ns: namespaces(7) as the kernel names them; empty: not known.
+    """
+
+    host: str
+    boot_id: str
+    pid_ns: str = ""
+    net_ns: str = ""
+
+    @classmethod
+    def here(cls) -> Place:
+        """Of this process."""
+        return cls(socket.gethostname(), boot_id(), _namespace("pid"), _namespace("net"))
+
+
+def _namespace(kind: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)
@@ -46,6 +88,7 @@ class Claim:
         generation: of the master.
         counter: moves every two seconds.
         address: HOST:PORT.
+        pid_ns, net_ns: the master's, see `Place`; empty in claims of older versions, which did not tell them apart.
     """
 
     host: str
@@ -55,6 +98,40 @@ class Claim:
     generation: int
     counter: int
     address: str
+    pid_ns: str = ""
+    net_ns: str = ""
+
+    @classmethod
+    def parse(cls, text: bytes) -> Claim:
+        """Of a claim file's content. What later versions add is passed over.
+
+        Raises:
+            ValueError, TypeError: it is no claim.
+        """
+        values = json.loads(text)
+        claim = cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
+        for one in fields(cls):
+            value = getattr(claim, one.name)
+            if type(value).__name__ != one.type or (isinstance(value, int) and not 0 <= value < 1 << 63):
+                raise ValueError(f"a claim with {one.name} {value!r}")
+        return claim
+
+    def is_reached_from(self, place: Place) -> bool:
+        """Whether the address, which is a loopback one, is the master's there too."""
+        same_machine = (self.host, self.boot_id) == (place.host, place.boot_id)
+        return same_machine and _same(self.net_ns, place.net_ns)
+
+    def is_seen_from(self, place: Place) -> bool:
+        """Whether `pid` is the master's number there too, and the address its address."""
+        return self.is_reached_from(place) and _same(self.pid_ns, place.pid_ns)
+
+    def is_of(self, other: Claim | None) -> bool:
+        """Whether both are of the same master, wherever their counters are."""
+        return other is not None and replace(self, counter=0) == replace(other, counter=0)
+
+
+def _same(one: str, other: str) -> bool:
+    return one == other or not one or not other
 
 
 class ClaimFile:
@@ -65,13 +142,19 @@ class ClaimFile:
         self.path = directory / "claim.json"
 
     def read(self) -> Claim | None:
-        """The claim; None when there is none, or none that can be read (then nobody holds the job by it)."""
+        """The claim; None when there is none, or none that can be read (then nobody holds the job by it).
+
+        Raises:
+            NotPrivateError: the file is somebody else's.
+            OSError: it cannot be read now.
+        """
         for _ in range(_READS):
             try:
-                return Claim(**json.loads(self.path.read_text(encoding="utf-8")))
+                with open(open_private(self.path, os.O_RDONLY), "rb") as file:
+                    return Claim.parse(file.read(_MOST_READ))
             except FileNotFoundError:
                 return None
-            except (ValueError, TypeError):
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 # why: half written, where the mount cannot rename; no event says when it is whole
                 time.sleep(_READ_PAUSE)
         # A damaged disk, or another program's.
@@ -97,11 +180,16 @@ class ClaimFile:
         finally:
             aside.unlink(missing_ok=True)
 
-    def bump(self, host: str, boot_id: str) -> bool:
-        """Moves the counter of a claim of this machine. False: the claim is another machine's, or locked just now."""
+    def bump(self, renewed: Callable[[Claim], bool]) -> bool:
+        """Moves the counter of a claim that is `renewed` by the caller. False: it is not, or is locked just now.
+
+        Raises:
+            LocksUnavailable: nothing can be locked here; without locks a newer claim could be written over.
+            OSError: the file system fails.
+        """
         with self._try_lock(_WRITE_LOCK) as held:
             claim = self.read() if held else None
-            if claim is None or (claim.host, claim.boot_id) != (host, boot_id):
+            if claim is None or not renewed(claim):
                 return False
             self._replace(replace(claim, counter=claim.counter + 1))
             return True
@@ -127,30 +215,32 @@ class ClaimFile:
 
     @contextlib.contextmanager
     def _try_lock(self, name: str) -> Iterator[bool]:
-        fd = os.open(self._directory / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = _locked(self._directory / name)
         try:
-            yield _flock(fd)
+            yield fd is not None
         finally:
-            os.close(fd)
+            if fd is not None:
+                os.close(fd)
 
 
 class RenewerLock:
-    """Held by the one agent of a machine that moves the counter; freed by the kernel with its process."""
+    """Held by the one agent of a place that moves the counter; freed by the kernel with its process."""
 
-    def __init__(self, directory: Path, host: str) -> None:
-        # Per host: on another machine another agent renews its own machine's claim.
-        self._path = directory / f"renewer.{host}.lock"
+    def __init__(self, directory: Path, place: Place) -> None:
+        # Elsewhere another agent renews its own place's claim.
+        name = ".".join(quote(part, safe="") for part in (place.host, place.pid_ns, place.net_ns) if part)
+        self._path = directory / f"renewer.{name}.lock"
         self._fd: int | None = None
 
     def try_hold(self) -> bool:
-        """Whether this process holds it now."""
+        """Whether this process holds it now.
+
+        Raises:
+            LocksUnavailable, OSError: see `ClaimFile.bump`.
+        """
         if self._fd is None:
-            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            if not _flock(fd):
-                os.close(fd)
-                return False
-            self._fd = fd
-        return True
+            self._fd = _locked(self._path)
+        return self._fd is not None
 
     def release(self) -> None:
         """Lets another agent take over."""
@@ -159,11 +249,20 @@ class RenewerLock:
             self._fd = None
 
 
-def _flock(fd: int) -> bool:
+def _locked(path: Path) -> int | None:
+    """A descriptor that holds the lock of the file at `path`; None where another process holds it."""
+    fd = open_private(path, os.O_RDWR | os.O_CREAT)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
+        os.close(fd)
         if error.errno in (errno.EAGAIN, errno.EACCES):
-            return False
+            return None
+        if error.errno in _NO_LOCKS:
+            raise LocksUnavailable(
+                f"the file system of {path.parent} has no file locks ({error.strerror}), which an embedded master and"
+                " its store need: choose another with --checkpoint-dir, mount it with locks, or start a master by hand"
+                " (dlrover-master with its --store on a local disk) and give its address with --master HOST:PORT"
+            ) from error
         raise
-    return True
+    return fd

@@ -6,7 +6,6 @@ Nothing here needs torch, so that help and bad input are answered at once; `laun
 from __future__ import annotations
 
 import argparse
-import contextlib
 import getpass
 import hashlib
 import importlib.util
@@ -23,9 +22,13 @@ from typing import NoReturn
 from .arguments import UsageError, ignored, parse
 from .exits import EXIT_LEFT, EXIT_USAGE
 from .grpc_logs import quiet_grpc
+from .output import Output
 from .signals import SignalWatch, signals_of
 
 __all__ = ["default_job_id", "main", "run"]
+
+# Seconds that the line of one who leaves early may take to a terminal that does not read.
+_LAST_LINE = 1.0
 
 
 def default_job_id(options: argparse.Namespace, user: str) -> str:
@@ -73,29 +76,31 @@ def check_installation() -> None:
         raise UsageError("torch is missing; install the trainer's extra: pip install 'dalsegno[train]'")
 
 
-def leave_early(number: int) -> NoReturn:
+def leave_early(number: int, output: Output) -> NoReturn:
     """A signal before there is an agent: no worker runs, no master knows this node, and what was started ends with it.
 
     Not by an exception: most of that time passes inside the imports of others.
     """
     line = f"{signal.Signals(number).name}: left on notice; no workers were running here"
-    with contextlib.suppress(OSError):  # The terminal may be gone.
-        print(f"dlrover-run: {line}", file=sys.stderr, flush=True)
+    output.console.say(line)
+    output.console.flush(_LAST_LINE)
     os._exit(EXIT_LEFT)
 
 
 def run(arguments: Sequence[str] | None) -> int:
     """Runs one agent and returns its exit code (docs/contracts.md). Main thread only."""
-    try:
-        options = parse(arguments)
-        with SignalWatch(signals_of(options.signals_to_handle), leave_early) as watch:
-            return run_checked(options, watch)
-    except UsageError as error:
-        print(f"dlrover-run: error: {error}", file=sys.stderr)
-        return EXIT_USAGE
+    with Output() as output:
+        try:
+            options = parse(arguments)
+            signals = signals_of(options.signals_to_handle)
+            with SignalWatch(signals, lambda number: leave_early(number, output)) as watch:
+                return run_checked(options, watch, output)
+        except UsageError as error:
+            output.console.say(f"error: {error}")
+            return EXIT_USAGE
 
 
-def run_checked(options: argparse.Namespace, watch: SignalWatch) -> int:
+def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output) -> int:
     """The same for a command line that can be parsed.
 
     Raises:
@@ -109,16 +114,13 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch) -> int:
     with quiet_grpc():
         from . import launch  # Imports torch: not before the checks above.
 
-    return launch.launch(options, ignored(options), watch)
+    return launch.launch(options, ignored(options), watch, output)
 
 
 def main() -> None:
     """The console script."""
     code = run(None)
     logging.shutdown()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # Nobody may read them any more; the exit code still counts.
-            stream.flush()
     # Everything was ended in order; what is left is a thread that reads a hanging file system, and nobody waits for it.
     os._exit(code)
 

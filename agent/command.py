@@ -18,7 +18,6 @@ from dalsegno.elastic.checkpoint import (
     DirectoryInUse,
     LocalLock,
     Manifest,
-    finished_runs,
     inspect,
     inventory,
     is_checkpoint_name,
@@ -26,6 +25,7 @@ from dalsegno.elastic.checkpoint import (
     retirable,
     verify,
 )
+from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.universal import is_written
 
 from . import convert_command
@@ -83,34 +83,62 @@ def _convert(options: argparse.Namespace) -> int:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def _run_directories(directory: Path) -> list[Path]:
-    """The run directories that a person may mean: the directory itself, or those one or two levels below."""
+def _say(text: str) -> None:
+    """One line, whatever the names of directories are made of."""
+    print(printable(text))
+
+
+def _run_directories(directory: Path, *, follow: bool = True) -> tuple[list[Path], int]:
+    """The run directories that a person may mean: the directory itself, or those one or two levels below.
+
+    Args:
+        directory: As the person gave it.
+        follow: Also where a link below it leads to. False: what leads out of it is said, and passed over.
+
+    Returns:
+        The directories, and the exit code so far: what cannot be read is said, and the others count.
+    """
     if not directory.is_dir():
         raise _UsageError(f"{directory} is no directory")
-    found = []
-    for candidate in (directory, *sorted(directory.glob("*")), *sorted(directory.glob("*/*"))):
-        hidden = any(part.startswith(".") for part in candidate.relative_to(directory).parts)
-        if candidate.is_dir() and not hidden and any(is_checkpoint_name(name) for name in os.listdir(candidate)):
-            found.append(candidate)
-    return found
+    found, code = [], EXIT_FINISHED
+    level = [directory]
+    for depth in range(3):
+        below = []
+        for candidate in level:
+            if depth and not follow and candidate.is_symlink():
+                if directory.resolve() not in candidate.resolve().parents:
+                    code = EXIT_FAILED
+                    _say(f"{candidate}: it is a link out of {directory}: nothing was deleted there")
+                continue
+            try:
+                names = sorted(os.listdir(candidate))
+            except OSError as error:
+                code = EXIT_FAILED
+                _say(f"{candidate}: it cannot be read: {error.strerror}")
+                continue
+            if any(is_checkpoint_name(name) for name in names):
+                found.append(candidate)
+            others = [candidate / name for name in names if not name.startswith(".") and not is_checkpoint_name(name)]
+            below += [path for path in others if os.path.isdir(path)]
+        level = below
+    return found, code
 
 
 def _list(options: argparse.Namespace) -> int:
-    runs = _run_directories(options.directory)
-    if not runs:
-        print(f"no checkpoints in {options.directory}")
+    runs, code = _run_directories(options.directory)
+    if not runs and code == EXIT_FINISHED:
+        _say(f"no checkpoints in {options.directory}")
     for run in runs:
-        mark = " (finished)" if run.name in finished_runs(run.parent) else ""
-        print(f"{run}{mark}")
+        _say(f"{run}{' (finished)' if CheckpointStore(run).finished else ''}")
         seen = inspect(run)
         chain = lineage(seen.sealed)
         for manifest in seen.sealed:
             shape = f"{manifest.shape.strategy}, {manifest.shape.world_size} ranks"
             marks = "".join(f", {mark}" for mark in _marks(manifest, chain))
-            print(f"  {manifest.name}  {manifest.form}, {shape}, {manifest.total_bytes / 1e6:.1f} MB{marks}")
+            _say(f"  {manifest.name}  {manifest.form}, {shape}, {manifest.total_bytes / 1e6:.1f} MB{marks}")
         for unsealed in seen.unsealed:
-            print(f"  {unsealed.name}  not usable: {unsealed.reason}")
-    return EXIT_FINISHED
+            _say(f"  {unsealed.name}  not usable: {unsealed.reason}")
+    return code
 
 
 def _marks(manifest: Manifest, chain: Sequence[Manifest]) -> Iterator[str]:
@@ -131,66 +159,63 @@ def _prune(options: argparse.Namespace) -> int:
     """Deletes old checkpoints where nobody else does: those of a live job are its master's to retire."""
     if options.keep < 1:
         raise _UsageError(f"--keep {options.keep}: at least 1, the newest always stays")
-    runs = _run_directories(options.directory)
-    if not runs:
-        print(f"no checkpoints in {options.directory}")
-    code = EXIT_FINISHED
+    runs, code = _run_directories(options.directory, follow=False)
+    if not runs and code == EXIT_FINISHED:
+        _say(f"no checkpoints in {options.directory}")
     for run in runs:
         try:
             with LocalLock(run):
-                _prune_run(run, options)
-        except (DirectoryInUse, _NotOurs) as error:
-            code = EXIT_FAILED
-            print(f"{run}: nothing was deleted: {error}")
+                done = _prune_run(run, options)
+        except (DirectoryInUse, _NotOurs, OSError) as error:
+            done = EXIT_FAILED
+            _say(f"{run}: nothing was deleted: {error}")
+        code = code or done
     return code
 
 
-def _prune_run(run: Path, options: argparse.Namespace) -> None:
+def _prune_run(run: Path, options: argparse.Namespace) -> int:
     found = inventory(run, check_sizes=False)
+    store = CheckpointStore(run)
     jobs = sorted({manifest.job_id for manifest in found if manifest.job_id})
     if len({(manifest.job_id, manifest.run_id) for manifest in found}) > 1:
         raise _NotOurs("checkpoints of several runs are there; give each a directory of its own")
-    if jobs and run.name not in finished_runs(run.parent):
+    if jobs and not store.finished:
         raise _NotOurs(f"job {jobs[0]} has not finished it, and prunes it itself (dlrover-run --keep-checkpoints)")
     gone = retirable(found, options.keep)
-    store = CheckpointStore(run)
     names = [*gone.left, *gone.old, *store.never_sealed(store.next_epoch())]
     written = [target for target in filter(is_checkpoint_name, os.listdir(run)) if is_written(run / target)]
     used = {name for target in written for name in (target, target.partition(".universal.")[0])}
     for name in sorted(used.intersection(names)):
-        print(f"{run / name}: in use by a conversion, stays")
+        _say(f"{run / name}: in use by a conversion, stays")
     names = [name for name in names if name not in used]
-    print(f"{run}: {'would delete' if options.dry_run else 'deleted'} {len(names)}")
-    if not options.dry_run:
-        store.prune(names)
+    failures = {} if options.dry_run else store.prune(names)
+    names = [name for name in names if name not in failures]
+    _say(f"{run}: {'would delete' if options.dry_run else 'deleted'} {len(names)}")
     for name in names:
-        print(f"  {name}")
+        _say(f"  {name}")
+    for name, error in failures.items():
+        _say(f"{run / name}: it could not be deleted: {error}")
+    return EXIT_FAILED if failures else EXIT_FINISHED
 
 
 def _verify(options: argparse.Namespace) -> int:
     directory: Path = options.directory
-    single = is_checkpoint_name(directory.name)
-    paths = (
-        [directory]
-        if single
-        else [
-            run / name
-            for run in _run_directories(directory)
-            for name in sorted(filter(is_checkpoint_name, os.listdir(run)))
-        ]
-    )
-    if not paths:
-        print(f"no checkpoints in {directory}")
-    damaged = 0
+    if is_checkpoint_name(directory.name):
+        paths, code = [directory], EXIT_FINISHED
+    else:
+        runs, code = _run_directories(directory)
+        paths = [run / name for run in runs for name in sorted(filter(is_checkpoint_name, os.listdir(run)))]
+    if not paths and code == EXIT_FINISHED:
+        _say(f"no checkpoints in {directory}")
     for path in paths:
         try:
             verify(path, Manifest.read(path))
         except (CheckpointDamaged, OSError) as error:
-            damaged += 1
-            print(f"{path}: {error}")
+            code = EXIT_FAILED
+            _say(f"{path}: {error}")
         else:
-            print(f"{path}: intact")
-    return EXIT_FAILED if damaged else EXIT_FINISHED
+            _say(f"{path}: intact")
+    return code
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -291,7 +316,7 @@ def run(arguments: Sequence[str] | None) -> int:
         options = _parser().parse_args(arguments)
         return int(options.act(options))
     except _UsageError as error:
-        print(f"dalsegno: error: {error}", file=sys.stderr)
+        print(printable(f"dalsegno: error: {error}"), file=sys.stderr)
         return EXIT_USAGE
 
 

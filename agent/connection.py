@@ -16,7 +16,7 @@ from dalsegno.protos import control_pb2_grpc
 __all__ = ["PROTOCOL", "RETRIED", "Connector", "Credentials", "Link", "channel_options", "code_of", "detail_of"]
 
 # Of control.proto; a master answers UNIMPLEMENTED to a newer one.
-PROTOCOL = 1
+PROTOCOL = 2
 # Answers that say nothing about the call itself: it is repeated, with the same request number.
 RETRIED = frozenset(
     {
@@ -59,6 +59,8 @@ def channel_options() -> list[tuple[str, int | str]]:
         # A dead connection is found by pings, also while the agent only watches; in milliseconds.
         ("grpc.keepalive_time_ms", 5000),
         ("grpc.keepalive_timeout_ms", 3000),
+        # Otherwise gRPC waits a minute for the answer to a ping, whatever the line above says (1.71 to 1.85).
+        ("grpc.http2.ping_timeout_ms", 3000),
         ("grpc.http2.max_pings_without_data", 0),
         # Reconnecting: soon, and never long after the master is back.
         ("grpc.initial_reconnect_backoff_ms", 100),

@@ -53,6 +53,8 @@ def take(turn: Turn, event: ev.Event) -> None:
             turn.register("")
         case ev.Registered():
             registered(turn, event)
+        case ev.Postponed():
+            postponed(turn, event.detail)
         case ev.Refused():
             refused(turn, event)
         case ev.Directed():
@@ -61,6 +63,9 @@ def take(turn: Turn, event: ev.Event) -> None:
             call_failed(turn, event)
         case ev.LinkChanged():
             link_changed(turn, event.up)
+        case ev.Broken():
+            turn.kill_workers()
+            turn.exit(ev.EXIT_LEFT_UNSAVED, f"{event.detail}; its log has more; the same command joins again")
         case ev.WorkerSaid():
             ranks.worker_said(turn, event)
         case ev.WorkerExited():
@@ -94,11 +99,13 @@ def take(turn: Turn, event: ev.Event) -> None:
                     inconclusive=event.inconclusive,
                 ),
             )
+        case ev.Sighted():
+            turn.call("ReportSighted", control_pb2.SightedRequest(caller=turn.caller(), ref=event.ref))
         case ev.Pruned():
             turn.state.pruning = ()
             turn.call("ReportPruned", control_pb2.PrunedRequest(caller=turn.caller(), refs=event.refs))
         case ev.Tick():
-            pass
+            check_answer(turn)
     if not turn.state.ended:
         settle(turn)
 
@@ -107,7 +114,8 @@ def registered(turn: Turn, event: ev.Registered) -> None:
     """The door is open, under a name and an incarnation."""
     state = turn.state
     state.registering = False
-    state.register_at = state.name_deadline = None
+    state.answer_deadline = state.register_at = state.name_deadline = None
+    state.postponed = ""
     state.fenced = False
     state.incarnation = event.incarnation
     state.node = event.reply.node
@@ -124,9 +132,26 @@ def registered(turn: Turn, event: ev.Registered) -> None:
         turn.call("Leave", control_pb2.LeaveRequest(caller=turn.caller(), notice=turn.notice_left()))
 
 
+def postponed(turn: Turn, detail: str) -> None:
+    """A master is there, so it is waited for; the person hears each reason once."""
+    turn.state.answer_deadline = None
+    if detail != turn.state.postponed:
+        turn.state.postponed = detail
+        turn.do(ev.Say(detail))
+
+
+def check_answer(turn: Turn) -> None:
+    """Nobody has answered the first registration. Only when nothing else is to be heard: an answer may lie there."""
+    deadline = turn.state.answer_deadline
+    if deadline is not None and turn.now >= deadline:
+        seconds = turn.state.settings.connect_timeout
+        turn.exit(ev.EXIT_USAGE, f"no master answered within {seconds:.0f} s: is it running at that address?")
+
+
 def refused(turn: Turn, event: ev.Refused) -> None:
     """Only a name that somebody holds is no reason to give up at once."""
     state = turn.state
+    state.answer_deadline = None
     taken, again = event.code == "ALREADY_EXISTS", bool(state.incarnation)
     if taken and again and not state.settings.node_name and state.node:
         # The name was the master's choice; it makes another.
@@ -263,6 +288,7 @@ def join_prepared(turn: Turn, event: ev.JoinPrepared) -> None:
             store_port=event.store_port,
             probe=event.probe,
             inventory=event.inventory,
+            unusable=event.unusable,
         ),
     )
 
@@ -317,7 +343,12 @@ def settle(turn: Turn) -> None:
     """What follows from the state, after every event."""
     turn.state.wake = None
     report_ended(turn)
+    if turn.state.answer_deadline is not None:
+        turn.wake_at(turn.state.answer_deadline)
     register_when_due(turn)
+    ranks.check_stopping(turn)
+    if turn.state.ended:
+        return  # A fenced leaver, whose workers were the last that it waited for.
     prepare_join(turn)
     leaving.check_outage(turn)
     leaving.check_leave(turn)

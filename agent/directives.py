@@ -67,6 +67,9 @@ def side_orders(turn: Turn, directive: control_pb2.Directive) -> None:
     if directive.HasField("verify") and directive.verify.number > state.verified:
         state.verified = directive.verify.number
         turn.do(ev.Verify(directive.verify))
+    if directive.HasField("sight") and directive.sight.digest != state.sighting:
+        state.sighting = directive.sight.digest
+        turn.do(ev.Look(directive.sight))
     if directive.prune and not state.pruning:
         state.pruning = tuple(ref.name for ref in directive.prune)
         turn.do(ev.Prune(tuple(directive.prune)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import secrets
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from .connection import Connector
 from .conversion_job import ConversionJob
 from .lifeline import Lifeline
 from .mailbox import Mailbox
-from .master_client import Listener, MasterClient
+from .master_client import Listener, MasterClient, OutboxFull
 from .storage import JobDirectory, Storage, Survey
 from .stores import StoreServers, node_address
 
@@ -65,9 +64,8 @@ class Effects:
         self._told: control_pb2.Settings | None = None
         self._disagreement = ""
         self._epoch = 0
-        self._head = ""
-        self._step = 0
-        self._refuse_timer: threading.Timer | None = None
+        # The newest commit that the master has told of.
+        self._head: control_pb2.Checkpoint | None = None
         self.stores = StoreServers(node_address(master_address, config.local_addr))
         self.storage = Storage(directory)
         self.conversion = ConversionJob(lifeline, config.log_dir / "conversion.log", self._converting)
@@ -80,7 +78,8 @@ class Effects:
                 directed=self._directed,
                 failed=lambda method, code, detail: mailbox.put(ev.CallFailed(method, code, detail)),
                 link=lambda up: mailbox.put(ev.LinkChanged(up)),
-                postponed=self._postponed,
+                postponed=lambda detail: mailbox.put(ev.Postponed(detail)),
+                broken=lambda detail: mailbox.put(ev.Broken(detail)),
             ),
         )
         self.client.saw_generation(seen_generation)
@@ -91,7 +90,7 @@ class Effects:
             case ev.Register():
                 self._register(action.previous_incarnation, action.node)
             case ev.Call():
-                self.client.call(action.method, action.request)
+                self._call(action)
             case ev.PrepareJoin():
                 self._prepare_join(action)
             case ev.ReadManifest():
@@ -102,6 +101,8 @@ class Effects:
                 self.conversion.stop(action.lease)
             case ev.Verify():
                 self.storage.verify(self.run_id, action.verification, self._verifying)
+            case ev.Look():
+                self.storage.sight(self.run_id, action.ref, self._mailbox.put)
             case ev.Prune():
                 self.storage.prune(self.run_id, action.refs, self._mailbox.put)
             case ev.WriteLatest():
@@ -109,12 +110,18 @@ class Effects:
             case ev.Sweep():
                 self.storage.sweep(self.run_id, action.epoch)
             case ev.MarkFinished():
-                self.storage.mark_finished(action.run_id or self.run_id, self._step, self._head)
+                self._mark_finished(action.run_id or self.run_id)
             case ev.Say():
                 self._say(action.text, action.warning)
             case _:
                 return False
         return True
+
+    def _call(self, action: ev.Call) -> None:
+        try:
+            self.client.call(action.method, action.request)
+        except OutboxFull as error:
+            self._mailbox.put(ev.Broken(str(error)))
 
     def run_dir(self) -> Path:
         """Of the present run."""
@@ -122,7 +129,6 @@ class Effects:
 
     def close(self, last_calls: float) -> None:
         """Gives unanswered calls `last_calls` seconds, then ends everything. Bounded."""
-        self._cancel_timer()
         if not self.client.flush(last_calls):
             logger.warning("%d calls were not answered before the agent ended", self.client.waiting())
         self.conversion.stop()
@@ -136,10 +142,6 @@ class Effects:
         # Now, not when the survey is done: what is called in between speaks for the new incarnation.
         self.client.new_session()
         incarnation = secrets.token_hex(8)
-        if not previous:
-            self._refuse_timer = threading.Timer(self._config.connect_timeout, self._not_answered)
-            self._refuse_timer.daemon = True
-            self._refuse_timer.start()
 
         def ready(survey: Survey) -> None:
             self.client.register(
@@ -168,23 +170,7 @@ class Effects:
 
         self.storage.survey(ready, unreadable)
 
-    def _not_answered(self) -> None:
-        seconds = self._config.connect_timeout
-        self._mailbox.put(
-            ev.Refused("UNAVAILABLE", f"no master answered within {seconds:.0f} s: is it running at that address?")
-        )
-
-    def _postponed(self, detail: str) -> None:
-        self._cancel_timer()
-        self._say(detail, False)
-
-    def _cancel_timer(self) -> None:
-        if self._refuse_timer is not None:
-            self._refuse_timer.cancel()
-            self._refuse_timer = None
-
     def _registered(self, incarnation: str, reply: control_pb2.RegisterReply) -> None:
-        self._cancel_timer()
         self.run_id = reply.run_id or self.run_id
         if reply.HasField("settings"):
             self._in_force(reply.settings)
@@ -203,9 +189,12 @@ class Effects:
         self._epoch = max(self._epoch, directive.epoch)
         if directive.HasField("settings") and directive.settings != self._told:
             self._in_force(directive.settings)
-        if directive.HasField("head"):
-            self._head, self._step = directive.head.ref.digest, directive.head.step
+        self._head = directive.head if directive.HasField("head") else None
         self._mailbox.put(ev.Directed(directive))
+
+    def _mark_finished(self, run_id: str) -> None:
+        head = self._head
+        self.storage.mark_finished(run_id, head.step if head else 0, head.ref if head else None)
 
     # ---- joining ----------------------------------------------------------------------------------------------------
 
@@ -220,9 +209,12 @@ class Effects:
             return
 
         def seen(survey: Survey) -> None:
-            self._mailbox.put(ev.JoinPrepared(action.round, digest, host, port, survey.probe, survey.inventory))
+            self._mailbox.put(
+                ev.JoinPrepared(action.round, digest, host, port, survey.probe, survey.inventory, survey.unusable)
+            )
 
-        self.storage.look(self.run_id, action.resume, action.patient, seen)
+        newest = (self._head.epoch, self._head.step) if self._head is not None else None
+        self.storage.look(self.run_id, action.resume, action.patient, seen, newer_than=newest)
 
     # ---- conversion -------------------------------------------------------------------------------------------------
 

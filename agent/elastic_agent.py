@@ -31,7 +31,7 @@ from .config import AgentConfig
 from .effects import Effects
 from .lifeline import Lifeline
 from .mailbox import Mailbox
-from .signals import SignalWatch
+from .signals import NOTICES_VARIABLE, SignalWatch
 from .standby_pool import StandbyPool, modules_of
 from .worker_env import Place, place_of, worker_environment
 from .worker_link import WorkerLink
@@ -113,6 +113,7 @@ class ElasticAgent(LocalElasticAgent):
                 node_name=config.node_name,
                 drain_timeout=config.settings.drain_timeout,
                 master_outage_timeout=config.master_outage_timeout,
+                connect_timeout=config.connect_timeout,
             )
         )
 
@@ -179,7 +180,8 @@ class ElasticAgent(LocalElasticAgent):
 
     def _worker_said(self, epoch: int, rank: int, message: worker_pb2.ToAgent) -> None:
         body = message.WhichOneof("body")
-        newest = (epoch, rank, body) if body in ("progress", "saving") else None
+        # Each seal and each failed save counts; of anything else only what the rank said last.
+        newest = (epoch, rank, body) if body not in ("sealed", "save_failed") else None
         self._mailbox.put(ev.WorkerSaid(epoch, rank, message), replaces=newest)
 
     # ---- workers ----------------------------------------------------------------------------------------------------
@@ -196,6 +198,7 @@ class ElasticAgent(LocalElasticAgent):
             modules_of(self._script.source),
             self._config.log_dir / "standby.log",
             lambda: self._mailbox.put(ev.StandbyWarm()),
+            notices=self._watch.signals,
         )
 
     def _start_world(self, world: control_pb2.World) -> None:
@@ -248,7 +251,11 @@ class ElasticAgent(LocalElasticAgent):
         envs: dict[int, Any] = {}
         environment: Any
         for local, environment in enumerate(added):
-            environment |= {"DALSEGNO_SOCKET": str(self._link.path), **self._lifeline.environment()}
+            environment |= {
+                "DALSEGNO_SOCKET": str(self._link.path),
+                NOTICES_VARIABLE: ",".join(number.name for number in self._watch.signals),
+                **self._lifeline.environment(),
+            }
             self._set_local_rank_env(environment, local, spec)
             envs[local] = environment
         settings = self._effects.settings
@@ -268,6 +275,7 @@ class ElasticAgent(LocalElasticAgent):
         if hint := self._adoption.hint(world, arguments):
             self._effects.perform(ev.Say(hint, True))
         self._starts += 1
+        self._link.expect(world.epoch, place.first_rank, place.nproc)
         self._setup_local_watchdog(envs=envs)
         self._setup_healthcheck()
         self._context = WorkersContext(
@@ -345,9 +353,14 @@ class ElasticAgent(LocalElasticAgent):
         context = self._context
 
         def stop() -> None:
-            if context is not None:
-                context.stop(grace)
-            self._mailbox.put(ev.WorkersStopped(epoch))
+            try:
+                if context is not None:
+                    context.stop(grace)
+            except Exception:
+                logger.exception("the workers of epoch %d were not stopped in order", epoch)
+            finally:
+                # The decisions wait for this word, whatever stopping them has met.
+                self._mailbox.put(ev.WorkersStopped(epoch))
 
         # A process that is stuck in the kernel must not stop the agent from hearing its master.
         threading.Thread(target=stop, name="stop-workers", daemon=True).start()

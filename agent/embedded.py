@@ -1,51 +1,66 @@
-"""The embedded master: found, started and started again by the agents of the job on one machine (DESIGN section 5)."""
+"""The embedded master: found, started and started again by the agents of the job on one machine (DESIGN section 5).
+
+Only a master that has ended or is stopped (SIGSTOP) is replaced. One that lives and does not answer waits for its disk,
+or for this machine: to kill it would cost another start, and the next one would wait for the same disk. It is waited
+for, and the person hears it once.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import secrets
-import selectors
-import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from enum import Enum
 from pathlib import Path
 
 import grpc
 
-from dalsegno.elastic.checkpoint.files import publish, read_published
 from dalsegno.protos import control_pb2, control_pb2_grpc
 
-from .claim import Claim, ClaimFile, LockTimeout, RenewerLock
+from .claim import Claim, ClaimFile, LocksUnavailable, LockTimeout, Place, RenewerLock
 from .connection import PROTOCOL, RETRIED, Credentials, code_of
-from .lifeline import LIFELINE_VARIABLE
-from .processes import boot_id, is_same_process, kill_same_process, process_state, start_time
+from .private import check_private
+from .processes import is_same_process, kill_same_process, owner_of, process_state, start_time
+from .spawning import COMMAND, MasterError, TokenLostError, make_token, read_token, start_master
 
 __all__ = ["EmbeddedMaster", "MasterError"]
 
 # Seconds.
-_START_TIMEOUT = 60.0
 _LOCK_TIMEOUT = 90.0
 _ANSWER_TIMEOUT = 2.0
-# How long a living master may be silent before its successor takes its place; a stopped one gets no time.
+# How long a living master may be silent before the person hears of it.
 _SILENCE = 6.0
 _RENEWAL = 2.0
-# Another machine's claim is watched at least this long: over NFS its counter is seen to move late.
+# A claim whose master cannot be seen is watched at least this long: over NFS its counter is seen to move late.
 _LEAST_WATCH = 10.0
+# Between two looks at a claim, and at a master that does not answer.
+_LOOK_PAUSE = 0.5
+# For the death of a process that was killed.
+_DEATH_TIMEOUT = 6.0
 # Between two attempts after one failed.
 _RETRY_PAUSE = 1.0
-# What the environment variables of `dlrover-master` begin with.
-_SERVICE_VARIABLES = "DALSEGNO_MASTER_"
+# What somebody answers who is not our master: UNAUTHENTICATED, or of another job.
+_STRANGERS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
 
 logger = logging.getLogger(__name__)
 
 
-class MasterError(Exception):
-    """No master can be had; one line that says why and what to change."""
+class _Standing(Enum):
+    """How a claim's master fares, as far as can be told from here."""
+
+    SERVES = "it answers"
+    GONE = "nobody holds the job: no claim, or its process has ended"
+    STOPPED = "its process was stopped, and can hold the store's lock"
+    ESTRANGED = "its process lives and does not know the job's token: nobody can ever reach it"
+    SILENT = "its process lives, and does not answer"
+    HIDDEN = "it would be reached from here, but does not answer, and its process cannot be seen"
+    ELSEWHERE = "on another machine, or in another container: cannot be reached from here"
+
+
+_REPLACED = (_Standing.GONE, _Standing.STOPPED, _Standing.ESTRANGED)
 
 
 class EmbeddedMaster:
@@ -54,10 +69,12 @@ class EmbeddedMaster:
     Args:
         directory: private to the job, in the checkpoint directory.
         job_id: of the job.
-        node_timeout: how long another machine's claim is watched before it counts as abandoned; at least 10 seconds,
-            which is a few moves of its counter.
+        node_timeout: how long a claim whose master cannot be seen is watched before it counts as abandoned; at least
+            10 seconds, which is a few moves of its counter.
         say: prints one line for the person.
         command: starts a master.
+        patience: seconds after which a master that lives and does not answer is given up for this time.
+        place: where this agent lives.
     """
 
     def __init__(
@@ -66,24 +83,30 @@ class EmbeddedMaster:
         job_id: str,
         node_timeout: float,
         say: Callable[[str, bool], None] = lambda text, warning: None,
-        command: Sequence[str] = (sys.executable, "-m", "dalsegno.master"),
+        command: Sequence[str] = COMMAND,
+        patience: float = 60.0,
+        place: Place | None = None,
     ) -> None:
         self._directory = directory
         self._job_id = job_id
         self._watch = max(node_timeout, _LEAST_WATCH)
         self._say = say
+        # Since the master was found last.
+        self._said: set[str] = set()
         self._command = tuple(command)
-        self._host = socket.gethostname()
-        self._boot = boot_id()
+        # A claim that is watched must have the time to prove that it stands still.
+        self._patience = max(patience, self._watch + _SILENCE)
+        self._place = place or Place.here()
         self._claims = ClaimFile(directory)
-        self._renewer = RenewerLock(directory, self._host)
+        self._renewer = RenewerLock(directory, self._place)
         self._children: list[subprocess.Popen[str]] = []
         self._missing = threading.Event()
         self._closing = threading.Event()
         self._address = ""
+        # It answered when it was asked last.
+        self._served = False
         # Of a claim whose master was gone when this agent came: what it served may know more than its store.
         self.abandoned_generation = 0
-        self.token_file = directory / "token"
         self._threads = [
             threading.Thread(target=self._supervise, name="master-supervisor", daemon=True),
             threading.Thread(target=self._renew, name="claim-renewal", daemon=True),
@@ -95,10 +118,12 @@ class EmbeddedMaster:
         """Finds the job's master or starts one, then keeps the claim renewed and the master alive.
 
         Raises:
-            MasterError: another machine serves the job, or no master can be started.
-            OSError: the directory cannot be written.
+            MasterError: the job is served where this agent cannot reach, its master does not answer, or none can be
+                started.
+            OSError: the directory cannot be written, or is not ours alone.
         """
         self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        check_private(self._directory)
         self._ensure()
         for thread in self._threads:
             thread.start()
@@ -108,8 +133,12 @@ class EmbeddedMaster:
         return (self._address,) if self._address else ()
 
     def credentials(self) -> Credentials:
-        """The token that all agents of the job share through the checkpoint directory."""
-        return Credentials(token=self._token())
+        """The token that all agents of the job share through the checkpoint directory.
+
+        Raises:
+            TokenLostError, OSError: it cannot be read now.
+        """
+        return Credentials(token=read_token(self._directory))
 
     def missing(self) -> None:
         """Somebody got no answer: the master is looked for, and replaced if it is gone."""
@@ -119,9 +148,10 @@ class EmbeddedMaster:
         """The master lives on; it ends by itself when the job has ended or no agent is left."""
         self._closing.set()
         self._missing.set()
+        deadline = time.monotonic() + _ANSWER_TIMEOUT + _SILENCE
         for thread in self._threads:
             if thread.ident is not None:
-                thread.join(_ANSWER_TIMEOUT + _SILENCE)
+                thread.join(max(0.0, deadline - time.monotonic()))
         self._renewer.release()
 
     # ---- threads ----------------------------------------------------------------------------------------------------
@@ -136,79 +166,125 @@ class EmbeddedMaster:
                 self._ensure()
             except (MasterError, OSError) as error:
                 logger.warning("no master: %s", error)
-                self._say(str(error), True)
-                self._missing.set()
-                if self._closing.wait(_RETRY_PAUSE):
-                    return
+                self._say_once(str(error), True)
+            except Exception as error:
+                # A bug of ours: without this thread nobody on this node would ever start a master again.
+                logger.exception("looking for the master failed")
+                self._say_once(f"looking for the master failed ({type(error).__name__}: {error})", True)
+            else:
+                continue
+            self._missing.set()
+            if self._closing.wait(_RETRY_PAUSE):
+                return
 
     def _renew(self) -> None:
+        said = ""
         while not self._closing.wait(_RENEWAL):
             # A master that we started and that ended would stay a zombie.
             self._children = [child for child in self._children if child.poll() is None]
             try:
                 if self._renewer.try_hold():
-                    self._claims.bump(self._host, self._boot)
-            except OSError as error:
-                logger.warning("the claim cannot be renewed: %s", error)
+                    self._claims.bump(self._renews)
+                said = ""
+            except Exception as error:
+                # Whatever it is, the next attempt may do better; a claim that stands still is taken over.
+                if str(error) != said:
+                    logger.warning("the claim cannot be renewed: %s", error)
+                    if isinstance(error, LocksUnavailable):
+                        self._say(f"the claim cannot be renewed: {error}", True)
+                said = str(error)
 
-    # ---- finding and starting ---------------------------------------------------------------------------------------
+    def _renews(self, claim: Claim) -> bool:
+        """Whether the claim's counter is ours to move: a master that cannot be seen is vouched for while it answers."""
+        answers = self._served and claim.address == self._address
+        return claim.is_seen_from(self._place) or (claim.is_reached_from(self._place) and answers)
 
-    def _token(self) -> str:
-        try:
-            return read_published(self.token_file).decode("ascii").strip()
-        except FileNotFoundError:
-            pass
-        aside = self._directory / f"token.{secrets.token_hex(8)}"
-        fd = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with open(fd, "w", encoding="ascii") as file:
-            file.write(secrets.token_hex(32) + "\n")
-        try:
-            publish(aside, self.token_file)
-        except FileExistsError:
-            logger.info("another agent made the token first")
-        finally:
-            aside.unlink()
-        return read_published(self.token_file).decode("ascii").strip()
+    def _say_once(self, text: str, warning: bool) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text, warning)
+
+    # ---- finding ----------------------------------------------------------------------------------------------------
 
     def _ensure(self) -> None:
-        """Leaves a master that answers, or raises."""
-        watched = self._claims.read()
-        if watched is not None and not self._is_ours(watched):
-            self._watch_elsewhere(watched)
+        """Leaves a master that answers, unless this is closed meanwhile.
+
+        Raises:
+            MasterError, OSError: see `start`.
+        """
+        begin = still_since = time.monotonic()
+        watched: Claim | None = None
+        while not self._closing.is_set():
+            claim = self._claims.read()
+            standing = self._standing(claim)
+            now = time.monotonic()
+            if claim != watched:
+                if watched is not None and claim is not None and standing is _Standing.ELSEWHERE:
+                    raise self._served_elsewhere(claim)
+                watched, still_since = claim, now
+            if claim is not None and standing is _Standing.SERVES:
+                self._found(claim.address)
+                return
+            self._served = False
+            hidden = standing in (_Standing.HIDDEN, _Standing.ELSEWHERE)
+            if standing in _REPLACED or (hidden and now - still_since >= self._watch):
+                if self._replace(claim, standing):
+                    return
+            elif claim is not None:
+                self._wait_for(claim, standing, now - begin)
+
+    def _found(self, address: str) -> None:
+        self._address = address
+        self._served = True
+        self._said.clear()
+
+    def _wait_for(self, claim: Claim, standing: _Standing, waited: float) -> None:
+        """Waits a moment for a master that may live.
+
+        Raises:
+            MasterError: it has taken too long for this time.
+        """
+        where = f"process {claim.pid}" if standing is _Standing.SILENT else f"in another container of {claim.host}"
+        master = f"the master of job {self._job_id} ({where}) lives"
+        if standing is _Standing.ELSEWHERE:
+            text = f"the job was served on {claim.host}; watching for {self._watch:.0f} s whether it still is"
+            self._say_once(text, False)
+        elif waited >= self._patience:
+            raise MasterError(
+                f"{master} and has not answered for {self._patience:.0f} s; it is not replaced while it lives, as its"
+                " disk may hang; if it never comes back, end it (kill -9), and an agent starts the next"
+            )
+        elif waited >= _SILENCE:
+            self._say_once(f"{master} and does not answer: its disk or this machine is slow; waiting for it", True)
+        # The answer of another process makes no event, and over a network file system neither does its claim.
+        self._closing.wait(_LOOK_PAUSE)
+
+    def _standing(self, claim: Claim | None) -> _Standing:
+        if claim is None:
+            return _Standing.GONE
+        if not claim.is_reached_from(self._place):
+            return _Standing.ELSEWHERE
+        answer = self._ask(claim.address)
+        if answer is None:
+            return _Standing.SERVES
+        if not claim.is_seen_from(self._place):
+            return _Standing.HIDDEN
+        # The number may be somebody else's by now, or a claim may name a stranger's process on purpose.
+        if not is_same_process(claim.pid, claim.start_time) or owner_of(claim.pid) != os.geteuid():
+            return _Standing.GONE
+        # Not "t": a debugger holds that one, and lets it go again.
+        if process_state(claim.pid) == "T":
+            return _Standing.STOPPED
+        # It lives, so the port is its own: it has another token.
+        return _Standing.ESTRANGED if answer is grpc.StatusCode.UNAUTHENTICATED else _Standing.SILENT
+
+    def _ask(self, address: str) -> grpc.StatusCode | None:
+        """None: the job's master answers there. Otherwise why it does not."""
         try:
-            with self._claims.starting(_LOCK_TIMEOUT, self._closing):
-                claim = self._claims.read()
-                if claim is not None and self._is_ours(claim):
-                    if self._answers_in_time(claim):
-                        self._found(claim)
-                        return
-                    self._end(claim)
-                elif claim is not None and claim != watched:
-                    raise self._served_on(claim.host)
-                self._spawn(claim)
-        except LockTimeout as error:
-            raise MasterError(str(error)) from error
-
-    def _is_ours(self, claim: Claim) -> bool:
-        return (claim.host, claim.boot_id) == (self._host, self._boot)
-
-    def _found(self, claim: Claim) -> None:
-        self._address = claim.address
-
-    def _answers_in_time(self, claim: Claim) -> bool:
-        """Whether the claimed master answers, now or while it is alive and its patience lasts."""
-        deadline = time.monotonic() + _SILENCE
-        while True:
-            if self._answers(claim.address):
-                return True
-            if not is_same_process(claim.pid, claim.start_time) or process_state(claim.pid) in ("T", "t"):
-                return False
-            # It is not our child and may not listen yet: nothing tells when it answers, or ends.
-            if time.monotonic() >= deadline or self._closing.wait(0.2):
-                return False
-
-    def _answers(self, address: str) -> bool:
-        credentials = self.credentials()
+            credentials = self.credentials()
+        except TokenLostError as error:
+            logger.warning("the master cannot be asked: %s", error)
+            return grpc.StatusCode.UNAUTHENTICATED
         with credentials.channel(address) as channel:
             try:
                 request = control_pb2.StatusRequest(job_id=self._job_id, protocol=PROTOCOL)
@@ -216,96 +292,85 @@ class EmbeddedMaster:
                     request, timeout=_ANSWER_TIMEOUT, metadata=credentials.metadata
                 )
             except grpc.RpcError as error:
-                # UNAUTHENTICATED or another job: a stranger that got the port after our master was gone.
-                refused = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
-                return code_of(error) not in RETRIED and code_of(error) not in refused
-            return True
+                code = code_of(error)
+                return code if code in RETRIED or code in _STRANGERS else None
+            return None
 
-    def _watch_elsewhere(self, claim: Claim) -> None:
-        """Watches another machine's claim for a while; returns when it did not move.
-
-        Raises:
-            MasterError: it moved: the job is served there.
-        """
-        self._say(f"the job was served on {claim.host}; watching for {self._watch:.0f} s whether it still is", False)
-        deadline = time.monotonic() + self._watch
-        # A file that another machine replaces gives no event over a network file system.
-        while time.monotonic() < deadline and not self._closing.wait(0.5):
-            now = self._claims.read()
-            if now is not None and now != claim:
-                raise self._served_on(now.host)
-        logger.warning("the claim of %s stands still: taking over with a higher generation", claim.host)
-
-    def _served_on(self, host: str) -> MasterError:
+    def _served_elsewhere(self, claim: Claim) -> MasterError:
+        where = f"on {claim.host}"
+        if (claim.host, claim.boot_id) == (self._place.host, self._place.boot_id):
+            where = f"in another container of this machine ({claim.host}), whose loopback address is its own"
         return MasterError(
-            f"job {self._job_id} is served by an agent on {host}; to span machines start a master that all can reach "
-            "(dlrover-master --host ADDRESS) and give its address with --master HOST:PORT"
+            f"job {self._job_id} is served by an agent {where}; to span machines or containers start a master that all"
+            " can reach (dlrover-master --host ADDRESS) and give its address with --master HOST:PORT"
         )
 
-    def _end(self, claim: Claim) -> None:
-        """A stopped predecessor can hold the store's lock; one that answers again later would be a second master."""
+    # ---- starting ---------------------------------------------------------------------------------------------------
+
+    def _replace(self, claim: Claim | None, standing: _Standing) -> bool:
+        """Starts the successor of the claim's master. False: it is not as it was, look again.
+
+        Raises:
+            MasterError, OSError: see `start`.
+        """
+        try:
+            with self._claims.starting(_LOCK_TIMEOUT, self._closing):
+                now = self._claims.read()
+                if not self._is_as_it_was(now, claim, standing):
+                    return False
+                if now is not None:
+                    self._end(now, standing)
+                self._spawn(now)
+                return True
+        except (LockTimeout, LocksUnavailable) as error:
+            raise MasterError(str(error)) from error
+
+    def _is_as_it_was(self, now: Claim | None, before: Claim | None, standing: _Standing) -> bool:
+        if now is None or before is None:
+            return now is before
+        if standing in (_Standing.HIDDEN, _Standing.ELSEWHERE):
+            # Its counter too.
+            return now == before
+        if standing is _Standing.STOPPED and process_state(now.pid) != "T":
+            return False
+        if standing is _Standing.ESTRANGED and self._standing(now) is not standing:
+            return False
+        return now.is_of(before)
+
+    def _end(self, claim: Claim, standing: _Standing) -> None:
+        """Ends a predecessor: one that answered again later would be a second master."""
+        if standing not in (_Standing.STOPPED, _Standing.ESTRANGED):
+            return
         if kill_same_process(claim.pid, claim.start_time):
-            logger.warning("killed the master (process %d), which did not answer any more", claim.pid)
-            deadline = time.monotonic() + _SILENCE
+            logger.warning("killed the master (process %d): %s", claim.pid, standing.value)
+            deadline = time.monotonic() + _DEATH_TIMEOUT
             # The death of a process that is not our child makes no event.
             while is_same_process(claim.pid, claim.start_time) and time.monotonic() < deadline:
                 self._closing.wait(0.02)
 
     def _spawn(self, before: Claim | None) -> None:
-        """Starts a master as a process of its own and writes the claim; the caller holds the claim's lock."""
+        """Starts a master and writes its claim; the caller holds the lock for it."""
         if before is not None:
             self.abandoned_generation = max(self.abandoned_generation, before.generation)
-        self._token()
-        log = self._directory / "master.log"
-        # Not --nnodes: agents bring settings, and one that disagrees must still be able to start the job's master.
-        command = [
-            *self._command,
-            *("--host", "127.0.0.1", "--port", "0", "--job-id", self._job_id),
-            *("--store", f"sqlite:///{self._directory / 'master.sqlite'}"),
-            *("--token-file", str(self.token_file), "--log-file", str(log), "--embedded"),
-        ]
-        # It outlives this agent: no lifeline, no terminal, no output but its first line.
-        # Nor does it listen to what is meant for a master that is a service.
-        ours = (LIFELINE_VARIABLE, _SERVICE_VARIABLES)
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-        with open(log, "ab") as errors:
-            begin = errors.tell()
-            process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                text=True,
-                start_new_session=True,
-                env=environment,
-                cwd="/",
-            )
+        remark = make_token(self._directory)
+        if remark:
+            self._say(remark, True)
+        started = start_master(self._directory, self._job_id, self._command)
+        process = started.process
         self._children.append(process)
-        started = start_time(process.pid)
-        line = self._first_line(process)
-        try:
-            said = json.loads(line)
-            address, generation = str(said["address"]), int(said["generation"])
-        except (ValueError, KeyError, TypeError):
-            process.kill()
-            process.wait()
-            raise MasterError(f"the embedded master did not start: {_last_line(log, begin)} (log: {log})") from None
-        counter = 0 if before is None else before.counter + 1
-        claim = Claim(self._host, self._boot, process.pid, started or 0, generation, counter, address)
+        if started.remark:
+            self._say(started.remark, True)
+        claim = Claim(
+            self._place.host,
+            self._place.boot_id,
+            process.pid,
+            start_time(process.pid) or 0,
+            started.generation,
+            0 if before is None else before.counter + 1,
+            started.address,
+            self._place.pid_ns,
+            self._place.net_ns,
+        )
         self._claims.write(claim, self._closing)
-        self._found(claim)
-        logger.info("started the embedded master: process %d at %s, generation %d", process.pid, address, generation)
-
-    def _first_line(self, process: subprocess.Popen[str]) -> str:
-        """What it prints first; empty when it ends, or takes too long."""
-        assert process.stdout is not None
-        with selectors.DefaultSelector() as selector, process.stdout:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            return process.stdout.readline() if selector.select(_START_TIMEOUT) else ""
-
-
-def _last_line(log: Path, begin: int) -> str:
-    with open(log, "rb") as file:
-        file.seek(begin)
-        lines = file.read().decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+        self._found(started.address)
+        logger.info("the embedded master: process %d at %s, generation %d", claim.pid, claim.address, claim.generation)

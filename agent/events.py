@@ -33,8 +33,15 @@ class Registered:
 
 
 @dataclass(frozen=True)
+class Postponed:
+    """`Register` was answered "not yet"; the shell repeats it."""
+
+    detail: str
+
+
+@dataclass(frozen=True)
 class Refused:
-    """`Register` was answered with an error that repeating does not cure, or was not answered in time."""
+    """`Register` was answered with an error that repeating does not cure."""
 
     code: str
     detail: str
@@ -61,6 +68,13 @@ class LinkChanged:
     """The master is heard (again), or no longer."""
 
     up: bool
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A bug of ours: this agent cannot speak with its master any more."""
+
+    detail: str
 
 
 @dataclass(frozen=True)
@@ -111,7 +125,7 @@ class StandbyWarm:
 
 @dataclass(frozen=True)
 class JoinPrepared:
-    """What `PrepareJoin` asked for: a fresh store, the inventory and the probe as this node sees them now."""
+    """What `PrepareJoin` asked for: a fresh store, and what this node sees now. See `JoinRequest`."""
 
     round: int
     resume_digest: str
@@ -119,6 +133,7 @@ class JoinPrepared:
     store_port: int
     probe: str
     inventory: tuple[control_pb2.Checkpoint, ...]
+    unusable: tuple[control_pb2.UnusableCheckpoint, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -177,6 +192,13 @@ class Pruned:
 
 
 @dataclass(frozen=True)
+class Sighted:
+    """The checkpoint that `Look` names is in sight."""
+
+    ref: control_pb2.CheckpointRef
+
+
+@dataclass(frozen=True)
 class Tick:
     """The time that `AgentState.wake` named has come."""
 
@@ -184,10 +206,12 @@ class Tick:
 Event = (
     Started
     | Registered
+    | Postponed
     | Refused
     | Directed
     | CallFailed
     | LinkChanged
+    | Broken
     | WorkerSaid
     | WorkerExited
     | WorkersStopped
@@ -201,6 +225,7 @@ Event = (
     | VerificationMoved
     | VerificationDone
     | Pruned
+    | Sighted
     | Tick
 )
 
@@ -231,7 +256,10 @@ class Call:
 
 @dataclass(frozen=True)
 class PrepareJoin:
-    """Open a fresh store, read probe and inventory; look for `resume` for a bounded time; answer `JoinPrepared`."""
+    """Open a fresh store, read probe and inventory; look for `resume` for a bounded time; answer `JoinPrepared`.
+
+    A patient look answers a second time when what it first saw damaged is sound after all.
+    """
 
     round: int
     resume: control_pb2.CheckpointRef | None = None
@@ -279,6 +307,13 @@ class StopConversion:
 @dataclass(frozen=True)
 class Verify:
     verification: control_pb2.Verification
+
+
+@dataclass(frozen=True)
+class Look:
+    """Look for a checkpoint that another node has committed, for a bounded time; answer `Sighted` if it is there."""
+
+    ref: control_pb2.CheckpointRef
 
 
 @dataclass(frozen=True)
@@ -332,6 +367,7 @@ Action = (
     | StartConversion
     | StopConversion
     | Verify
+    | Look
     | Prune
     | WriteLatest
     | Sweep

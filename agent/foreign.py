@@ -11,18 +11,22 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.files import list_files
+from dalsegno.elastic.checkpoint.reading import read_regular
 
 __all__ = ["Foreign", "candidates", "complete", "state_of"]
 
-_DEEPSPEED = re.compile(r"global_step(\d+)")
-_TRANSFORMERS = re.compile(r"checkpoint-(\d+)")
-_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_00_optim_states\.pt")
-_MODEL_OF_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00_model_states\.pt")
+_DEEPSPEED = re.compile(r"global_step([0-9]{1,18})")
+_TRANSFORMERS = re.compile(r"checkpoint-([0-9]{1,18})")
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,9})_mp_rank_00_optim_states\.pt")
+_MODEL_OF_RANK = re.compile(r"zero_pp_rank_([0-9]{1,9})_mp_rank_00_model_states\.pt")
 _MODEL = "mp_rank_00_model_states.pt"
 _NOT_ONLY_DATA = re.compile(r"(?:layer_|expp_rank_|.*mp_rank_(?!00_)).*[-_](?:model|optim)_states\.pt")
 _TRAINER_STATE = "trainer_state.json"
-_RNG_OF_RANK = re.compile(r"rng_state_(\d+)\.pth")
+# Bytes of DeepSpeed's `latest`, which holds the name of a directory.
+_MAX_TAG = 4096
+_RNG_OF_RANK = re.compile(r"rng_state_([0-9]{1,9})\.pth")
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def _of_deepspeed(path: Path, step: int, world_size: int) -> Foreign | None:
 def _latest(directory: Path) -> str:
     """The tag that DeepSpeed wrote after all the files of rank 0: then what is not partitioned has no more to come."""
     try:
-        return (directory / "latest").read_text().strip()
+        return read_regular(directory / "latest", _MAX_TAG).decode().strip()
     except FileNotFoundError:
         return ""
 
@@ -94,7 +98,7 @@ def _of_transformers(path: Path, step: int, world_size: int) -> Foreign | None:
     if _TRAINER_STATE not in names or ranks not in (set(), set(range(world_size))):
         return None
     # Those of other ranks, which the state of the Trainer does not tell of.
-    if not all(zipfile.is_zipfile(path / name) for name in names if _RNG_OF_RANK.fullmatch(name)):
+    if not all(_is_archive(path / name) for name in names if _RNG_OF_RANK.fullmatch(name)):
         return None
     engines = {name.partition("/")[0] for name in names if _DEEPSPEED.fullmatch(name.partition("/")[0])}
     for engine in engines:
@@ -113,7 +117,7 @@ def _engine_is_complete(path: Path, names: list[str], world_size: int) -> bool |
     """
     everybody = set(range(world_size))
     if other := next(filter(_NOT_ONLY_DATA.fullmatch, names), ""):
-        raise ValueError(f"{other}: tensor or pipeline parallelism, or experts: this is not taken over")
+        raise ValueError(f"{printable(other)}: tensor or pipeline parallelism, or experts: this is not taken over")
     optimizer = {int(match[1]) for name in names if (match := _OPTIMIZER.fullmatch(name))}
     model = {int(match[1]) for name in names if (match := _MODEL_OF_RANK.fullmatch(name))}
     if model and (model != everybody or optimizer != everybody):
@@ -121,8 +125,15 @@ def _engine_is_complete(path: Path, names: list[str], world_size: int) -> bool |
     if not model and (_MODEL not in names or optimizer not in (set(), everybody)):
         return None
     # torch.save writes the archive's directory last.
-    whole = all(zipfile.is_zipfile(path / name) for name in names if name.endswith("_states.pt"))
+    whole = all(_is_archive(path / name) for name in names if name.endswith("_states.pt"))
     return bool(optimizer) if whole else None
+
+
+def _is_archive(path: Path) -> bool:
+    try:
+        return zipfile.is_zipfile(path)
+    except zipfile.BadZipFile:
+        return False
 
 
 def state_of(path: Path, names: list[str]) -> tuple[tuple[str, int, int], ...]:

@@ -24,6 +24,8 @@ import signal
 import sys
 import time
 
+# Whoever signals all processes of a node means the agent; the keeper ends with it.
+DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # Scans go on until two in a row found nothing alive, so that a process which was just forking is met again.
 QUIET_SCANS = 2
 SCAN_PAUSE = 0.02
@@ -93,7 +95,8 @@ def end_all(groups: dict[int, int], token: str, patience: float = PATIENCE) -> N
 
 def main() -> None:
     """Reads the agent's lines until the pipe ends, then ends all that is registered."""
-    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+    # Blocked by the agent already, if it could.
+    for signum in DEAF_TO:
         signal.signal(signum, signal.SIG_IGN)
     groups: dict[int, int] = {}
     paths: list[str] = []

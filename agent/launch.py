@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
-import socket
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from .adoption import FLAG
 from .arguments import UsageError
 from .config import AgentConfig
 from .connection import Connector
-from .console import Console, set_up_logging
+from .console import Console, make_log_dir, set_up_logging
 from .credentials import TOKEN_VARIABLE, CredentialFiles, CredentialsError
 from .effects import Effects
 from .elastic_agent import ElasticAgent, Ending
@@ -29,6 +29,7 @@ from .events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE, Event
 from .handshake import mismatch
 from .lifeline import Lifeline
 from .mailbox import Mailbox
+from .output import Output
 from .rendezvous import NamedRendezvous
 from .signals import SignalWatch
 from .storage import JobDirectory, StorageError
@@ -40,29 +41,30 @@ __all__ = ["launch"]
 _NOT_FOR_WORKERS = ("DLROVER_MASTER_ADDR", TOKEN_VARIABLE)
 
 
-def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWatch) -> int:
+def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWatch, output: Output) -> int:
     """Runs one agent to its end. Signals are the agent's once it has a loop that can hear them.
 
     Raises:
         UsageError: bad input that only now came to light.
     """
-    console = Console()
+    console = output.console
     token = os.environ.get(TOKEN_VARIABLE)
     for name in _NOT_FOR_WORKERS:
         os.environ.pop(name, None)
     directory = JobDirectory(Path(options.checkpoint_dir).absolute(), options.job_id)
     try:
         directory.prepare()
-        log_dir = _log_dir(options, directory)
+        log_dir = make_log_dir(options.log_dir, options.job_id)
     except (StorageError, OSError) as error:
         raise UsageError(str(error)) from error
     where = _Where(options.job_id)
-    set_up_logging(log_dir / "agent.log", where)
+    set_up_logging(log_dir / "agent.log", where, level=logging.getLevelName(options.log_level))
+    output.divert(log_dir / "output.log")
     for line in notices:
         console.say(line)
     torch_config, script = _torch_config(options, log_dir)
     config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir)
-    source = _connect(options, token, directory, console)
+    source = _connect(options, token, directory, console, log_dir)
     try:
         ending = _run(config, directory, torch_config, script, source, console, where, watch)
     finally:
@@ -114,13 +116,6 @@ class _Source:
     def close(self) -> None:
         if self.embedded is not None:
             self.embedded.close()
-
-
-def _log_dir(options: argparse.Namespace, directory: JobDirectory) -> Path:
-    base = Path(options.log_dir) if options.log_dir else directory.private / "logs"
-    path = base.absolute() / f"{socket.gethostname()}-{os.getpid()}"
-    path.mkdir(parents=True, exist_ok=True)
-    return path
 
 
 def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Script]:
@@ -203,7 +198,9 @@ def _knows_us(options: argparse.Namespace) -> bool:
     return "dalsegno.elastic" in text or "dalsegno.swift_plugin" in text
 
 
-def _connect(options: argparse.Namespace, token: str | None, directory: JobDirectory, console: Console) -> _Source:
+def _connect(
+    options: argparse.Namespace, token: str | None, directory: JobDirectory, console: Console, log_dir: Path
+) -> _Source:
     """Finds the master's address, starting an embedded master if there is to be one."""
     by_default = getattr(options, "job_id_is_default", False)
     if options.master:
@@ -213,11 +210,15 @@ def _connect(options: argparse.Namespace, token: str | None, directory: JobDirec
         except CredentialsError as error:
             raise UsageError(str(error)) from error
         if by_default:
-            console.say(f"job {options.job_id} (from user, script and arguments; --job-id names another)")
+            console.say(
+                f"job {options.job_id} (from user, script and arguments; --job-id names another); logs in {log_dir}"
+            )
         return _Source(options.master.split(","), files, None)
     if by_default:
-        console.say(f"job {options.job_id} (the same command in another terminal joins it)")
-    embedded = EmbeddedMaster(directory.private, options.job_id, options.node_timeout, console.say)
+        console.say(f"job {options.job_id} (the same command in another terminal joins it); logs in {log_dir}")
+    embedded = EmbeddedMaster(
+        directory.private, options.job_id, options.node_timeout, console.say, patience=options.connect_timeout
+    )
     try:
         embedded.start()
     except (MasterError, OSError) as error:
@@ -256,17 +257,23 @@ def _run(
         **_later_fields(torch_config),
     )
     initialize_metrics(MetricsConfig(torch_config.metrics_cfg))
-    agent = ElasticAgent(
-        spec,
-        torch_config.logs_specs,
-        config,
-        script,
-        mailbox,
-        effects,
-        lifeline,
-        watch,
-        torch_config.log_line_prefix_template,
-    )
+    try:
+        agent = ElasticAgent(
+            spec,
+            torch_config.logs_specs,
+            config,
+            script,
+            mailbox,
+            effects,
+            lifeline,
+            watch,
+            torch_config.log_line_prefix_template,
+        )
+    except OSError as error:
+        # No place for the workers' socket, or no process can be made.
+        effects.close(0.0)
+        lifeline.close()
+        raise UsageError(str(error)) from error
     where.now = agent.where
     agent.run()
     ending = agent.ending

@@ -10,6 +10,9 @@ from . import events as ev
 from .state import Outcome, Workers
 from .turn import Turn
 
+# Seconds that a leaver whose notice has run out still waits for what it has killed.
+KILL_PATIENCE = 2.0
+
 
 def signalled(turn: Turn, number: int) -> None:
     """The first signal is a leave notice, the second one means now."""
@@ -41,7 +44,10 @@ def signalled(turn: Turn, number: int) -> None:
 
 
 def check_leave(turn: Turn) -> None:
-    """A leaver goes when its part is recorded or the master says so, and at the end of its notice in any case."""
+    """A leaver goes when its part is recorded or the master says so, and at the end of its notice in any case.
+
+    Whatever its workers do: it may not even hear that they are gone.
+    """
     state = turn.state
     if not state.leaving:
         return
@@ -57,11 +63,16 @@ def check_leave(turn: Turn) -> None:
         else:
             turn.wake_at(state.release_deadline)
     elif state.leave_deadline is not None:
-        if turn.now >= state.leave_deadline:
-            turn.kill_workers()
-            state.outcome = Outcome.STOPPED
-        else:
+        last = state.leave_deadline + KILL_PATIENCE
+        if turn.now < state.leave_deadline:
             turn.wake_at(state.leave_deadline)
+            return
+        turn.kill_workers()
+        state.outcome = Outcome.STOPPED
+        if turn.now >= last:
+            turn.exit_left()
+        else:
+            turn.wake_at(last)
 
 
 def check_outage(turn: Turn) -> None:

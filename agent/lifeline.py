@@ -18,6 +18,7 @@ from pathlib import Path
 
 from . import keeper
 from .processes import start_time
+from .signals import held_back
 
 __all__ = ["LIFELINE_VARIABLE", "Lifeline"]
 
@@ -106,17 +107,18 @@ class Lifeline:
         self._watcher.join(timeout)
 
     def _spawn(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            [sys.executable, "-I", "-S", keeper.__file__],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            # Neither a signal to the agent's group nor the keeper of an outer agent may reach this one.
-            start_new_session=True,
-            env={"LANG": os.environ.get("LANG", "C")},
-            cwd="/",
-            bufsize=0,
-        )
+        with held_back(keeper.DEAF_TO):
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", keeper.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # Neither a signal to the agent's group nor the keeper of an outer agent may reach this one.
+                start_new_session=True,
+                env={"LANG": os.environ.get("LANG", "C")},
+                cwd="/",
+                bufsize=0,
+            )
         assert process.stdin is not None
         # A stopped keeper must not stop the agent with it: a full pipe is an error, not a wait.
         os.set_blocking(process.stdin.fileno(), False)

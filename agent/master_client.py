@@ -11,28 +11,28 @@ from __future__ import annotations
 
 import logging
 import random
+import secrets
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
+from .client_threads import Backoff, Listener, kept_up
 from .connection import PROTOCOL, RETRIED, Connector, Link, code_of, detail_of
+from .pace import HEARTBEAT_INTERVAL, Pace
 
 __all__ = ["CALL_TIMEOUT", "HEARTBEAT_INTERVAL", "Listener", "MasterClient", "OutboxFull"]
 
 # Seconds.
-HEARTBEAT_INTERVAL = 1.0
 CALL_TIMEOUT = 10.0
 _HEARTBEAT_TIMEOUT = 3.0
-# Between two progress reports; more often nobody reads them.
-_PROGRESS_INTERVAL = 0.1
-_FIRST_BACKOFF, _LAST_BACKOFF = 0.05, 1.0
 # Silence after which the master counts as away.
 _AWAY_AFTER = 3.0
 # Calls that may wait for an absent master; a run makes a few per epoch and one per checkpoint.
@@ -49,49 +49,12 @@ class OutboxFull(RuntimeError):
     """More calls wait for an absent master than anything sensible could make."""
 
 
-@dataclass(frozen=True)
-class Listener:
-    """Who is told what.
-
-    Attributes:
-        registered: (incarnation, reply) after `register`.
-        refused: (code, detail): `register` was answered with an error that repeating does not cure, or can never be
-            answered, because master and agent do not agree on TLS (code "TLS").
-        directed: a directive of at least the highest generation seen.
-        failed: (method, code, detail): a call was answered with an error. Also for the stream ("Watch").
-        link: the master is heard (again), or no longer.
-        postponed: (detail): `register` was answered "not yet"; it is repeated.
-    """
-
-    registered: Callable[[str, control_pb2.RegisterReply], None]
-    refused: Callable[[str, str], None]
-    directed: Callable[[control_pb2.Directive], None]
-    failed: Callable[[str, str, str], None]
-    link: Callable[[bool], None]
-    postponed: Callable[[str], None] = lambda detail: None
-
-
 @dataclass
 class _Waiting:
     method: str
     request: Message
     session: int
     internal_errors: int = 0
-
-
-class _Backoff:
-    """Growing pauses with jitter, cut short by `event`."""
-
-    def __init__(self, event: threading.Event) -> None:
-        self._event = event
-        self._next = _FIRST_BACKOFF
-
-    def reset(self) -> None:
-        self._next = _FIRST_BACKOFF
-
-    def wait(self) -> None:
-        self._event.wait(self._next * random.uniform(0.7, 1.3))
-        self._next = min(self._next * 2, _LAST_BACKOFF)
 
 
 class MasterClient:
@@ -111,7 +74,12 @@ class MasterClient:
         self._job_id = job_id
         self._listener = listener
         self._clock = clock
+        # Other nodes may learn an incarnation, never this.
+        self._secret = secrets.token_bytes(16)
+        self._pace = Pace(clock(), clock())
         self._changed = threading.Condition()
+        # Held while the listener is told something: see `_tell`. Before `_changed`, never within it.
+        self._telling = threading.Lock()
         self._closing = threading.Event()
         self._queue: deque[_Waiting] = deque()
         self._progress: control_pb2.ProgressRequest | None = None
@@ -124,10 +92,13 @@ class MasterClient:
         self._epoch = 0
         self._generation = 0
         self._heard_at: float | None = None
-        self._up = True
+        # As found, and as the listener was told.
+        self._up = self._told_up = True
         self._stream: grpc.Call | None = None
         self._threads = [
-            threading.Thread(target=target, name=name, daemon=True)
+            threading.Thread(
+                target=kept_up, args=(name, target, self._closing, listener.broken), name=name, daemon=True
+            )
             for target, name in ((self._send_loop, "outbox"), (self._pulse_loop, "pulse"), (self._watch_loop, "watch"))
         ]
         for thread in self._threads:
@@ -171,7 +142,7 @@ class MasterClient:
             self._incarnation = request.incarnation
             copied = control_pb2.RegisterRequest()
             copied.CopyFrom(request)
-            copied.job_id, copied.protocol = self._job_id, PROTOCOL
+            copied.job_id, copied.protocol, copied.secret = self._job_id, PROTOCOL, self._secret
             copied.generation = max(copied.generation, self._generation)
             later = [waiting for waiting in self._queue if waiting.method != "Register"]
             for waiting in later:
@@ -220,8 +191,9 @@ class MasterClient:
             self._cancel_stream()
             self._changed.notify_all()
         self._connector.close()
+        deadline = self._clock() + CALL_TIMEOUT + 1
         for thread in self._threads:
-            thread.join(CALL_TIMEOUT + 1)
+            thread.join(max(0.0, deadline - self._clock()))
 
     # ---- shared -----------------------------------------------------------------------------------------------------
 
@@ -234,12 +206,34 @@ class MasterClient:
 
     def _fill(self, caller: control_pb2.Caller, number: int) -> None:
         caller.job_id, caller.node, caller.incarnation = self._job_id, self._node, self._incarnation
-        caller.request, caller.protocol = number, PROTOCOL
+        caller.request, caller.protocol, caller.secret = number, PROTOCOL, self._secret
 
     def _cancel_stream(self) -> None:
         if self._stream is not None:
             self._stream.cancel()
             self._stream = None
+
+    def _tell(self, session: int, tell: Callable[[], None]) -> bool:
+        """Tells the listener something of a session. False: that session is over, and nothing was told.
+
+        One thread at a time. So nothing of a session comes before the answer to its registration, nor after that to
+        the next one: a directive that is overtaken is lost, as the master does not repeat it.
+        """
+        with self._telling:
+            with self._changed:
+                if session != self._session:
+                    return False
+            tell()
+            return True
+
+    def _tell_link(self) -> None:
+        """Tells the listener whether the master is heard, if that is news; the last word is the present state."""
+        with self._telling:
+            with self._changed:
+                news, self._told_up = self._up != self._told_up, self._up
+                up = self._up
+            if news:
+                self._listener.link(up)
 
     def _heard(self, generation: int) -> bool:
         """Takes note of an answer; False when it comes from a master that was superseded."""
@@ -251,7 +245,7 @@ class MasterClient:
             self._heard_at = self._clock()
             changed, self._up = not self._up, True
         if changed:
-            self._listener.link(True)
+            self._tell_link()
         return True
 
     def _unheard(self, link: Link | None, why: str) -> None:
@@ -265,12 +259,12 @@ class MasterClient:
             self._up = self._up and not away
         if changed:
             logger.warning("the master is not heard any more: %s", why)
-            self._listener.link(False)
+            self._tell_link()
 
     # ---- the outbox -------------------------------------------------------------------------------------------------
 
     def _send_loop(self) -> None:
-        backoff = _Backoff(self._closing)
+        backoff = Backoff(self._closing)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._sendable() or self._closing.is_set())
@@ -322,7 +316,7 @@ class MasterClient:
         if code in RETRIED:
             logger.info("%s: %s: %s; it is repeated", waiting.method, code.name, detail)
             if waiting.method == "Register" and code is grpc.StatusCode.ABORTED:
-                self._listener.postponed(detail)
+                self._tell(waiting.session, partial(self._listener.postponed, detail))
                 return False
             self._unheard(link, detail)
             return self._can_never_register(waiting)
@@ -330,14 +324,11 @@ class MasterClient:
             waiting.internal_errors += 1
             logger.warning("%s: the master has an error (%s); the call is repeated", waiting.method, detail)
             return False
-        with self._changed:
-            if waiting.session != self._session:
-                return True
         logger.warning("%s was answered %s: %s", waiting.method, code.name, detail)
         if waiting.method == "Register":
-            self._listener.refused(code.name, detail)
+            self._tell(waiting.session, partial(self._listener.refused, code.name, detail))
         else:
-            self._listener.failed(waiting.method, code.name, detail)
+            self._tell(waiting.session, partial(self._listener.failed, waiting.method, code.name, detail))
         return True
 
     def _can_never_register(self, waiting: _Waiting) -> bool:
@@ -346,45 +337,44 @@ class MasterClient:
             return False
         why = self._connector.hopeless()
         if why:
-            self._listener.refused("TLS", why)
+            self._tell(waiting.session, partial(self._listener.refused, "TLS", why))
         return bool(why)
 
     def _opened(self, waiting: _Waiting, reply: control_pb2.RegisterReply) -> None:
-        with self._changed:
-            if waiting.session != self._session:
-                return
-            self._node = reply.node
-            self._registered = True
-            incarnation = self._incarnation
-            self._changed.notify_all()
-        self._listener.registered(incarnation, reply)
+        with self._telling:
+            with self._changed:
+                if waiting.session != self._session:
+                    return
+                self._node = reply.node
+                self._registered = True
+                self._pace.told(reply.pace)
+                incarnation = self._incarnation
+                # The stream opens now; its first directive waits for its turn to be told.
+                self._changed.notify_all()
+            self._listener.registered(incarnation, reply)
 
     # ---- the pulse --------------------------------------------------------------------------------------------------
 
     def _pulse_loop(self) -> None:
-        beat_at = progress_at = self._clock()
         while True:
             with self._changed:
                 now = self._clock()
-                due = beat_at if self._progress is None else min(beat_at, progress_at)
                 if self._closing.is_set():
                     return
                 if not self._registered:
                     self._changed.wait()
-                    beat_at = self._clock()
+                    self._pace.begin(self._clock())
                     continue
+                due = self._pace.due(self._progress)
                 if now < due:
                     self._changed.wait(due - now)
                     continue
                 session = self._session
-                request: Message
-                if now >= beat_at:
-                    request = control_pb2.HeartbeatRequest(caller=control_pb2.Caller(epoch=self._epoch))
-                    beat_at = now + HEARTBEAT_INTERVAL
-                else:
-                    assert self._progress is not None
-                    request, self._progress = self._progress, None
-                    progress_at = now + _PROGRESS_INTERVAL
+                progress, self._progress = self._progress, None
+                request: Message = progress or control_pb2.HeartbeatRequest(
+                    caller=control_pb2.Caller(epoch=self._epoch)
+                )
+                self._pace.spoke(now, progress, random.random())
                 self._fill(self._caller(request), 0)
             self._beat(request, session)
 
@@ -406,6 +396,9 @@ class MasterClient:
             return
         if not self._heard(ack.generation):
             self._connector.failed(link)
+            return
+        with self._changed:
+            self._pace.told(ack.pace)
 
     def _beat_failed(
         self, progress: control_pb2.ProgressRequest | None, link: Link, session: int, error: Exception
@@ -416,11 +409,9 @@ class MasterClient:
             self._unheard(link, str(error))
             self._keep(progress, session)
             return
-        with self._changed:
-            current = session == self._session and not self._closing.is_set()
-        if current and isinstance(error, grpc.RpcError):
+        if isinstance(error, grpc.RpcError):
             method = "Heartbeat" if progress is None else "ReportProgress"
-            self._listener.failed(method, code.name, detail_of(error))
+            self._tell(session, partial(self._listener.failed, method, code.name, detail_of(error)))
 
     def _keep(self, progress: control_pb2.ProgressRequest | None, session: int) -> None:
         """An unheard report goes out again, unless a newer one comes first."""
@@ -431,7 +422,7 @@ class MasterClient:
     # ---- the watch --------------------------------------------------------------------------------------------------
 
     def _watch_loop(self) -> None:
-        backoff = _Backoff(self._closing)
+        backoff = Backoff(self._closing)
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._registered or self._closing.is_set())
@@ -449,7 +440,7 @@ class MasterClient:
                 continue
             backoff.wait()
 
-    def _watch(self, session: int, caller: control_pb2.Caller, backoff: _Backoff) -> bool:
+    def _watch(self, session: int, caller: control_pb2.Caller, backoff: Backoff) -> bool:
         """Reads one stream to its end. True when it must not be opened again for this session."""
         link = self._connector.get()
         if link is None:
@@ -468,11 +459,8 @@ class MasterClient:
                     self._connector.failed(link)
                     return False
                 backoff.reset()
-                with self._changed:
-                    current = session == self._session
-                if not current:
+                if not self._tell(session, partial(self._listener.directed, directive)):
                     return False
-                self._listener.directed(directive)
         except (grpc.RpcError, ValueError) as error:
             return self._watch_failed(session, link, error)
         # The master ended it in good order: it is fenced, or about to close.
@@ -489,5 +477,5 @@ class MasterClient:
             logger.info("the stream of directives broke: %s: %s", code.name, detail_of(error))
             self._unheard(link, detail_of(error))
             return False
-        self._listener.failed("Watch", code.name, detail_of(error))
+        self._tell(session, partial(self._listener.failed, "Watch", code.name, detail_of(error)))
         return True

@@ -6,7 +6,16 @@ import os
 import signal
 from pathlib import Path
 
-__all__ = ["boot_id", "is_same_process", "kill_group", "kill_same_process", "process_state", "start_time"]
+__all__ = [
+    "belongs_to",
+    "boot_id",
+    "is_same_process",
+    "kill_group",
+    "kill_same_process",
+    "owner_of",
+    "process_state",
+    "start_time",
+]
 
 
 def _stat_fields(pid: int) -> list[str] | None:
@@ -29,6 +38,26 @@ def process_state(pid: int) -> str | None:
     """One-letter state of proc(5) ("R", "S", "T" stopped, "Z" zombie, ...); None when it is gone."""
     fields = _stat_fields(pid)
     return fields[0] if fields else None
+
+
+def belongs_to(pid: int, root: int) -> bool:
+    """Whether `pid` is the process `root`, comes from it, or is in the session that it leads.
+
+    Of a process that is gone nobody can tell any more; it counts as one that did.
+    """
+    seen: set[int] = set()
+    while pid != root:
+        fields = _stat_fields(pid)
+        if fields is None:
+            return True
+        seen.add(pid)
+        # Its session; then on to its parent. Process ids are reused, so that a chain may end in itself.
+        if int(fields[3]) == root:
+            return True
+        pid = int(fields[1])
+        if pid <= 1 or pid in seen:
+            return False
+    return True
 
 
 def boot_id() -> str:
@@ -60,3 +89,13 @@ def kill_group(pgid: int, signum: int = signal.SIGKILL) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def owner_of(pid: int) -> int | None:
+    """The effective user of a process (`Uid` of proc(5) status); None when it is gone or hidden."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return None
+    found = [line.split() for line in text.splitlines() if line.startswith("Uid:")]
+    return int(found[0][2]) if found else None

@@ -7,6 +7,10 @@ from dalsegno.protos import control_pb2, worker_pb2
 from . import events as ev
 from .state import Outcome, Workers
 from .turn import Turn
+from .worker_checks import MOST
+
+# Manifests that are read at the same time: one follows the other, unless the disk is very slow.
+MOST_READING = 64
 
 
 def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
@@ -15,6 +19,8 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
     message = event.message
     body = message.WhichOneof("body")
     if body == "sealed":
+        if len(state.reading) >= MOST_READING:
+            return  # No script seals so fast. What is sealed lies on the disk, and is found there.
         # Worth recording whatever became of these workers since: the master refuses what comes too late.
         state.reading = state.reading | {message.sealed.name}
         turn.do(ev.ReadManifest(message.sealed.name, message.sealed.digest))
@@ -68,7 +74,8 @@ def saving(turn: Turn, rank: int, saving: worker_pb2.Saving) -> None:
         state.saving, state.saving_parts = saving.name, {}
     known = state.saving_parts.get(rank, 0)
     if saving.bytes > known:
-        state.saved_bytes += saving.bytes - known
+        # A script can say what it likes; the report to the master has 64 bits.
+        state.saved_bytes = min(state.saved_bytes + saving.bytes - known, MOST)
         state.saving_parts = {**state.saving_parts, rank: saving.bytes}
     turn.report_progress()
 
@@ -132,12 +139,9 @@ def has_drained(turn: Turn, local_rank: int) -> bool:
 def global_rank(turn: Turn, local_rank: int) -> int:
     """A rank's number in the world that this node started last; -1 where it has no part in that."""
     world = turn.state.world
-    first = 0
-    for member in sorted(world.members, key=lambda m: m.group_rank) if world is not None else ():
-        if member.incarnation == turn.state.incarnation:
-            return first + local_rank
-        first += member.nproc
-    return -1
+    if world is None or world.place.incarnation != turn.state.incarnation:
+        return -1
+    return int(world.place.first_rank) + local_rank
 
 
 def worker_gave_up(turn: Turn, local_rank: int) -> None:
@@ -207,6 +211,18 @@ def workers_ended(turn: Turn) -> None:
         # A leaver does not wait, and its last line says how it went.
         how = "drained" if drained else "finished"
         turn.do(ev.Say(f"the workers of this node have {how}; it waits for the master, which cannot be reached", True))
+
+
+def check_stopping(turn: Turn) -> None:
+    """Workers that were told to stop and of whose end nothing is heard count as gone at their deadline."""
+    state = turn.state
+    if state.workers is not Workers.STOPPING:
+        return
+    if turn.now < state.stop_deadline:
+        turn.wake_at(state.stop_deadline)
+        return
+    turn.do(ev.Say("the workers did not end in time and are given up; some may be left, stuck in the kernel", True))
+    workers_stopped(turn, state.started)
 
 
 def workers_stopped(turn: Turn, epoch: int) -> None:

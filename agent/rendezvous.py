@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -27,7 +26,7 @@ from . import decisions
 from . import events as ev
 from .config import DEFAULT_SETTINGS, AgentConfig
 from .connection import Connector
-from .console import Console, set_up_logging
+from .console import Console, make_log_dir, set_up_logging
 from .credentials import TOKEN_VARIABLE, CredentialFiles
 from .effects import Effects
 from .handshake import mismatch
@@ -104,6 +103,7 @@ class Rendezvous(RendezvousHandler):
             drain_timeout=config.settings.drain_timeout,
             # Its workers cannot drain, so an outage of the master must not ask them to.
             master_outage_timeout=float("inf"),
+            connect_timeout=config.connect_timeout,
         )
         self._state = decisions.fresh(settings)
         self._lifeline = Lifeline()
@@ -111,11 +111,10 @@ class Rendezvous(RendezvousHandler):
         os.environ.update(self._lifeline.environment())
         directory = JobDirectory(config.checkpoint_dir, config.job_id)
         directory.prepare()
-        config.log_dir.mkdir(parents=True, exist_ok=True)
         # Torch's own log is torchrun's business.
         set_up_logging(config.log_dir / "agent.log", self._where, names=("dalsegno",))
         connector = Connector(lambda: addresses, files.read, explain=mismatch)
-        console = Console("torchrun")
+        self._console = console = Console(name="torchrun")
         self._effects = Effects(config, directory, connector, addresses[0], self._lifeline, self._mailbox, console.say)
         self._thread = threading.Thread(target=self._loop, name="dalsegno-rendezvous", daemon=True)
         self._thread.start()
@@ -195,6 +194,7 @@ class Rendezvous(RendezvousHandler):
         self._thread.join(_LAST_WORD)
         self._effects.close(_LAST_CALLS)
         self._lifeline.close()
+        self._console.flush(_LAST_WORD)
         return True
 
     def _where(self) -> str:
@@ -243,8 +243,8 @@ class Rendezvous(RendezvousHandler):
 def create(params: RendezvousParameters) -> RendezvousHandler:
     """Makes the handler for `torchrun --rdzv-backend=dalsegno --rdzv-endpoint=HOST:PORT --rdzv-id=JOB`.
 
-    `--rdzv-conf` takes `nproc` (as `--nproc-per-node`), `checkpoint_dir`, `node_name`, `timeout`, and `token_file`,
-    `tls_ca`, `tls_cert`, `tls_key` as dlrover-run's flags.
+    `--rdzv-conf` takes `nproc` (as `--nproc-per-node`), `checkpoint_dir`, `log_dir`, `node_name`, `timeout`, and
+    `token_file`, `tls_ca`, `tls_cert`, `tls_key` as dlrover-run's flags.
 
     Raises:
         ValueError: the endpoint is missing, or token or certificates cannot be used.
@@ -261,7 +261,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         nproc=params.get_as_int("nproc", 1) or 1,
         settings=settings,
         checkpoint_dir=root,
-        log_dir=root / ".dalsegno" / params.run_id / "logs" / f"{socket.gethostname()}-{os.getpid()}",
+        log_dir=make_log_dir(params.get("log_dir"), params.run_id),
         node_name=params.get("node_name", "") or "",
         local_addr=params.local_addr,
     )

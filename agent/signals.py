@@ -10,11 +10,14 @@ import contextlib
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["SignalWatch", "signals_of"]
+__all__ = ["NOTICES_VARIABLE", "SignalWatch", "held_back", "signals_of"]
+
+# What workers are told of them: names, with commas.
+NOTICES_VARIABLE = "DALSEGNO_NOTICES"
 
 # Whoever has them ignored when we start (nohup; a shell, for a job in the background) wants them to stay so. The others
 # are sent to somebody on purpose.
@@ -39,6 +42,19 @@ def signals_of(text: str) -> tuple[signal.Signals, ...]:
     return tuple(found)
 
 
+@contextlib.contextmanager
+def held_back(signals: Iterable[int]) -> Iterator[None]:
+    """A process started meanwhile begins with these blocked, so that none reaches it before it is ready.
+
+    It unblocks them itself. One that is meant for this process goes to another of its threads.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _nothing(signum: int, frame: FrameType | None) -> None:
     """The number goes through the wake-up descriptor."""
 
@@ -52,6 +68,7 @@ class SignalWatch:
     """
 
     def __init__(self, signals: Sequence[signal.Signals], first: Callable[[int], None]) -> None:
+        self.signals = tuple(signals)
         self._wanted = frozenset(int(number) for number in signals)
         self._deliver = first
         self._lock = threading.Lock()

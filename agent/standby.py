@@ -211,10 +211,16 @@ class _Nursery:
 
     Args:
         single: do not fork: become the first assignment oneself (for a nursery that turned out not to be forkable).
+        notices: signals to pass over; blocked until then.
     """
 
-    def __init__(self, channel: socket.socket, modules: list[str], niceness: int, single: bool) -> None:
+    def __init__(
+        self, channel: socket.socket, modules: list[str], niceness: int, single: bool, notices: list[int]
+    ) -> None:
         self._channel = channel
+        # What is sent to all processes of the node is the agent's to hear; a worker has again what was there before.
+        self._before = {number: signal.signal(number, signal.SIG_IGN) for number in notices}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, notices)
         self._single = single
         self._workers: dict[int, object] = {}
         self._requests: list[dict[str, object]] = []
@@ -300,6 +306,8 @@ class _Nursery:
         """What the worker must not keep of the nursery."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
         for end in (self._channel, self._wake_reader, self._wake_writer):
             end.close()
         random = sys.modules.get("numpy.random")
@@ -338,6 +346,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int, default=0)
     parser.add_argument("--nice", type=int, default=0)
     parser.add_argument("--single", action="store_true")
+    parser.add_argument("--notices", type=int, nargs="*", default=[])
     parser.add_argument("modules", nargs="*")
     options = parser.parse_args()
     for fd in (options.channel, *options.console):
@@ -347,7 +356,9 @@ def main() -> None:
     # Lets torch look for devices without starting CUDA's driver, which would make this process useless for forking.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     console = (options.console[0], options.console[1])
-    nursery = _Nursery(socket.socket(fileno=options.channel), options.modules, options.nice, options.single)
+    nursery = _Nursery(
+        socket.socket(fileno=options.channel), options.modules, options.nice, options.single, options.notices
+    )
     try:
         assignment = nursery.serve()
     except (BrokenPipeError, ConnectionResetError):

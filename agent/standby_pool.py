@@ -17,6 +17,7 @@ from pathlib import Path
 
 from .lifeline import Lifeline
 from .processes import kill_group
+from .signals import held_back
 from .standby import Assignment, receive, send
 
 __all__ = ["ALWAYS", "Nursery", "StandbyPool", "StandbyProcess", "modules_of"]
@@ -53,6 +54,12 @@ _MAX_TEXT = 1 << 20
 _NICENESS = 15
 # Seconds; a nursery that was stopped does not read.
 _SEND_TIMEOUT = 10
+# Seconds that imports may take, on a busy machine and from a slow file system; after that they are taken for stuck.
+_IMPORT_PATIENCE = 120.0
+# Seconds to wait for one after SIGKILL; what waits for a file system that is away may be stuck in the kernel.
+_KILL_TIMEOUT = 5.0
+# As many nurseries of one agent may be stuck; then it starts no more.
+_MOST_STUCK = 2
 
 logger = logging.getLogger(__name__)
 
@@ -89,6 +96,8 @@ class StandbyProcess:
     def __init__(self) -> None:
         # 0 until it exists.
         self.pid = 0
+        # Its nursery was stuck: it never was, and never will be.
+        self.abandoned = False
         self.returncode: int | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -123,6 +132,12 @@ class StandbyProcess:
         with self._lock:
             self.pid = pid
             return self.returncode is None
+
+    def abandon(self) -> None:
+        """Its nursery is given up: whoever waits for it starts it another way, unless it was told to end before."""
+        with self._lock:
+            self.abandoned = self.returncode is None and not self.pid
+        self.ended(-signal.SIGKILL)
 
     def ended(self, code: int) -> None:
         """It is gone."""
@@ -187,11 +202,29 @@ class Nursery:
                 raise
         return worker
 
+    def give_up(self) -> None:
+        """Ends it because its imports do not; what it was to start is `abandoned`."""
+        with self._lock:
+            self._gone = True
+            workers, self._workers = list(self._workers.values()), {}
+        for worker in workers:
+            worker.abandon()
+        kill_group(self.process.pid)
+        self._reap()
+
     def end(self) -> None:
         """Kills it, with the workers that it has."""
         kill_group(self.process.pid)
         if not self.single:
-            self.process.wait()
+            self._reap()
+
+    def _reap(self) -> None:
+        try:
+            self.process.wait(_KILL_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            # The keeper still has it on its list.
+            logger.error("nursery %d did not end within %.0f s of SIGKILL", self.process.pid, _KILL_TIMEOUT)
+        else:
             self._lifeline.drop_group(self.process.pid)
 
     def _listen(self) -> None:
@@ -255,6 +288,8 @@ class StandbyPool:
         on_warm: called on a thread of the pool's when everything is imported, once per filling.
         python: the interpreter.
         fork: one nursery that forks; False: a process per worker. Falls back to that by itself.
+        patience: seconds that imports may take before a nursery is given up. Its workers start cold then.
+        notices: signals that a nursery passes over, as they may be sent to all processes of the node.
     """
 
     def __init__(
@@ -266,6 +301,8 @@ class StandbyPool:
         on_warm: Callable[[], None],
         python: str = sys.executable,
         fork: bool = True,
+        notices: Sequence[int] = (),
+        patience: float = _IMPORT_PATIENCE,
     ) -> None:
         self._lifeline = lifeline
         self._count = count
@@ -274,6 +311,9 @@ class StandbyPool:
         self._on_warm = on_warm
         self._python = python
         self._fork = fork
+        self._notices = tuple(int(number) for number in notices)
+        self._patience = patience
+        self._stuck = 0
         self._lock = threading.RLock()
         self._nurseries: list[Nursery] = []
         # Start nothing any more, but are the parents of living workers.
@@ -283,7 +323,7 @@ class StandbyPool:
     def fill(self, *, low_priority: bool) -> None:
         """Starts what is missing. `low_priority`: its imports yield to the workers that train now."""
         with self._lock:
-            if self._closed:
+            if self._closed or self._stuck >= _MOST_STUCK:
                 return
             for dead in [nursery for nursery in self._nurseries if not nursery.usable]:
                 logger.warning("a nursery ended by itself (status %s); see %s", dead.process.returncode, self._log)
@@ -346,10 +386,11 @@ class StandbyPool:
             *("--parent", str(parent)),
             *("--nice", str(_NICENESS if low_priority else 0)),
             *(() if self._fork else ("--single",)),
+            *("--notices", *map(str, self._notices)),
             *("--", *self._modules),
         ]
         try:
-            with open(self._log, "ab") as log:
+            with open(self._log, "ab") as log, held_back(self._notices):
                 process = subprocess.Popen(
                     command,
                     stdout=log,
@@ -364,7 +405,27 @@ class StandbyPool:
             for fd in console:
                 os.close(fd)
         self._lifeline.add_group(process.pid)
-        return Nursery(process, ours, self._lifeline, not self._fork, self._on_ready)
+        nursery = Nursery(process, ours, self._lifeline, not self._fork, self._on_ready)
+        threading.Thread(target=self._watch_imports, args=(nursery,), name="nursery-imports", daemon=True).start()
+        return nursery
+
+    def _watch_imports(self, nursery: Nursery) -> None:
+        """Gives up a nursery whose imports are not over in time: deadlocked, endless, or from a file system away."""
+        if nursery.ready.wait(self._patience) or not nursery.usable:
+            return
+        with self._lock:
+            if self._closed or nursery.ready.is_set():
+                return
+            if nursery in self._nurseries:  # One that becomes its worker itself has left it already.
+                self._nurseries.remove(nursery)
+            self._stuck += 1
+        logger.warning(
+            "nursery %d has not imported %s within %.0f s: given up, its workers start cold; see %s",
+            *(nursery.process.pid, ", ".join(self._modules), self._patience, self._log),
+        )
+        nursery.give_up()
+        # There is nothing to wait for any more before this node takes part.
+        self._on_warm()
 
     def _on_ready(self, nursery: Nursery, report: dict[str, object]) -> None:
         if report["failed"]:

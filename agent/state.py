@@ -14,7 +14,7 @@ class Workers(str, Enum):
 
     NONE = "none"
     RUNNING = "running"
-    # Some ranks have ended well, the others are about to.
+    # They were told to stop: until the shell says that they are gone, at the latest until `stop_deadline`.
     STOPPING = "stopping"
 
 
@@ -37,6 +37,8 @@ class AgentSettings:
     node_name: str = ""
     drain_timeout: float = 30.0
     master_outage_timeout: float = 60.0
+    # How long the first registration may go without any answer.
+    connect_timeout: float = 60.0
     # How long a leaver without a word from the master still waits for one, once its part is safe.
     release_timeout: float = 5.0
 
@@ -50,6 +52,9 @@ class AgentState:
     incarnation: str = ""
     generation: int = 0
     registering: bool = False
+    # Of the first registration: until when a master must have answered it, and what it was put off with.
+    answer_deadline: float | None = None
+    postponed: str = ""
     # The user's node name is held by another live node: when to ask again, and until when.
     register_at: float | None = None
     name_deadline: float | None = None
@@ -59,6 +64,8 @@ class AgentState:
     world: control_pb2.World | None = None
     started: int = 0
     workers: Workers = Workers.NONE
+    # Of STOPPING: when it is over, whatever became of the processes.
+    stop_deadline: float = 0.0
     outcome: Outcome = Outcome.NONE
     exits: tuple[tuple[int, int], ...] = ()
     drained_ranks: frozenset[int] = frozenset()
@@ -98,6 +105,8 @@ class AgentState:
     lease: int = 0
     verified: int = 0
     pruning: tuple[str, ...] = ()
+    # Digest of the checkpoint that this node was asked to look for last.
+    sighting: str = ""
     head: str = ""
     # The run has a committed checkpoint.
     has_head: bool = False

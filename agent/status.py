@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import argparse
 import os
+import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import grpc
 
 from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos.text import one_line
 
-from .claim import ClaimFile
+from .claim import Claim, ClaimFile
 from .connection import PROTOCOL, Credentials, code_of, detail_of
 from .credentials import TOKEN_VARIABLE, CredentialFiles
 from .events import EXIT_FAILED, EXIT_FINISHED
 from .handshake import mismatch
+from .spawning import read_token
 
 __all__ = ["scale", "status"]
 
 _TIMEOUT = 5.0
+# To see whether anybody listens where an embedded master was, seconds.
+_LOOK = 1.0
 # The master did answer, and the detail is the line.
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
@@ -39,15 +44,36 @@ def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
         return options.master.split(",")[0], files.read()
     private = Path(options.checkpoint_dir) / ".dalsegno"
     jobs = sorted(path.parent.name for path in private.glob("*/claim.json"))
-    job = options.job_id or (jobs[0] if len(jobs) == 1 else None)
+    job = options.job_id or _the_one(private, jobs)
     if job is None:
-        known = f"known here: {', '.join(jobs)}" if jobs else f"no embedded master has left a claim in {private}"
+        known = f"known here: {', '.join(jobs)}"
+        if not jobs:
+            known = f"no embedded master has left a claim in {private}; --checkpoint-dir says where else"
         raise ValueError(f"name a job with --job-id, or a master with --master HOST:PORT ({known})")
     options.job_id = job
     claim = ClaimFile(private / job).read()
     if claim is None:
         raise ValueError(f"job {job} has no embedded master's claim in {private}; use --master HOST:PORT")
-    return claim.address, Credentials((private / job / "token").read_text(encoding="ascii").strip())
+    return claim.address, Credentials(read_token(private / job))
+
+
+def _the_one(private: Path, jobs: Sequence[str]) -> str | None:
+    """The job that a person means who names none: the only one, or the only one that has a master just now."""
+    if len(jobs) > 1:
+        jobs = [job for job in jobs if _is_served(ClaimFile(private / job).read())]
+    return jobs[0] if len(jobs) == 1 else None
+
+
+def _is_served(claim: Claim | None) -> bool:
+    """Whether somebody listens there."""
+    if claim is None:
+        return False
+    host, _, port = claim.address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK):
+            return True
+    except (OSError, ValueError):
+        return False
 
 
 def status(options: argparse.Namespace) -> int:
@@ -80,9 +106,14 @@ def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
             reply = call(request, timeout=_TIMEOUT, metadata=credentials.metadata)
         except grpc.RpcError as error:
             text = f"the master at {address} does not answer: {code_of(error).name}: {detail_of(error)}"
+            if not options.master and code_of(error) is grpc.StatusCode.UNAVAILABLE:
+                text = (
+                    f"nobody runs job {options.job_id} just now: its embedded master, last at {address}, is gone. The "
+                    "dlrover-run command that began it goes on with it, or begins the next run if this one is finished"
+                )
             if code_of(error) in _REFUSED:
                 text = detail_of(error)
-            print(f"dalsegno: {mismatch(address, credentials) or text}", file=sys.stderr)
+            print(f"dalsegno: {one_line(mismatch(address, credentials) or text)}", file=sys.stderr)
             return EXIT_FAILED
     for line in lines_of(reply):
         print(line)
@@ -116,4 +147,5 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
             f"  epoch {record.epoch}: {record.cause}, {record.nodes} nodes, steps {record.first_step} to "
             f"{record.last_step}, paused {record.paused:.1f} s, lost {record.lost_steps} steps"
         )
-    return lines
+    # What others have put into it cannot move the cursor; the space before it is ours.
+    return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]

@@ -7,6 +7,10 @@ from dalsegno.protos import control_pb2
 from . import events as ev
 from .state import AgentState, Outcome, Workers
 
+# Seconds from SIGKILL until workers count as gone, whatever is heard of them. More than the shell takes to say so, also
+# of processes that are stuck in the kernel, and than torchrun takes to end its own.
+STOP_PATIENCE = 45.0
+
 
 class Turn:
     """The state as it will be, and what is to be done, in order."""
@@ -32,6 +36,8 @@ class Turn:
     def register(self, previous: str) -> None:
         """Under the user's name, or the one it had before, or one that the master gives."""
         self.state.registering = True
+        # A node that was in the job once waits for its master; one that never was may have the wrong address.
+        self.state.answer_deadline = None if previous else self.now + self.state.settings.connect_timeout
         self.do(ev.Register(previous, self.state.settings.node_name or self.state.node))
 
     def register_again(self) -> None:
@@ -71,9 +77,7 @@ class Turn:
     def is_rank_zero(self) -> bool:
         """Whether this node has group rank 0 in the world that it started last."""
         world = self.state.world
-        return world is not None and any(
-            member.group_rank == 0 and member.incarnation == self.state.incarnation for member in world.members
-        )
+        return world is not None and world.place.incarnation == self.state.incarnation and world.place.group_rank == 0
 
     def kill_workers(self) -> None:
         """They are stuck in a collective anyway: no grace."""
@@ -84,6 +88,7 @@ class Turn:
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers = Workers.STOPPING
+            state.stop_deadline = self.now + grace + STOP_PATIENCE
             self.do(ev.StopWorkers(state.started, grace))
 
     def stop_conversion(self) -> None:

@@ -31,19 +31,15 @@ class Place:
 
 
 def place_of(world: control_pb2.World, incarnation: str) -> Place:
-    """The place of one incarnation.
+    """The place of the incarnation that was told of this world.
 
     Raises:
-        ValueError: it is not a member.
+        ValueError: it was told to another one.
     """
-    members = sorted(world.members, key=lambda member: member.group_rank)
-    first = 0
-    for member in members:
-        if member.incarnation == incarnation:
-            total = sum(one.nproc for one in members)
-            return Place(member.group_rank, first, member.nproc, len(members), total, member.node)
-        first += member.nproc
-    raise ValueError(f"incarnation {incarnation} is not a member of epoch {world.epoch}")
+    place = world.place
+    if place.incarnation != incarnation:
+        raise ValueError(f"incarnation {incarnation} was not told of a place in epoch {world.epoch}")
+    return Place(place.group_rank, place.first_rank, place.nproc, world.nodes, world.world_size, place.node)
 
 
 def resume_environment(world: control_pb2.World, run_dir: Path) -> dict[str, str]:

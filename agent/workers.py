@@ -1,7 +1,8 @@
 """Starting, watching and ending the workers of one epoch on this node.
 
 Extends torch's subprocess context: its log files, tee and error files stay; a worker may be an adopted standby
-process, every exit is an event instead of something to poll for, and every process group hangs on the keeper.
+process, every exit is an event instead of something to poll for, and every process group hangs on the keeper. Ending
+them is our own: torch's asks whether a process lives and signals it afterwards, when our watcher may have reaped it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ import logging
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
@@ -34,6 +38,8 @@ __all__ = ["Script", "WorkersContext", "error_message"]
 _LAST_WORDS = 5.0
 # Seconds to wait for a process after SIGKILL before it is given up as stuck in the kernel.
 _KILL_TIMEOUT = 10.0
+# Seconds that the last lines of a worker's files may take to the console.
+_OUTPUT_TIMEOUT = 2.0
 # Of a worker's errors: how much of the file's end is looked at, and how much of its last line is told.
 _TAIL_BYTES = 8192
 _LONGEST_LINE = 300
@@ -82,6 +88,40 @@ class Script:
         return self.own[0] if self.module else Path(self.own[0])
 
 
+class _ColdProcess:
+    """A worker that is our own child, with `StandbyProcess`'s way of being signalled.
+
+    Only `follow` reaps it. So whenever it is signalled the number of its group is still its own.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._lock = threading.Lock()
+        self._reaped = False
+
+    def signal_group(self, signum: int) -> None:
+        """Signals its whole process group while it has not been reaped."""
+        with self._lock:
+            if not self._reaped:
+                kill_group(self.pid, signum)
+
+    def follow(self) -> int:
+        """Waits for its end, kills what is left of its group, and returns its exit status."""
+        try:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            orphans = True
+        except ChildProcessError:
+            # Somebody else has reaped it. A new leader under that number would be somebody else's.
+            orphans = start_time(self.pid) is None
+        with self._lock:
+            if orphans:
+                kill_group(self.pid)
+            code = self._process.wait()
+            self._reaped = True
+        return code
+
+
 class _StandbyHandler(SubprocessHandler):
     """A worker out of a nursery, in the shape in which torch keeps its workers."""
 
@@ -90,12 +130,17 @@ class _StandbyHandler(SubprocessHandler):
         self._stdout = None
         self._stderr = None
         self.local_rank_id = local_rank
-        self.standby = process
         self.proc = process  # type: ignore[assignment]
 
-    def close(self, death_sig: signal.Signals | None = None) -> None:
-        """Signals the whole group, as torch's does."""
-        self.standby.signal_group(death_sig or signal.SIGTERM)
+
+@dataclass(frozen=True)
+class _Running:
+    """One worker, until its watcher has told its exit."""
+
+    process: _ColdProcess | StandbyProcess
+    # Set once nothing of its process group is left.
+    ended: threading.Event
+    watcher: threading.Thread
 
 
 class WorkersContext(SubprocessContext):
@@ -148,7 +193,10 @@ class WorkersContext(SubprocessContext):
         self._lifeline = lifeline
         self._link = link
         self._on_exit = on_exit
-        self._watchers: list[threading.Thread] = []
+        self._running: list[_Running] = []
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._output: threading.Thread | None = None
         self.adopted = 0
 
     def start(self) -> None:
@@ -160,31 +208,79 @@ class WorkersContext(SubprocessContext):
         try:
             self._start()
         except OSError:
-            self.close(signal.SIGKILL, 5)
+            self.stop(0)
             raise
         for tail in self._tail_logs:
             tail.start()
 
     def stop(self, grace: float) -> None:
-        """Ends all workers and waits for them; SIGKILL after `grace` seconds, at once for 0. Bounded.
+        """Ends all workers and waits for them; SIGKILL after `grace` seconds, at once for 0. Any thread, repeatedly.
 
-        Every exit has been told through `on_exit` when this returns.
+        Every exit has been told through `on_exit` when this returns, except of processes that SIGKILL did not end in
+        time: those are named in the log and given up. Takes at most 17 s more than `grace`.
         """
+        with self._lock:
+            self._stopping = True
         if grace > 0:
-            self.close(signal.SIGTERM, max(1, round(grace)))
-        self.close(signal.SIGKILL, round(_KILL_TIMEOUT))
-        for watcher in self._watchers:
-            watcher.join(_LAST_WORDS + _KILL_TIMEOUT)
+            self._signal(signal.SIGTERM)
+            self._wait(grace)
+        self._signal(signal.SIGKILL)
+        if stuck := self._wait(_KILL_TIMEOUT):
+            logger.error("processes %s did not end within %.0f s of SIGKILL: given up", stuck, _KILL_TIMEOUT)
+        deadline = time.monotonic() + _LAST_WORDS
+        for one in self._running:
+            if one.ended.is_set():
+                one.watcher.join(max(0.0, deadline - time.monotonic()))
+        self._end_output()
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """In place of torch's, whose agent calls it."""
+        self.stop(0 if death_sig == signal.SIGKILL else timeout)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        for one in self._running:
+            if not one.ended.is_set():
+                try:
+                    one.process.signal_group(signum)
+                except OSError as error:
+                    logger.warning("process %d cannot be sent %s: %s", one.process.pid, signum.name, error)
+
+    def _wait(self, seconds: float) -> list[int]:
+        """Waits for all workers together; returns the processes that are left."""
+        deadline = time.monotonic() + seconds
+        return [one.process.pid for one in self._running if not one.ended.wait(max(0.0, deadline - time.monotonic()))]
+
+    def _end_output(self) -> None:
+        """Ends the threads that copy files to the console. One whose write does not end is left to itself."""
+
+        def end() -> None:
+            for tail in self._tail_logs:
+                tail.stop()
+            for filtered in (self.filtered_stdout, self.filtered_stderr):
+                if filtered is not None:
+                    filtered.close()
+
+        with self._lock:
+            if self._output is None:
+                self._output = threading.Thread(target=end, name="end-output", daemon=True)
+                self._output.start()
+        self._output.join(_OUTPUT_TIMEOUT)
 
     def _start(self) -> None:
         for rank in range(self.nprocs):
-            handler = self._adopt(rank) or self._start_cold(rank)
-            self.subprocess_handlers[rank] = handler
-            watcher = threading.Thread(target=self._watch, args=(rank, handler), name=f"worker-{rank}", daemon=True)
-            self._watchers.append(watcher)
+            process = self._adopt(rank) or self._start_cold(rank)
+            ended = threading.Event()
+            watcher = threading.Thread(
+                target=self._watch, args=(rank, process, ended), name=f"worker-{rank}", daemon=True
+            )
+            self._running.append(_Running(process, ended, watcher))
+            self._link.started(rank, partial(self._pid, rank))
             watcher.start()
 
-    def _adopt(self, rank: int) -> SubprocessHandler | None:
+    def _pid(self, rank: int) -> int:
+        return self._running[rank].process.pid
+
+    def _adopt(self, rank: int) -> StandbyProcess | None:
         if self._pool is None:
             return None
         process = self._pool.start_worker(
@@ -200,9 +296,10 @@ class WorkersContext(SubprocessContext):
         if process is None:
             return None
         self.adopted += 1
-        return _StandbyHandler(process, rank)
+        self.subprocess_handlers[rank] = _StandbyHandler(process, rank)
+        return process
 
-    def _start_cold(self, rank: int) -> SubprocessHandler:
+    def _start_cold(self, rank: int) -> _ColdProcess:
         handler = get_subprocess_handler(
             entrypoint=self._script.entrypoint,
             args=self.args[rank],
@@ -213,34 +310,44 @@ class WorkersContext(SubprocessContext):
             numa_options=self._numa_options,
         )
         self._lifeline.add_group(handler.proc.pid)
-        return handler
+        for ours in (handler._stdout, handler._stderr):
+            if ours is not None:
+                ours.close()  # The worker has its own.
+        self.subprocess_handlers[rank] = handler
+        return _ColdProcess(handler.proc)
 
-    def _watch(self, rank: int, handler: SubprocessHandler) -> None:
+    def _watch(self, rank: int, process: _ColdProcess | StandbyProcess, ended: threading.Event) -> None:
         """Waits for one worker's end on a thread of its own."""
-        standby = isinstance(handler, _StandbyHandler)
-        code = handler.proc.wait() if standby else self._wait_cold(handler)
-        pid = handler.proc.pid
-        if not self._link.flush(pid, _LAST_WORDS):
-            logger.warning("the last messages of worker %d (process %d) did not come through", rank, pid)
+        if isinstance(process, StandbyProcess):
+            code = process.wait()
+            if process.abandoned and (cold := self._start_instead(rank)) is not None:
+                self._watch(rank, cold, ended)
+                return
+        else:
+            code = process.follow()
+            self._lifeline.drop_group(process.pid)
+        ended.set()
+        if not self._link.flush(process.pid, _LAST_WORDS):
+            logger.warning("the last messages of worker %d (process %d) did not come through", rank, process.pid)
         self._on_exit(rank, code, self._reason(rank, code) if code else "")
+
+    def _start_instead(self, rank: int) -> _ColdProcess | None:
+        """A worker that its nursery could not start; None if all are to end anyway, or it cannot be started."""
+        with self._lock:
+            if self._stopping:
+                return None
+            try:
+                cold = self._start_cold(rank)
+            except OSError:
+                logger.exception("worker %d cannot be started", rank)
+                return None
+            running = self._running[rank]
+            self._running[rank] = _Running(cold, running.ended, running.watcher)
+            return cold
 
     def _reason(self, rank: int, code: int) -> str:
         """Why a worker ended, in one line: what torch's `@record` wrote, or the last line of its errors."""
         return error_message(self.error_files[rank]) or last_words(self.stderrs[rank], code)
-
-    def _wait_cold(self, handler: SubprocessHandler) -> int:
-        pid = handler.proc.pid
-        try:
-            # Not reaped yet, so the number of its group is still its own while the rest of the group is killed.
-            os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-            kill_group(pid)
-        except ChildProcessError:
-            # Reaped by `close`. A new leader under that number would be somebody else's.
-            if start_time(pid) is None:
-                kill_group(pid)
-        code = handler.proc.wait()
-        self._lifeline.drop_group(pid)
-        return code
 
 
 def last_words(path: str, code: int) -> str:

@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: runs all benchmarks, or those named."""
+"""`python -m benchmarks [NAME ...]`: runs all benchmarks, or those named; `NAME FLAG ...` gives one its flags."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import changes, checksums, convert, exchange, peers, reshard, sampler, saving
+from benchmarks import changes, checksums, convert, exchange, peers, rendezvous, reshard, sampler, saving
 
 BENCHMARKS: dict[str, Callable[[], int]] = {
     "checksums": checksums.main,
@@ -17,14 +17,20 @@ BENCHMARKS: dict[str, Callable[[], int]] = {
     "reshard": reshard.main,
     "changes": changes.main,
     "peers": peers.main,
+    "rendezvous": rendezvous.main,
 }
+# Those that take flags of their own.
+WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {"convert": convert.main, "rendezvous": rendezvous.main}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Returns 0 if every benchmark that ran did."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if len(given) > 1 and given[0] in WITH_FLAGS and given[1].startswith("-"):
+        return WITH_FLAGS[given[0]](given[1:])
     flags = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     flags.add_argument("name", nargs="*", choices=[[], *BENCHMARKS], help=f"of {', '.join(BENCHMARKS)}")
-    names = flags.parse_args(arguments).name or list(BENCHMARKS)
+    names = flags.parse_args(given).name or list(BENCHMARKS)
     codes = []
     for name in names:
         print(f"== {name}", flush=True)

@@ -5,6 +5,7 @@
         for micro in accumulate(batch):
             micro.scale(loss_of(wrapped(micro.data))).backward()
         optimizer.step()
+        optimizer.zero_grad()
 
 Works alike with DistributedDataParallel, FSDP (both), DeepSpeed (where the engine defers by itself, and this compares
 notes with it) and modules that nothing wraps.

@@ -4,7 +4,7 @@
     elastic_ds.prepare()
     engine, *_ = deepspeed.initialize(..., config=elastic_ds.config(base, plan, s.resume))
     elastic_ds.restore(engine, s.resume)
-    for batch in s.steps(batches, save=elastic_ds.save(engine)):
+    for batch in s.steps(batches, save=elastic_ds.save(engine), strategy=elastic_ds.strategy(engine)):
         ...
 
 Works for ZeRO stages 0 to 3 without tensor or pipeline parallelism. A checkpoint is loaded in the form that the session

@@ -23,6 +23,7 @@ PROTOCOL = 1
 MAX_FRAME_BYTES = 1 << 20
 SEND_SECONDS = 30.0
 CONNECT_SECONDS = 10.0
+CONNECT_PAUSE_SECONDS = 0.05
 _HEADER = struct.Struct(">I")
 
 
@@ -44,9 +45,8 @@ class Link:
         self._master_seen = False
         self._alive = True
         try:
-            self._socket.settimeout(CONNECT_SECONDS)
-            self._socket.connect(path)
             self._socket.setblocking(False)
+            self._connect(path)
             self.send(worker_pb2.ToAgent(hello=hello))
         except OSError:
             self._socket.close()
@@ -98,6 +98,18 @@ class Link:
             log.debug("the agent's socket was closed already: %s", error)
         self._reader.join(timeout=5.0)
         self._socket.close()
+
+    def _connect(self, path: str) -> None:
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while True:
+            try:
+                self._socket.connect(path)
+                return
+            except BlockingIOError:
+                # Too many others wait to be let in; a socket that is not connected cannot be waited for.
+                if time.monotonic() >= deadline:
+                    raise TimeoutError(f"the agent let nobody in for {CONNECT_SECONDS:g} s") from None
+                time.sleep(CONNECT_PAUSE_SECONDS)  # why: no event tells when there is room
 
     def _send_all(self, data: bytes) -> None:
         deadline = time.monotonic() + SEND_SECONDS

@@ -16,7 +16,7 @@ from .exchange import MAX_STEPS_APART, Boundary
 from .resuming import check_strategy
 from .sampler import check_order
 from .saving import SaveError
-from .worker_session import Session
+from .worker_session import NO_DIRECTORY, Session
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,9 @@ def steps(
             begin after a resume is theirs to know.
         max_steps: Of the whole run, steps before the resume point included.
         save: Writes this rank's part of a checkpoint, see ``Session.save``, or ``background(state)``: while the
-            training goes on. None: nothing is saved, and a drain goes back to the last commit.
-        save_every: Steps between saves; 0: only for drains and at the end.
+            training goes on. None: nothing is saved, and a drain goes back to the last commit. The same where there
+            is no directory (``Session.can_save``); one line says so.
+        save_every: Steps between saves; 0: only for drains and at the end. Without an effect where nothing is saved.
         strategy, any_world_size, create_directory: See ``Session.save``.
         order: Default: that of ``Batches``.
         position: Where the data stands after the present step; default: the batch's ``position_after``.
@@ -63,18 +64,16 @@ def steps(
         seed: Of the random generators, see ``Session.restore_rng``.
 
     Raises:
-        ValueError: ``max_steps`` below 0 or ``save_every`` below 0; the resume point is another strategy's, or of
-            another order of samples, or the data do not begin where it ended.
+        ValueError: ``max_steps`` below 0 or ``save_every`` below 0; there is a directory, and ``save_every`` without
+            ``save``; the resume point is another strategy's, or of another order of samples, or the data do not begin
+            where it ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
         SaveError: The script's ``save`` has a mistake, or the final save failed again and again.
         Drained: See above.
     """
     if save_every < 0 or (max_steps is not None and max_steps < 0):
         raise ValueError(f"max_steps and save_every cannot be negative: {max_steps}, {save_every}")
-    if save is not None and not session.can_save:
-        if session.rank == 0:
-            log.warning("nothing will be saved: give session(checkpoint_dir=...) outside dlrover-run")
-        save = None
+    save = _saving(session, save, save_every)
     if save is not None:
         check_strategy(session.resume, strategy)
     order = order or getattr(data, "order", None)
@@ -94,6 +93,19 @@ def steps(
         },
     )
     return _loop(session, source, run, max_steps, seed)
+
+
+def _saving(
+    session: Session, save: Callable[[Path], None] | Background | None, save_every: int
+) -> Callable[[Path], None] | Background | None:
+    """What the loop saves with; None: it saves nothing, which one line says where the script wanted it."""
+    if session.can_save:
+        if save_every and save is None:
+            raise ValueError(f"save_every={save_every}, and nothing to save with: give save=, or leave save_every out")
+        return save
+    if save is not None and session.rank == 0:
+        log.warning("nothing will be saved: %s", NO_DIRECTORY)
+    return None
 
 
 def _check_data(session: Session, data: Any, order: Order | None, *, moves: bool) -> None:
@@ -175,9 +187,15 @@ class _Run:
             if self._write is None or self._save(drain=True) is not None:
                 self._session.leave_drained()
             self._session.drain_failed()
-        elif self._session.worth_saving or (self._every and boundary.step % self._every == 0):
+        elif self._due(boundary.step):
             self._save(wait=False)
         return True
+
+    def _due(self, step: int) -> bool:
+        """This step is to be saved; never without something to save with, and somewhere to save to."""
+        if self._write is None:
+            return False
+        return self._session.worth_saving or (self._every > 0 and step % self._every == 0)
 
     def finish(self) -> None:
         """The last save, and the word that the training is over."""

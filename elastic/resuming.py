@@ -13,10 +13,11 @@ from .checkpoint import (
     CheckpointDamaged,
     CheckpointName,
     CheckpointStore,
+    Inventory,
     Manifest,
     Position,
     Ref,
-    inventory,
+    inspect,
     lineage,
     read_sealed,
     verify_files,
@@ -125,7 +126,10 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
     if collective.rank == 0:
         try:
             # Sizes are left to the verification, so that a truncated file is named and not just passed over.
-            found = inventory(store.run_dir, check_sizes=False)
+            seen = inspect(store.run_dir, check_sizes=False)
+            found = list(seen.sealed)
+            answer["damaged"] = [[one.name, one.reason] for one in seen.unsealed if one.damaged]
+            _refuse_unreadable(seen)
             answer["runs"] = sorted({f"{m.job_id}/{m.run_id}" for m in found})
             # What the run once left by going back comes last, however far it had gone there.
             chain = [m.name for m in lineage(found)]
@@ -141,6 +145,9 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
             f"{store.run_dir} holds checkpoints of several runs ({', '.join(answer['runs'])}), and each run needs a"
             " directory of its own: move the others away, or give another directory"
         )
+    for name, reason in answer["damaged"]:
+        if collective.rank == 0:
+            log.warning("checkpoint %s is damaged, it does not count: %s", name, reason)
     refs = [Ref(name, digest) for name, digest in answer["found"]]
     sharded = [ref for ref in refs if not _is_later(ref)]
     for ref in sharded:
@@ -160,9 +167,18 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
                 f" are {world_size}), convert it first, or let dlrover-run do that"
             )
         return other or point
-    if sharded:
-        raise RuntimeError(f"all {len(sharded)} checkpoints in {store.run_dir} are damaged; give another directory")
+    damaged = len(sharded) + sum(CheckpointName.parse(name).lease is None for name, _ in answer["damaged"])
+    if damaged:
+        raise RuntimeError(f"all {damaged} checkpoints in {store.run_dir} are damaged; give another directory")
     return None
+
+
+def _refuse_unreadable(seen: Inventory) -> None:
+    """Nobody goes back behind a checkpoint that may be sound. An older one does not matter."""
+    newest_age = max((manifest.parsed_name.age for manifest in seen.sealed), default=(-1, -1, -1))
+    for one in seen.unsealed:
+        if one.unreadable and CheckpointName.parse(one.name).age > newest_age:
+            raise OSError(f"{one.name} cannot be read: {one.reason}; let it be read, or move it away")
 
 
 def _universal_of(

@@ -426,10 +426,7 @@ class Saver:
     def _give_up(self, name: str, step: int, reason: str, drain: bool) -> None:
         if self._identity.rank == 0:
             log.warning("saving %s failed, the run goes on from the checkpoint before: %s", name or "a step", reason)
-            try:
-                if name:
-                    self._store.prune([name])
-            except OSError as error:
+            for error in self._store.prune([name] if name else []).values():
                 log.warning("what the failed save left in %s could not be removed: %s", name, error)
         # No rank may begin the next attempt while the leftovers of this one are being removed.
         self._collective.barrier()

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import signal
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,11 +9,11 @@ from .checkpoint import CheckpointStore
 from .collective import Collective, GlooCollective, Solo
 from .identity import Identity, from_environment
 from .link import Link
+from .loaders import shield_loaders
+from .notices import Notice, noticed
 from .opening import check_world, hello, refuse, take_lock
 from .resuming import Damaged, handed_out, newest
 from .worker_session import Session
-
-log = logging.getLogger(__name__)
 
 _sessions: list[Session] = []
 
@@ -25,7 +22,9 @@ def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: 
     """The session of this process; a second call gives the first one's.
 
     Under ``dlrover-run`` everything comes from the environment. Outside, the world is torchrun's or one rank, and with
-    a ``checkpoint_dir`` the newest sound checkpoint there is the resume point and SIGTERM saves before it stops.
+    a ``checkpoint_dir`` the newest sound checkpoint there is the resume point and SIGTERM saves before it stops. So do,
+    under ``dlrover-run``, all signals that its agent takes for a notice to leave. DataLoader processes that are started
+    afterwards pass over them, so that they are there for the step that is saved.
 
     Args:
         checkpoint_dir: Only for use outside ``dlrover-run``, which has its own.
@@ -44,11 +43,22 @@ def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: 
 
 
 def _open(identity: Identity, keep: int, verify: bool) -> Session:
+    notice = Notice()
+    try:
+        return _open_with(notice, identity, keep, verify)
+    except BaseException:
+        notice.release()
+        raise
+
+
+def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> Session:
     collective: Collective = Solo()
     if identity.world_size > 1:
         collective = GlooCollective(identity.rank, identity.world_size, identity.epoch)
     link = lock = resume = None
     if identity.socket is not None:
+        # Before the agent hears that there is a session: from then on it expects this rank to save.
+        notice.watch(noticed())
         link = Link(identity.socket, hello(identity))
         if identity.resume is not None and identity.run_dir is not None:
             found = handed_out(identity.resume, identity.run_dir, collective, verify=verify)
@@ -65,14 +75,7 @@ def _open(identity: Identity, keep: int, verify: bool) -> Session:
         identity = replace(identity, epoch=collective.broadcast(store.next_epoch() if identity.rank == 0 else None))
         if resume is not None:
             identity = replace(identity, job_id=resume.manifest.job_id, run_id=resume.manifest.run_id)
-    opened = Session(identity, collective, link=link, lock=lock, resume=resume, keep=keep)
-    if identity.alone and identity.run_dir is not None:
-        _drain_on_sigterm(opened)
-    return opened
-
-
-def _drain_on_sigterm(opened: Session) -> None:
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, lambda *_: opened._on_sigterm())
-    else:
-        log.warning("session() was not called in the main thread: SIGTERM will not save before it stops")
+    if not identity.alone or identity.run_dir is not None:
+        notice.watch(noticed())
+        shield_loaders()
+    return Session(identity, collective, link=link, lock=lock, resume=resume, keep=keep, notice=notice)

@@ -38,11 +38,13 @@ class TrainingState:
     Args:
         session: The process's.
         model: Not wrapped: its names must not depend on whether there is more than one rank.
-        parts: The rest by name, in the order in which it is loaded: optimizer, its scheduler, scaler.
+        parts: The rest by name, in the order in which it is loaded: optimizer, its scheduler, scaler. None: this
+            training has none.
     """
 
-    def __init__(self, session: Session, *, model: nn.Module, **parts: Stateful) -> None:
-        self._session, self._model, self._parts = session, model, parts
+    def __init__(self, session: Session, *, model: nn.Module, **parts: Stateful | None) -> None:
+        self._session, self._model = session, model
+        self._parts = {name: part for name, part in parts.items() if part is not None}
         self._checked = False
 
     def files(self) -> dict[str, Any]:

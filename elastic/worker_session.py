@@ -1,17 +1,18 @@
 """A worker's part in an elastic run: who am I, where do I resume, when must I save and go.
 
-s = session(checkpoint_dir="checkpoints")           # the directory is for runs without dlrover-run
-...build, then load s.resume if there is one...
-for batch in s.steps(batches, max_steps=1000, save=save, save_every=100):
-    ...one optimizer step...
-    s.report(loss)
+    s = session(checkpoint_dir="checkpoints")       # the directory is for runs without dlrover-run
+    if s.resume is not None:
+        load(s.resume.path)                         # what save(path) has written
+    for batch in s.steps(batches, max_steps=1000, save=save, save_every=100):
+        loss = train(batch)                         # one optimizer step
+        s.report(loss)
+
+``loop.steps`` is that loop. One of one's own calls what it does: ``meet``, ``begin_step``, ``end_step``, ``save``.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -38,6 +39,7 @@ from .exchange import Boundary, Exchange, Flags
 from .exits import EXIT_DRAINED, Drained, insist
 from .identity import Identity
 from .link import Link
+from .notices import Notice
 from .opening import refuse
 from .reports import Reports
 from .resuming import Damaged, ResumePoint
@@ -46,6 +48,8 @@ from .saving import Content, Saver
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+NO_DIRECTORY = "outside dlrover-run the script names the directory, session(checkpoint_dir=...)"
 
 # After a drain's save failed: seconds until the next try, doubled each time up to the second figure.
 DRAIN_PAUSE_SECONDS, MAX_DRAIN_PAUSE_SECONDS = 2.0, 60.0
@@ -71,6 +75,7 @@ class Session:
         lock: LocalLock | None,
         resume: ResumePoint | None,
         keep: int,
+        notice: Notice,
     ) -> None:
         self.rank, self.world_size, self.local_rank = identity.rank, identity.world_size, identity.local_rank
         self.epoch, self.run_dir, self.resume = 0 if identity.alone else identity.epoch, identity.run_dir, resume
@@ -85,9 +90,12 @@ class Session:
         self._keep = keep
         # What this step number is saved as. At the resume point that is the resume point itself.
         self._saved: tuple[int, Ref] | None = None if resume is None else (resume.step, resume.ref)
+        self._tracked: Tracked | None = None
+        # The best value, where there is no directory and so no checkpoint that could be the best one.
+        self._unsaved_best: Best | None = None
         # What ``improved`` was told of the present step, and whether that makes it worth a checkpoint.
         self._measured: tuple[int, float, bool] | None = None
-        self._terminated = False
+        self._notice = notice
         self._over = False
         self._reports = Reports(link)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
@@ -97,7 +105,7 @@ class Session:
     @property
     def should_drain(self) -> bool:
         """This rank was told to save and stop. Not agreed yet: act on ``Boundary.drain``, which all ranks see alike."""
-        return self._terminated or (self._link is not None and self._link.drain)
+        return self._notice.given or (self._link is not None and self._link.drain)
 
     @property
     def alone(self) -> bool:
@@ -139,7 +147,10 @@ class Session:
 
     @property
     def best(self) -> Best | None:
-        """The best checkpoint so far by the tracked metric; it is never pruned. The same on all ranks."""
+        """The best checkpoint so far by the tracked metric; it is never pruned. The same on all ranks.
+
+        None where nothing is saved, whatever ``improved`` has said.
+        """
         return None if self._saver is None else self._saver.best
 
     def track(self, metric: str, *, mode: str = "min", min_delta: float = 0.0) -> None:
@@ -155,21 +166,22 @@ class Session:
         Raises:
             ValueError: Another mode, or a negative ``min_delta``.
         """
-        tracked = Tracked(metric, mode, min_delta)
+        self._tracked = Tracked(metric, mode, min_delta)
         if self._saver is not None:
-            self._saver.tracked = tracked
+            self._saver.tracked = self._tracked
 
     def improved(self, value: float) -> bool:
         """Whether the present step is the best so far by the tracked metric; if so it is saved at its end. Collective.
 
-        Rank 0's value decides, for all ranks.
+        Rank 0's value decides, for all ranks. It is compared with the best checkpoint's; without a directory, where
+        there are none, with the best value of before.
 
         Raises:
             RuntimeError: Nothing is tracked.
         """
+        tracked = self._check_tracked()
         if self._saver is None:
-            return False
-        self._check_tracked(self._saver)
+            return self._improves_unsaved(tracked, value)
         better = self._saver.improves(value)
         # Asked in the loop's body, it is of the step that has begun and will be counted when it ends.
         self._measured = (self.step + self._exchange.under_way, value, better)
@@ -187,9 +199,9 @@ class Session:
         Raises:
             RuntimeError: Nothing is tracked.
         """
+        tracked = self._check_tracked()
         if self._saver is None:
-            return False
-        tracked = self._check_tracked(self._saver)
+            return self._improves_unsaved(tracked, value)
         if not self._over:
             self.settle()
             value = float(self._collective.broadcast(value))
@@ -293,7 +305,7 @@ class Session:
         """
         self._check_open()
         if self._saver is None:
-            raise RuntimeError("nowhere to save: give session(checkpoint_dir=...) outside dlrover-run")
+            raise RuntimeError(f"nowhere to save: {NO_DIRECTORY}")
         if keep is not None:
             self._keep = keep
         try:
@@ -367,9 +379,9 @@ class Session:
             return
         self.settle()
         self._reports.send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
-        if self.alone and self.run_dir is not None and threading.current_thread() is threading.main_thread():
+        if self.alone:
             # There is nothing left to save; what the script does from here on may be stopped as any program.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._notice.release()
         if self.alone and self.rank == 0 and self._store is not None:
             try:
                 self._store.mark_finished(self.step, self._store.newest())
@@ -380,6 +392,7 @@ class Session:
     def close(self) -> None:
         """For scripts that go on doing other things: leaves the session's group and the agent's socket."""
         self._over = True
+        self._notice.release()
         if self._saver is not None:
             self._saver.close()
         self._collective.close()
@@ -426,11 +439,18 @@ class Session:
         """The present step's checkpoint, if it is saved."""
         return self._saved[1] if self._saved is not None and self._saved[0] == self.step else None
 
-    @staticmethod
-    def _check_tracked(saver: Saver) -> Tracked:
-        if saver.tracked is None:
+    def _check_tracked(self) -> Tracked:
+        if self._tracked is None:
             raise RuntimeError("nothing is tracked: call session.track(metric) first")
-        return saver.tracked
+        return self._tracked
+
+    def _improves_unsaved(self, tracked: Tracked, value: float) -> bool:
+        if not self._over:
+            value = float(self._collective.broadcast(value))
+        better = tracked.improves(value, self._unsaved_best)
+        if better:
+            self._unsaved_best = Best("", tracked.metric, tracked.mode, value)
+        return better
 
     @property
     def _wants_drain(self) -> bool:
@@ -458,16 +478,16 @@ class Session:
             gone = retirable(found, self._keep, used)
             if gone.left:
                 log.warning("%s: of steps that the run has made again since it went back", ", ".join(gone.left))
-            self._store.prune([*gone.left, *gone.old])
+            failures = self._store.prune([*gone.left, *gone.old])
         except OSError as error:
             log.warning("old checkpoints could not be removed: %s", error)
+            return
+        for name, failure in failures.items():
+            log.warning("old checkpoint %s could not be removed: %s", name, failure)
 
     def _check_open(self) -> None:
         if self._over:
             raise RuntimeError("this session is over: the run was drained or finished")
-
-    def _on_sigterm(self) -> None:
-        self._terminated = True
 
 
 def _names(path: Path | None) -> tuple[str, ...]:

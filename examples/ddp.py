@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 examples/ddp.py             two
     dlrover-run --nnodes=1:4 examples/ddp.py                as many as there are, and they may come and go
 
+Outside ``dlrover-run`` it saves where ``--checkpoint-dir DIR`` says, and nowhere without it.
 The lines marked ``elastic`` are what it has beyond a plain DDP script.
 """
 

@@ -4,6 +4,7 @@
     torchrun --nproc-per-node 2 examples/train.py                   two
     dlrover-run --nnodes=1:4 --universal-checkpoint examples/train.py     as many as there are; they may come and go
 
+Outside ``dlrover-run`` it saves where ``--checkpoint-dir DIR`` says, and nowhere without it.
 fp32, no dropout, AdamW: so that the loss curve of a disturbed run can be held against an undisturbed one. The lines
 marked ``elastic`` are what it has beyond a plain DeepSpeed script.
 """

@@ -3,6 +3,8 @@
 python examples/trainer.py                                  one process
 torchrun --nproc-per-node 2 examples/trainer.py             two
 dlrover-run --nnodes=1:4 examples/trainer.py                as many as there are, and they may come and go
+
+Outside ``dlrover-run`` it saves where ``--checkpoint-dir DIR`` says, and nowhere without it.
 """
 
 from __future__ import annotations

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .state import EpochRecord, Node, Part, World
-from .turn import HISTORY, Turn
+from .turn import HISTORY, Turn, names
 
 # A script that has not called `session()` so long after its workers were started may have none (seconds).
 SESSION_WITHIN = 30.0
@@ -13,11 +15,11 @@ UNHEARD = "no steps are heard: the script has not called session()"
 def first_step(turn: Turn, world: World) -> None:
     """The open epoch has made its first step: say what the change cost."""
     job, live = turn.job, turn.live
-    live.first_step_at = turn.now
+    turn.open.first_step_at = turn.now
     job.ever_stepped = True
-    if world.announced:
+    if job.told.first_step:
         return
-    world.announced = True
+    job.told = replace(job.told, first_step=True)
     paused = turn.now - live.paused_since if live.paused_since is not None else 0.0
     lost = max(0, world.left_step - world.resumed_step)
     if world.grown:
@@ -37,9 +39,9 @@ def without_steps(turn: Turn, world: World) -> None:
     The next worlds of such a script are presented when they open.
     """
     live = turn.live
-    if turn.job.has_session or world.presented:
+    if turn.job.has_session or turn.job.told.start:
         return
-    world.presented = True
+    turn.job.told = replace(turn.job.told, start=True)
     turn.notice(f"{headline(world)}; {UNHEARD}")
     paused = live.phase_since - live.paused_since if live.paused_since is not None else 0.0
     record(turn, world, max(0.0, paused), 0)
@@ -47,14 +49,15 @@ def without_steps(turn: Turn, world: World) -> None:
 
 def perhaps_stalled(turn: Turn, world: World) -> None:
     """A script without a session is silent for --stall-timeout: once a world, that nothing will be done about it."""
-    if world.doubted:
+    job = turn.job
+    if job.told.doubt:
         return
-    world.doubted = True
-    limit = f"{turn.job.settings.stall_timeout:.0f} s (--stall-timeout)"
-    finished = [member.node for member in world.members if member.part is Part.FINISHED]
+    job.told = replace(job.told, doubt=True)
+    limit = f"{job.settings.stall_timeout:.0f} s (--stall-timeout)"
+    finished = [member.node for member in world.members if job.part(member) is Part.FINISHED]
     if finished:
-        others = [member.node for member in world.members if member.part is not Part.FINISHED]
-        what = f"{', '.join(finished)} finished, {', '.join(others)} did not for {limit}"
+        others = [member.node for member in world.members if job.part(member) is not Part.FINISHED]
+        what = f"{names(finished)} finished, {names(others)} did not for {limit}"
     else:
         what = f"no rank called session() for {limit}"
     turn.notice(f"{what}: whether the script is at work or stuck cannot be told; it is left alone", True)
@@ -62,24 +65,24 @@ def perhaps_stalled(turn: Turn, world: World) -> None:
 
 def waiting_to_grow(turn: Turn, new: list[Node], until: float) -> None:
     """The newcomers of a script that cannot be drained: when everybody will be restarted for them."""
-    names = {node.name for node in new}
-    if names <= turn.live.growth_told:
+    who = frozenset(node.name for node in new)
+    if who <= turn.open.growth_told:
         return
-    turn.live.growth_told = names
+    turn.open.growth_told = who
     turn.notice(
-        f"{', '.join(sorted(names))} joined: the script has no session() and cannot be drained, so all workers restart"
-        f" with the next commit, or in {until - turn.now:.0f} s (--grow-wait)"
+        f"{names(sorted(who))} joined: the script has no session() and cannot be drained, so all workers restart"
+        f" with the next commit, or in {until - turn.heard:.0f} s (--grow-wait)"
     )
 
 
 def restart_to_grow(turn: Turn, new: list[Node], committed: bool) -> None:
     """Now they are."""
-    names = ", ".join(sorted(node.name for node in new))
+    who = names(sorted(node.name for node in new))
     if committed:
         why = "the commit that was waited for is there"
     else:
         why = f"no commit came within {turn.job.settings.grow_wait:.0f} s (--grow-wait)"
-    turn.notice(f"all workers restart to take {names} in; {why}", not committed)
+    turn.notice(f"all workers restart to take {who} in; {why}", not committed)
 
 
 def headline(world: World) -> str:
@@ -96,26 +99,24 @@ def record(turn: Turn, world: World, paused: float, lost: int) -> None:
     """One entry for a world, also when its first step is heard after all."""
     history = turn.job.history
     if history and history[-1].epoch == world.epoch:
-        del history[-1]
-    history.append(
-        EpochRecord(
-            world.epoch,
-            len(world.members),
-            world.size,
-            ", ".join(world.causes),
-            world.resumed_step,
-            world.universal,
-            round(paused, 3),
-            lost,
-            world.resumed_step + 1,
-            world.resumed_step + 1,
-        )
+        history = history[:-1]
+    entry = EpochRecord(
+        world.epoch,
+        len(world.members),
+        world.size,
+        ", ".join(world.causes),
+        world.resumed_step,
+        world.universal,
+        round(paused, 3),
+        lost,
+        world.resumed_step + 1,
+        world.resumed_step + 1,
     )
-    del history[:-HISTORY]
+    turn.job.history = (*history, entry)[-HISTORY:]
 
 
 def close_record(turn: Turn, world: World, last_step: int) -> None:
     """The world is over."""
     history = turn.job.history
     if history and history[-1].epoch == world.epoch:
-        history[-1].last_step = last_step
+        turn.job.history = (*history[:-1], replace(history[-1], last_step=last_step))

@@ -1,21 +1,36 @@
-"""The master's brain: `handle(state, event, now) -> (state, replies)`. No I/O, no clock, no randomness.
+"""The master's brain: `handle_all(state, events, now) -> (state, replies)`. No I/O, no clock, no randomness.
 
 The same brain runs in the server, in the unit tests and in the simulator. The state handed in is consumed: go on with
 the one that is returned. The shell persists `state.job` before any reply or directive leaves, and sends each watcher
 `view(state, node)` whenever that changed; there are no other effects.
+
+What comes all the time from every node (heartbeats, progress) is only taken note of (`note`), at a constant cost:
+nothing of it is stored, and mostly nothing follows from it. Everything else is decided on in batches: each event
+changes what it is about, and then the state and the time are looked at once (`settle`).
+
+An event that breaks an assertion is set aside: the job goes on from the state before, and people are told once.
 """
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Sequence
+
 from . import calls, forming, membership, phases
-from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened
+from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from .invariants import check
-from .state import Job, Live, Phase, Settings, State
+from .live import EpochLife, Live, Presence, State
+from .state import Job, Phase, Settings
 from .turn import CLOSED_GRACE, Turn
 from .views import status, view
 
-# A bound on transitions within one event: more means two rules undo each other.
+__all__ = ("Reply", "fresh", "handle", "handle_all", "held_up", "note", "recover", "status", "view")
+
+# A bound on transitions within one settling: more means two rules undo each other. Not a matter of how many nodes.
 MAX_MOVES = 50
+# After a Tick that had to be set aside the next one comes so much later, at first and at most (seconds).
+TICK_PAUSE = 1.0
+TICK_PAUSE_MAX = 60.0
 
 
 def fresh(job_id: str, generation: int, settings: Settings | None = None, embedded: bool = False) -> State:
@@ -32,54 +47,128 @@ def recover(job: Job, generation: int, now: float) -> State:
     job.generation = max(job.generation + 1, generation)
     if job.phase.is_terminal:
         # Whoever still asks registers anew and is told how it ended.
-        job.nodes = {}
-    live = Live(phase_since=now, last_arrival=now, moved_at=now)
-    live.heard = dict.fromkeys(job.nodes, now)
-    live.presumed = set(job.nodes)
-    live.joined_at = dict.fromkeys((name for name, node in job.nodes.items() if node.joined is not None), now)
+        for name in list(job.nodes):
+            job.nodes.drop(name)
+    live = Live(phase_since=now, phase_heard=now, last_arrival=now)
     live.held_until = {name: now + pause for name, pause in job.holds.items()}
     live.grow_hold_until = now + forming.growth_hold(job.conversion_failures)
     live.conversion_moved = live.verify_moved = live.retry_at = now
-    if job.drain is not None:
-        live.drain_deadline = now + job.settings.drain_timeout
     if job.growths:
         live.growth_done_at = now
     if job.phase.has_workers or job.phase is Phase.FORMING:
         live.paused_since = now
     state = State(job, live)
-    settle(Turn(state, now))
+    fit(state, now)
+    if job.drain is not None:
+        live.epoch.drain_deadline = now + job.settings.drain_timeout
+    guarded(state, [], now)
     return state
+
+
+def fit(state: State, now: float) -> None:
+    """Whatever became of the job: this process knows of just the nodes and the epoch that it has."""
+    job, live = state.job, state.live
+    heard = live.clock.at(now)
+    known = live.nodes
+    live.nodes = {name: known.get(name) or Presence(heard) for name in job.nodes}
+    for name, node in job.nodes.items():
+        if node.joined is not None and live.nodes[name].joined is None:
+            live.nodes[name].joined = heard
+    epoch = job.world.epoch if job.world is not None else 0
+    if live.epoch.epoch != epoch or now == live.phase_since:
+        live.epoch = EpochLife(epoch=epoch, moved=heard)
 
 
 def handle(state: State, event: Event, now: float) -> tuple[State, list[Reply]]:
     """One event. `now` is monotonic seconds. Exactly one reply for a `Called`, none otherwise."""
-    turn = Turn(state, now)
-    replies: list[Reply] = []
+    state, replies = handle_all(state, [event], now)
+    return state, [reply for reply in replies if reply is not None]
+
+
+def handle_all(state: State, events: Sequence[Event], now: float) -> tuple[State, list[Reply | None]]:
+    """A batch of events that came in until `now`. One reply for each `Called`, None for the others."""
+    return state, guarded(state, events, now)
+
+
+def note(state: State, message: calls.Noted, now: float) -> tuple[Reply, bool]:
+    """A heartbeat or a progress report: constant cost. Returns the reply, and whether the state wants to be settled."""
+    return calls.take_note(Turn(state, now), message)
+
+
+def held_up(state: State, seconds: float, now: float) -> None:
+    """The master's own loop stood still for so long, until now: that time does not count as listened."""
+    state.live.clock.held_up(seconds, state.job.settings.node_timeout)
+
+
+def guarded(state: State, events: Sequence[Event], now: float) -> list[Reply | None]:
+    """Decides; where that fails, one event at a time, and what fails by itself is set aside."""
+    before, wake = state.job.copy(), state.wake
+    try:
+        turn = Turn(state, now)
+        replies = [apply(turn, event) for event in events]
+        settle(turn)
+    except Exception as error:
+        state.job, state.wake = before, wake
+        fit(state, now)
+        if len(events) > 1:
+            return [guarded(state, [event], now)[0] for event in events]
+        return [set_aside(state, events[0] if events else Tick(), error, now)]
+    state.live.tick_pause = 0.0
+    return replies
+
+
+def set_aside(state: State, event: Event, error: Exception, now: float) -> Reply | None:
+    """The event that broke the brain has no effect. People are told once, the shell's log has it all."""
+    live = state.live
+    state.faults.append("".join(traceback.format_exception(error)))
+    what = type(event.message).__name__ if isinstance(event, Called) else type(event).__name__
+    text = (
+        f"the master has an internal error ({what}: {error or type(error).__name__}): it is set aside, the job goes on"
+    )
+    if text not in live.said:
+        live.said.add(text)
+        Turn(state, now).notice(text, True)
+    # What is due is tried again, but not at once: it would fail again.
+    live.tick_pause = min(TICK_PAUSE_MAX, 2 * live.tick_pause or TICK_PAUSE)
+    state.wake = now + live.tick_pause
     if isinstance(event, Called):
-        replies.append(calls.answer(turn, event.message))
+        return Reply("INTERNAL", f"the master failed on this call: {error!r}", None)
+    return None
+
+
+def apply(turn: Turn, event: Event) -> Reply | None:
+    """What one event changes by itself."""
+    job, live = turn.job, turn.live
+    if isinstance(event, Called):
+        reply = calls.answer(turn, event.message)
+        # A word may have set the clock going again.
+        turn.heard = live.clock.at(turn.now)
+        return reply
+    if isinstance(event, HeldUp):
+        held_up(turn.state, event.seconds, turn.now)
+        turn.heard = live.clock.at(turn.now)
     elif isinstance(event, StreamOpened):
-        node = state.job.node_by(event.incarnation)
+        node = job.node_by(event.incarnation)
         if node is not None:
-            state.live.closed.pop(node.name, None)
-            state.live.unopened.discard(node.name)
+            presence = turn.presence(node)
+            presence.closed, presence.opened = None, True
             membership.hear(turn, node)
     elif isinstance(event, StreamClosed):
-        node = state.job.node_by(event.incarnation)
-        if node is not None:
-            state.live.closed.setdefault(node.name, now)
-    elif isinstance(event, HeldUp):
-        membership.forgive(turn)
-    settle(turn)
-    return state, replies
+        node = job.node_by(event.incarnation)
+        if node is not None and turn.presence(node).closed is None:
+            turn.presence(node).closed = turn.heard
+    return None
 
 
 def settle(turn: Turn) -> None:
     """Apply what the state and the time call for until nothing moves."""
     for _ in range(MAX_MOVES):
         turn.state.wake = None
+        membership.look_at_streams(turn)
         moved = release_leavers(turn) or membership.check_liveness(turn) or transition(turn)
-        check(turn.state)
         if not moved:
+            check(turn.state)
+            forming.say_missing(turn)
             return
     raise AssertionError(f"the brain does not come to rest in phase {turn.job.phase.value}")
 
@@ -97,17 +186,13 @@ def transition(turn: Turn) -> bool:
 
 
 def release_leavers(turn: Turn) -> bool:
-    """A leaver without ranks to wait for, whose stream is closed, is simply gone."""
-    for node in list(turn.job.nodes.values()):
-        if not node.leaving or node.name not in turn.live.closed or turn.is_working(node):
+    """Leavers without ranks to wait for, whose streams are closed, are simply gone."""
+    gone = []
+    for node in turn.job.nodes.values():
+        presence = turn.presence(node)
+        if not node.leaving or presence.closed is None or turn.is_working(node):
             continue
-        if membership.spoke_since(turn, node):
-            continue
-        closed = max(turn.live.closed[node.name], turn.live.forgiven_at)
-        if turn.due(closed + CLOSED_GRACE):
-            membership.lose(turn, node, "on notice")
-            return True
-    return False
-
-
-__all__ = ("Reply", "fresh", "handle", "recover", "status", "view")
+        if not membership.spoke_since(presence) and turn.overdue(presence.closed + CLOSED_GRACE):
+            gone.append((node, "on notice"))
+    membership.lose(turn, gone)
+    return bool(gone)

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
 
 from dalsegno.protos import control_pb2
 
-from .state import Checkpoint, Job
+from .state import Checkpoint, Job, Node
 from .turn import Turn
+
+# Damaged forms of one checkpoint that are remembered, and checkpoints sealed too late that wait for their deletion.
+DROPPED_KEPT = 64
+WITNESSES = 2
+# So many are deleted by one order.
+PRUNED_AT_ONCE = 256
+LATE_KEPT = 256
 
 
 def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
@@ -61,8 +70,7 @@ def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
 
 def resume_point(job: Job) -> Checkpoint | None:
     """The newest committed checkpoint that is not retired: highest epoch, then highest step."""
-    usable = [record for record in job.checkpoints if not record.retired]
-    return max(usable, key=lambda record: (record.epoch, record.step), default=None)
+    return job.checkpoints.head
 
 
 def same_shape(record: Checkpoint, world_size: int) -> bool:
@@ -86,7 +94,7 @@ def loads_now(job: Job, record: Checkpoint, world_size: int) -> bool:
 
 def give_up_resharding(turn: Turn, record: Checkpoint) -> None:
     """It did not work, for whatever reason: from now on the checkpoint is converted."""
-    record.reshards = False
+    turn.job.checkpoints.put(replace(record, reshards=False))
     turn.notice(
         f"the workers failed before their first step after {record.name} was loaded by another number of ranks: it is"
         " converted instead",
@@ -94,8 +102,11 @@ def give_up_resharding(turn: Turn, record: Checkpoint) -> None:
     )
 
 
-def record_commit(turn: Turn, message: control_pb2.Checkpoint) -> str:
-    """Record a sealed checkpoint as committed. Returns "" or why it is refused."""
+def record_commit(turn: Turn, message: control_pb2.Checkpoint, by: str) -> str:
+    """Record a sealed checkpoint as committed by a node. Returns "" or why it is refused.
+
+    While no other node has it in sight, nothing older is retired because of it.
+    """
     job = turn.job
     known = job.checkpoint(message.ref.digest)
     if known is not None:
@@ -104,20 +115,47 @@ def record_commit(turn: Turn, message: control_pb2.Checkpoint) -> str:
         return f"{message.ref.name} belongs to {message.run_id}, and this is {job.run_id}"
     if message.epoch != job.epoch:
         return f"epoch {message.epoch} is closed; {message.ref.name} is not part of the run"
-    floor = max((record.step for record in job.checkpoints if record.epoch == job.epoch), default=-1)
+    floor = job.checkpoints.last_step(job.epoch)
     if job.world is not None:
         floor = max(floor, job.world.resumed_step)
     if message.step <= floor:
         return f"{message.ref.name} is not newer than step {floor}"
-    job.checkpoints.append(from_proto(message))
-    if message.step > job.last_failure_step:
-        job.failures = job.reopened = 0
-        job.doubtful = []
+    job.checkpoints.put(replace(from_proto(message), unseen=by))
+    if message.step > job.budget.last_step:
+        job.budget = replace(job.budget, failures=0, doubtful=())
+        job.reopened = 0
     job.ever_stepped = True
     turn.live.grow_after_commit = False
-    turn.live.committed_at = turn.now
+    turn.live.committed = turn.heard
     retire_old(turn)
     return ""
+
+
+def seen(turn: Turn, digests: Iterable[str], node: str) -> None:
+    """A node has checkpoints in sight. What was committed by another is no longer that node's word alone."""
+    confirmed = False
+    for digest in digests:
+        record = turn.job.checkpoint(digest)
+        if record is not None and record.unseen and record.unseen != node:
+            turn.job.checkpoints.put(replace(record, unseen=""))
+            confirmed = True
+    if confirmed:
+        retire_old(turn)
+
+
+def witnesses(job: Job) -> frozenset[str]:
+    """The nodes that should look for the newest commit, which only its committer has seen: two, where there are."""
+    head = job.checkpoints.head
+    if head is None or not head.unseen or job.world is None:
+        return frozenset()
+    found: list[str] = []
+    for name in chain((member.node for member in job.world.members), job.nodes):
+        node = job.nodes.get(name)
+        if node is not None and node.sees_directory and name != head.unseen and name not in found:
+            found.append(name)
+            if len(found) == WITNESSES:
+                break
+    return frozenset(found)
 
 
 def record_form(job: Job, message: control_pb2.Checkpoint) -> str:
@@ -128,19 +166,20 @@ def record_form(job: Job, message: control_pb2.Checkpoint) -> str:
     if message.ref.digest in record.dropped:
         return f"{message.ref.name} is damaged"
     if not record.universal_digest:
-        record.universal_name, record.universal_digest = message.ref.name, message.ref.digest
+        job.checkpoints.put(replace(record, universal_name=message.ref.name, universal_digest=message.ref.digest))
     return ""
 
 
-def drop_form(record: Checkpoint) -> None:
+def drop_form(job: Job, record: Checkpoint) -> None:
     """The later form is damaged: it is made anew, under another name, and this one never counts again."""
-    record.dropped.append(record.universal_digest)
-    record.universal_name = record.universal_digest = ""
+    dropped = (*record.dropped, record.universal_digest)[-DROPPED_KEPT:]
+    job.checkpoints.put(replace(record, dropped=dropped, universal_name="", universal_digest=""))
 
 
-def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint]) -> None:
+def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: Node) -> None:
     """Record what the last opened epoch sealed but nobody could commit any more, and sealed later forms.
 
+    On the word of a node of that epoch, where one is left; else of anybody who has it in sight.
     What older epochs sealed too late is no part of the run, and may go once the run has a newer commit.
     """
     job = turn.job
@@ -151,7 +190,7 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint]) -> Non
         if message.form == control_pb2.FORM_UNIVERSAL:
             forms.append(message)
         elif message.epoch == job.epoch and job.epoch and job.checkpoint(message.ref.digest) is None:
-            refused = record_commit(turn, message)
+            refused = record_commit(turn, message, by.name) if may_tell(turn, by) else "it is told by a stranger"
             if not refused:
                 turn.notice(f"{message.ref.name} was sealed but not yet recorded: it counts")
         elif message.epoch < job.epoch and job.checkpoint(message.ref.digest) is None:
@@ -161,7 +200,16 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint]) -> Non
         record_form(job, message)
 
 
-def note_late(turn: Turn, late: Iterable[control_pb2.Checkpoint]) -> None:
+def may_tell(turn: Turn, node: Node) -> bool:
+    """Whether this node's word counts for what the last epoch sealed: where none of that epoch is here to tell."""
+    job, world = turn.job, turn.job.world
+    if world is None or world.member(node.incarnation) is not None:
+        return True
+    known = (job.node_by(member.incarnation) for member in world.members)
+    return not any(member is not None and turn.presence(member).spoke and turn.is_fresh(member) for member in known)
+
+
+def note_late(turn: Turn, late: list[control_pb2.Checkpoint]) -> None:
     """Have the files of checkpoints deleted that closed epochs sealed and nobody recorded.
 
     Only those older than a commit that was made since: before that, a master that lost its store would read the run
@@ -169,12 +217,12 @@ def note_late(turn: Turn, late: Iterable[control_pb2.Checkpoint]) -> None:
     """
     job = turn.job
     head, known = resume_point(job), {record.digest for record in job.late}
-    spared = bests(record for record in job.checkpoints if not record.retired)
+    spared = bests(job.checkpoints.usable) if late else set()
     for message in late:
         if message.ref.digest in known or message.ref.name in spared:
             continue
-        if head is not None and message.epoch < head.epoch:
-            job.late.append(from_proto(message))
+        if head is not None and message.epoch < head.epoch and len(job.late) < LATE_KEPT:
+            job.late = (*job.late, from_proto(message))
             turn.notice(f"{message.ref.name} is no part of the run, which went on in epoch {head.epoch}: it is deleted")
 
 
@@ -202,26 +250,36 @@ def lineage(found: list[control_pb2.Checkpoint]) -> list[control_pb2.Checkpoint]
     return chain[::-1]
 
 
-def retire(record: Checkpoint, damaged: bool) -> None:
-    record.retired = True
-    record.damaged = record.damaged or damaged
+def retire(job: Job, record: Checkpoint, damaged: bool) -> None:
+    job.checkpoints.put(replace(record, retired=True, damaged=record.damaged or damaged))
 
 
 def retire_old(turn: Turn) -> None:
-    """Beyond the last N, retire what nothing can still choose or use. Recorded before any file is deleted."""
+    """Beyond the last N, retire what nothing can still choose or use. Recorded before any file is deleted.
+
+    What only its committer has seen may not be there at all: it makes nothing older go.
+    """
     job = turn.job
-    usable = sorted((r for r in job.checkpoints if not r.retired), key=lambda r: (r.epoch, r.step), reverse=True)
+    head = job.checkpoints.head
+    if head is None:
+        return
     # What the script said last counts, where it says anything.
-    asked = usable[0].keep if usable else None
-    keep = job.settings.keep_checkpoints if asked is None else asked
+    keep = job.settings.keep_checkpoints if head.keep is None else head.keep
     if keep <= 0:
         return
+    usable = sorted(job.checkpoints.usable, key=lambda record: record.age, reverse=True)
     in_use = in_use_digests(job)
-    kept = [record for number, record in enumerate(usable) if number < keep or record.digest in in_use]
-    spared = {record.digest for record in kept} | {record.digest for record in usable if record.name in bests(kept)}
+    # Where nobody else is here nobody can confirm it either.
+    certain, kept, alone = 0, [], len(job.nodes) < 2
     for record in usable:
-        if record.digest not in spared:
-            retire(record, damaged=False)
+        if certain < keep or record.digest in in_use:
+            kept.append(record)
+        certain += not record.unseen or alone
+    best = bests(kept)
+    spared = {record.digest for record in kept}
+    for record in usable:
+        if record.digest not in spared and record.name not in best:
+            retire(job, record, damaged=False)
 
 
 def bests(kept: Iterable[Checkpoint]) -> set[str]:
@@ -245,15 +303,17 @@ def prunable(job: Job) -> list[Checkpoint]:
     """Retired checkpoints whose files may be deleted now."""
     newest = resume_point(job)
     in_use = in_use_digests(job)
-    return job.late + [
+    gone = [
         record
-        for record in job.checkpoints
-        if record.retired
-        and record.digest not in in_use
-        and (not record.damaged or (newest is not None and (newest.epoch, newest.step) > (record.epoch, record.step)))
+        for record in job.checkpoints.retired
+        if record.digest not in in_use and (not record.damaged or (newest is not None and newest.age > record.age))
     ]
+    return [*job.late, *gone][:PRUNED_AT_ONCE]
 
 
 def forget_pruned(job: Job, digests: set[str]) -> None:
-    job.checkpoints = [record for record in job.checkpoints if not (record.retired and record.digest in digests)]
-    job.late = [record for record in job.late if record.digest not in digests]
+    for record in job.checkpoints.retired:
+        if record.digest in digests:
+            job.checkpoints.drop(record.digest)
+    if any(record.digest in digests for record in job.late):
+        job.late = tuple(record for record in job.late if record.digest not in digests)

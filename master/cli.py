@@ -13,14 +13,19 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from dalsegno.protos.text import one_line
 
 from .auth import TOKEN_VARIABLE, AuthError, TlsFiles, check_exposure, is_loopback, read_token
+from .descriptors import raise_limit
+from .door import MOST_SETTING
 from .job_brain import JobBrain
 from .lifetime import Lifetime
 from .server import BindError, ControlServer, ServerOptions
-from .store import StoreError, Superseded, open_store
+from .store import Store, StoreDamaged, StoreError, Superseded, open_store
 
 if TYPE_CHECKING:
     from .http import Edge
@@ -33,6 +38,17 @@ EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_SUPERSEDED = 3
+
+# Characters of one message in the log.
+LONGEST_MESSAGE = 4000
+# Bytes of the log, of which an older one is kept beside it.
+LARGEST_LOG = 10_000_000
+# Damaged stores that are kept for a person to look at.
+MOST_PUT_ASIDE = 9
+
+STOP = (signal.SIGTERM, signal.SIGINT)
+# Those that may be sent to all processes of a node, Slurm's own choices among them.
+EMBEDDED_STOP = (*STOP, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 # Job ids become directory names and part of addresses.
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -54,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options = _parser().parse_args(arguments)
         _set_up_logging(options.log_file, options.job_id)
+        raise_limit()
         return asyncio.run(_serve(options))
     except (UsageError, AuthError, BindError, StoreError) as error:
         print(f"dlrover-master: {error}", file=sys.stderr)
@@ -66,7 +83,7 @@ async def _serve(options: argparse.Namespace) -> int:
         host=options.host, port=options.port, token=token, tls=_tls(options), insecure=options.insecure
     )
     check_exposure(options.host, token, options.insecure)
-    store = open_store(options.store, options.job_id)
+    store, remark = _open(options)
     brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded)
     server = ControlServer(options.job_id, brain, store, server_options)
     edge = None
@@ -76,24 +93,67 @@ async def _serve(options: argparse.Namespace) -> int:
         await server.start()
         if edge is not None:
             edge.start()
-        _stop_on_signals(server)
-        _announce(server, edge)
-        return await _run(server, options)
+        lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
+        _hear_signals(server, lifetime)
+        _announce(server, edge, remark)
+        return await _run(server, lifetime)
     finally:
         if edge is not None:
             await edge.close()
         await server.close()
 
 
-async def _run(server: ControlServer, options: argparse.Namespace) -> int:
-    lifetime = Lifetime(server, options.idle_timeout, options.linger) if options.embedded else None
+def _open(options: argparse.Namespace) -> tuple[Store, str]:
+    """The store, and what a person must hear of it; empty: nothing.
+
+    An embedded master's that is damaged is put aside. What it knew comes back with registrations and manifests, and
+    nobody would be there to move the file away by hand. Raises StoreError.
+    """
+    try:
+        return _open_sound(options), ""
+    except StoreDamaged as error:
+        if not options.embedded:
+            raise
+        reason = str(error).partition(";")[0]
+    remark = f"{reason}: put aside as {_put_aside(options.store).name}; the job is found again from its checkpoints"
+    log.warning("%s", remark)
+    return _open_sound(options), remark
+
+
+def _open_sound(options: argparse.Namespace) -> Store:
+    """The store, once it was read as a whole. Raises StoreError."""
+    store = open_store(options.store, options.job_id)
+    try:
+        store.load()
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _put_aside(url: str) -> Path:
+    """Gives a damaged store's file another name, one of a few. Raises StoreError."""
+    path = Path(url.partition("://")[2][1:])
+    names = [path.with_name(f"{path.name}.damaged-{number}") for number in range(1, MOST_PUT_ASIDE + 1)]
+    aside = next((name for name in names if not os.path.lexists(name)), names[-1])
+    try:
+        # First what SQLite would play back into the next file of that name.
+        with contextlib.suppress(FileNotFoundError):
+            os.replace(f"{path}-journal", f"{aside}-journal")
+        os.replace(path, aside)
+    except OSError as error:
+        raise StoreError(f"the damaged store {path} cannot be put aside: {error.strerror or error}") from error
+    return aside
+
+
+async def _run(server: ControlServer, lifetime: Lifetime | None) -> int:
     watch = None if lifetime is None else asyncio.create_task(lifetime.run())
     try:
         await server.run()
     except Superseded as error:
         # Not an error of this process: it was stopped or cut off while the job got another master.
         log.warning("%s", error)
-        if options.embedded:
+        if lifetime is not None:
             return EXIT_OK
         print(f"dlrover-master: {error}", file=sys.stderr)
         return EXIT_SUPERSEDED
@@ -132,23 +192,28 @@ def _edge(server: ControlServer, options: argparse.Namespace, token: str | None)
         ) from error
 
 
-def _announce(server: ControlServer, edge: Edge | None) -> None:
-    said = {"address": server.address, "generation": server.driver.generation}
+def _announce(server: ControlServer, edge: Edge | None, remark: str) -> None:
+    said: dict[str, object] = {"address": server.address, "generation": server.driver.generation}
+    if remark:
+        said["remark"] = remark
     line = json.dumps(said if edge is None else said | {"http": edge.address})
     # Whoever started an embedded master may be gone already.
     with contextlib.suppress(BrokenPipeError):
         print(line, flush=True)
 
 
-def _stop_on_signals(server: ControlServer) -> None:
+def _hear_signals(server: ControlServer, lifetime: Lifetime | None) -> None:
+    """A service stops. One that is embedded serves its agents to their end, which may have been told to save and go."""
     loop = asyncio.get_running_loop()
 
-    def stop(signum: signal.Signals) -> None:
-        log.info("stopping on %s", signum.name)
-        server.stop()
+    def heard(signum: signal.Signals) -> None:
+        log.info("%s: %s", signum.name, "stopping" if lifetime is None else "ending as soon as no agent is left")
+        server.stop() if lifetime is None else lifetime.hurry()
 
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(signum, stop, signum)
+    for signum in STOP if lifetime is None else EMBEDDED_STOP:
+        loop.add_signal_handler(signum, heard, signum)
+    # Whoever started an embedded one has blocked them until now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, EMBEDDED_STOP)
 
 
 def _tls(options: argparse.Namespace) -> TlsFiles | None:
@@ -159,15 +224,31 @@ def _tls(options: argparse.Namespace) -> TlsFiles | None:
     return TlsFiles(options.tls_cert, options.tls_key, options.tls_ca)
 
 
+class _Formatter(logging.Formatter):
+    """One line for each message, whatever others have put into it; a traceback keeps its lines."""
+
+    converter = staticmethod(time.gmtime)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = one_line(record.message, LONGEST_MESSAGE)
+        return super().formatMessage(record)
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei).split("\n")
+        return "\n".join("    " + one_line(line) if line.startswith(" ") else one_line(line) for line in lines)
+
+
+def _log_to(file: Path) -> logging.Handler:
+    return RotatingFileHandler(file, maxBytes=LARGEST_LOG, backupCount=1, encoding="utf-8")
+
+
 def _set_up_logging(log_file: Path | None, job_id: str) -> None:
     """The master's own log; without --log-file only what needs attention, on stderr."""
     try:
-        handler = logging.StreamHandler() if log_file is None else logging.FileHandler(log_file, encoding="utf-8")
+        handler = logging.StreamHandler() if log_file is None else _log_to(log_file)
     except OSError as error:
         raise UsageError(f"cannot write the log file {log_file}: {error.strerror or error}") from error
-    formatter = logging.Formatter(f"%(asctime)sZ %(levelname)s [{job_id}/master] %(message)s")
-    formatter.converter = time.gmtime
-    handler.setFormatter(formatter)
+    handler.setFormatter(_Formatter(f"%(asctime)sZ %(levelname)s [{job_id}/master] %(message)s"))
     root = logging.getLogger("dalsegno")
     root.handlers[:] = [handler]
     root.setLevel(logging.WARNING if log_file is None else logging.INFO)
@@ -180,18 +261,20 @@ def _job_id(text: str) -> str:
 
 
 def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65535:
+    if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: a number from 0 (any free one) to 65535")
     return int(text)
 
 
 def _nnodes(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX, for example 1:4")
     low, high = int(match[1]), int(match[2] or match[1])
     if low < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: at least 1 node is needed")
+    if high > MOST_SETTING:
+        raise argparse.ArgumentTypeError(f"{text!r}: at most {MOST_SETTING} nodes")
     if high < low:
         raise argparse.ArgumentTypeError(f"{text!r}: the maximum is below the minimum, did you mean {high}:{low}?")
     return low, high

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from dalsegno.protos import control_pb2
 
+from . import failures
 from .checkpoints import drop_form, resume_point, retire
 from .membership import has_answered, in_rank_order, sees_resume
 from .state import Checkpoint, Conversion, Failure, Node, Verification
@@ -30,11 +34,16 @@ def tend(turn: Turn, source: Checkpoint) -> None:
     if job.conversion is None or job.conversion.source != source.digest:
         job.conversion = Conversion(source=source.digest)
         turn.live.retry_pause = 0.0
-    conversion = job.conversion
-    if conversion.lease:
-        check_owner(turn, conversion)
-    if not conversion.lease and not conversion.blocked:
-        assign(turn, conversion, source)
+    if job.conversion.lease:
+        check_owner(turn, job.conversion)
+    if not job.conversion.lease and not job.conversion.blocked:
+        assign(turn, job.conversion, source)
+
+
+def change(turn: Turn, conversion: Conversion, **changes: Any) -> Conversion:
+    """The conversion with some of it changed."""
+    turn.job.conversion = new = replace(conversion, **changes)
+    return new
 
 
 def retry(turn: Turn) -> None:
@@ -49,10 +58,10 @@ def check_owner(turn: Turn, conversion: Conversion) -> None:
     owner = turn.job.nodes.get(conversion.owner)
     if owner is None or owner.leaving or not turn.is_fresh(owner):
         turn.notice(f"{conversion.owner} can no longer convert: another node takes over")
-        end_lease(conversion)
+        end_lease(turn, conversion)
         return
     limit = stall_limit(turn.job.checkpoint(conversion.source))
-    if turn.due(turn.live.conversion_moved + limit):
+    if turn.overdue(turn.live.conversion_moved + limit):
         failed(turn, conversion, f"no progress for {limit:.0f} s")
 
 
@@ -63,10 +72,9 @@ def stall_limit(source: Checkpoint | None) -> float:
     return max(STALL, largest / SLOW_DISK)
 
 
-def end_lease(conversion: Conversion) -> None:
+def end_lease(turn: Turn, conversion: Conversion) -> Conversion:
     """Nobody converts at present."""
-    conversion.lease = 0
-    conversion.owner = ""
+    return change(turn, conversion, lease=0, owner="")
 
 
 def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
@@ -83,25 +91,31 @@ def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
     ]
     for node in in_rank_order(turn, able):
         if not has_answered(turn, node):
-            if node.name in turn.live.unexpected or turn.is_held(node):
-                continue  # For a held one nobody waits, so nothing would ever end its turn.
+            if nobody_waits_for(turn, node):
+                continue  # Nothing would ever end its turn.
             return  # It is about to: its turn comes first.
         if sees_resume(turn, node):
             job.leases += 1
-            conversion.lease = job.leases
-            conversion.owner = node.name
-            turn.live.conversion_moved = turn.now
+            change(turn, conversion, lease=job.leases, owner=node.name)
+            turn.live.conversion_moved = turn.heard
             turn.live.conversion_done = (-1, 0)
             return
     if conversion.failed:
         block(turn, conversion)
 
 
+def nobody_waits_for(turn: Turn, node: Node) -> bool:
+    """It has not answered, and gathering goes on without it."""
+    gathering = turn.live.gathering
+    loops = gathering.is_crash_looping(node.name, turn.now)
+    return node.name in gathering.overdue or loops or turn.is_held(node)
+
+
 def block(turn: Turn, conversion: Conversion) -> None:
     """Nobody can make it for now. The run goes on as it can; an agent tries again after doubling pauses."""
     live = turn.live
     if not conversion.blocked:
-        conversion.blocked = True
+        change(turn, conversion, blocked=True)
         live.retry_pause = min(RETRY_MAX, live.retry_pause * 2) if live.retry_pause else RETRY_FIRST
         live.retry_at = turn.now + live.retry_pause
 
@@ -109,11 +123,9 @@ def block(turn: Turn, conversion: Conversion) -> None:
 def failed(turn: Turn, conversion: Conversion, reason: str) -> None:
     """ENVIRONMENT: one more agent tries."""
     turn.notice(f"converting on {conversion.owner} failed: {reason}", True)
-    if conversion.owner not in conversion.failed:
-        conversion.failed.append(conversion.owner)
-    conversion.reason = reason
-    end_lease(conversion)
-    if len(conversion.failed) >= 2:
+    who = conversion.failed if conversion.owner in conversion.failed else (*conversion.failed, conversion.owner)
+    conversion = change(turn, conversion, failed=who, reason=reason, lease=0, owner="")
+    if len(who) >= 2:
         block(turn, conversion)
 
 
@@ -121,8 +133,7 @@ def unblock(turn: Turn) -> None:
     """A node joined: try again at once."""
     conversion = turn.job.conversion
     if conversion is not None and conversion.blocked:
-        conversion.blocked = False
-        conversion.failed = []
+        change(turn, conversion, blocked=False, failed=())
 
 
 def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tuple[str, str]:
@@ -132,18 +143,17 @@ def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tup
         return "OK", ""  # Its commit has opened the world already.
     if conversion is None or not request.lease or conversion.lease != request.lease or conversion.owner != node.name:
         return "FAILED_PRECONDITION", f"lease {request.lease} is no longer held by {node.name}"
+    source = turn.job.checkpoint(conversion.source)
     if request.state == control_pb2.CONVERSION_STATE_WORKING:
         files, moved = turn.live.conversion_done
         if request.files_done > files or request.bytes_done > moved:
             turn.live.conversion_done = max(files, request.files_done), max(moved, request.bytes_done)
-            turn.live.conversion_moved = turn.now
+            turn.live.conversion_moved = turn.heard
     elif request.state == control_pb2.CONVERSION_STATE_READY:
-        source = turn.job.checkpoint(conversion.source)
         if source is None or not source.universal_digest:
             failed(turn, conversion, "ready without a committed form")
     elif request.state == control_pb2.CONVERSION_STATE_SOURCE_BAD:
-        end_lease(conversion)
-        source = turn.job.checkpoint(conversion.source)
+        end_lease(turn, conversion)
         if source is not None:
             suspect(turn, source, False, node.name, request.message)
     else:
@@ -158,7 +168,7 @@ def suspect(turn: Turn, record: Checkpoint, universal: bool, reporter: str, mess
         return
     job.verifications += 1
     job.verification = Verification(job.verifications, record.digest, universal, reporter, message=message)
-    turn.live.verify_moved = turn.now
+    turn.live.verify_moved = turn.heard
     name = record.universal_name if universal else record.name
     turn.notice(f"{reporter} cannot read {name} ({message}): it is being verified", True)
 
@@ -175,26 +185,30 @@ def tend_verification(turn: Turn) -> None:
     verifier = turn.job.nodes.get(verification.verifier)
     usable = verifier is not None and not verifier.leaving and turn.is_fresh(verifier)
     if not verification.number:
-        if not turn.due(turn.live.verify_moved + verify_pause(verification)):
+        if not turn.due(turn.live.verify_retry_at):
             return
     elif usable:
-        if not turn.due(turn.live.verify_moved + VERIFY_STALL):
+        if not turn.overdue(turn.live.verify_moved + VERIFY_STALL):
             return
-        inconclusive(turn, verification, f"nothing read for {VERIFY_STALL:.0f} s")
+        verification = inconclusive(turn, verification, f"nothing read for {VERIFY_STALL:.0f} s")
+    ask(turn, verification)
+
+
+def ask(turn: Turn, verification: Verification) -> None:
+    """Gives the order to verify. Who was asked before, and who reported it, only where there is nobody else."""
     able = [
         node
         for node in in_rank_order(turn, list(turn.job.nodes.values()))
         if node.sees_directory and not node.leaving and turn.is_fresh(node)
     ]
-    if able:
-        # Who was asked before, and then who reported it, only where there is nobody else.
-        unable, asked, reporter = verification.unable, verification.verifier, verification.reporter
-        chosen = min(able, key=lambda node: (unable.count(node.name), node.name == asked, node.name == reporter))
-        turn.job.verifications += 1
-        verification.number = turn.job.verifications
-        verification.verifier = chosen.name
-        turn.live.verify_moved = turn.now
-        turn.live.verify_bytes = 0
+    if not able:
+        return
+    unable, asked, reporter = verification.unable, verification.verifier, verification.reporter
+    chosen = min(able, key=lambda node: (unable.count(node.name), node.name == asked, node.name == reporter))
+    turn.job.verifications += 1
+    turn.job.verification = replace(verification, number=turn.job.verifications, verifier=chosen.name)
+    turn.live.verify_moved = turn.heard
+    turn.live.verify_bytes = 0
 
 
 def verify_pause(verification: Verification) -> float:
@@ -206,13 +220,17 @@ def verify_at_once(turn: Turn) -> None:
     """A node joined: it may be able to read what others could not."""
     verification = turn.job.verification
     if verification is not None and not verification.number:
-        turn.live.verify_moved = float("-inf")
+        turn.live.verify_retry_at = turn.now
 
 
 def cannot_verify(turn: Turn) -> bool:
     """Nobody has been able to say whether a checkpoint is damaged."""
     verification = turn.job.verification
-    return verification is not None and len(verification.unable) >= VERIFY_TRIES
+    return verification is not None and is_unable(verification)
+
+
+def is_unable(verification: Verification) -> bool:
+    return len(verification.unable) >= VERIFY_TRIES
 
 
 def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) -> tuple[str, str]:
@@ -225,7 +243,7 @@ def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) ->
     if request.working:
         if request.bytes_done > turn.live.verify_bytes:
             turn.live.verify_bytes = request.bytes_done
-            turn.live.verify_moved = turn.now
+            turn.live.verify_moved = turn.heard
         return "OK", ""
     if request.inconclusive:
         inconclusive(turn, verification, request.message)
@@ -238,25 +256,24 @@ def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) ->
         acquit(turn, verification, record)
     elif verification.universal:
         turn.notice(f"{record.universal_name} is damaged ({request.message}): it is made anew", True)
-        drop_form(record)
+        drop_form(job, record)
     else:
-        retire(record, damaged=True)
+        retire(job, record, damaged=True)
         before = resume_point(job)
         back = f"going back to {before.name}" if before is not None else "no checkpoint is left: starting from step 0"
         turn.notice(f"{record.name} is damaged ({request.message}): {back}", True)
     return "OK", ""
 
 
-def inconclusive(turn: Turn, verification: Verification, reason: str) -> None:
+def inconclusive(turn: Turn, verification: Verification, reason: str) -> Verification:
     """A file system that fails says nothing about the checkpoint: another is asked, or the same one again later."""
     if verification.message != reason:
-        verification.message = reason
         turn.notice(f"{verification.verifier} cannot verify the checkpoint ({reason}): it is tried again", True)
     # The order with this number is answered; `verifier` stays as who was asked last.
-    verification.number = 0
-    verification.unable.append(verification.verifier)
-    del verification.unable[:-UNABLE_KEPT]
-    turn.live.verify_moved = turn.now
+    unable = (*verification.unable, verification.verifier)[-UNABLE_KEPT:]
+    turn.job.verification = new = replace(verification, message=reason, number=0, unable=unable)
+    turn.live.verify_retry_at = turn.now + verify_pause(new)
+    return new
 
 
 def acquit(turn: Turn, verification: Verification, record: Checkpoint) -> None:
@@ -264,9 +281,8 @@ def acquit(turn: Turn, verification: Verification, record: Checkpoint) -> None:
     job = turn.job
     reporter = job.nodes.get(verification.reporter)
     if verification.verifier != verification.reporter and reporter is not None:
-        reporter.unreadable = record.digest
+        turn.update(reporter, unreadable=record.digest)
         turn.notice(f"{record.name} verifies on {verification.verifier}: {reporter.name} becomes a spare", True)
-    elif job.world is not None and job.pending_failure is None:
-        job.pending_failure = Failure(
-            job.world.epoch, verification.reporter, f"{record.name} verifies but does not load", record.step
-        )
+    elif job.world is not None:
+        text = f"{record.name} verifies but does not load"
+        failures.blame(turn, Failure(job.world.epoch, verification.reporter, text, record.step))

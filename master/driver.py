@@ -1,8 +1,10 @@
 """The one task that owns the brain.
 
 Every call, stream and timer becomes an event in a bounded queue. A *turn* takes everything that is queued, lets the
-brain decide on it, saves the durable half of the state in one transaction if it changed (group commit: what arrives
+brain decide on it, saves what changed of the durable half of the state in one transaction (group commit: what arrives
 meanwhile shares the next one), and only then lets the effects out: first the replies, then the directives.
+
+What comes every second from every node, heartbeats and progress, waits for no turn: the brain takes note of it at once.
 """
 
 from __future__ import annotations
@@ -21,10 +23,10 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
-from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
-from .store import Store, StoreUnavailable
+from .events import Called, Event, Reply, StreamClosed, StreamOpened, Tick
+from .store import Rows, Store, StoreStarved, StoreUnavailable
 
-__all__ = ("HELD_UP_AFTER", "Brain", "BrainState", "Driver")
+__all__ = ("HELD_UP_AFTER", "Brain", "BrainState", "Driver", "Views")
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +54,10 @@ class BrainState(Protocol):
     def wake(self) -> float | None:
         """When the brain wants a Tick, in the clock of `now`; None: not before the next event."""
 
+    @property
+    def faults(self) -> list[str]:
+        """Tracebacks of events that were set aside; taken out by the shell."""
+
 
 S = TypeVar("S", bound=BrainState)
 
@@ -59,31 +65,66 @@ S = TypeVar("S", bound=BrainState)
 class Brain(Protocol[S]):
     """The pure functions of `master/brain.py`, bound to one job. Times are monotonic seconds."""
 
-    def begin(self, saved: bytes | None, generation: int, now: float, /) -> S:
-        """The state of a new job, or the one that `saved` holds. Raises StoreError."""
+    def begin(self, rows: dict[str, bytes], generation: int, now: float, /) -> S:
+        """The state of a new job, or the one that `rows` hold. Raises StoreError."""
 
-    def encode(self, state: S, /) -> bytes:
-        """The durable half; the same content gives the same bytes."""
+    def changes(self, state: S, /) -> Rows:
+        """What is to be stored of the durable half since the last time this was asked."""
 
     def generation(self, state: S, /) -> int:
         """The generation that the state wants to speak with: higher than given where agents knew a higher one."""
 
-    def handle(self, state: S, event: Event, now: float, /) -> tuple[S, list[Reply]]:
-        """The next state, and one reply if the event is a `Called`. May change `state` in place."""
+    def handle_all(self, state: S, events: list[Event], now: float, /) -> tuple[S, list[Reply | None]]:
+        """The next state, and one reply for each `Called` (None for others). May change `state` in place."""
 
-    def view(self, state: S, node: str, incarnation: str, /) -> control_pb2.Directive | None:
-        """What that agent should be doing; None where the incarnation is unknown."""
+    def note(self, state: S, message: Any, now: float, /) -> tuple[Reply, bool]:
+        """A heartbeat or progress: its reply, and whether the state wants a turn. Changes `state` in place."""
+
+    def admits(self, state: S, incarnation: str, secret: bytes, /) -> bool:
+        """Whether this is the agent that registered the incarnation, as far as it is known."""
+
+    def held_up(self, state: S, seconds: float, now: float, /) -> None:
+        """The loop stood still for so long until now."""
+
+    def look(self, state: S, /) -> Any:
+        """What all directives of this moment have in common; the same object while nothing of it changed."""
+
+    def key(self, common: Any, node: str, incarnation: str, /) -> object:
+        """Equal where a node's directive is; None where the incarnation is unknown."""
+
+    def directive(self, common: Any, node: str, /) -> control_pb2.Directive:
+        """What that agent should be doing."""
 
     def status(self, state: S, now: float, /) -> control_pb2.StatusReply:
         """For people and tools."""
 
 
+class Views:
+    """What agents should be doing at one moment. Only good until the next turn."""
+
+    def __init__(self, brain: Brain[Any], common: Any) -> None:
+        self._brain = brain
+        self.common = common
+
+    def key(self, node: str, incarnation: str) -> object:
+        """Equal where what this agent is told is; None where it is unknown."""
+        return self._brain.key(self.common, node, incarnation)
+
+    def directive(self, node: str) -> control_pb2.Directive:
+        """Of a node that has a key."""
+        return self._brain.directive(self.common, node)
+
+
+# Taken note of at once.
+NOTED = (control_pb2.HeartbeatRequest, control_pb2.ProgressRequest)
+
+_HEARD = Reply("OK", "", None)
 _REFUSED = Reply("UNAVAILABLE", "the master is stopping or starting: try again", None)
 
 
 @dataclass
 class _Entry:
-    event: Event | None  # None: a question about the status
+    event: Event
     answer: asyncio.Future[Reply]
 
 
@@ -109,13 +150,12 @@ class Driver:
         self._clock = clock
         self._held_up_after = held_up_after
         self.generation = store.raise_generation()
-        self._saved = store.load()
-        self._state: Any = brain.begin(self._saved, self.generation, clock())
-        self._streams: set[tuple[str, str]] = set()
+        self._state: Any = brain.begin(store.load(), self.generation, clock())
         self._queue: deque[_Entry] = deque()
         self._arrived = asyncio.Event()
         self._stopping = False
-        self._held_up = False
+        # Something was noted that wants a turn.
+        self._news = False
         self._alive_at = clock()
         # One thread: two writes of one store never overlap.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dalsegno-store")
@@ -123,13 +163,45 @@ class Driver:
         self.heard_at = clock()
 
     async def call(self, message: Message) -> Reply:
-        """The brain's reply to a request, once what it decided is durable."""
-        self.heard_at = self._clock()
-        return await self._ask(Called(message))
+        """The brain's reply to a request, once what it decided is durable.
 
-    async def status(self) -> Reply:
-        """A `StatusReply` of the job as the last durable state has it."""
-        return await self._ask(None)
+        Of heartbeats and progress nothing is stored, so they are answered at once.
+        """
+        now = self._beat()
+        self.heard_at = now
+        if isinstance(message, NOTED):
+            return self._note(message, now)
+        if len(self._queue) >= QUEUE_LIMIT:
+            return Reply("RESOURCE_EXHAUSTED", "the master has too many calls waiting: try again", None)
+        return await self._put(Called(message))
+
+    def status(self) -> Reply:
+        """A `StatusReply` of the job as it stands in memory: it does not wait for a slow store."""
+        if self._stopping:
+            return _REFUSED
+        try:
+            return Reply("OK", "", self._brain.status(self._state, self._clock()))
+        except Exception as error:
+            # It only reads: what cannot be shown is no reason to stop the job.
+            log.exception("the master cannot say how the job stands")
+            return Reply("INTERNAL", f"the master cannot say how the job stands: {error!r}", None)
+
+    def admits(self, incarnation: str, secret: bytes) -> bool:
+        """Whether who knows this secret may watch for the incarnation. One that nobody knows learns just that."""
+        return self._brain.admits(self._state, incarnation, secret)
+
+    def _note(self, message: Message, now: float) -> Reply:
+        if self._stopping:
+            return _REFUSED
+        try:
+            reply, news = self._brain.note(self._state, message, now)
+        except Exception as error:
+            log.exception("the master failed on %s", type(message).__name__)
+            return Reply("INTERNAL", f"the master failed on this call: {error!r}", None)
+        if news:
+            self._news = True
+            self._arrived.set()
+        return reply
 
     def tell(self, event: StreamOpened | StreamClosed) -> asyncio.Future[Reply]:
         """Queues what happened to a stream. Never refused: the server limits how many streams there are.
@@ -138,9 +210,9 @@ class Driver:
         """
         return self._put(event)
 
-    def view(self, node: str, incarnation: str) -> control_pb2.Directive | None:
+    def views(self) -> Views:
         """Only within `on_turn`: between two turns the state is durable, during one it may not be."""
-        return self._brain.view(self._state, node, incarnation)
+        return Views(self._brain, self._brain.look(self._state))
 
     def stop(self) -> None:
         """Ends `run` after the present turn."""
@@ -162,12 +234,7 @@ class Driver:
             self._queue.clear()
             self._stopping = True
 
-    async def _ask(self, event: Called | None) -> Reply:
-        if len(self._queue) >= QUEUE_LIMIT:
-            return Reply("RESOURCE_EXHAUSTED", "the master has too many calls waiting: try again", None)
-        return await self._put(event)
-
-    def _put(self, event: Event | None) -> asyncio.Future[Reply]:
+    def _put(self, event: Event) -> asyncio.Future[Reply]:
         answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         entry = _Entry(event, answer)
         if self._stopping:
@@ -179,7 +246,7 @@ class Driver:
 
     async def _wait(self) -> None:
         """Returns when there is an event, a due timer, or a reason to stop."""
-        if self._queue or self._stopping:
+        if self._queue or self._news or self._stopping:
             return
         self._arrived.clear()
         wake = self._state.wake
@@ -190,100 +257,59 @@ class Driver:
 
     async def _turn(self) -> None:
         now = self._beat()
+        self._news = False
         entries = [self._queue.popleft() for _ in range(min(len(self._queue), TURN_LIMIT))]
+        events = [entry.event for entry in entries] or [Tick()]
         try:
-            answers = self._decide_all(entries, now)
+            self._state, replies = self._brain.handle_all(self._state, events, now)
+            self._say_faults()
             await self._persist()
         except BaseException:
             self._refuse(entries)
             raise
-        for entry, reply in zip(entries, answers, strict=True):
+        for entry, reply in zip(entries, replies, strict=False):
             # A caller that hung up has cancelled its future.
             if not entry.answer.done():
-                entry.answer.set_result(reply)
+                entry.answer.set_result(reply or _HEARD)
         self._on_turn()
+        # Also a turn that had nothing to store lets others have the loop.
+        await asyncio.sleep(0)
 
-    def _decide_all(self, entries: list[_Entry], now: float) -> list[Reply]:
-        if self._held_up:
-            # Before anything that would be judged by the time: nobody could be heard meanwhile.
-            self._held_up = False
-            self._decide(HeldUp(), now)
-        answers: list[Reply] = []
-        for entry in entries:
-            try:
-                answers.append(self._answer(entry, now))
-            except Exception as error:
-                if not isinstance(entry.event, Called):
-                    raise
-                # A bug in one decision: one caller's trouble, not the job's. What this turn had decided before is
-                # in a state that cannot be trusted any more, so those callers come again.
-                log.exception("the master failed on %s", type(entry.event.message).__name__)
-                self._begin_again(now)
-                answers = [_REFUSED] * len(answers)
-                answers.append(Reply("INTERNAL", f"the master failed on this call: {error!r}", None))
-        # After what was queued: a heartbeat that has arrived counts before a deadline does. A backlog goes first.
-        if not self._queue and self._state.wake is not None and self._state.wake <= now:
-            self._decide(Tick(), now)
-        return answers
-
-    def _answer(self, entry: _Entry, now: float) -> Reply:
-        if entry.event is None:
-            return self._status(now)
-        if isinstance(entry.event, StreamOpened):
-            self._streams.add((entry.event.node, entry.event.incarnation))
-        if isinstance(entry.event, StreamClosed):
-            self._streams.discard((entry.event.node, entry.event.incarnation))
-        replies = self._decide(entry.event, now)
-        if isinstance(entry.event, Called):
-            if len(replies) != 1:
-                raise AssertionError(f"{len(replies)} replies to one {type(entry.event.message).__name__}")
-            return replies[0]
-        return Reply("OK", "", None)
-
-    def _status(self, now: float) -> Reply:
-        try:
-            return Reply("OK", "", self._brain.status(self._state, now))
-        except Exception as error:
-            # It only reads: what cannot be shown is no reason to stop the job.
-            log.exception("the master cannot say how the job stands")
-            return Reply("INTERNAL", f"the master cannot say how the job stands: {error!r}", None)
-
-    def _decide(self, event: Event, now: float) -> list[Reply]:
-        self._state, replies = self._brain.handle(self._state, event, now)
-        return replies
-
-    def _begin_again(self, now: float) -> None:
-        """Goes back to the stored state, as a restarted master would; the streams are still there."""
-        self._state = self._brain.begin(self._saved, self.generation, now)
-        for node, incarnation in sorted(self._streams):
-            self._decide(StreamOpened(node, incarnation), now)
+    def _say_faults(self) -> None:
+        faults, self._state.faults[:] = list(self._state.faults), []
+        for fault in faults:
+            log.error("an event was set aside, the job goes on without it\n%s", fault)
 
     async def _persist(self) -> None:
-        data = self._brain.encode(self._state)
-        if data == self._saved:
+        rows = self._brain.changes(self._state)
+        generation = self._brain.generation(self._state)
+        if not rows and generation <= self.generation:
             return
         loop = asyncio.get_running_loop()
         give_up = self._clock() + SAVE_TIMEOUT
         pause = SAVE_PAUSE
+        said = ""
         while True:
             try:
-                await loop.run_in_executor(self._writer, self._save, data, self._brain.generation(self._state))
+                await loop.run_in_executor(self._writer, self._save, rows, generation)
+                return
             except StoreUnavailable as error:
                 # No effect may leave before its state is kept. Agents repeat their calls, training goes on.
-                if self._clock() + pause > give_up or self._stopping:
+                # A store that is well is never given up: a restarted master would have no more descriptors.
+                starved = isinstance(error, StoreStarved)
+                if self._stopping or (not starved and self._clock() + pause > give_up):
                     raise
-                log.warning("%s; trying again", error)
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("%s; trying again", error)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, SAVE_PAUSE_MAX)
-            else:
-                self._saved = data
-                return
 
-    def _save(self, data: bytes, generation: int) -> None:
+    def _save(self, rows: Rows, generation: int) -> None:
         """In the writer's thread."""
         if generation > self.generation:
             self.generation = self._store.raise_generation(above=generation - 1, owner=self.generation)
-        self._store.save(data, self.generation)
+        self._store.save(rows, self.generation)
 
     def _refuse(self, entries: list[_Entry] | deque[_Entry]) -> None:
         for entry in entries:
@@ -297,10 +323,13 @@ class Driver:
             self._beat()
 
     def _beat(self) -> float:
+        """The loop runs. Before any word is taken note of: time in which nobody could be heard does not count."""
         now = self._clock()
-        if now - self._alive_at > self._held_up_after:
-            log.warning("the master was held up for %.1f s", now - self._alive_at)
-            self._held_up = True
-            self._arrived.set()
+        gap = now - self._alive_at
         self._alive_at = now
+        if gap > self._held_up_after:
+            log.warning("the master was held up for %.1f s", gap)
+            self._brain.held_up(self._state, gap - self._held_up_after / 4, now)
+            self._news = True
+            self._arrived.set()
         return now

@@ -37,7 +37,9 @@ class Tick:
 
 @dataclass(frozen=True)
 class HeldUp:
-    """The master's own loop stood still longer than a heartbeat interval: nobody's silence proves anything."""
+    """The master's own loop stood still for so long, until now: meanwhile nobody's silence proved anything."""
+
+    seconds: float
 
 
 Event = Called | StreamOpened | StreamClosed | Tick | HeldUp

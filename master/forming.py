@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from . import announcements, conversion, failures
+from . import announcements, conversion, failures, sight
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
-from .membership import agree_on_directory, eligible, expected, has_answered, of_size, sees_resume, select
+from .live import EpochLife, State
+from .membership import agree_on_directory, eligible, expected, has_answered, of_size, select
 from .phases import end, hopeless
 from .scaling import has_shrunk, of_nodes
-from .state import Checkpoint, Member, Node, Phase, World
-from .turn import Turn
+from .state import Checkpoint, Member, Node, Part, Phase, Told, World
+from .turn import Turn, names
 
 # After a conversion that failed on a growth, growing waits for a doubling time (seconds).
 GROW_HOLD = 30.0
 GROW_HOLD_MAX = 600.0
+# Quiet time is waited for after each arrival, but not longer than so many quiet times, and so many seconds, in all.
+QUIET_TIMES = 20.0
+QUIET_LEAST = 20.0
+# What WAITING lacks is told anew at most so often (seconds): with many nodes it changes all the time.
+MISSING_EVERY = 1.0
 
 
 def forming(turn: Turn) -> bool:
@@ -20,29 +26,34 @@ def forming(turn: Turn) -> bool:
     job = turn.job
     if job.listening:
         return listening(turn)
-    if job.world is not None and job.pending_failure is not None and hopeless(turn):
-        end(turn, Phase.FAILED, f"{job.pending_failure.node}: {job.pending_failure.message}")
+    pending = job.budget.pending
+    if job.world is not None and pending is not None and hopeless(turn):
+        end(turn, Phase.FAILED, f"{pending.node}: {pending.message}")
         return True
     agree_on_directory(turn)
     conversion.retry(turn)
-    conversion.tend_verification(turn)
     gathering = expected(turn)
     ready = eligible(turn)
-    prospects = {node.name: node for node in [*ready, *(n for n in gathering if not has_answered(turn, n))]}
+    waited_for = [node for node in gathering if not has_answered(turn, node)]
+    if sight.look(turn, ready, waited_for):
+        return True
+    conversion.tend_verification(turn)
+    prospects = {node.name: node for node in [*ready, *waited_for]}
     possible = len(prospects) - len(prospects) % max(1, job.settings.node_unit)
     stuck = is_blocked(turn) and not old_shape(turn, resume_point(job), ready)
     stuck = stuck or conversion.cannot_verify(turn)
     moved = wait_or_form(turn, possible >= job.settings.min_nodes and not stuck)
     if job.verification is not None or job.phase.is_terminal:
         return moved
-    gathered = is_gathered(turn, gathering, ready)
+    gathered = is_gathered(turn, waited_for, ready)
     candidate = select(turn, ready if gathered else list(prospects.values()))
     resume = resume_point(job)
     if not candidate:
         return moved
     if resume is not None and resume.reshards and gathered and failures.cannot_reshard(turn, resume):
         give_up_resharding(turn, resume)
-        job.pending_failure = None  # Counted as the script's only if it fails again.
+        failures.acquit(turn)  # Counted as the script's only if it fails again.
+        resume = resume_point(job)
     if not gate_open(turn, resume, candidate):
         # A block that came just now may mean WAITING.
         moved = moved or (is_blocked(turn) and not stuck and not old_shape(turn, resume, ready))
@@ -57,8 +68,8 @@ def listening(turn: Turn) -> bool:
     """The store was empty but agents remember a run: hear all of them out first."""
     job, live = turn.job, turn.live
     if live.listen_until is None:
-        live.listen_until = turn.now + job.settings.node_timeout
-    if not turn.due(live.listen_until):
+        live.listen_until = turn.heard + job.settings.node_timeout
+    if not turn.overdue(live.listen_until):
         return False
     job.listening = False
     job.epoch = max(job.epoch, job.listening_epoch)
@@ -81,19 +92,33 @@ def wait_or_form(turn: Turn, enough: bool) -> bool:
         return True
     limit = job.settings.wait_for_nodes
     if job.phase is Phase.WAITING and limit >= 0 and turn.due(turn.live.phase_since + limit):
-        end(turn, Phase.FAILED, f"{missing(turn)} for {limit:.0f} s (--wait-for-nodes)")
+        end(turn, Phase.FAILED, f"{missing(turn.state)} for {limit:.0f} s (--wait-for-nodes)")
         return True
     return False
 
 
-def is_gathered(turn: Turn, gathering: list[Node], ready: list[Node]) -> bool:
-    """Complete: at `max`, or when every expected agent has joined and, at a start, it has been quiet for a while."""
-    settings = turn.job.settings
+def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
+    """Complete: at `max`, or when every expected agent has joined and, at a start, it has been quiet for a while.
+
+    The quiet time has an end of its own: agents that come, crash and come again hold nobody up for ever.
+    """
+    settings, gathering = turn.job.settings, turn.live.gathering
     if len(ready) >= turn.job.most_nodes:
         return True
-    if any(not has_answered(turn, node) for node in gathering):
+    enough = bool(select(turn, ready))
+    if not enough or not turn.job.quiet:
+        gathering.complete_at = None
+    elif gathering.complete_at is None:
+        gathering.complete_at = turn.now
+    if waited_for:
         return False
-    return not turn.job.quiet or turn.due(turn.live.last_arrival + settings.quiet_time)
+    if not turn.job.quiet:
+        return True
+    quiet = turn.live.last_arrival + settings.quiet_time
+    if enough and gathering.complete_at is not None:
+        longest = max(QUIET_LEAST, QUIET_TIMES * settings.quiet_time)
+        quiet = min(quiet, gathering.complete_at + longest)
+    return turn.due(quiet)
 
 
 def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> bool:
@@ -134,23 +159,40 @@ def is_blocked(turn: Turn) -> bool:
     return turn.job.conversion is not None and turn.job.conversion.blocked
 
 
-def missing(turn: Turn) -> str:
+def missing(state: State) -> str:
     """Why no world opens, for a person."""
-    job = turn.job
+    job = state.job
     resume = resume_point(job)
-    blind = [n.name for n in job.nodes.values() if has_answered(turn, n) and not sees_resume(turn, n)]
+    answered = [node for node in job.nodes.values() if node.joined is not None and node.joined.round == job.round]
+    blind = [n.name for n in answered if resume is not None and n.joined and resume.digest not in n.joined.seen]
     strangers = [n.name for n in job.nodes.values() if not n.sees_directory]
     here = len(job.nodes) - len(blind) - len(strangers) - sum(n.leaving for n in job.nodes.values())
-    if job.verification is not None and conversion.cannot_verify(turn):
+    if job.verification is not None and conversion.is_unable(job.verification):
         return f"nobody can verify a checkpoint that could not be loaded ({job.verification.message}): trying again"
     if job.conversion is not None and job.conversion.blocked:
         return f"nobody can convert the checkpoint for this shape ({job.conversion.reason}): trying again"
-    text = f"waiting for nodes: {here} here, at least {job.settings.min_nodes} needed"
+    unit = f" in a multiple of {job.settings.node_unit} (--node-unit)" if job.settings.node_unit > 1 else ""
+    text = f"waiting for nodes: {max(0, here)} here, at least {job.settings.least_nodes}{unit} needed"
     if blind and resume is not None:
-        text += f"; {', '.join(blind)} cannot see {resume.name}"
+        text += f"; {names(blind)} cannot see {resume.name}"
     if strangers:
-        text += f"; {', '.join(strangers)} cannot see the checkpoint directory"
+        text += f"; {names(strangers)} cannot see the checkpoint directory"
     return text
+
+
+def say_missing(turn: Turn) -> None:
+    """Agents are told what WAITING lacks: at once when it is new, then at most once a while."""
+    live = turn.live
+    if turn.job.phase is not Phase.WAITING:
+        live.missing = ""
+        return
+    if live.missing and turn.now < live.missing_at + MISSING_EVERY:
+        if len(turn.job.nodes) > 0 and missing(turn.state) != live.missing:
+            turn.due(live.missing_at + MISSING_EVERY)
+        return
+    text = missing(turn.state)
+    if text != live.missing:
+        live.missing, live.missing_at = text, turn.now
 
 
 def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
@@ -159,42 +201,42 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     first = nodes[0].joined
     if first is None:
         raise AssertionError("a member has not joined")
-    old = {member.incarnation for member in job.world.members} if job.world is not None else set()
-    unheard = job.world is not None and job.world.presented
+    old = set(job.world.by_incarnation) if job.world is not None else set()
+    unheard = job.world is not None and job.told.start
     arrived = [node.name for node in nodes if node.incarnation not in old]
     if has_shrunk(turn, old, nodes):
-        job.causes.append(f"scaled to {of_nodes(job.limit)}")
-    causes = job.causes + ([f"{', '.join(arrived)} joined"] if arrived else [])
+        turn.cause(f"scaled to {of_nodes(job.limit)}")
+    causes = job.causes + ((f"{names(arrived)} joined",) if arrived else ())
     size = sum(node.nproc for node in nodes)
     job.epoch += 1
     job.world = World(
         epoch=job.epoch,
-        members=[Member(node.name, node.incarnation, node.host, node.nproc, rank) for rank, node in enumerate(nodes)],
+        members=tuple(
+            Member(node.name, node.incarnation, node.host, node.nproc, rank) for rank, node in enumerate(nodes)
+        ),
         store_host=first.store_host,
         store_port=first.store_port,
         resume=resume.digest if resume is not None else "",
         universal=resume is not None and not same_shape(resume, size) and not resharded(job, resume, size),
         resharded=resume is not None and resharded(job, resume, size),
         resumed_step=resume.step if resume is not None else 0,
-        causes=causes or ["restarted"],
+        causes=causes or ("restarted",),
         left_step=job.left_step,
         grown=job.grown and bool(arrived),
     )
+    job.parts = {node.incarnation: Part.RUNNING for node in nodes}
+    job.told = Told()
     for node in nodes:
-        node.joined = None
+        turn.update(node, joined=None)
     if job.world.universal or (resume is not None and job.conversion is not None and not job.conversion.blocked):
         job.conversion_failures = 0
     job.conversion = None
     job.drain = None
     job.quiet = False
-    job.causes = []
+    job.causes = ()
     job.grown = False
-    live.steps, live.advanced, live.asked_at = {}, {}, {}
-    live.unexpected, live.growth_told = set(), set()
-    live.saved_bytes, live.beats, live.ended = {}, {}, set()
-    live.trouble = live.stopping = False
-    live.first_step_at, live.drain_deadline = None, None
-    live.moved_at = turn.now
+    live.epoch = EpochLife(epoch=job.epoch, moved=turn.heard)
+    turn.gather_anew()
     turn.enter(Phase.RUNNING)
     if unheard:
         announcements.without_steps(turn, job.world)

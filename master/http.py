@@ -11,11 +11,10 @@ import contextlib
 import hmac
 import logging
 import math
-import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +27,9 @@ from google.protobuf.json_format import MessageToDict
 from dalsegno.protos import control_pb2
 
 from .auth import TlsFiles
+from .descriptors import HTTP_CONNECTIONS
 from .events import Reply
+from .listener import Listener
 from .page import PAGE, PAGE_POLICY
 
 __all__ = ("Edge", "Trace", "finite", "metrics")
@@ -38,13 +39,13 @@ log = logging.getLogger(__name__)
 # Seconds between two looks at the job, and how many of them the page's curve shows at most.
 SAMPLE_INTERVAL = 1.0
 CURVE_POINTS = 1000
-# Seconds.
-STATUS_TIMEOUT = 5.0
+# Bytes of a request's line and headers.
+LONGEST_HEAD = 16 << 10
 # Names under which a loopback edge answers: a page of another site whose name was pointed here is refused.
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 _TRAINING = (control_pb2.PHASE_RUNNING, control_pb2.PHASE_DRAINING)
 
-Status = Callable[[], Awaitable[Reply]]
+Status = Callable[[], Reply]
 
 
 @dataclass
@@ -129,14 +130,21 @@ class Edge:
         self._token = None if token is None else f"Bearer {token}".encode()
         self._trace = Trace()
         self._tasks: list[asyncio.Task[None]] = []
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._socket = socket.create_server((host, port), family=family)
+        self._socket = Listener.open(host, port)
         bound = self._socket.getsockname()[1]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
         # Its loggers stay unconfigured: errors reach the master's log, requests nobody's.
         self._server = _Server(
             uvicorn.Config(
-                self._application(loopback), log_config=None, access_log=False, lifespan="off", **_ssl_options(tls)
+                self._application(loopback),
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                ws="none",
+                http="h11",
+                h11_max_incomplete_event_size=LONGEST_HEAD,
+                backlog=HTTP_CONNECTIONS,
+                **_ssl_options(tls),
             )
         )
 
@@ -189,11 +197,7 @@ class Edge:
             raise HTTPException(401, "missing or wrong token: send `authorization: Bearer <token>`")
 
     async def _now(self) -> control_pb2.StatusReply:
-        try:
-            # A master that waits for its store cannot say how the job stands.
-            reply = await asyncio.wait_for(self._status(), STATUS_TIMEOUT)
-        except asyncio.TimeoutError:
-            raise HTTPException(503, "the master does not answer: its store may be unwritable") from None
+        reply = self._status()
         if not isinstance(reply.message, control_pb2.StatusReply):
             raise HTTPException(503, reply.detail)
         self._trace.see(reply.message, time.monotonic())
@@ -203,6 +207,7 @@ class Edge:
         while True:
             with contextlib.suppress(HTTPException):
                 await self._now()
+            self._socket.drop_old()
             await asyncio.sleep(SAMPLE_INTERVAL)
 
 

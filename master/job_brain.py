@@ -2,51 +2,77 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dalsegno.protos import control_pb2
 
 from . import brain
-from .codec import Codec
+from .calls import Noted
+from .codec import JobCodec
 from .events import Event, Reply
-from .state import Job, Settings, State
-from .store import StoreError
+from .live import State
+from .registration import proves
+from .state import Job, Settings
+from .store import Rows, StoreError
+from .views import Common, directive_of
 
 __all__ = ("JobBrain",)
 
 
 class JobBrain:
-    """See `driver.Brain`. Holds what the command line says about the job, and no state."""
+    """See `driver.Brain`. Holds what the command line says about the job, what was stored of it, and no state."""
 
     def __init__(self, job_id: str, nnodes: tuple[int, int] | None, *, embedded: bool = False) -> None:
         """`nnodes` are min and max nodes where the master was told them; otherwise the first agent says them."""
         self._job_id = job_id
         self._nnodes = nnodes
         self._embedded = embedded
-        self._codec = Codec(Job)
+        self._codec = JobCodec()
+        self._common: Common | None = None
 
-    def begin(self, saved: bytes | None, generation: int, now: float) -> State:
+    def begin(self, rows: dict[str, bytes], generation: int, now: float) -> State:
         """A new job's state, or the stored one's. Raises StoreError where the store's job is another than told."""
-        if saved is None:
+        if not rows:
             settings = None if self._nnodes is None else Settings(*self._nnodes)
             return brain.fresh(self._job_id, generation, settings, self._embedded)
-        job = self._codec.decode(saved)
+        job = self._codec.decode(rows)
         job.embedded = self._embedded
         self._check_nnodes(job)
         return brain.recover(job, generation, now)
 
-    def encode(self, state: State) -> bytes:
-        return self._codec.encode(state.job)
+    def changes(self, state: State) -> Rows:
+        return self._codec.changes(state.job)
 
     def generation(self, state: State) -> int:
         return state.job.generation
 
-    def handle(self, state: State, event: Event, now: float) -> tuple[State, list[Reply]]:
-        return brain.handle(state, event, now)
+    def handle_all(self, state: State, events: list[Event], now: float) -> tuple[State, list[Reply | None]]:
+        return brain.handle_all(state, events, now)
 
-    def view(self, state: State, node: str, incarnation: str) -> control_pb2.Directive | None:
-        known = state.job.nodes.get(node)
-        if known is None or known.incarnation != incarnation:
-            return None
-        return brain.view(state, node)
+    def note(self, state: State, message: Noted, now: float) -> tuple[Reply, bool]:
+        return brain.note(state, message, now)
+
+    def admits(self, state: State, incarnation: str, secret: bytes) -> bool:
+        node = state.job.node_by(incarnation)
+        return node is None or proves(node, secret)
+
+    def held_up(self, state: State, seconds: float, now: float) -> None:
+        brain.held_up(state, seconds, now)
+
+    def look(self, state: State) -> Common:
+        """What all directives of this moment have in common; the same object while nothing of it changed."""
+        common = Common(state)
+        if self._common is None or not self._common.says_the_same(common):
+            self._common = common
+        return self._common
+
+    def key(self, common: Common, node: str, incarnation: str) -> object:
+        """Tells without building it whether a directive would be another; None where the incarnation is unknown."""
+        known = common.job.nodes.get(node)
+        return common.key(known) if known is not None and known.incarnation == incarnation else None
+
+    def directive(self, common: Common, node: str) -> control_pb2.Directive:
+        return directive_of(common, common.job.nodes[node])
 
     def status(self, state: State, now: float) -> control_pb2.StatusReply:
         return brain.status(state, now)
@@ -61,5 +87,5 @@ class JobBrain:
                 f"job {job.job_id!r} has --nnodes {settings.min_nodes}:{settings.max_nodes} in this store,"
                 f" not {self._nnodes[0]}:{self._nnodes[1]}: leave --nnodes out, or start a new job"
             )
-        settings.min_nodes, settings.max_nodes = self._nnodes
+        job.settings = replace(settings, min_nodes=self._nnodes[0], max_nodes=self._nnodes[1])
         job.fixed_nnodes = True

@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 # How often it looks; in seconds.
 LOOK_INTERVAL = 0.5
-# After the job's end with no agent connected any more; in seconds.
+# After the job's end, or a signal, with no agent connected any more; in seconds.
 LAST_WORD = 2.0
 _ENDED = (control_pb2.PHASE_SUCCEEDED, control_pb2.PHASE_FAILED)
 
@@ -32,6 +32,10 @@ class Lifetime:
         self._connected_at = time.monotonic()
         self._ended_at: float | None = None
 
+    def hurry(self) -> None:
+        """All processes of a node were told to end: those that are served decide when, and nobody waits for more."""
+        self._idle_timeout = min(self._idle_timeout, LAST_WORD)
+
     async def run(self) -> None:
         """Until the server was told to stop, or the task is cancelled."""
         while not await self._over():
@@ -39,7 +43,7 @@ class Lifetime:
         self._server.stop()
 
     async def _over(self) -> bool:
-        reply = await self._server.driver.status()
+        reply = self._server.driver.status()
         if reply.code == "UNAVAILABLE":
             return True
         now = time.monotonic()

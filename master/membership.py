@@ -3,184 +3,240 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 from .checkpoints import resume_point
-from .state import Node, Part, Settings
-from .turn import CLOSED_GRACE, DEAF_AFTER, DEAF_LEAST, HEARTBEAT, Turn
+from .listening import HEARTBEAT
+from .live import Presence
+from .state import Member, Node, Part, Settings
+from .turn import CLOSED_GRACE, Turn, heartbeat_of, names
+
+__all__ = (
+    "agree_on_directory",
+    "answers",
+    "check_liveness",
+    "drop",
+    "eligible",
+    "expected",
+    "has_answered",
+    "hear",
+    "in_rank_order",
+    "is_candidate",
+    "look_at_streams",
+    "lose",
+    "newcomers",
+    "of_size",
+    "sees_resume",
+    "select",
+    "spoke_since",
+)
 
 # A node lost this often within the window becomes a spare for a doubling time (seconds).
 LOSS_LIMIT = 3
 LOSS_WINDOW = 600.0
 HOLD_BASE = 30.0
-# How long agents may take to open their streams again after an outage of the master's (seconds).
-RECONNECT = 5.0
 HOLD_MAX = 3600.0
+# A name that was held so often and came through so many windows without a loss since is trusted a little more again.
+FORGIVEN_AFTER = 6 * LOSS_WINDOW
 
 
 def drop(turn: Turn, node: Node) -> None:
     """Forget a node: whatever its incarnation still says is answered "fenced"."""
-    turn.job.nodes.pop(node.name, None)
-    for book in (turn.live.heard, turn.live.closed, turn.live.joined_at, turn.live.asked_at):
-        book.pop(node.name, None)
-    turn.live.unexpected.discard(node.name)
-    turn.live.leave_by.pop(node.name, None)
-    turn.live.presumed.discard(node.name)
-    turn.live.unopened.discard(node.name)
+    turn.job.nodes.drop(node.name)
+    turn.live.nodes.pop(node.name, None)
+    gathering = turn.live.gathering
+    gathering.asked.pop(node.name, None)
+    gathering.overdue.discard(node.name)
 
 
-def lose(turn: Turn, node: Node, how: str) -> None:
-    """A node died. If its ranks were running this is an unplanned change: the phases see its part as LOST."""
-    job = turn.job
+def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
+    """Nodes died, and how. Where ranks were running this is an unplanned change: the phases see their parts as LOST."""
+    job, live = turn.job, turn.live
     world = job.world
-    member = world.member(node.incarnation) if world is not None else None
     # Of a script without a session nobody hears the first step.
-    stepped = turn.live.first_step_at is not None or (world is not None and world.presented)
-    drop(turn, node)
-    if member is None or member.part is Part.LOST:
-        if member is None and not node.leaving:
-            turn.notice(f"{node.name} is gone ({how})")
-        return
-    if member.part in (Part.FINISHED, Part.DRAINED):
-        return  # What its ranks had to do is done, and saved.
-    if job.phase.has_workers and member.part is Part.RUNNING and others_finished(turn, member.node):
-        member.part = Part.FINISHED
-        return
-    member.part = Part.LOST
-    if world is not None and not any(job.node_by(one.incarnation) for one in world.members):
+    stepped = turn.open.first_step_at is not None or (world is not None and job.told.start)
+    gone: dict[str, list[str]] = {}
+    broken: dict[str, list[str]] = {}
+    for node, how in dead:
+        drop(turn, node)
+        if not node.leaving:
+            live.gathering.note_loss(node.name, turn.now)
+        member = world.member(node.incarnation) if world is not None else None
+        if member is None or job.part(member) is Part.LOST:
+            if member is None and not node.leaving:
+                gone.setdefault(how, []).append(node.name)
+            continue
+        if not breaks_world(turn, member):
+            continue
+        turn.set_part(member, Part.LOST)
+        if stepped and not node.leaving:
+            count_loss(turn, node.name)
+        broken.setdefault("left" if node.leaving else how, []).append(node.name)
+    for how, who in gone.items():
+        turn.notice(f"{names(who)} {'is' if len(who) == 1 else 'are'} gone ({how})")
+    for how, who in broken.items():
+        turn.cause(f"{names(who)} left" if how == "left" else f"{names(who)} {was(who)} lost ({how})")
+    if broken and world is not None and not any(job.node_by(member.incarnation) for member in world.members):
         # Everybody was gone at once, and some are back already: a start, at which the others come, too.
         job.quiet = True
-    if stepped and not node.leaving:
-        count_loss(turn, node.name)
-    job.causes.append(f"{node.name} left" if node.leaving else f"{node.name} was lost ({how})")
 
 
-def others_finished(turn: Turn, name: str) -> bool:
+def was(who: list[str]) -> str:
+    return "was" if len(who) == 1 else "were"
+
+
+def breaks_world(turn: Turn, member: Member) -> bool:
+    """A member died: whether its ranks are missed. Marks it finished where all others are, and nothing is lost."""
+    part = turn.job.part(member)
+    if part in (Part.FINISHED, Part.DRAINED):
+        return False  # What its ranks had to do is done, and saved.
+    if turn.job.phase.has_workers and part is Part.RUNNING and others_finished(turn, member.incarnation):
+        turn.set_part(member, Part.FINISHED)
+        return False
+    return True
+
+
+def others_finished(turn: Turn, incarnation: str) -> bool:
     """All other members ran to their end, and the last step's checkpoint is committed."""
     world = turn.job.world
     head = resume_point(turn.job)
     if world is None or head is None or len(world.members) < 2:
         return False
     return (
-        all(member.part is Part.FINISHED for member in world.members if member.node != name)
-        and head.epoch == world.epoch
-        and head.step >= max(turn.live.steps.values(), default=1 << 62)
+        head.epoch == world.epoch
+        and bool(turn.open.steps)
+        and head.step >= turn.open.top_step
+        and all(part is Part.FINISHED for other, part in turn.job.parts.items() if other != incarnation)
     )
 
 
 def count_loss(turn: Turn, name: str) -> None:
     """A node was lost after its world had made a step; too often, and it is held."""
-    live = turn.live
-    times = [at for at in live.lost_at.get(name, []) if turn.now - at < LOSS_WINDOW] + [turn.now]
+    live, job = turn.live, turn.job
+    before = live.lost_at.get(name, [])
+    if before and turn.now - before[-1] > FORGIVEN_AFTER and name in job.losses:
+        job.losses[name] = max(0, job.losses[name] - int((turn.now - before[-1]) / FORGIVEN_AFTER))
+    times = [at for at in before if turn.now - at < LOSS_WINDOW] + [turn.now]
     live.lost_at[name] = times
     if len(times) >= LOSS_LIMIT:
-        held = turn.job.losses.get(name, 0) + 1
-        turn.job.losses[name] = held
-        pause = min(HOLD_BASE * 2 ** (held - 1), HOLD_MAX)
+        held = job.losses.get(name, 0) + 1
+        job.losses[name] = held
+        pause = min(HOLD_BASE * 2 ** min(held - 1, 20), HOLD_MAX)
         live.held_until[name] = turn.now + pause
-        turn.job.holds[name] = pause
+        job.holds[name] = pause
         turn.notice(f"{name} was lost {len(times)} times in {LOSS_WINDOW:.0f} s: a spare for {pause:.0f} s", True)
 
 
-def hear(turn: Turn, node: Node) -> None:
-    """A sign of life. The first one after hearing nobody gives every node a fresh node-timeout."""
-    live = turn.live
-    if live.deaf:
-        live.deaf = False
-        forgive(turn)
-    live.heard[node.name] = turn.now
-    live.presumed.discard(node.name)
+def forget_losses(turn: Turn) -> None:
+    """Names that were not lost for long are no longer counted: what is remembered stays bounded."""
+    live, job = turn.live, turn.job
+    for name, times in list(live.lost_at.items()):
+        if turn.now - times[-1] > FORGIVEN_AFTER * (1 + job.losses.get(name, 0)):
+            del live.lost_at[name]
+            job.losses.pop(name, None)
 
 
-def forgive(turn: Turn) -> None:
-    """Nobody could be heard: silence proves nothing, and whatever waited for a word has its time anew."""
-    job, live = turn.job, turn.live
-    live.forgiven_at = turn.now
-    for name in job.nodes:
-        live.heard[name] = turn.now
-        if name in live.closed:
-            live.closed[name] = turn.now
-    live.asked_at = dict.fromkeys(live.asked_at, turn.now)
-    live.moved_at = live.conversion_moved = live.verify_moved = turn.now
-    if live.drain_deadline is not None:
-        live.drain_deadline = max(live.drain_deadline, turn.now + job.settings.drain_timeout)
+def hear(turn: Turn, node: Node) -> bool:
+    """A sign of life. Returns whether nobody had been heard before it for so long that the clock stood still."""
+    job = turn.job
+    stood = turn.live.clock.word(turn.now, job.settings.node_timeout, heartbeat_of(job))
+    if stood:
+        turn.heard = turn.live.clock.at(turn.now)
+    presence = turn.presence(node)
+    presence.heard, presence.spoke = turn.heard, True
+    return stood
+
+
+def look_at_streams(turn: Turn) -> None:
+    """Tells the clock whether there is anybody to be heard, over a stream that is open."""
+    clock = turn.live.clock
+    # A leaver whose ranks are done owes nobody a word any more.
+    nodes = [turn.presence(node) for node in turn.job.nodes.values() if not node.leaving or turn.is_working(node)]
+    if not nodes or turn.job.phase.is_terminal:
+        if clock.expects or clock.shut_at is not None:
+            clock.nobody(turn.now)
+    elif all(presence.closed is not None for presence in nodes):
+        clock.shut(turn.now)
+    elif clock.shut_at is not None:
+        clock.reopened(turn.now)
+    turn.heard = clock.at(turn.now)
 
 
 def check_liveness(turn: Turn) -> bool:
-    """Declare dead who is; returns whether anything changed."""
-    job, live = turn.job, turn.live
-    nodes = list(job.nodes.values())
-    if not nodes or job.phase.is_terminal:
+    """Declare dead all who are; returns whether anything changed."""
+    if turn.job.phase.is_terminal:
         return False
-    timeout = job.settings.node_timeout
-    all_closed = all(node.name in live.closed for node in nodes)
-    last_word = max(live.heard.get(node.name, turn.now) for node in nodes)
-    deaf = turn.due(last_word + min(DEAF_AFTER, max(DEAF_LEAST, timeout / 2)))
-    live.deaf = live.deaf or deaf
-    for node in nodes:
-        how = death_of(turn, node, timeout, all_closed)
+    timeout = turn.job.settings.node_timeout
+    dead = []
+    for node in turn.job.nodes.values():
+        how = death_of(turn, node, timeout)
         if how:
-            lose(turn, node, how)
-            return True
-    return False
+            dead.append((node, how))
+    lose(turn, dead)
+    if dead:
+        forget_losses(turn)
+    return bool(dead)
 
 
-def death_of(turn: Turn, node: Node, timeout: float, all_closed: bool) -> str:
-    """Why this node counts as dead now; "" while it does not."""
-    live = turn.live
-    if live.deaf:
-        return ""
+def death_of(turn: Turn, node: Node, timeout: float) -> str:
+    """Why this node counts as dead now; "" while it does not.
+
+    Where all streams are closed the listening clock stands still: the path to the master broke, or everybody is gone,
+    and the next one to register settles it.
+    """
+    presence, epoch = turn.presence(node), turn.open
     # A step is a collective of all: advancing peers prove the silent node alive.
     proof = float("-inf")
     if turn.is_working(node):
-        proof = max((at for name, at in live.advanced.items() if name != node.name), default=proof)
-        if live.stopping:
-            proof = max(proof, live.moved_at)  # A save is one, too.
-    if node.name in live.closed and not spoke_since(turn, node):
-        closed = live.closed[node.name]
-        if all_closed:
-            return ""  # The path to the master broke, or everybody is gone: the next one to register settles it.
-        suspect = live.trouble and not has_answered(turn, node)
+        proof = epoch.proof(node.name)
+        if epoch.stopping:
+            proof = max(proof, epoch.moved)  # A save is one, too.
+    if presence.closed is not None and not spoke_since(presence):
+        suspect = epoch.trouble and not has_answered(turn, node)
         grace = 0.0 if suspect else CLOSED_GRACE
         if not suspect and turn.is_working(node):
             # Steps that take longer than that do not stand still yet; a broken stream comes back meanwhile.
-            grace = timeout if live.stopping else min(timeout, max(CLOSED_GRACE, 1.2 * live.longest))
-        due = (closed if grace == 0.0 else max(closed, proof)) + grace
-        # After an outage connections close late and come back one by one.
-        if turn.due(max(due, live.forgiven_at + min(timeout, RECONNECT))):
-            return "its connection closed"
+            grace = timeout if epoch.stopping else min(timeout, max(CLOSED_GRACE, 1.2 * epoch.longest))
+        due = presence.closed if suspect else max(presence.closed, proof) + grace
+        return "its connection closed" if turn.overdue(due) else ""
+    if not turn.overdue(max(presence.heard, proof) + timeout):
         return ""
-    heard = live.heard.get(node.name, turn.now)
     # Somebody must have been heard when this node's next word was overdue: else it may be the master that is cut off.
-    witnessed = max(live.heard.values(), default=heard) >= heard + DEAF_LEAST
-    if turn.due(max(heard, proof) + timeout) and witnessed:
-        return f"silent for {timeout:.0f} s"
-    return ""
+    beat = heartbeat_of(turn.job)
+    if turn.live.clock.word_shown < presence.heard + 1.5 * beat:
+        turn.due(turn.now + beat)
+        return ""
+    return f"silent for {timeout:.0f} s"
 
 
-def spoke_since(turn: Turn, node: Node) -> bool:
+def spoke_since(presence: Presence) -> bool:
     """Heard after its stream had closed, and not by what was still under way: the stream broke, not the node."""
-    live = turn.live
-    return live.heard.get(node.name, 0.0) > live.closed[node.name] + HEARTBEAT / 2
+    return presence.closed is not None and presence.heard > presence.closed + HEARTBEAT / 2
 
 
-def in_rank_order(turn: Turn, nodes: list[Node]) -> list[Node]:
+def in_rank_order(turn: Turn, nodes: Sequence[Node]) -> list[Node]:
     """Survivors in their old relative order, newcomers after them by arrival."""
     world = turn.job.world
-    ranks = {member.incarnation: member.group_rank for member in world.members} if world is not None else {}
-    return sorted(nodes, key=lambda node: (ranks.get(node.incarnation, 1 << 30), node.order))
+    ranks = world.by_incarnation if world is not None else {}
+
+    def place(node: Node) -> tuple[int, int]:
+        member = ranks.get(node.incarnation)
+        return (1 << 30 if member is None else member.group_rank), node.order
+
+    return sorted(nodes, key=place)
 
 
 def agree_on_directory(turn: Turn) -> None:
     """Until something was opened, the directory that most nodes share is the job's; at first the first agent's."""
     job = turn.job
-    if job.epoch or job.checkpoints:
+    if job.epoch or len(job.checkpoints):
         return
     counts = Counter(node.probe for node in job.nodes.values() if node.probe and not node.leaving)
     probe, count = max(counts.items(), key=lambda item: item[1], default=("", 0))
     if count > counts[job.probe]:
         job.probe = probe
-        for node in job.nodes.values():
-            node.sees_directory = node.probe == probe
+        for node in list(job.nodes.values()):
+            turn.update(node, sees_directory=node.probe == probe)
 
 
 def is_candidate(turn: Turn, node: Node) -> bool:
@@ -194,15 +250,19 @@ def is_candidate(turn: Turn, node: Node) -> bool:
     )
 
 
-def has_answered(turn: Turn, node: Node) -> bool:
-    """Has joined the present round and said whether it sees the resume point, and is not merely presumed alive."""
-    resume = resume_point(turn.job)
+def answers(turn: Turn, node: Node) -> bool:
+    """Has joined the present round and said whether it sees the resume point."""
+    joined, resume = node.joined, resume_point(turn.job)
     return (
-        node.joined is not None
-        and node.name not in turn.live.presumed
-        and node.joined.round == turn.job.round
-        and (resume is None or resume.digest == node.joined.resume or resume.digest in node.joined.seen)
+        joined is not None
+        and joined.round == turn.job.round
+        and (resume is None or resume.digest == joined.resume or resume.digest in joined.seen)
     )
+
+
+def has_answered(turn: Turn, node: Node) -> bool:
+    """The same, and it is not merely presumed alive."""
+    return turn.presence(node).spoke and answers(turn, node)
 
 
 def sees_resume(turn: Turn, node: Node) -> bool:
@@ -211,28 +271,35 @@ def sees_resume(turn: Turn, node: Node) -> bool:
 
 
 def expected(turn: Turn) -> list[Node]:
-    """The agents that gathering waits for, answered or not: fresh, not leaving, not held, not overdue."""
-    job, live = turn.job, turn.live
-    found = []
+    """The agents that gathering waits for, answered or not: fresh, not leaving, not held, not overdue.
+
+    Nor does it wait for a name that was lost again and again in this very round: it would hold everybody up.
+    """
+    job, gathering = turn.job, turn.live.gathering
+    found, late = [], []
     for node in job.nodes.values():
         if not is_candidate(turn, node) or turn.is_held(node):
             continue
         if not has_answered(turn, node):
-            if node.name in live.unexpected:
+            if node.name in gathering.overdue or gathering.is_crash_looping(node.name, turn.now):
                 continue
-            asked = live.asked_at.setdefault(node.name, turn.now)
-            if turn.due(asked + job.settings.join_timeout):
-                live.unexpected.add(node.name)
-                turn.notice(f"{node.name} has not joined within {job.settings.join_timeout:.0f} s: going on without it")
+            asked = gathering.asked.setdefault(node.name, turn.heard)
+            if turn.overdue(asked + job.settings.join_timeout):
+                gathering.overdue.add(node.name)
+                late.append(node.name)
                 continue
         found.append(node)
+    if late:
+        have = "has" if len(late) == 1 else "have"
+        text = f"{names(late)} {have} not joined within {job.settings.join_timeout:.0f} s: going on without"
+        turn.notice(f"{text} {'it' if len(late) == 1 else 'them'}")
     return in_rank_order(turn, found)
 
 
 def eligible(turn: Turn) -> list[Node]:
     """Those that have joined and can take part; held ones only where fewer than `min` would remain."""
-    nodes = [n for n in turn.job.nodes.values() if is_candidate(turn, n) and has_answered(turn, n)]
-    nodes = [n for n in nodes if sees_resume(turn, n)]
+    nodes = [n for n in turn.job.nodes.values() if has_answered(turn, n) and sees_resume(turn, n)]
+    nodes = [n for n in nodes if is_candidate(turn, n)]
     free = [n for n in nodes if not turn.is_held(n)]
     if len(free) < turn.job.settings.min_nodes:
         held = in_rank_order(turn, [n for n in nodes if turn.is_held(n)])
@@ -271,8 +338,8 @@ def of_size(nodes: list[Node], world_size: int, settings: Settings, most: int) -
     if not counts:
         return []
     taken = found[max(counts), world_size]
-    chosen = [node for more, alike in zip(taken, kinds.values(), strict=True) for node in alike[:more]]
-    return [node for node in nodes if node in chosen]
+    chosen = {node.name for more, alike in zip(taken, kinds.values(), strict=True) for node in alike[:more]}
+    return [node for node in nodes if node.name in chosen]
 
 
 def newcomers(turn: Turn, presumed: bool = False) -> list[Node]:
@@ -281,14 +348,13 @@ def newcomers(turn: Turn, presumed: bool = False) -> list[Node]:
     `presumed`: also those that a restarted master has not heard yet. A drain that began for them goes on; none begins.
     """
     world = turn.job.world
-    members = {member.incarnation for member in world.members} if world is not None else set()
     return [
         node
         for node in turn.job.nodes.values()
-        if node.incarnation not in members
-        and node.joined is not None
+        if node.joined is not None
+        and (world is None or world.member(node.incarnation) is None)
         and (world is None or not world.resume or world.resume in node.joined.seen)
-        and (presumed or node.name not in turn.live.presumed)
+        and (presumed or turn.presence(node).spoke)
         and is_candidate(turn, node)
         and not turn.is_held(node)
     ]

@@ -5,11 +5,13 @@ WAITING <-> FORMING (gathering beside the conversion gate -> open) -> RUNNING <-
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from . import announcements
 from .membership import newcomers, select
 from .scaling import is_too_large, of_nodes, wants_to_shrink
 from .state import Drain, Failure, Node, Part, Phase, World
-from .turn import Turn
+from .turn import Turn, names
 
 # Newcomers that are not warm by then are taken as they are (seconds after their Join).
 WARM_LIMIT = 30.0
@@ -19,6 +21,8 @@ GROW_MAX = 60.0
 # A stall, once the epoch has made a step: this many times the longest step, save or evaluation, at least STALL_MIN.
 STALL_FACTOR = 20.0
 STALL_MIN = 60.0
+# A script that opens a session says hello so long after its workers were started, by all experience (seconds).
+HELLO_WITHIN = 5.0
 
 
 # ---- running --------------------------------------------------------------------------------------------------------
@@ -29,10 +33,9 @@ def running(turn: Turn) -> bool:
     job = turn.job
     if end_of_epoch(turn):
         return True
-    parts = [member.part for member in world_of(turn).members]
-    leavers = [n.name for n in job.nodes.values() if n.leaving and turn.is_working(n)]
-    if leavers or Part.DRAINED in parts:
-        start_drain(turn, growth=False, reason=f"{', '.join(leavers)} leaves" if leavers else "drained by its nodes")
+    leavers = [node.name for node in job.nodes.values() if node.leaving and turn.is_working(node)]
+    if leavers or Part.DRAINED in job.parts.values():
+        go_without(turn, leavers)
         return True
     if stalled(turn):
         return True
@@ -40,19 +43,38 @@ def running(turn: Turn) -> bool:
         shrink(turn)
         return True
     if wants_to_grow(turn):
-        new = newcomers(turn)
-        if turn.job.has_session:
-            job.grown = True
-            start_drain(turn, growth=True, reason=f"{', '.join(n.name for n in new)} joins")
-        else:
-            # The next world is presented when it opens: this one was not heard of either.
-            world_of(turn).presented = True
-            announcements.restart_to_grow(turn, new, turn.live.committed_at > unheard_since(turn, new))
-            regroup(turn)
+        grow(turn)
         return True
-    if not job.has_session and turn.due(turn.live.phase_since + announcements.SESSION_WITHIN):
+    if not job.has_session and turn.overdue(turn.live.phase_heard + announcements.SESSION_WITHIN):
         announcements.without_steps(turn, world_of(turn))
     return False
+
+
+def go_without(turn: Turn, leavers: list[str]) -> None:
+    """Nodes go, or ranks have drained without being asked by the master: everybody saves and stops.
+
+    Ranks without a session cannot: nobody waits for them. After an outage a hello may still be on its way.
+    """
+    job = turn.job
+    if leavers and not job.has_session and turn.overdue(turn.live.phase_heard + HELLO_WITHIN):
+        job.told = replace(job.told, start=True)
+        regroup(turn)
+        return
+    goes = "leaves" if len(leavers) == 1 else "leave"
+    start_drain(turn, growth=False, reason=f"{names(leavers)} {goes}" if leavers else "drained by its nodes")
+
+
+def grow(turn: Turn) -> None:
+    """Newcomers are taken in."""
+    job, new = turn.job, newcomers(turn)
+    if job.has_session:
+        job.grown = True
+        start_drain(turn, growth=True, reason=f"{names(n.name for n in new)} {'joins' if len(new) == 1 else 'join'}")
+        return
+    # The next world is presented when it opens: this one was not heard of either.
+    job.told = replace(job.told, start=True)
+    announcements.restart_to_grow(turn, new, turn.live.committed > unheard_since(turn, new))
+    regroup(turn)
 
 
 def shrink(turn: Turn) -> None:
@@ -61,9 +83,9 @@ def shrink(turn: Turn) -> None:
     if turn.job.has_session:
         start_drain(turn, growth=False, reason=text)
         if turn.job.drain is not None:
-            turn.job.drain.shrink = True
+            turn.job.drain = replace(turn.job.drain, shrink=True)
         return
-    world_of(turn).presented = True
+    turn.job.told = replace(turn.job.told, start=True)
     turn.notice(f"all workers restart, {text}: the script has no session() and cannot be drained", True)
     regroup(turn)
 
@@ -79,19 +101,19 @@ def world_of(turn: Turn) -> World:
 def end_of_epoch(turn: Turn) -> bool:
     """All parts ended, or one of them broke."""
     job = turn.job
-    parts = [member.part for member in world_of(turn).members]
+    parts = set(job.parts.values())
     if Part.LOST in parts or Part.FAILED in parts:
         if hopeless(turn):
-            failure = job.pending_failure
+            failure = job.budget.pending
             end(turn, Phase.FAILED, f"{failure.node}: {failure.message}" if failure else "every node failed at once")
         else:
             unplanned(turn)
         return True
-    if all(part is Part.FINISHED for part in parts):
-        last = max(turn.live.steps.values(), default=0)
+    if parts == {Part.FINISHED}:
+        last = turn.open.top_step
         end(turn, Phase.SUCCEEDED, f"the run finished at step {last}" if last else "the run finished")
         return True
-    if all(part in (Part.DRAINED, Part.FINISHED) for part in parts):
+    if parts <= {Part.DRAINED, Part.FINISHED}:
         regroup(turn)
         return True
     return False
@@ -99,96 +121,95 @@ def end_of_epoch(turn: Turn) -> bool:
 
 def hopeless(turn: Turn) -> bool:
     """Every node's workers failed before the run ever made a step: trying again would not help."""
-    parts = [member.part for member in world_of(turn).members]
+    job = turn.job
     return (
-        not turn.job.ever_stepped
-        and not world_of(turn).presented
-        and all(part is Part.FAILED for part in parts)
-        and turn.job.verification is None
+        not job.ever_stepped
+        and not job.told.start
+        and all(part is Part.FAILED for part in job.parts.values())
+        and job.verification is None
     )
 
 
 def unplanned(turn: Turn) -> None:
     """Survivors stop at once and go back to the last commit."""
-    turn.live.trouble = True
+    turn.open.trouble = True
     turn.job.grown = False
     regroup(turn)
 
 
 def regroup(turn: Turn) -> None:
     """The open epoch is over on every node; gather for the next."""
-    job, live = turn.job, turn.live
-    job.left_step = max([*live.steps.values(), world_of(turn).resumed_step])
-    live.paused_since = max(live.advanced.values(), default=turn.now)
-    announcements.close_record(turn, world_of(turn), job.left_step)
+    job, world = turn.job, world_of(turn)
+    job.left_step = max(turn.open.top_step, world.resumed_step)
+    turn.live.paused_since = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
+    announcements.close_record(turn, world, job.left_step)
     job.drain = None
-    live.drain_deadline = None
-    live.asked_at, live.unexpected = {}, set()
-    for node in job.nodes.values():
-        if node.leaving and world_of(turn).member(node.incarnation) is not None:
-            cause = f"{node.name} left"
-            if cause not in job.causes:
-                job.causes.append(cause)
+    turn.gather_anew()
+    left = [node.name for node in job.nodes.values() if node.leaving and world.member(node.incarnation) is not None]
+    if left:
+        turn.cause(f"{names(left)} left")
     turn.enter(Phase.FORMING)
 
 
 def stalled(turn: Turn) -> bool:
     """No rank advances, no save grows and, after the training's end, nobody finishes for too long."""
-    job, live = turn.job, turn.live
+    job, epoch = turn.job, turn.open
     limit = job.settings.stall_timeout
-    if limit <= 0 or live.deaf:
+    if limit <= 0:
         return False
     if not job.has_session:
         # Nobody hears of steps: their absence says nothing.
-        if turn.due(max(live.moved_at, live.phase_since) + limit):
+        if turn.overdue(max(epoch.moved, turn.live.phase_heard) + limit):
             announcements.perhaps_stalled(turn, world_of(turn))
         return False
-    ended = bool(live.ended) or any(member.part is Part.FINISHED for member in world_of(turn).members)
-    if live.first_step_at is not None and not ended:
+    ended = bool(epoch.ended) or Part.FINISHED in job.parts.values()
+    if epoch.first_step_at is not None and not ended:
         # What was taken for a stall may have been the first evaluation: each time more patience, up to the setting.
-        limit = min(limit, max(STALL_MIN, STALL_FACTOR * live.longest) * 2.0**job.stalls)
-    if not turn.due(live.moved_at + limit):
+        limit = min(limit, max(STALL_MIN, STALL_FACTOR * epoch.longest) * 2.0 ** min(job.stalls, 60))
+    if not turn.overdue(epoch.moved + limit):
         return False
     what = "the training ended, but not all ranks finished" if ended else "no rank made a step"
     text = f"{what} for {limit:.0f} s (--stall-timeout)"
     turn.notice(text, True)
-    job.causes.append("stalled")
+    turn.cause("stalled")
     job.stalls += 1
-    if job.pending_failure is None:
-        job.pending_failure = Failure(job.epoch, "the world", text, max(live.steps.values(), default=0))
+    if job.budget.pending is None:
+        job.budget = replace(job.budget, pending=Failure(job.epoch, "the world", text, epoch.top_step))
     unplanned(turn)
     return True
 
 
 def wants_to_grow(turn: Turn) -> bool:
     """A growth starts when the newcomers are warm, this epoch has made a step and the interval has passed."""
-    job, live = turn.job, turn.live
-    new = newcomers(turn)
-    world = world_of(turn)
-    members = [n for n in (job.node_by(m.incarnation) for m in world.members) if n is not None]
-    if not new or live.ended or any(m.part is not Part.RUNNING for m in world.members):
+    job, live, world = turn.job, turn.live, world_of(turn)
+    if len(job.nodes) <= len(world.members) and all(job.node_by(member.incarnation) for member in world.members):
+        return False  # Nobody but the members is here.
+    if turn.open.ended or any(part is not Part.RUNNING for part in job.parts.values()):
         return False
-    if len(select(turn, members + new)) <= len(world.members):
+    new = newcomers(turn)
+    members = [n for n in (job.node_by(m.incarnation) for m in world.members) if n is not None]
+    if not new or len(select(turn, members + new)) <= len(world.members):
         return False
     if not job.has_session:
         since = unheard_since(turn, new)
         # After an outage a hello may still be on its way.
-        heard = turn.due(max(live.phase_since, live.forgiven_at) + job.settings.node_timeout)
-        if (heard and live.committed_at > since) or turn.due(since + job.settings.grow_wait):
+        heard = turn.overdue(live.phase_heard + job.settings.node_timeout)
+        if (heard and live.committed > since) or turn.overdue(since + job.settings.grow_wait):
             return True
-        if world.presented:
+        if job.told.start:
             announcements.waiting_to_grow(turn, new, since + job.settings.grow_wait)
         return False
-    if live.first_step_at is None or live.grow_after_commit:
+    if turn.open.first_step_at is None or live.grow_after_commit:
         return False
     if not turn.due(max(live.grow_hold_until, (live.growth_done_at or float("-inf")) + grow_interval(turn))):
         return False
-    return all(node.warm for node in new) or turn.due(oldest_join(turn, new) + WARM_LIMIT)
+    return all(node.warm for node in new) or turn.overdue(oldest_join(turn, new) + WARM_LIMIT)
 
 
 def oldest_join(turn: Turn, new: list[Node]) -> float:
-    """When the first of the newcomers announced itself."""
-    return min(turn.live.joined_at.get(node.name, turn.now) for node in new)
+    """When the first of the newcomers announced itself, by the listening clock."""
+    joins = (turn.presence(node).joined for node in new)
+    return min(turn.heard if joined is None else joined for joined in joins)
 
 
 def unheard_since(turn: Turn, new: list[Node]) -> float:
@@ -196,7 +217,7 @@ def unheard_since(turn: Turn, new: list[Node]) -> float:
 
     Nor has one with a session said hello yet: if what an earlier epoch committed counted, no world would ever start.
     """
-    return max(oldest_join(turn, new), turn.live.phase_since, turn.live.forgiven_at)
+    return max(oldest_join(turn, new), turn.live.phase_heard)
 
 
 def grow_interval(turn: Turn) -> float:
@@ -213,38 +234,40 @@ def grow_interval(turn: Turn) -> float:
 def start_drain(turn: Turn, growth: bool, reason: str) -> None:
     """Everybody saves at one boundary and stops."""
     turn.job.drain = Drain(growth=growth, reason=reason, after=last_step(turn))
-    turn.live.drain_deadline = turn.now + turn.job.settings.drain_timeout if growth else notice_end(turn)
+    turn.open.drain_deadline = turn.heard + turn.job.settings.drain_timeout if growth else notice_end(turn)
     turn.enter(Phase.DRAINING)
 
 
 def last_step(turn: Turn) -> int:
     """The last step that the open world is known to have made."""
     world = world_of(turn)
-    committed = (record.step for record in turn.job.checkpoints if record.epoch == world.epoch)
-    return max([world.resumed_step, *turn.live.steps.values(), *committed])
+    return max(world.resumed_step, turn.open.top_step, turn.job.checkpoints.last_step(world.epoch))
 
 
 def notice_end(turn: Turn) -> float:
-    """When the first of the leavers is gone."""
-    job, live = turn.job, turn.live
-    leavers = [node.name for node in job.nodes.values() if node.leaving and turn.is_working(node)]
-    ends = [live.leave_by[name] for name in leavers if name in live.leave_by]
-    return min(ends, default=turn.now + job.settings.drain_timeout)
+    """When the first of the leavers is gone, by the listening clock."""
+    leavers = [node for node in turn.job.nodes.values() if node.leaving and turn.is_working(node)]
+    ends = [turn.presence(node).leaves for node in leavers]
+    return min((end for end in ends if end is not None), default=turn.heard + turn.job.settings.drain_timeout)
 
 
 def draining(turn: Turn) -> bool:
     """The ranks are saving to stop: its end, its deadline, its withdrawal."""
-    job, live = turn.job, turn.live
+    job, epoch = turn.job, turn.open
     drain = job.drain
     if drain is None:
         raise AssertionError("draining without a drain")
     if end_of_epoch(turn):
         return True
-    leaving = any(n.leaving and turn.is_working(n) for n in job.nodes.values())
-    drained = any(member.part is Part.DRAINED for member in world_of(turn).members)
+    if not job.has_session and not drain.agreed and turn.overdue(turn.live.phase_heard + HELLO_WITHIN):
+        job.told = replace(job.told, start=True)
+        regroup(turn)
+        return True
+    leaving = any(node.leaving and turn.is_working(node) for node in job.nodes.values())
+    drained = Part.DRAINED in job.parts.values()
     if leaving and drain.optional:
-        drain.growth = drain.shrink = False
-        live.drain_deadline = notice_end(turn)
+        job.drain = replace(drain, growth=False, shrink=False)
+        epoch.drain_deadline = notice_end(turn)
         return True
     if drain.growth and not drain.agreed and not drained and not newcomers(turn, presumed=True):
         withdraw(turn, "the newcomer is gone")
@@ -253,16 +276,16 @@ def draining(turn: Turn) -> bool:
         withdraw(turn, "it is not wanted any more")
         return True
     # Where nobody goes it may take as long as ranks advance or its save grows; a leaver's notice runs out regardless.
-    deadline = live.drain_deadline or turn.now
+    deadline = epoch.drain_deadline if epoch.drain_deadline is not None else turn.heard
     if drain.optional:
-        deadline = max(deadline, live.moved_at + job.settings.drain_timeout)
-    if not turn.due(deadline):
+        deadline = max(deadline, epoch.moved + job.settings.drain_timeout)
+    if not turn.overdue(deadline):
         return False
     if drain.optional and not drain.agreed and not drained:
         withdraw(turn, f"the ranks did not agree on a boundary within {job.settings.drain_timeout:.0f} s")
     else:
         turn.notice(f"the drain ({drain.reason}) did not end in time: going back to the last commit", True)
-        job.causes.append("drain timed out")
+        turn.cause("drain timed out")
         unplanned(turn)
     return True
 
@@ -273,9 +296,9 @@ def withdraw(turn: Turn, why: str) -> None:
     turn.notice(f"{'scaling down' if shrinks else 'growing'} is put off: {why}")
     turn.job.drain = None
     turn.job.grown = False
-    turn.live.drain_deadline = None
+    turn.open.drain_deadline = None
     turn.live.grow_after_commit = True
-    turn.live.moved_at = turn.now
+    turn.open.moved = turn.heard
     turn.enter(Phase.RUNNING)
 
 
@@ -290,6 +313,6 @@ def end(turn: Turn, phase: Phase, message: str) -> None:
     job.verification = None
     job.drain = None
     if job.world is not None:
-        announcements.close_record(turn, job.world, max([*turn.live.steps.values(), job.world.resumed_step]))
+        announcements.close_record(turn, job.world, max(turn.open.top_step, job.world.resumed_step))
     turn.notice(message, phase is Phase.FAILED)
     turn.enter(phase)

@@ -37,13 +37,15 @@ def remember(
     newest = max([job.run, *(run_number(entry.run_id) for entry in unfinished), *(run_number(run) + 1 for run in over)])
     if newest > job.run:
         # What was read back so far is of a run that is over.
-        job.run, job.checkpoints, job.settings_epoch = newest, [], -1
+        for record in list(job.checkpoints):
+            job.checkpoints.drop(record.digest)
+        job.run, job.settings_epoch = newest, -1
     mine = [entry for entry in unfinished if entry.run_id == job.run_id]
     merge(turn, mine)
     restore_settings(turn, epoch, settings, mine)
     for entry in mine:
         job.generation = max(job.generation, entry.generation + 1)
-    job.ever_stepped = job.ever_stepped or bool(job.checkpoints)
+    job.ever_stepped = job.ever_stepped or len(job.checkpoints) > 0
     job.listening_epoch = max([job.listening_epoch, epoch, *(entry.epoch for entry in known)])
     if job.epoch == 0:
         job.listening = True
@@ -83,9 +85,12 @@ def merge(turn: Turn, found: list[control_pb2.Checkpoint]) -> None:
     records = {record.digest: record for record in job.checkpoints}
     known = [checkpoints.to_proto(job, record) for record in job.checkpoints]
     new = [entry for entry in found if entry.ref.digest not in records]
-    job.checkpoints = [
-        records.get(entry.ref.digest) or checkpoints.from_proto(entry) for entry in checkpoints.lineage(known + new)
-    ]
+    if new:
+        # In order of the lineage, whoever saw which part of it.
+        for digest in records:
+            job.checkpoints.drop(digest)
+        for entry in checkpoints.lineage(known + new):
+            job.checkpoints.put(records.get(entry.ref.digest) or checkpoints.from_proto(entry))
     for entry in found:
         if entry.form == control_pb2.FORM_UNIVERSAL:
             checkpoints.record_form(job, entry)

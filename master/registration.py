@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
+from dataclasses import replace
+
 from dalsegno.protos import control_pb2
 
 from . import membership
 from .checkpoints import resume_point
+from .door import MOST_NODES
 from .events import Reply
+from .live import Presence
 from .recollection import remember, run_number
-from .state import Job, Node, Phase, Settings
-from .turn import Turn
+from .state import Budget, Job, Node, Phase, Settings
+from .turn import Turn, heartbeat_of, pace_of
 
 _FIELDS = tuple(Settings.__dataclass_fields__)
 
@@ -35,8 +41,13 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
     wrong = settings_from(message.settings).problem
     if wrong:
         return Reply("INVALID_ARGUMENT", wrong)
+    # Also one that is refused proves that the master can be heard.
+    turn.live.clock.word(turn.now, job.settings.node_timeout, heartbeat_of(job))
+    turn.heard = turn.live.clock.at(turn.now)
     known = job.node_by(message.incarnation)
     if known is not None:
+        if not proves(known, message.secret):
+            return Reply("FAILED_PRECONDITION", f"incarnation {message.incarnation!r} is another agent's")
         membership.hear(turn, known)
         return accepted(turn, known)
     remark = new_run_without_effect(turn, message) or reopen(turn, message)
@@ -44,15 +55,25 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
         return remark
     if message.previous_incarnation:
         before = job.node_by(message.previous_incarnation)
-        if before is not None:
-            membership.lose(turn, before, "it started anew")
+        if before is not None and proves(before, message.secret):
+            membership.lose(turn, [(before, "it started anew")])
     refused = name_taken(turn, message)
     if refused is not None:
         return refused
+    if len(job.nodes) >= MOST_NODES:
+        return Reply("RESOURCE_EXHAUSTED", f"{len(job.nodes)} nodes are registered, which is all that a job may have")
     first_agent(turn, message)
-    node = admit(turn, message)
-    node.remark = remark
-    return accepted(turn, node)
+    return accepted(turn, admit(turn, message, remark))
+
+
+def digest_of(secret: bytes) -> str:
+    """What is kept of a secret."""
+    return hashlib.sha256(secret).hexdigest() if secret else ""
+
+
+def proves(node: Node, secret: bytes) -> bool:
+    """Whether this is the secret that the node's agent registered it with."""
+    return not node.secret or hmac.compare_digest(node.secret, digest_of(secret))
 
 
 def accepted(turn: Turn, node: Node) -> Reply:
@@ -65,11 +86,12 @@ def accepted(turn: Turn, node: Node) -> Reply:
             settings=settings_proto(job.settings),
             run_id=job.run_id,
             remark=node.remark,
+            pace=pace_of(job),
         )
     )
 
 
-def admit(turn: Turn, message: control_pb2.RegisterRequest) -> Node:
+def admit(turn: Turn, message: control_pb2.RegisterRequest, remark: str) -> Node:
     """A new node, with a name of its own."""
     job, live = turn.job, turn.live
     job.arrivals += 1
@@ -79,15 +101,16 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest) -> Node:
         host=message.host,
         nproc=message.nproc,
         order=job.arrivals,
+        secret=digest_of(message.secret),
         sees_directory=message.probe == job.probe,
         probe=message.probe,
+        remark=remark,
     )
-    job.nodes[node.name] = node
-    live.heard[node.name] = turn.now
-    live.last_arrival = turn.now
-    live.closed.pop(node.name, None)
-    live.unopened.add(node.name)
-    live.joined_at.pop(node.name, None)
+    job.nodes.put(node.name, node)
+    live.nodes[node.name] = Presence(turn.heard)
+    membership.hear(turn, node)
+    if not live.gathering.is_crash_looping(node.name, turn.now):
+        live.last_arrival = turn.now
     return node
 
 
@@ -105,7 +128,7 @@ def name_taken(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None
     holder = job.nodes.get(message.node) if message.node else None
     if holder is None:
         return None
-    if holder.name in turn.live.presumed and is_there(turn, holder.name):
+    if not turn.presence(holder).spoke and is_there(turn, holder.name):
         # A restarted master only presumes it alive: after a power cut this is the same node, started anew.
         return Reply("ABORTED", f"node name {message.node!r} was held when the master stopped: waiting for its node")
     if is_there(turn, holder.name):
@@ -113,7 +136,7 @@ def name_taken(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None
             "ALREADY_EXISTS",
             f"node name {message.node!r} is held by a live node on {holder.host}: choose another --node-name",
         )
-    membership.lose(turn, holder, "a new agent took its name")
+    membership.lose(turn, [(holder, "a new agent took its name")])
     return None
 
 
@@ -122,7 +145,7 @@ def new_run_without_effect(turn: Turn, message: control_pb2.RegisterRequest) -> 
     job = turn.job
     if not message.new_run or job.phase.is_terminal or message.previous_incarnation:
         return ""
-    if job.world is None and not job.checkpoints:
+    if job.world is None and not len(job.checkpoints):
         return ""  # Nothing was begun.
     if job.begun_anew and any(is_there(turn, name) for name in job.nodes):
         return ""  # The same command on another node has begun this run a moment ago.
@@ -150,25 +173,26 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
         return ""  # It is let in, and its first directive says how the job ended.
     if any(is_there(turn, name) for name in job.nodes):
         return Reply("UNAVAILABLE", "the agents of the run that has ended are still leaving")
-    fresh_run = message.new_run or job.phase is Phase.SUCCEEDED
+    finished, ended = job.phase is Phase.SUCCEEDED, job.run_id
     failed = job.message
     for node in list(job.nodes.values()):
         membership.drop(turn, node)
     job.world = None
-    job.pending_failure = None
-    job.failures = 0
-    job.doubtful = []
-    job.causes = []
+    job.parts = {}
+    job.budget = Budget(last_step=job.budget.last_step)
+    job.causes = ()
     job.message = ""
     job.limit = 0
     job.quiet = True
     job.settled = job.fixed_nnodes
     job.settings_epoch = -1
     turn.live.paused_since = None
+    turn.gather_anew()
     turn.enter(Phase.WAITING)
-    if fresh_run:
+    if finished or message.new_run:
         begin_anew(turn, message)
-        return ""
+        # Who asked for it knows.
+        return "" if message.new_run else f"{ended} is finished: this is the next run, {job.run_id}, from step 0"
     # A supervisor may start agents again and again: each time is said, and how often it was in vain so far.
     job.reopened += 1
     times = f", for the {ordinal(job.reopened)} time without a commit" if job.reopened > 1 else ""
@@ -185,10 +209,13 @@ def begin_anew(turn: Turn, message: control_pb2.RegisterRequest) -> None:
     job.probe = message.probe
     job.begun_anew = message.new_run
     job.stalls = job.reopened = 0
-    job.checkpoints, job.late = [], []
-    job.history = []
+    for record in list(job.checkpoints):
+        job.checkpoints.drop(record.digest)
+    job.late = ()
+    job.history = ()
     job.ever_stepped = job.has_session = False
-    job.last_failure_step = job.left_step = job.growths = 0
+    job.budget = Budget()
+    job.left_step = job.growths = 0
     turn.live.growth_done_at = None
 
 
@@ -203,17 +230,17 @@ def is_there(turn: Turn, name: str) -> bool:
 
     One that was killed before it opened its stream closes none, and a supervisor may have started the next one already.
     """
-    live = turn.live
-    if name in live.unopened and turn.now - live.heard.get(name, turn.now) > OPENING:
+    presence = turn.live.nodes[name]
+    if not presence.opened and presence.spoke and turn.heard - presence.heard > OPENING:
         return False
-    return name not in live.closed and turn.now - live.heard.get(name, turn.now) <= turn.job.settings.node_timeout
+    return presence.closed is None and turn.heard - presence.heard <= turn.job.settings.node_timeout
 
 
 def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
     """What the first agent of a job brings is the job's: settings, probe, and what an empty store has forgotten."""
     job = turn.job
     being_read_back = job.listening and job.settings_epoch >= 0
-    if not job.nodes and (not job.settled or (job.embedded and not being_read_back)):
+    if not len(job.nodes) and (not job.settled or (job.embedded and not being_read_back)):
         settle_for(job, message.settings)
     if not job.probe:
         job.probe = message.probe
@@ -235,7 +262,7 @@ def settle_for(job: Job, settings: control_pb2.Settings) -> None:
     """What this agent was told becomes the job's; --nnodes of the master's own command line stands."""
     chosen = settings_from(settings)
     if job.fixed_nnodes:
-        chosen.min_nodes, chosen.max_nodes = job.settings.min_nodes, job.settings.max_nodes
+        chosen = replace(chosen, min_nodes=job.settings.min_nodes, max_nodes=job.settings.max_nodes)
     if (chosen.min_nodes, chosen.max_nodes) != (job.settings.min_nodes, job.settings.max_nodes):
         job.limit = 0  # It was a limit within other bounds.
     job.settings = chosen

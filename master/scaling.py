@@ -57,11 +57,11 @@ def usable(job: Job, count: int) -> int:
 
 def wants_to_shrink(turn: Turn) -> bool:
     """A scale-down starts once the epoch has made a step; after one that was put off, with the next commit."""
-    job, live = turn.job, turn.live
-    if not job.limit or job.world is None or live.ended or not is_too_large(turn):
+    job, epoch = turn.job, turn.open
+    if not job.limit or job.world is None or epoch.ended or not is_too_large(turn):
         return False
-    if any(member.part is not Part.RUNNING for member in job.world.members):
+    if any(part is not Part.RUNNING for part in job.parts.values()):
         return False
     if not job.has_session:
-        return job.world.presented  # Before that its hello may be on its way.
-    return live.first_step_at is not None and not live.grow_after_commit
+        return job.told.start  # Before that its hello may be on its way.
+    return epoch.first_step_at is not None and not turn.live.grow_after_commit

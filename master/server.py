@@ -13,13 +13,16 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos import control_pb2
+from dalsegno.protos.limits import MESSAGE_BYTES
+from dalsegno.protos.text import one_line
 
 from .auth import TlsFiles, TokenInterceptor, check_exposure
-from .driver import HELD_UP_AFTER, Brain, Driver
+from .descriptors import connections_left
+from .driver import HELD_UP_AFTER, Brain, Driver, Views
 from .service import ControlService
 from .store import Store
-from .watchers import End, Watchers
+from .watchers import MOST_STREAMS, End, Watcher, Watchers
 
 __all__ = ("BindError", "ControlServer", "ServerOptions")
 
@@ -27,8 +30,30 @@ log = logging.getLogger(__name__)
 
 # How long open calls may take to end when the server stops; in seconds.
 STOP_GRACE = 1.0
-# Inventories name every checkpoint of a run.
-MESSAGE_LIMIT = 16 << 20
+# Of an answer, in bytes: the status of a job of very many nodes.
+ANSWER_LIMIT = 16 << 20
+# On one connection. An agent needs three; what is beyond waits until one ends.
+CALLS_PER_CONNECTION = 100
+# Kinds of errors that are logged with a traceback.
+MOST_FAILURES = 100
+# In all, streams included.
+MOST_CALLS = MOST_STREAMS + 4096
+
+
+# Times in milliseconds.
+_CONNECTIONS = (
+    # Who says nothing, or does not finish TLS, goes. The token comes with each call; who makes none goes, too.
+    ("grpc.server_handshake_timeout_ms", 5000),
+    ("grpc.max_connection_idle_ms", 10_000),
+    # Agents find a dead connection by pings, also while they only watch, and so does the master: whose cable was pulled
+    # sends no FIN. Without a ping timeout gRPC waits a minute for the answer, whatever the keepalive timeout is.
+    ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.keepalive_time_ms", 6000),
+    ("grpc.keepalive_timeout_ms", 4000),
+    ("grpc.http2.ping_timeout_ms", 4000),
+)
 
 
 class BindError(Exception):
@@ -73,6 +98,9 @@ class ControlServer:
         self._driver: Driver | None = None
         # Sequence number of the last notice in the log.
         self._logged = 0
+        # What went wrong with directives, each kind once.
+        self._failures: set[str] = set()
+        self._most_connections = connections_left()
         self.address = ""
 
     @property
@@ -96,7 +124,7 @@ class ControlServer:
             held_up_after=self._options.held_up_after,
         )
         service = ControlService(self._job_id, self._driver, self.watchers)
-        control_pb2_grpc.add_ControlServicer_to_server(service, server)
+        server.add_generic_rpc_handlers((service.handlers(),))
         await server.start()
         self._server = server
         host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
@@ -124,12 +152,13 @@ class ControlServer:
             options=[
                 # Otherwise a second master on the same port would get every other connection instead of an error.
                 ("grpc.so_reuseport", 0),
-                ("grpc.max_receive_message_length", MESSAGE_LIMIT),
-                ("grpc.max_send_message_length", MESSAGE_LIMIT),
-                # Agents find a dead connection by pings, also while they only watch.
-                ("grpc.http2.min_recv_ping_interval_without_data_ms", 1000),
-                ("grpc.keepalive_permit_without_calls", 1),
+                ("grpc.max_receive_message_length", MESSAGE_BYTES),
+                ("grpc.max_send_message_length", ANSWER_LIMIT),
+                ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
+                *_CONNECTIONS,
+                ("grpc.max_allowed_incoming_connections", self._most_connections),
             ],
+            maximum_concurrent_rpcs=MOST_CALLS,
         )
 
     def _bind(self, server: grpc.aio.Server) -> int:
@@ -146,17 +175,37 @@ class ControlServer:
         return bound
 
     def _publish(self) -> None:
+        """Tells every agent what is new for it. One that cannot be told is cut off, and asks again."""
+        views = self.driver.views()
         for watcher in self.watchers.ready():
-            directive = self.driver.view(watcher.node, watcher.incarnation)
-            if directive is None:
-                directive = control_pb2.Directive(
-                    generation=self.driver.generation,
-                    fenced=control_pb2.Fenced(reason="this incarnation is not known to the master: register anew"),
-                )
-            self._log_news(directive)
-            watcher.offer(directive)
-            if directive.WhichOneof("order") == "fenced":
-                watcher.end(End.FENCED)
+            try:
+                self._tell(watcher, views)
+            except Exception as error:
+                # One node's trouble: it opens another stream, and the others are served.
+                self._failed(watcher, error)
+
+    def _failed(self, watcher: Watcher, error: Exception) -> None:
+        """In the log with its traceback, but not again for each turn and stream."""
+        if (kind := one_line(repr(error), 200)) not in self._failures and len(self._failures) < MOST_FAILURES:
+            self._failures.add(kind)
+            log.error("no directive for %s", watcher.node, exc_info=error)
+        watcher.end(End.BROKEN)
+
+    def _tell(self, watcher: Watcher, views: Views) -> None:
+        key = views.key(watcher.node, watcher.incarnation)
+        if key is not None and watcher.knows(views.common, key):
+            return
+        if key is None:
+            directive = control_pb2.Directive(
+                generation=self.driver.generation,
+                fenced=control_pb2.Fenced(reason="this incarnation is not known to the master: register anew"),
+            )
+        else:
+            directive = views.directive(watcher.node)
+        self._log_news(directive)
+        watcher.offer(directive)
+        if key is None:
+            watcher.end(End.FENCED)
 
     def _log_news(self, directive: control_pb2.Directive) -> None:
         """What the agents' consoles show is in the master's log, too; after a restart the last of it once more."""

@@ -1,13 +1,43 @@
-"""The master's state: `Job` is durable, `Live` is not.
+"""The master's durable state. What is not durable is in `live`.
 
 `Job` holds no times, only durations and facts, so that a master that starts again can go on with it: every deadline
 then starts anew, and every node of the stored world is presumed alive for one node-timeout (docs/architecture.md).
+
+Everything below `Job` is immutable and replaced whole. So a copy of the job is a shallow one (`Job.copy`), the state
+before an event is at hand when the event turns out to be one too many, and what is to be stored is what was replaced.
 """
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
+
+from .entries import Checkpoint, Checkpoints, Joined, Node, Nodes
+
+__all__ = (
+    "LEAST_NODE_TIMEOUT",
+    "Budget",
+    "Checkpoint",
+    "Checkpoints",
+    "Conversion",
+    "Drain",
+    "EpochRecord",
+    "Failure",
+    "Job",
+    "Joined",
+    "Member",
+    "Node",
+    "Nodes",
+    "Notice",
+    "Part",
+    "Phase",
+    "Settings",
+    "Told",
+    "Verification",
+    "World",
+)
 
 
 class Phase(str, Enum):
@@ -45,7 +75,7 @@ class Part(str, Enum):
 LEAST_NODE_TIMEOUT = 5.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Settings:
     """As `dalsegno.control.v1.Settings`; durations in seconds, negative for "auto" or "for ever"."""
 
@@ -66,12 +96,21 @@ class Settings:
     keep_checkpoints: int = 3
 
     @property
+    def least_nodes(self) -> int:
+        """The smallest world: a multiple of the unit, at least `min`."""
+        unit = max(1, self.node_unit)
+        return -(-self.min_nodes // unit) * unit
+
+    @property
     def problem(self) -> str:
         """What is wrong with them, in one line; empty where nothing is."""
         if not 1 <= self.min_nodes <= self.max_nodes:
             return f"--nnodes={self.min_nodes}:{self.max_nodes}: MIN must be at least 1 and at most MAX"
-        if self.node_unit < 1 or self.max_nodes < self.node_unit:
-            return f"--node-unit={self.node_unit} does not fit --nnodes={self.min_nodes}:{self.max_nodes}"
+        if self.node_unit < 1 or self.least_nodes > self.max_nodes:
+            return (
+                f"--node-unit={self.node_unit} does not fit --nnodes={self.min_nodes}:{self.max_nodes}: worlds have a"
+                " multiple of it, and none lies between MIN and MAX"
+            )
         if not self.node_timeout >= LEAST_NODE_TIMEOUT:
             return (
                 f"--node-timeout={self.node_timeout:g}: an agent whose heartbeat was lost is heard again within "
@@ -80,43 +119,7 @@ class Settings:
         return ""
 
 
-@dataclass
-class Joined:
-    """A node's answer to one round: the fresh store it offers and the checkpoints it has in sight (digests)."""
-
-    round: int
-    resume: str
-    store_host: str
-    store_port: int
-    seen: list[str] = field(default_factory=list)
-
-
-@dataclass
-class Node:
-    """A registered agent."""
-
-    name: str
-    incarnation: str
-    host: str
-    nproc: int
-    # Registrations are numbered: newcomers keep the order of their arrival.
-    order: int
-    sees_directory: bool = True
-    # Content of the probe file as this node reads it.
-    probe: str = ""
-    joined: Joined | None = None
-    warm: bool = False
-    leaving: bool = False
-    # The resume point that this node alone could not read.
-    unreadable: str = ""
-    # What its agent tells its person about this registration.
-    remark: str = ""
-    # The last changing call and its answer, so that a repeat has no second effect.
-    request: int = 0
-    answer: tuple[str, str] = ("OK", "")
-
-
-@dataclass
+@dataclass(frozen=True)
 class Member:
     """A node in a world."""
 
@@ -125,15 +128,14 @@ class Member:
     host: str
     nproc: int
     group_rank: int
-    part: Part = Part.RUNNING
 
 
-@dataclass
+@dataclass(frozen=True)
 class World:
     """The nodes of one epoch with their group ranks, and what they start from."""
 
     epoch: int
-    members: list[Member]
+    members: tuple[Member, ...]
     store_host: str
     store_port: int
     # Digest of the resume point, "" for step 0, and how it is loaded.
@@ -141,59 +143,46 @@ class World:
     universal: bool = False
     resharded: bool = False
     resumed_step: int = 0
-    causes: list[str] = field(default_factory=list)
+    causes: tuple[str, ...] = ()
     # The step that the run had reached when the world before this one ended.
     left_step: int = 0
     grown: bool = False
-    # Its first step was heard, and said.
-    announced: bool = False
-    # It was said to have started, as nothing is heard of its steps.
-    presented: bool = False
-    # It was said that nobody can tell whether it is stuck.
-    doubted: bool = False
 
-    @property
+    @cached_property
     def size(self) -> int:
+        """How many workers."""
         return sum(member.nproc for member in self.members)
 
+    @cached_property
+    def by_incarnation(self) -> dict[str, Member]:
+        return {member.incarnation: member for member in self.members}
+
+    @cached_property
+    def first_ranks(self) -> tuple[int, ...]:
+        """Of each member, the global rank of its first worker."""
+        firsts, first = [], 0
+        for member in self.members:
+            firsts.append(first)
+            first += member.nproc
+        return tuple(firsts)
+
     def member(self, incarnation: str) -> Member | None:
-        return next((member for member in self.members if member.incarnation == incarnation), None)
+        return self.by_incarnation.get(incarnation)
 
 
-@dataclass
-class Checkpoint:
-    """A committed checkpoint: what its manifest says, its later form, and whether it may still be chosen."""
+@dataclass(frozen=True)
+class Told:
+    """What people have been told of the open world, each once."""
 
-    name: str
-    digest: str
-    step: int
-    epoch: int
-    world_size: int
-    strategy: str = ""
-    any_world_size: bool = False
-    # Ranks of another world can take their ranges of it. No longer once such a world failed before its first step.
-    reshards: bool = False
-    data_epoch: int = 0
-    samples: int = 0
-    resumed_from: str = ""
-    bytes: int = 0
-    # 0: not known.
-    largest_file: int = 0
-    metric: float | None = None
-    # Name of the run's best checkpoint as of this one; empty where no metric is tracked.
-    best: str = ""
-    # How many checkpoints the script wants kept; None: as the job's settings have it.
-    keep: int | None = None
-    universal_name: str = ""
-    universal_digest: str = ""
-    # Digests of later forms that turned out to be damaged: never adopted again.
-    dropped: list[str] = field(default_factory=list)
-    retired: bool = False
-    # Retired because it is damaged: its files stay until a newer checkpoint is committed.
-    damaged: bool = False
+    # Its first step was heard.
+    first_step: bool = False
+    # That it has started, because nothing is heard of its steps.
+    start: bool = False
+    # That nobody can tell whether it is stuck.
+    doubt: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Conversion:
     """The universal form of `source` is wanted. `owner` holds the lease `lease`; 0 when nobody does."""
 
@@ -201,14 +190,14 @@ class Conversion:
     lease: int = 0
     owner: str = ""
     # Names of the nodes on which it failed although the source verifies.
-    failed: list[str] = field(default_factory=list)
+    failed: tuple[str, ...] = ()
     # Directories of leases on the same source that came before.
-    earlier: list[str] = field(default_factory=list)
+    earlier: tuple[str, ...] = ()
     blocked: bool = False
     reason: str = ""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Verification:
     """One node could not load a checkpoint; another looks at it before anything is concluded."""
 
@@ -219,10 +208,10 @@ class Verification:
     verifier: str = ""
     message: str = ""
     # Names of those that could not tell, as often as they were asked.
-    unable: list[str] = field(default_factory=list)
+    unable: tuple[str, ...] = ()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Drain:
     """Why the open world is saving and stopping."""
 
@@ -240,7 +229,7 @@ class Drain:
         return self.growth or self.shrink
 
 
-@dataclass
+@dataclass(frozen=True)
 class Failure:
     """A failure of the closed epoch that may count against the budget."""
 
@@ -248,9 +237,11 @@ class Failure:
     node: str
     message: str
     step: int
+    # The cause is on another node, which reports it or is lost.
+    elsewhere: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class Notice:
     """One line for all consoles."""
 
@@ -259,7 +250,7 @@ class Notice:
     warning: bool = False
 
 
-@dataclass
+@dataclass(frozen=True)
 class EpochRecord:
     """One opened world and what opening it cost (`paused` in seconds)."""
 
@@ -273,6 +264,18 @@ class EpochRecord:
     lost_steps: int
     first_step: int
     last_step: int
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Failures without progress, see `failures`."""
+
+    failures: int = 0
+    # Of the last failure that counted: a commit beyond it refills the budget.
+    last_step: int = 0
+    pending: Failure | None = None
+    # Incarnations that had not answered when the world after a failure opened: were they lost, or only slow?
+    doubtful: tuple[str, ...] = ()
 
 
 @dataclass
@@ -298,13 +301,16 @@ class Job:
     phase: Phase = Phase.WAITING
     epoch: int = 0
     world: World | None = None
-    nodes: dict[str, Node] = field(default_factory=dict)
+    # How the members of `world` fare, by incarnation.
+    parts: dict[str, Part] = field(default_factory=dict)
+    told: Told = field(default_factory=Told)
+    nodes: Nodes = field(default_factory=Nodes)
     arrivals: int = 0
     # Content of the probe file as the nodes that count read it.
     probe: str = ""
-    checkpoints: list[Checkpoint] = field(default_factory=list)
+    checkpoints: Checkpoints = field(default_factory=Checkpoints)
     # What closed epochs sealed too late: it never counted, and its files may go.
-    late: list[Checkpoint] = field(default_factory=list)
+    late: tuple[Checkpoint, ...] = ()
     conversion: Conversion | None = None
     leases: int = 0
     conversion_failures: int = 0
@@ -319,25 +325,28 @@ class Job:
     ever_stepped: bool = False
     # The script's workers have said hello: it can drain, and its steps are heard of.
     has_session: bool = False
-    failures: int = 0
-    last_failure_step: int = 0
-    pending_failure: Failure | None = None
-    # Incarnations that had not answered when the world after a failure opened: were they lost, or only slow?
-    doubtful: list[str] = field(default_factory=list)
-    # How often each node name was lost after its world had made a step.
+    budget: Budget = field(default_factory=Budget)
+    # How often each node name was held, for having been lost after its world had made a step.
     losses: dict[str, int] = field(default_factory=dict)
     # Names that are spares for now, and for how long (seconds; begins anew with a new master).
     holds: dict[str, float] = field(default_factory=dict)
     stalls: int = 0
     growths: int = 0
     growth_cost: float = 0.0
-    causes: list[str] = field(default_factory=list)
+    causes: tuple[str, ...] = ()
     grown: bool = False
     left_step: int = 0
     message: str = ""
-    notices: list[Notice] = field(default_factory=list)
+    notices: tuple[Notice, ...] = ()
     noticed: int = 0
-    history: list[EpochRecord] = field(default_factory=list)
+    history: tuple[EpochRecord, ...] = ()
+
+    def copy(self) -> Job:
+        """The state as it is now, whatever becomes of this one."""
+        other = copy.copy(self)
+        other.nodes, other.checkpoints = self.nodes.copy(), self.checkpoints.copy()
+        other.parts, other.losses, other.holds = dict(self.parts), dict(self.losses), dict(self.holds)
+        return other
 
     @property
     def run_id(self) -> str:
@@ -354,72 +363,10 @@ class Job:
         return self.epoch + 1
 
     def checkpoint(self, digest: str) -> Checkpoint | None:
-        return next((record for record in self.checkpoints if record.digest == digest), None)
+        return self.checkpoints.get(digest)
 
     def node_by(self, incarnation: str) -> Node | None:
-        return next((node for node in self.nodes.values() if node.incarnation == incarnation), None)
+        return self.nodes.by(incarnation)
 
-
-@dataclass
-class Live:
-    """What only this process knows; times are monotonic seconds of this process."""
-
-    heard: dict[str, float] = field(default_factory=dict)
-    # Nodes of the stored state that have not spoken to this process yet.
-    presumed: set[str] = field(default_factory=set)
-    closed: dict[str, float] = field(default_factory=dict)
-    # Nodes that have registered and not opened their stream yet.
-    unopened: set[str] = field(default_factory=set)
-    joined_at: dict[str, float] = field(default_factory=dict)
-    asked_at: dict[str, float] = field(default_factory=dict)
-    unexpected: set[str] = field(default_factory=set)
-    held_until: dict[str, float] = field(default_factory=dict)
-    lost_at: dict[str, list[float]] = field(default_factory=dict)
-    # Steps of the open epoch, by node, and when each node advanced last.
-    steps: dict[str, int] = field(default_factory=dict)
-    advanced: dict[str, float] = field(default_factory=dict)
-    loss: float = 0.0
-    longest: float = 0.0
-    saved_bytes: dict[str, int] = field(default_factory=dict)
-    beats: dict[str, int] = field(default_factory=dict)
-    # Nodes whose ranks have no step left to make: what the script still does, it does without steps.
-    ended: set[str] = field(default_factory=set)
-    trouble: bool = False
-    first_step_at: float | None = None
-    moved_at: float = 0.0
-    phase_since: float = 0.0
-    last_arrival: float = 0.0
-    drain_deadline: float | None = None
-    # When leavers are gone, by node.
-    leave_by: dict[str, float] = field(default_factory=dict)
-    growth_done_at: float | None = None
-    grow_hold_until: float = 0.0
-    grow_after_commit: bool = False
-    # Newcomers of which was said when everybody is restarted for them.
-    growth_told: set[str] = field(default_factory=set)
-    committed_at: float = 0.0
-    conversion_moved: float = 0.0
-    # The most that the lease's owner has reported: files finished, bytes moved.
-    conversion_done: tuple[int, int] = (-1, 0)
-    retry_at: float = 0.0
-    retry_pause: float = 0.0
-    # When the verifier was asked, or last read something new; and how much it has read, bytes.
-    verify_moved: float = 0.0
-    verify_bytes: int = 0
-    listen_until: float | None = None
-    paused_since: float | None = None
-    deaf: bool = False
-    # Ranks of the open epoch have agreed to save and stop, whoever told them: their steps stand still until then.
-    stopping: bool = False
-    # When everybody's time began anew, because nobody could be heard before.
-    forgiven_at: float = float("-inf")
-
-
-@dataclass
-class State:
-    """All that the brain knows: what is stored, and what is not."""
-
-    job: Job
-    live: Live = field(default_factory=Live)
-    # When the brain wants a Tick, monotonic seconds; None: not before the next event.
-    wake: float | None = None
+    def part(self, member: Member) -> Part:
+        return self.parts[member.incarnation]

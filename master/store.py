@@ -1,15 +1,16 @@
 """Where the job's one durable record lives.
 
-A store holds one record: the job id, the *generation* and the state's bytes. Every start of a master raises the
-generation, and every write is conditional on it, so a master that was superseded (stopped and continued, or cut off)
-can never write again: it gets `Superseded` and must stop without letting any effect out.
+A store holds one record: the job id, the *generation* and the state's rows, each some bytes under a key. Every start
+of a master raises the generation, and every write is conditional on it, so a master that was superseded (stopped and
+continued, or cut off) can never write again: it gets `Superseded` and must stop without letting any effect out.
 
 Contract, for every kind of store:
 
-- `save` returns only once the bytes survive a power cut; whatever happens meanwhile, `load` gives the old bytes or the
-  new ones, never a mixture.
-- Bytes that were damaged on the disk are never returned: `load` raises `StoreDamaged`.
-- A `StoreUnavailable` leaves the record as it was or as it was meant to become, and the same `save` may be repeated.
+- `save` changes all the rows that it is given, or none. It returns only once they survive a power cut; whatever happens
+  meanwhile, `load` gives the rows as they were before or as they are then, never a mixture.
+- What was damaged on the disk is never returned: `load` raises `StoreDamaged`, also where a row is missing.
+- A `StoreUnavailable` leaves the record as it was or as it was meant to become, and the same `save` may be repeated;
+  where it is `StoreStarved`, the store is well and this process has no file descriptor left.
 """
 
 from __future__ import annotations
@@ -18,25 +19,35 @@ import contextlib
 import hashlib
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
+from .descriptors import Reserve, are_exhausted
+
 __all__ = (
     "MemoryStore",
+    "Rows",
     "SqliteStore",
     "Store",
     "StoreDamaged",
     "StoreError",
+    "StoreStarved",
     "StoreUnavailable",
     "Superseded",
     "open_store",
 )
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+# What changes: bytes by key; None where a row goes.
+Rows = dict[str, "bytes | None"]
+# Under this key the one record of a store of format 1 is handed out.
+OLD_RECORD = "record"
 # How long a write waits for another process that holds the file's lock; in seconds. A living master holds it for
 # milliseconds, so whoever holds it longer is stopped or the file system is in trouble.
 LOCK_TIMEOUT = 5.0
+# A write opens the journal and its directory; connections must not be able to take what it needs.
+RESERVED_DESCRIPTORS = 8
 
 
 class StoreError(Exception):
@@ -51,6 +62,10 @@ class StoreUnavailable(StoreError):
     """A read or write failed for now (lock held, disk full, I/O error); it may be tried again."""
 
 
+class StoreStarved(StoreUnavailable):
+    """No file descriptor was left to open a file with. That is no failure of the store's, and passes."""
+
+
 class Superseded(StoreError):
     """Another master has raised the generation: this one must stop."""
 
@@ -63,14 +78,14 @@ class Superseded(StoreError):
 class Store(Protocol):
     """One job's durable record. Methods block; they are called from one thread at a time, not always the same."""
 
-    def load(self) -> bytes | None:
-        """The last saved bytes; None before the first `save`.
+    def load(self) -> dict[str, bytes]:
+        """All rows; empty before the first `save`.
 
         Raises StoreDamaged, StoreUnavailable.
         """
 
-    def save(self, data: bytes, generation: int) -> None:
-        """Replaces the bytes in one transaction, on the condition that `generation` is the store's.
+    def save(self, rows: Rows, generation: int) -> None:
+        """Changes these rows in one transaction, on the condition that `generation` is the store's.
 
         Raises Superseded, StoreUnavailable.
         """
@@ -90,7 +105,7 @@ class Store(Protocol):
 @dataclass
 class _Record:
     generation: int = 0
-    data: bytes | None = None
+    rows: dict[str, bytes] = field(default_factory=dict)
 
 
 class MemoryStore:
@@ -102,13 +117,17 @@ class MemoryStore:
     def share(self) -> MemoryStore:
         return MemoryStore(self._record)
 
-    def load(self) -> bytes | None:
-        return self._record.data
+    def load(self) -> dict[str, bytes]:
+        return dict(self._record.rows)
 
-    def save(self, data: bytes, generation: int) -> None:
+    def save(self, rows: Rows, generation: int) -> None:
         if generation != self._record.generation:
             raise Superseded(generation, self._record.generation)
-        self._record.data = data
+        for key, data in rows.items():
+            if data is None:
+                self._record.rows.pop(key, None)
+            else:
+                self._record.rows[key] = data
 
     def raise_generation(self, above: int = 0, owner: int | None = None) -> int:
         if owner is not None and owner != self._record.generation:
@@ -121,7 +140,7 @@ class MemoryStore:
 
 
 class SqliteStore:
-    """The record as one row of a SQLite file.
+    """The record in a SQLite file: a table of rows, and one entry with the generation and a checksum of all of them.
 
     A rollback journal, not a WAL: one file that can be copied when the master is down, and that works on the file
     systems where a WAL's shared memory does not. `synchronous=EXTRA` is FULL plus a sync of the directory after the
@@ -132,6 +151,7 @@ class SqliteStore:
     def __init__(self, path: Path, job_id: str) -> None:
         """Opens or creates `path`. Raises StoreError where it cannot be used or belongs to another job."""
         self._path = path
+        self._reserve = Reserve(RESERVED_DESCRIPTORS)
         if not path.parent.is_dir():
             raise StoreError(
                 f"cannot open the store {path}: the directory {path.parent.absolute()} does not exist"
@@ -145,30 +165,45 @@ class SqliteStore:
         try:
             self._prepare(job_id)
         except BaseException:
-            self._db.close()
+            self.close()
             raise
 
-    def load(self) -> bytes | None:
+    def load(self) -> dict[str, bytes]:
         with self._errors("read"):
-            row = self._db.execute("SELECT data, digest FROM record").fetchone()
-        if row is None:
-            raise StoreDamaged(f"the store {self._path} is damaged: its record is gone; {_CURE}")
-        data, digest = row
-        if data is None:
-            return None
-        if not isinstance(data, bytes) or hashlib.sha256(data).hexdigest() != digest:
+            rows = self._db.execute("SELECT key, data FROM rows").fetchall()
+            total = self._total()
+        found: dict[str, bytes] = {}
+        check = 0
+        for key, data in rows:
+            if not isinstance(key, str) or not isinstance(data, bytes):
+                raise StoreDamaged(f"the store {self._path} is damaged: a row is not bytes; {_CURE}")
+            found[key] = data
+            check ^= _digest(key, data)
+        if check != total:
             raise StoreDamaged(f"the store {self._path} is damaged: the record's checksum is wrong; {_CURE}")
-        return data
+        return found
 
-    def save(self, data: bytes, generation: int) -> None:
-        digest = hashlib.sha256(data).hexdigest()
+    def save(self, rows: Rows, generation: int) -> None:
         with self._transaction("write"):
             # Conditional on the generation. In a transaction that holds the write lock (BEGIN IMMEDIATE) nobody can
             # raise it between this read and the commit.
             present = self._generation()
             if present != generation:
                 raise Superseded(generation, present)
-            self._db.execute("UPDATE record SET data = ?, digest = ?", (data, digest))
+            total = self._total()
+            for key, data in rows.items():
+                total ^= self._replace(key, data)
+            self._db.execute("UPDATE record SET checksum = ?", (_hex(total),))
+
+    def _replace(self, key: str, data: bytes | None) -> int:
+        """One row, in a transaction. Returns by what the checksum of all rows changes."""
+        before = self._db.execute("SELECT data FROM rows WHERE key = ?", (key,)).fetchone()
+        change = 0 if before is None else _digest(key, before[0])
+        if data is None:
+            self._db.execute("DELETE FROM rows WHERE key = ?", (key,))
+            return change
+        self._db.execute("INSERT OR REPLACE INTO rows (key, data) VALUES (?, ?)", (key, data))
+        return change ^ _digest(key, data)
 
     def raise_generation(self, above: int = 0, owner: int | None = None) -> int:
         with self._transaction("write"):
@@ -181,6 +216,7 @@ class SqliteStore:
 
     def close(self) -> None:
         self._db.close()
+        self._reserve.close()
 
     def _prepare(self, job_id: str) -> None:
         with self._errors("open"):
@@ -193,6 +229,8 @@ class SqliteStore:
             version = self._db.execute("PRAGMA user_version").fetchone()[0]
             if version == 0:
                 self._create(job_id)
+            elif version == 1:
+                self._upgrade()
             elif version != SCHEMA_VERSION:
                 raise StoreError(
                     f"the store {self._path} has format {version}, this master reads {SCHEMA_VERSION}:"
@@ -213,10 +251,35 @@ class SqliteStore:
             raise StoreError(f"{self._path} is a database of something else: name another file with --store")
         self._db.execute(
             "CREATE TABLE record (one INTEGER PRIMARY KEY CHECK (one = 1), job_id TEXT NOT NULL,"
-            " generation INTEGER NOT NULL, data BLOB, digest TEXT)"
+            " generation INTEGER NOT NULL, checksum TEXT NOT NULL)"
         )
-        self._db.execute("INSERT INTO record (one, job_id, generation) VALUES (1, ?, 0)", (job_id,))
+        self._db.execute("CREATE TABLE rows (key TEXT PRIMARY KEY, data BLOB NOT NULL)")
+        self._db.execute(
+            "INSERT INTO record (one, job_id, generation, checksum) VALUES (1, ?, 0, ?)", (job_id, _hex(0))
+        )
         self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+    def _upgrade(self) -> None:
+        """Format 1 had the whole record in one row. It is handed out as such until it is written anew."""
+        old = self._db.execute("SELECT job_id, generation, data, digest FROM record").fetchall()
+        if len(old) != 1:
+            raise StoreDamaged(f"the store {self._path} is damaged: {len(old)} records instead of one; {_CURE}")
+        job_id, generation, data, digest = old[0]
+        if data is not None and (not isinstance(data, bytes) or hashlib.sha256(data).hexdigest() != digest):
+            raise StoreDamaged(f"the store {self._path} is damaged: the record's checksum is wrong; {_CURE}")
+        self._db.execute("DROP TABLE record")
+        self._create(job_id)
+        total = 0 if data is None else self._replace(OLD_RECORD, data)
+        self._db.execute("UPDATE record SET generation = ?, checksum = ?", (generation, _hex(total)))
+
+    def _total(self) -> int:
+        row = self._db.execute("SELECT checksum FROM record").fetchone()
+        if row is None:
+            raise StoreDamaged(f"the store {self._path} is damaged: its record is gone; {_CURE}")
+        try:
+            return int(row[0], 16)
+        except (TypeError, ValueError):
+            raise StoreDamaged(f"the store {self._path} is damaged: its checksum is no number; {_CURE}") from None
 
     def _generation(self) -> int:
         row = self._db.execute("SELECT generation FROM record").fetchone()
@@ -226,7 +289,7 @@ class SqliteStore:
 
     @contextlib.contextmanager
     def _transaction(self, doing: str) -> Iterator[None]:
-        with self._errors(doing):
+        with self._errors(doing), self._reserve.released():
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
@@ -244,11 +307,27 @@ class SqliteStore:
             yield
         except sqlite3.OperationalError as error:
             text = _one_line(str(error))
+            # SQLite says of an exhausted process only that it cannot open a file.
+            if "unable to open" in text and are_exhausted():
+                raise StoreStarved(
+                    f"cannot {doing} the store {self._path}: no file descriptor is left, connections hold them all:"
+                    " raise the limit (ulimit -n), or see who connects"
+                ) from error
             if "locked" in text:
                 text = f"another process holds its lock for more than {LOCK_TIMEOUT:g} s (a stopped master?)"
             raise StoreUnavailable(f"cannot {doing} the store {self._path}: {text}") from error
         except sqlite3.DatabaseError as error:
             raise StoreDamaged(f"the store {self._path} is damaged: {_one_line(str(error))}; {_CURE}") from error
+
+
+def _digest(key: str, data: bytes) -> int:
+    """Of one row. Those of all rows are combined by exclusive or, so that one row's change costs one row."""
+    named = f"{len(key)}:{key}:".encode()
+    return int.from_bytes(hashlib.sha256(named + data).digest(), "big")
+
+
+def _hex(total: int) -> str:
+    return f"{total:064x}"
 
 
 _CURE = "move the file away to have the job found again from its checkpoints"

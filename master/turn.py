@@ -1,30 +1,41 @@
-"""One event's worth of deciding: the state, the time, and the few verbs that every part of the brain shares."""
+"""One decision's worth of deciding: the state, the time, and the few verbs that every part of the brain shares."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
 
-from .state import Job, Live, Node, Notice, Part, Phase, State
+from dalsegno.protos import control_pb2
 
-# How often agents are told to send a heartbeat (the agent's default), seconds.
-HEARTBEAT = 1.0
+from .listening import HEARTBEAT
+from .live import EpochLife, Gathering, Live, Presence, State
+from .state import Job, Member, Node, Notice, Part, Phase
+
 # A closed stream counts as a death after this long, seconds.
 CLOSED_GRACE = 1.0
-# Without a word from anybody for this long the trouble is taken to be the master's own: the first at most, and before a
-# short node-timeout ends, but never so early that it is only the time between two heartbeats. Seconds.
-DEAF_AFTER = 2.5 * HEARTBEAT
-DEAF_LEAST = 1.5 * HEARTBEAT
 # Notices kept for agents that connect later.
 NOTICES = 40
 HISTORY = 500
+# Words that the master wants to hear in a second, of all agents together; and the least time between two reports.
+WORDS = 200.0
+LEAST_PROGRESS = 0.1
+# Of more nodes than this only the number is said.
+NAMED = 4
+# So many causes of one change are named.
+CAUSES = 8
 
 
 @dataclass
 class Turn:
-    """`due` notes the earliest moment that anything waits for: the brain's next Tick."""
+    """`due` and `overdue` note the earliest moment that anything waits for: the brain's next Tick."""
 
     state: State
     now: float
+
+    def __post_init__(self) -> None:
+        # What the listening clock shows: for all that waits for an agent's word.
+        self.heard = self.live.clock.at(self.now)
 
     @property
     def job(self) -> Job:
@@ -34,6 +45,11 @@ class Turn:
     def live(self) -> Live:
         return self.state.live
 
+    @property
+    def open(self) -> EpochLife:
+        """The open epoch's life."""
+        return self.state.live.epoch
+
     def due(self, when: float) -> bool:
         """Whether `when` has come; if not, the brain is woken then."""
         if self.now >= when:
@@ -42,25 +58,54 @@ class Turn:
             self.state.wake = when
         return False
 
+    def overdue(self, when: float) -> bool:
+        """The same by the listening clock. While that stands still, the next word wakes the brain."""
+        if self.heard >= when:
+            return True
+        clock = self.live.clock
+        if not clock.stands_still(self.now):
+            self.due(clock.real(self.now, when))
+        return False
+
     def notice(self, text: str, warning: bool = False) -> None:
         """One line for every agent's console."""
-        self.job.noticed += 1
-        self.job.notices.append(Notice(self.job.noticed, text, warning))
-        del self.job.notices[:-NOTICES]
+        job = self.job
+        job.noticed += 1
+        job.notices = (*job.notices, Notice(job.noticed, text, warning))[-NOTICES:]
+
+    def cause(self, text: str) -> None:
+        """Why the next world will be another one."""
+        if text not in self.job.causes:
+            self.job.causes = (*self.job.causes, text)[-CAUSES:]
 
     def enter(self, phase: Phase) -> None:
         if self.job.phase is not phase:
             self.job.phase = phase
             self.live.phase_since = self.now
+            self.live.phase_heard = self.heard
+
+    def gather_anew(self) -> None:
+        """A round begins: who is asked is asked now."""
+        self.live.gathering = Gathering()
+
+    def update(self, node: Node, **changes: Any) -> Node:
+        """The node with some of it changed."""
+        new = replace(node, **changes)
+        self.job.nodes.put(node.name, new)
+        return new
+
+    def presence(self, node: Node) -> Presence:
+        """How this process hears a registered node."""
+        return self.live.nodes[node.name]
 
     def is_fresh(self, node: Node) -> bool:
         """Heard lately, over an open stream: it can be given orders."""
-        live = self.live
-        if node.name in live.closed and self.due(live.closed[node.name] + CLOSED_GRACE):
+        presence = self.presence(node)
+        if presence.closed is not None and self.overdue(presence.closed + CLOSED_GRACE):
             return False
-        return not self.due(
-            live.heard.get(node.name, self.now) + max(3 * HEARTBEAT, self.job.settings.node_timeout / 3)
-        )
+        beat = heartbeat_of(self.job)
+        patience = 3 * beat if beat == HEARTBEAT else 2 * beat
+        return not self.overdue(presence.heard + max(patience, self.job.settings.node_timeout / 3))
 
     def is_held(self, node: Node) -> bool:
         """Lost too often lately: a spare for now."""
@@ -72,10 +117,39 @@ class Turn:
             return False
         return True
 
+    def part(self, node: Node) -> Part | None:
+        """How its ranks of the open epoch fare; None where it has none."""
+        return self.job.parts.get(node.incarnation)
+
     def is_working(self, node: Node) -> bool:
         """Its ranks of the open epoch are meant to be running."""
-        world = self.job.world
-        if world is None or not self.job.phase.has_workers:
-            return False
-        member = world.member(node.incarnation)
-        return member is not None and member.part is Part.RUNNING
+        return self.job.phase.has_workers and self.part(node) is Part.RUNNING
+
+    def set_part(self, member: Member, part: Part) -> None:
+        self.job.parts[member.incarnation] = part
+
+
+def heartbeat_of(job: Job) -> float:
+    """Seconds between two heartbeats of an agent: the more agents, the rarer, so that the master's load is bounded.
+
+    At least three fit into the node-timeout.
+    """
+    return min(max(HEARTBEAT, len(job.nodes) / WORDS), max(HEARTBEAT, job.settings.node_timeout / 3))
+
+
+def progress_of(job: Job) -> float:
+    """Seconds between two reports of an agent's steps, when nothing but the number of the step has changed."""
+    return min(max(LEAST_PROGRESS, len(job.nodes) / WORDS), heartbeat_of(job))
+
+
+def pace_of(job: Job) -> control_pb2.Pace:
+    """How often agents should speak."""
+    return control_pb2.Pace(heartbeat_seconds=heartbeat_of(job), progress_seconds=progress_of(job))
+
+
+def names(nodes: Iterable[str]) -> str:
+    """Who, for a person: the first few, and how many more."""
+    listed = list(nodes)
+    if len(listed) <= NAMED:
+        return ", ".join(listed)
+    return f"{', '.join(listed[: NAMED - 1])} and {len(listed) - NAMED + 1} more"

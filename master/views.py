@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dalsegno.protos import control_pb2
 
-from .checkpoints import prunable, resume_point, to_proto
+from .checkpoints import prunable, resume_point, to_proto, witnesses
 from .forming import missing
+from .live import State
 from .registration import settings_proto
 from .scaling import of_nodes
-from .state import Checkpoint, Job, Node, Part, Phase, State, World
-from .turn import Turn
+from .state import Checkpoint, Job, Node, Part, Phase, World
+
+__all__ = ("Common", "status", "view")
 
 PHASES = {
     Phase.WAITING: control_pb2.PHASE_WAITING,
@@ -21,46 +23,108 @@ PHASES = {
 }
 
 
+class Common:
+    """What the directives of all nodes have in common at one moment: made once, however many they are.
+
+    `version` and `key` tell, without building anything, whether a node would be told something new.
+    """
+
+    def __init__(self, state: State) -> None:
+        job = state.job
+        self.state = state
+        self.job = job
+        head = resume_point(job)
+        self.witnesses = witnesses(job)
+        # Everything below the job is replaced whole: the same objects say the same.
+        self.parts = (
+            *(job.generation, job.phase, job.epoch, job.run, job.settings, head, job.noticed, job.world),
+            *(job.conversion, job.verification, job.drain, job.message, job.limit, state.live.missing, self.witnesses),
+            frozenset(record.digest for record in prunable(job)),
+            # What a spare is told of the unit depends on how many nodes there are.
+            len(job.nodes) if job.settings.node_unit > 1 else 0,
+        )
+        self._template: control_pb2.Directive | None = None
+        self._world: control_pb2.World | None = None
+
+    def says_the_same(self, other: Common) -> bool:
+        """Whether nothing that all have in common changed between the two moments."""
+        if self.job is not other.job or len(self.parts) != len(other.parts):
+            return False
+        return all(
+            mine is his or (isinstance(mine, int | str | frozenset) and mine == his)
+            for mine, his in zip(self.parts, other.parts, strict=True)
+        )
+
+    def key(self, node: Node) -> tuple[object, ...]:
+        """What else this node's directive depends on."""
+        return node, self.job.parts.get(node.incarnation), node.name in self.state.live.held_until
+
+    @property
+    def template(self) -> control_pb2.Directive:
+        """The part that is the same for all."""
+        if self._template is None:
+            job = self.job
+            self._template = control_pb2.Directive(
+                generation=job.generation,
+                phase=PHASES[job.phase],
+                epoch=job.epoch,
+                run_id=job.run_id,
+                settings=settings_proto(job.settings),
+                notices=[control_pb2.Notice(sequence=n.sequence, text=n.text, warning=n.warning) for n in job.notices],
+            )
+            head = resume_point(job)
+            if head is not None:
+                self._template.head.CopyFrom(to_proto(job, head))
+        return self._template
+
+    def world(self, world: World, node: Node) -> control_pb2.World:
+        """A world as one of its members is told."""
+        if self._world is None:
+            self._world = world_proto(self.job, world)
+        message = control_pb2.World()
+        message.CopyFrom(self._world)
+        member = world.by_incarnation[node.incarnation]
+        message.place.node, message.place.incarnation = member.node, member.incarnation
+        message.place.group_rank, message.place.nproc = member.group_rank, member.nproc
+        message.place.first_rank = world.first_ranks[member.group_rank]
+        return message
+
+
 def view(state: State, name: str) -> control_pb2.Directive:
     """The present directive of a registered node."""
-    job = state.job
-    node = job.nodes[name]
-    directive = control_pb2.Directive(
-        generation=job.generation,
-        phase=PHASES[job.phase],
-        epoch=job.epoch,
-        run_id=job.run_id,
-        settings=settings_proto(job.settings),
-    )
-    order(state, node, directive)
-    side_orders(job, node, directive)
-    head = resume_point(job)
-    if head is not None:
-        directive.head.CopyFrom(to_proto(job, head))
-    directive.notices.extend(
-        control_pb2.Notice(sequence=n.sequence, text=n.text, warning=n.warning) for n in job.notices
-    )
+    return directive_of(Common(state), state.job.nodes[name])
+
+
+def directive_of(common: Common, node: Node) -> control_pb2.Directive:
+    """The same for one of many."""
+    directive = control_pb2.Directive()
+    directive.CopyFrom(common.template)
+    order(common, node, directive)
+    side_orders(common.job, node, directive)
+    head = resume_point(common.job)
+    if head is not None and node.name in common.witnesses:
+        directive.sight.name, directive.sight.digest = head.name, head.digest
     return directive
 
 
-def order(state: State, node: Node, directive: control_pb2.Directive) -> None:
+def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
     """The one thing this node's workers should be doing."""
-    job = state.job
+    job = common.job
     member = job.world.member(node.incarnation) if job.world is not None else None
     if job.phase.is_terminal:
         directive.finish.success = job.phase is Phase.SUCCEEDED
         directive.finish.message = job.message
-    elif node.leaving and (member is None or member.part is not Part.RUNNING or not job.phase.has_workers):
+    elif node.leaving and (member is None or job.part(member) is not Part.RUNNING or not job.phase.has_workers):
         directive.release.SetInParent()
     elif member is not None and job.world is not None and job.phase.has_workers:
         if job.phase is Phase.DRAINING or node.leaving:
             directive.drain.epoch = job.epoch
             directive.drain.reason = job.drain.reason if job.drain is not None else ""
-            directive.drain.run.CopyFrom(world_proto(job, job.world))
+            directive.drain.run.CopyFrom(common.world(job.world, node))
         else:
-            directive.run.CopyFrom(world_proto(job, job.world))
+            directive.run.CopyFrom(common.world(job.world, node))
     else:
-        stand_by_or_gather(state, node, directive)
+        stand_by_or_gather(common.state, node, directive)
 
 
 def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directive) -> None:
@@ -95,7 +159,7 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         return
     directive.gather.round = job.round
     if job.phase is Phase.WAITING:
-        directive.gather.missing = missing(Turn(state, 0.0))
+        directive.gather.missing = state.live.missing
     if resume is not None:
         directive.gather.resume.name, directive.gather.resume.digest = resume.name, resume.digest
 
@@ -153,18 +217,15 @@ def side_orders(job: Job, node: Node, directive: control_pb2.Directive) -> None:
 
 
 def world_proto(job: Job, world: World) -> control_pb2.World:
-    """A world as its members are told."""
+    """What all members are told of a world."""
     message = control_pb2.World(
-        epoch=world.epoch, run_id=job.run_id, store_host=world.store_host, store_port=world.store_port
+        epoch=world.epoch,
+        run_id=job.run_id,
+        store_host=world.store_host,
+        store_port=world.store_port,
+        nodes=len(world.members),
+        world_size=world.size,
     )
-    for member in world.members:
-        message.members.add(
-            node=member.node,
-            incarnation=member.incarnation,
-            host=member.host,
-            nproc=member.nproc,
-            group_rank=member.group_rank,
-        )
     record = job.checkpoint(world.resume) if world.resume else None
     if record is not None:
         message.resume.source.CopyFrom(to_proto(job, record))
@@ -185,9 +246,9 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         run_id=job.run_id,
         phase=PHASES[job.phase],
         epoch=job.epoch,
-        reason=missing(Turn(state, now)) if waiting else job.message,
-        step=max([*live.steps.values(), job.left_step]),
-        loss=live.loss,
+        reason=missing(state) if waiting else job.message,
+        step=max(live.epoch.top_step, job.left_step),
+        loss=live.epoch.loss,
         settings=settings_proto(job.settings),
         limit=job.limit,
     )

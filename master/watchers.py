@@ -11,7 +11,16 @@ from typing import Any
 
 from dalsegno.protos import control_pb2
 
-__all__ = ("End", "Watcher", "Watchers")
+from .door import MOST_NODES
+
+__all__ = ("End", "TooManyStreams", "Watcher", "Watchers")
+
+# One of each node that may be registered, and some of nodes that are not any more.
+MOST_STREAMS = MOST_NODES + 1000
+
+
+class TooManyStreams(Exception):
+    """One line for whoever wants another one."""
 
 
 class End(enum.Enum):
@@ -20,6 +29,7 @@ class End(enum.Enum):
     REPLACED = "a newer stream of the same incarnation took over"
     FENCED = "its last directive says so"
     STOPPING = "the master is stopping: try again"
+    BROKEN = "the master failed on this node's directive: its log says why"
 
 
 class Watcher:
@@ -32,8 +42,14 @@ class Watcher:
         self.opened: asyncio.Future[Any] | None = None
         self._next: control_pb2.Directive | None = None
         self._offered: bytes | None = None
+        self._told: tuple[object, object] | None = None
         self._changed = asyncio.Event()
         self.ended: End | None = None
+
+    def knows(self, common: object, key: object) -> bool:
+        """Whether it was told what these stand for; from now on it is."""
+        told, self._told = self._told, (common, key)
+        return told is not None and told[0] is common and told[1] == key
 
     def offer(self, directive: control_pb2.Directive) -> None:
         """Sends this next, unless it is what was sent last."""
@@ -68,7 +84,11 @@ class Watchers:
         return len(self._open)
 
     def open(self, node: str, incarnation: str) -> Watcher:
-        """A new stream's place; ends the older stream of the same incarnation."""
+        """A new stream's place; ends the older stream of the same incarnation. Raises TooManyStreams."""
+        if len(self._open) >= MOST_STREAMS and (node, incarnation) not in self._open:
+            raise TooManyStreams(
+                f"{len(self._open)} streams of directives are open, which is all that the master keeps"
+            )
         watcher = Watcher(node, incarnation)
         older = self._open.pop((node, incarnation), None)
         if older is not None:

@@ -173,15 +173,42 @@ class Ack(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     GENERATION_FIELD_NUMBER: builtins.int
+    PACE_FIELD_NUMBER: builtins.int
     generation: builtins.int
+    @property
+    def pace(self) -> global___Pace: ...
     def __init__(
         self,
         *,
         generation: builtins.int = ...,
+        pace: global___Pace | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["pace", b"pace"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "pace", b"pace"]) -> None: ...
 
 global___Ack = Ack
+
+@typing.final
+class Pace(google.protobuf.message.Message):
+    """How long to wait until the next heartbeat or progress report when nothing but time or the step has moved on. The more
+    agents, the longer; 0: as the agent likes.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
+    PROGRESS_SECONDS_FIELD_NUMBER: builtins.int
+    heartbeat_seconds: builtins.float
+    progress_seconds: builtins.float
+    def __init__(
+        self,
+        *,
+        heartbeat_seconds: builtins.float = ...,
+        progress_seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["heartbeat_seconds", b"heartbeat_seconds", "progress_seconds", b"progress_seconds"]) -> None: ...
+
+global___Pace = Pace
 
 @typing.final
 class Settings(google.protobuf.message.Message):
@@ -487,6 +514,7 @@ class RegisterReply(google.protobuf.message.Message):
     SETTINGS_FIELD_NUMBER: builtins.int
     RUN_ID_FIELD_NUMBER: builtins.int
     REMARK_FIELD_NUMBER: builtins.int
+    PACE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     node: builtins.str
     run_id: builtins.str
@@ -496,6 +524,8 @@ class RegisterReply(google.protobuf.message.Message):
     def settings(self) -> global___Settings:
         """The settings in force: the job's, not the caller's."""
 
+    @property
+    def pace(self) -> global___Pace: ...
     def __init__(
         self,
         *,
@@ -504,9 +534,10 @@ class RegisterReply(google.protobuf.message.Message):
         settings: global___Settings | None = ...,
         run_id: builtins.str = ...,
         remark: builtins.str = ...,
+        pace: global___Pace | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "node", b"node", "remark", b"remark", "run_id", b"run_id", "settings", b"settings"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["pace", b"pace", "settings", b"settings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "node", b"node", "pace", b"pace", "remark", b"remark", "run_id", b"run_id", "settings", b"settings"]) -> None: ...
 
 global___RegisterReply = RegisterReply
 
@@ -550,6 +581,7 @@ class Directive(google.protobuf.message.Message):
     HEAD_FIELD_NUMBER: builtins.int
     NOTICES_FIELD_NUMBER: builtins.int
     SETTINGS_FIELD_NUMBER: builtins.int
+    SIGHT_FIELD_NUMBER: builtins.int
     generation: builtins.int
     phase: global___Phase.ValueType
     epoch: builtins.int
@@ -605,6 +637,10 @@ class Directive(google.protobuf.message.Message):
     def settings(self) -> global___Settings:
         """The settings in force. A master that lost its store may learn them only after this agent has registered."""
 
+    @property
+    def sight(self) -> global___CheckpointRef:
+        """A committed checkpoint that only its committer has seen: this agent should look, and say ReportSighted."""
+
     def __init__(
         self,
         *,
@@ -625,9 +661,10 @@ class Directive(google.protobuf.message.Message):
         head: global___Checkpoint | None = ...,
         notices: collections.abc.Iterable[global___Notice] | None = ...,
         settings: global___Settings | None = ...,
+        sight: global___CheckpointRef | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "head", b"head", "order", b"order", "release", b"release", "run", b"run", "settings", b"settings", "verify", b"verify", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "epoch", b"epoch", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "generation", b"generation", "head", b"head", "notices", b"notices", "order", b"order", "phase", b"phase", "prune", b"prune", "release", b"release", "run", b"run", "run_id", b"run_id", "settings", b"settings", "verify", b"verify", "wait", b"wait"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "head", b"head", "order", b"order", "release", b"release", "run", b"run", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "epoch", b"epoch", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "generation", b"generation", "head", b"head", "notices", b"notices", "order", b"order", "phase", b"phase", "prune", b"prune", "release", b"release", "run", b"run", "run_id", b"run_id", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["wait", "gather", "run", "drain", "finish", "fenced", "release"] | None: ...
 
 global___Directive = Directive
@@ -1389,6 +1426,27 @@ class VerificationReport(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["bytes_done", b"bytes_done", "caller", b"caller", "inconclusive", b"inconclusive", "intact", b"intact", "message", b"message", "number", b"number", "working", b"working"]) -> None: ...
 
 global___VerificationReport = VerificationReport
+
+@typing.final
+class SightedRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: builtins.int
+    REF_FIELD_NUMBER: builtins.int
+    @property
+    def caller(self) -> global___Caller: ...
+    @property
+    def ref(self) -> global___CheckpointRef: ...
+    def __init__(
+        self,
+        *,
+        caller: global___Caller | None = ...,
+        ref: global___CheckpointRef | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["caller", b"caller", "ref", b"ref"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "ref", b"ref"]) -> None: ...
+
+global___SightedRequest = SightedRequest
 
 @typing.final
 class PrunedRequest(google.protobuf.message.Message):

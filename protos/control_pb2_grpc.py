@@ -114,6 +114,11 @@ class ControlStub(object):
                 request_serializer=dalsegno_dot_protos_dot_control__pb2.VerificationReport.SerializeToString,
                 response_deserializer=dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
                 _registered_method=True)
+        self.ReportSighted = channel.unary_unary(
+                '/dalsegno.control.v1.Control/ReportSighted',
+                request_serializer=dalsegno_dot_protos_dot_control__pb2.SightedRequest.SerializeToString,
+                response_deserializer=dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
+                _registered_method=True)
         self.ReportPruned = channel.unary_unary(
                 '/dalsegno.control.v1.Control/ReportPruned',
                 request_serializer=dalsegno_dot_protos_dot_control__pb2.PrunedRequest.SerializeToString,
@@ -243,6 +248,13 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportSighted(self, request, context):
+        """This node has a checkpoint in sight that another one committed: only then it makes older ones go.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ReportPruned(self, request, context):
         """Files of retired checkpoints were deleted.
         """
@@ -346,6 +358,11 @@ def add_ControlServicer_to_server(servicer, server):
             'ReportVerification': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportVerification,
                     request_deserializer=dalsegno_dot_protos_dot_control__pb2.VerificationReport.FromString,
+                    response_serializer=dalsegno_dot_protos_dot_control__pb2.Ack.SerializeToString,
+            ),
+            'ReportSighted': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportSighted,
+                    request_deserializer=dalsegno_dot_protos_dot_control__pb2.SightedRequest.FromString,
                     response_serializer=dalsegno_dot_protos_dot_control__pb2.Ack.SerializeToString,
             ),
             'ReportPruned': grpc.unary_unary_rpc_method_handler(
@@ -795,6 +812,33 @@ class Control(object):
             target,
             '/dalsegno.control.v1.Control/ReportVerification',
             dalsegno_dot_protos_dot_control__pb2.VerificationReport.SerializeToString,
+            dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportSighted(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dalsegno.control.v1.Control/ReportSighted',
+            dalsegno_dot_protos_dot_control__pb2.SightedRequest.SerializeToString,
             dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
             options,
             channel_credentials,

@@ -124,6 +124,12 @@ class ControlStub:
     ]
     """Progress, or the verdict."""
 
+    ReportSighted: grpc.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.SightedRequest,
+        dalsegno.protos.control_pb2.Ack,
+    ]
+    """This node has a checkpoint in sight that another one committed: only then it makes older ones go."""
+
     ReportPruned: grpc.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.PrunedRequest,
         dalsegno.protos.control_pb2.Ack,
@@ -237,6 +243,12 @@ class ControlAsyncStub:
         dalsegno.protos.control_pb2.Ack,
     ]
     """Progress, or the verdict."""
+
+    ReportSighted: grpc.aio.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.SightedRequest,
+        dalsegno.protos.control_pb2.Ack,
+    ]
+    """This node has a checkpoint in sight that another one committed: only then it makes older ones go."""
 
     ReportPruned: grpc.aio.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.PrunedRequest,
@@ -383,6 +395,14 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
         """Progress, or the verdict."""
+
+    @abc.abstractmethod
+    def ReportSighted(
+        self,
+        request: dalsegno.protos.control_pb2.SightedRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
+        """This node has a checkpoint in sight that another one committed: only then it makes older ones go."""
 
     @abc.abstractmethod
     def ReportPruned(

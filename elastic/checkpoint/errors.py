@@ -30,4 +30,10 @@ class CheckpointDamaged(Exception):
 
     def __init__(self, directory: Path, file: str, reason: Damage, detail: str = "") -> None:
         self.directory, self.file, self.reason, self.detail = directory, file, reason, detail
-        super().__init__(f"{directory.name}/{file}: {reason.value}" + (f" ({detail})" if detail else ""))
+        where = printable(f"{directory.name}/{file}")
+        super().__init__(f"{where}: {reason.value}" + (f" ({printable(detail)})" if detail else ""))
+
+
+def printable(text: str) -> str:
+    """``text`` in one line that any terminal, log and message can carry: what cannot be printed is escaped."""
+    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

@@ -19,6 +19,7 @@ import xxhash
 from .errors import CheckpointDamaged, Damage
 from .layout import MANIFEST
 from .manifest import FileEntry
+from .reading import NotRegular, open_regular
 
 BUFFER_BYTES = 4 << 20
 THREADS = 4
@@ -94,16 +95,15 @@ def checksum(
     buffer = bytearray(BUFFER_BYTES)
     view = memoryview(buffer)
     try:
-        descriptor = os.open(root / path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0))
+        descriptor = open_regular(root / path)
     except FileNotFoundError as error:
         raise CheckpointDamaged(root, path, Damage.MISSING_FILE) from error
+    except NotRegular as error:
+        raise CheckpointDamaged(root, path, Damage.NOT_A_FILE) from error
     with open(descriptor, "rb", buffering=0) as file:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            raise CheckpointDamaged(root, path, Damage.NOT_A_FILE)
         if sync:
             os.fsync(descriptor)
-            moved(status.st_size)
+            moved(os.fstat(descriptor).st_size)
         while count := file.readinto(buffer):
             digest.update(view[:count])
             size += count

@@ -7,16 +7,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .errors import CheckpointDamaged, Damage
-from .layout import FINISHED, is_checkpoint_name
+from .layout import FINISHED, MANIFEST, is_checkpoint_name
 from .manifest import Manifest
+from .reading import NotRegular, size_of_regular
 
 
 @dataclass(frozen=True)
 class Unsealed:
-    """A directory with a checkpoint's name that is not one: still being written, given up, or damaged."""
+    """What has a checkpoint's name and is not one: still being written, given up, damaged, or not to be read.
+
+    Attributes:
+        name, reason: For a person.
+        damaged: It has been sealed once: something is in the place of its manifest, or files are not what that says.
+        unreadable: It is a directory in which the file system lets nobody read, which says nothing about the
+            checkpoint.
+    """
 
     name: str
     reason: str
+    damaged: bool = False
+    unreadable: bool = False
 
 
 @dataclass(frozen=True)
@@ -28,7 +38,7 @@ class Inventory:
 
 
 def inspect(run_dir: Path, *, check_sizes: bool = True) -> Inventory:
-    """Looks at every directory in ``run_dir`` that carries a checkpoint's name.
+    """Looks at everything in ``run_dir`` that carries a checkpoint's name.
 
     Args:
         run_dir: The run's directory; one that does not exist is empty.
@@ -48,8 +58,11 @@ def inspect(run_dir: Path, *, check_sizes: bool = True) -> Inventory:
             manifest = Manifest.read(run_dir / name)
             if check_sizes:
                 _check_sizes(run_dir / name, manifest)
-        except (CheckpointDamaged, FileNotFoundError) as error:
-            unsealed.append(Unsealed(name, str(error)))
+        except (CheckpointDamaged, FileNotFoundError, NotRegular) as error:
+            unsealed.append(Unsealed(name, str(error), damaged=os.path.lexists(run_dir / name / MANIFEST)))
+        except OSError as error:
+            # Each stands by itself: whatever one of them is, the others count.
+            unsealed.append(Unsealed(name, str(error), unreadable=os.path.isdir(run_dir / name)))
         else:
             sealed.append(manifest)
     sealed.sort(key=_order)
@@ -67,12 +80,12 @@ def finished_runs(job_dir: Path) -> list[str]:
         names = sorted(os.listdir(job_dir))
     except FileNotFoundError:
         return []
-    return [name for name in names if (job_dir / name / FINISHED).is_file()]
+    return [name for name in names if os.path.isfile(job_dir / name / FINISHED)]
 
 
 def _check_sizes(directory: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
-        size = (directory / entry.path).stat().st_size
+        size = size_of_regular(directory / entry.path)
         if size != entry.size:
             raise CheckpointDamaged(directory, entry.path, Damage.WRONG_SIZE, f"{size}, sealed were {entry.size}")
 

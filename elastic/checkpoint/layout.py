@@ -14,7 +14,9 @@ LOCK = ".lock"
 SHARDED, UNIVERSAL, WEIGHTS = "sharded", "universal", "weights"
 FORMS = (SHARDED, UNIVERSAL, WEIGHTS)
 
-_NUMBER = r"(0|[1-9][0-9]{0,18})"
+# 18 digits: what every part of the program can count on from.
+MAX_NUMBER = 10**18 - 1
+_NUMBER = r"(0|[1-9][0-9]{0,17})"
 _NAME = re.compile(rf"step-{_NUMBER}\.e{_NUMBER}\.{_NUMBER}(?:\.({UNIVERSAL}|{WEIGHTS})\.{_NUMBER})?", re.ASCII)
 
 
@@ -41,8 +43,8 @@ class CheckpointName:
             raise ValueError(f"unknown form {self.form!r}, known: {', '.join(FORMS)}")
         if (self.form == SHARDED) != (self.lease is None):
             raise ValueError(f"a later form has a lease and a sharded checkpoint has none: {self.form}, {self.lease}")
-        if min(self.step, self.epoch, self.attempt, self.lease or 0) < 0:
-            raise ValueError(f"negative number in a checkpoint name: {self.step}, {self.epoch}, {self.attempt}")
+        if not all(0 <= number <= MAX_NUMBER for number in (self.step, self.epoch, self.attempt, self.lease or 0)):
+            raise ValueError(f"a checkpoint's name holds no such number: {self.step}, {self.epoch}, {self.attempt}")
 
     def __str__(self) -> str:
         name = f"step-{self.step}.e{self.epoch}.{self.attempt}"

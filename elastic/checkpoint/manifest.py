@@ -1,7 +1,7 @@
 """The manifest that seals a checkpoint: what it is, and every file of it with size and checksum.
 
-Canonical JSON (sorted keys, no spaces, UTF-8, one newline at the end). The SHA-256 of those bytes is the checkpoint's
-*digest*, the only thing about it that the master must remember.
+Canonical JSON (sorted keys, no spaces, UTF-8, one newline at the end), and behind all other keys its own ``checksum``.
+The SHA-256 of those bytes is the checkpoint's *digest*, the only thing about it that the master must remember.
 """
 
 from __future__ import annotations
@@ -9,21 +9,30 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
+import xxhash
+
 from dalsegno.protos import control_pb2
 
 from .best import Best
 from .errors import CheckpointDamaged, Damage
 from .layout import FORMS, MANIFEST, SHARDED, UNIVERSAL, WEIGHTS, CheckpointName
+from .reading import NotRegular, read_regular
 
-VERSION = 1
+VERSION = 2
+# Version 1 had no checksum of its own.
+READABLE = (1, VERSION)
 # A manifest of a 10,000-file checkpoint has about 1.5 MB; anything far beyond is not a manifest.
 MAX_BYTES = 64 << 20
+# What messages carry: a signed and an unsigned number; a name.
+MAX_COUNT, MAX_SMALL = (1 << 63) - 1, (1 << 32) - 1
+MAX_TEXT = 256
 
 _PROTO_FORMS = {
     SHARDED: control_pb2.FORM_SHARDED,
@@ -31,6 +40,8 @@ _PROTO_FORMS = {
     WEIGHTS: control_pb2.FORM_WEIGHTS,
 }
 _T = TypeVar("_T")
+# What stands between everything else and the checksum, and behind that.
+_SUM_BEGINS, _SUM_ENDS = b',"checksum":"', b'"}\n'
 
 
 @dataclass(frozen=True)
@@ -133,8 +144,8 @@ class Manifest:
     version: int = VERSION
 
     def __post_init__(self) -> None:
-        if self.version != VERSION:
-            raise ValueError(f"manifest version {self.version}, this program reads {VERSION}")
+        if self.version not in READABLE:
+            raise ValueError(f"manifest version {self.version}, this program reads {READABLE[0]} to {VERSION}")
         parsed = CheckpointName.parse(self.name)
         if (parsed.step, parsed.epoch, parsed.form) != (self.step, self.epoch, self.form):
             raise ValueError(f"name {self.name} disagrees with step {self.step}, epoch {self.epoch}, form {self.form}")
@@ -142,6 +153,11 @@ class Manifest:
             raise ValueError(f"a later form names its source and a sharded checkpoint has none ({self.form})")
         if self.metric is not None and not math.isfinite(self.metric):
             raise ValueError(f"metric must be finite, not {self.metric}")
+        if self.total_bytes > MAX_COUNT:
+            raise ValueError(f"files of {self.total_bytes} bytes together")
+        for text in (self.job_id, self.run_id, self.shape.strategy, "" if self.best is None else self.best.metric):
+            if len(text) > MAX_TEXT or not text.isprintable():
+                raise ValueError(f"up to {MAX_TEXT} printable characters were expected, not {text[:MAX_TEXT]!r}")
         paths = [entry.path for entry in self.files]
         if paths != sorted(set(paths)):
             raise ValueError("files must be sorted by path and unique")
@@ -159,8 +175,11 @@ class Manifest:
             del content["shape"]["reshards"]
         if self.order is not None and self.order.version == 1:
             del content["order"]["version"]
-        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
-        return text.encode() + b"\n"
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+        if self.version == 1:
+            return text + b"\n"
+        summed = text[:-1]
+        return summed + _SUM_BEGINS + xxhash.xxh3_128_hexdigest(summed).encode() + _SUM_ENDS
 
     @cached_property
     def digest(self) -> str:
@@ -192,10 +211,13 @@ class Manifest:
         Raises:
             ValueError: Anything but a canonical manifest of a version that we know.
         """
+        _check_sum(data)
         try:
             raw = json.loads(data)
-        except (UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise ValueError(f"not JSON: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"not JSON: {str(error)[:MAX_TEXT]}") from error
+        if isinstance(raw, dict):
+            raw.pop("checksum", None)
         manifest = _parse(raw)
         # One manifest has one spelling: so a torn or edited file cannot pass as a sealed one.
         if manifest.to_bytes() != data:
@@ -207,17 +229,15 @@ class Manifest:
         """Reads the manifest of ``directory``.
 
         Raises:
-            CheckpointDamaged: It is missing, torn, or belongs to another directory.
+            CheckpointDamaged: It is missing, torn, no file, or belongs to another directory.
+            OSError: The file system says no, which says nothing about the checkpoint.
         """
         try:
-            with open(Path(directory) / MANIFEST, "rb") as file:
-                data = file.read(MAX_BYTES + 1)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError) as error:
+            manifest = cls.from_bytes(read_regular(Path(directory) / MANIFEST, MAX_BYTES))
+        except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointDamaged(Path(directory), MANIFEST, Damage.MANIFEST, "not there") from error
-        if len(data) > MAX_BYTES:
-            raise CheckpointDamaged(Path(directory), MANIFEST, Damage.MANIFEST, "too long")
-        try:
-            manifest = cls.from_bytes(data)
+        except NotRegular as error:
+            raise CheckpointDamaged(Path(directory), MANIFEST, Damage.MANIFEST, str(error.strerror)) from error
         except ValueError as error:
             raise CheckpointDamaged(Path(directory), MANIFEST, Damage.MANIFEST, str(error)) from error
         if manifest.name != Path(directory).name:
@@ -247,10 +267,21 @@ class Manifest:
         )
 
 
+def _check_sum(data: bytes) -> None:
+    """Nothing of a manifest that was changed is parsed; one of version 1 has no checksum."""
+    summed, found, rest = data.rpartition(_SUM_BEGINS)
+    if found and rest != xxhash.xxh3_128_hexdigest(summed).encode() + _SUM_ENDS:
+        raise ValueError("its checksum is not that of its content")
+
+
 def _check_path(path: str) -> None:
     pure = PurePosixPath(path)
     if not path or pure.is_absolute() or ".." in pure.parts or str(pure) != path or path == MANIFEST or "\0" in path:
         raise ValueError(f"not a path inside a checkpoint: {path!r}")
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the name of a file is not UTF-8: {path!r}") from error
 
 
 def _parse(raw: object) -> Manifest:
@@ -273,8 +304,8 @@ def _parse(raw: object) -> Manifest:
         order=_maybe(top["order"], _order),
         source=_maybe(top["source"], _ref),
         resumed_from=_maybe(top["resumed_from"], _ref),
-        min_nodes=_count(top["min_nodes"], "min_nodes"),
-        max_nodes=_count(top["max_nodes"], "max_nodes"),
+        min_nodes=_count(top["min_nodes"], "min_nodes", MAX_SMALL),
+        max_nodes=_count(top["max_nodes"], "max_nodes", MAX_SMALL),
         metric=_maybe(top["metric"], _number),
         best=_maybe(top["best"], _best),
         keep=_maybe(top["keep"], _keep),
@@ -286,7 +317,7 @@ def _parse(raw: object) -> Manifest:
 def _shape(raw: object) -> Shape:
     keys = _object({"reshards": False, **raw} if isinstance(raw, dict) else raw, "shape", Shape)
     return Shape(
-        _count(keys["world_size"], "world_size"),
+        _count(keys["world_size"], "world_size", MAX_SMALL),
         _text(keys["strategy"], "strategy"),
         _flag(keys["any_world_size"]),
         _flag(keys["reshards"]),
@@ -333,7 +364,7 @@ def _object(raw: object, what: str, cls: type[Any]) -> Mapping[str, Any]:
         raise ValueError(f"{what} is not an object")
     wanted = set(cls.__dataclass_fields__)
     if set(raw) != wanted:
-        raise ValueError(f"{what} has keys {sorted(raw)}, wanted {sorted(wanted)}")
+        raise ValueError(f"{what} has keys {str(sorted(raw))[:MAX_TEXT]}, wanted {sorted(wanted)}")
     return raw
 
 
@@ -347,20 +378,20 @@ def _text(raw: object, what: str) -> str:
     return raw
 
 
-def _count(raw: object, what: str) -> int:
-    if type(raw) is not int or not 0 <= raw < 1 << 63:
-        raise ValueError(f"{what} is not a count: {raw!r}")
+def _count(raw: object, what: str, most: int = MAX_COUNT) -> int:
+    if type(raw) is not int or not 0 <= raw <= most:
+        raise ValueError(f"{what} is not a count")
     return raw
 
 
 def _keep(raw: object) -> int:
-    return _count(raw, "keep")
+    return _count(raw, "keep", MAX_SMALL)
 
 
 def _number(raw: object) -> float:
     # An integer stays one: the manifest's canonical bytes must come out as they went in.
-    if isinstance(raw, bool) or not isinstance(raw, (int, float)):
-        raise ValueError(f"not a number: {raw!r}")
+    if isinstance(raw, bool) or not isinstance(raw, (int, float)) or abs(raw) > sys.float_info.max:
+        raise ValueError("not a finite number")
     return raw
 
 
@@ -373,5 +404,5 @@ def _flag(raw: object) -> bool:
 def _hex(raw: object, digits: int) -> str:
     text = _text(raw, "hex number")
     if len(text) != digits or set(text) - set("0123456789abcdef"):
-        raise ValueError(f"not {digits} hex digits: {text!r}")
+        raise ValueError(f"not {digits} hex digits: {text[:digits]!r}")
     return text

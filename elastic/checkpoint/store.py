@@ -6,17 +6,19 @@ it is the one process (rank 0) that may name, seal and prune in the directory.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
-import shutil
+import stat
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 
 from .best import Best
-from .files import fsync_directory, replace_file
+from .deletion import delete
+from .files import replace_file
 from .inventory import inventory
 from .layout import BEST, FINISHED, LATEST, LOCK, MANIFEST, SHARDED, CheckpointName, is_checkpoint_name
 from .manifest import Manifest
@@ -41,7 +43,7 @@ class LocalLock:
             OSError: The lock file cannot be made.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -64,12 +66,6 @@ class LocalLock:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.release()
-
-
-def _unless_gone(function: object, path: str, failure: tuple[type[BaseException], BaseException, object]) -> None:
-    """Another deleter was quicker: what it took is gone as wanted."""
-    if not issubclass(failure[0], FileNotFoundError):
-        raise failure[1]
 
 
 class CheckpointStore:
@@ -111,27 +107,34 @@ class CheckpointStore:
         return max((name.epoch + 1 for name in names), default=0)
 
     def never_sealed(self, before_epoch: int) -> list[str]:
-        """Directories without a manifest whose epoch is below ``before_epoch``: saves and forms that were given up."""
+        """Directories without a manifest whose epoch is below ``before_epoch``: saves and forms that were given up.
+
+        One that cannot be looked into is none of them, and neither is what a link leads to.
+        """
         names = [name for name in self._names() if is_checkpoint_name(name)]
         old = [name for name in names if CheckpointName.parse(name).epoch < before_epoch]
-        return sorted(name for name in old if not os.path.lexists(self.run_dir / name / MANIFEST))
+        return sorted(name for name in old if self._has_no_manifest(self.run_dir / name))
 
-    def prune(self, names: Iterable[str]) -> None:
-        """Deletes exactly the given checkpoints; one that is not there is done already.
+    def prune(self, names: Iterable[str]) -> dict[str, OSError]:
+        """Deletes exactly the given checkpoints, see ``delete``; one that is not there is done already.
 
-        The manifest goes first, so that what an interrupted deletion leaves is not sealed.
+        Returns:
+            What could not be deleted, by name. A checkpoint is not touched when a form of it that was named before it
+            could not: without its source nobody could tell what that is.
 
         Raises:
             ValueError: A name that is not a checkpoint's; nothing was deleted.
-            OSError: The file system refused.
         """
+        failures: dict[str, OSError] = {}
         for path in [self.path(name) for name in names]:
+            stays = [form for form in failures if str(CheckpointName.parse(form).source) == path.name]
             try:
-                (path / MANIFEST).unlink()
-                fsync_directory(path)
-            except FileNotFoundError:
-                pass  # never sealed, or gone
-            shutil.rmtree(path, onerror=_unless_gone)
+                if stays:
+                    raise OSError(errno.EBUSY, f"{stays[0]} could not be deleted before it", str(path))
+                delete(path)
+            except OSError as error:
+                failures[path.name] = error
+        return failures
 
     def write_latest(self, manifest: Manifest) -> None:
         """Notes the newest checkpoint in ``latest.json``: a copy for people, which nothing of ours reads."""
@@ -150,7 +153,19 @@ class CheckpointStore:
 
     @property
     def finished(self) -> bool:
-        return (self.run_dir / FINISHED).is_file()
+        return os.path.isfile(self.run_dir / FINISHED)
+
+    @staticmethod
+    def _has_no_manifest(directory: Path) -> bool:
+        try:
+            if not stat.S_ISDIR(os.lstat(directory).st_mode):
+                return False
+            os.lstat(directory / MANIFEST)
+        except FileNotFoundError:
+            return os.path.isdir(directory)
+        except OSError:
+            return False
+        return False
 
     def _names(self) -> Iterable[str]:
         try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from .errors import CheckpointDamaged, Damage
 from .files import THREADS, checksum, list_files
 from .manifest import FileEntry, Manifest
+from .reading import NotRegular, size_of_regular
 
 
 def read_sealed(directory: Path, digest: str) -> Manifest:
@@ -38,12 +39,21 @@ def verify_listing(directory: Path, manifest: Manifest) -> None:
     for entry in manifest.files:
         if entry.path not in there:
             raise CheckpointDamaged(directory, entry.path, Damage.MISSING_FILE)
-        size = (directory / entry.path).stat().st_size
+        size = _size(directory, entry.path)
         if size != entry.size:
             detail = f"{size} bytes, sealed were {entry.size}"
             raise CheckpointDamaged(directory, entry.path, Damage.WRONG_SIZE, detail)
     for path in sorted(there - {entry.path for entry in manifest.files}):
         raise CheckpointDamaged(directory, path, Damage.EXTRA_FILE)
+
+
+def _size(directory: Path, path: str) -> int:
+    try:
+        return size_of_regular(directory / path)
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(directory, path, Damage.MISSING_FILE) from error
+    except NotRegular as error:
+        raise CheckpointDamaged(directory, path, Damage.NOT_A_FILE) from error
 
 
 def verify_files(

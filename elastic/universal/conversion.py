@@ -19,6 +19,7 @@ from dalsegno.elastic.checkpoint import (
     verify,
 )
 from dalsegno.elastic.checkpoint.files import checksum, place_file
+from dalsegno.elastic.checkpoint.manifest import VERSION
 
 from .effort import Effort
 from .errors import ConversionError, EnvironmentFailed, SourceBad
@@ -147,7 +148,7 @@ def verified(source: Path, digest: str | None, moved: Moved) -> Manifest:
 
     Raises:
         SourceBad: It is not.
-        EnvironmentFailed: It is not a sharded checkpoint.
+        EnvironmentFailed: It is not a sharded checkpoint, or not in sight.
     """
     try:
         manifest = Manifest.read(source)
@@ -157,6 +158,9 @@ def verified(source: Path, digest: str | None, moved: Moved) -> Manifest:
             raise EnvironmentFailed(f"{source.name} is a later form itself")
         verify(source, manifest, moved=moved)
     except CheckpointDamaged as error:
+        # A mount that is away looks like missing files.
+        if not source.is_dir():
+            raise EnvironmentFailed(f"{source.name} is not in sight") from error
         raise SourceBad(str(error)) from error
     return manifest
 
@@ -252,6 +256,7 @@ def seal_form(manifest: Manifest, target: Path, entries: tuple[FileEntry, ...]) 
         source=manifest.ref,
         files=entries,
         best=None,
+        version=VERSION,
     )
     seal(target, sealed)
     return sealed

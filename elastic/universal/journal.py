@@ -21,6 +21,7 @@ from types import TracebackType
 
 from dalsegno.elastic.checkpoint import CheckpointDamaged, FileEntry, Manifest, verify_files
 from dalsegno.elastic.checkpoint.files import place_file
+from dalsegno.elastic.checkpoint.reading import NotRegular, open_regular, read_regular
 
 JOURNAL = "JOURNAL.jsonl"
 VERSION = 1
@@ -54,6 +55,8 @@ class Journal:
         self._header = _header(source_digest)
         self._entries: dict[str, FileEntry] = {}
         self.recovered: tuple[FileEntry, ...] = ()
+        if resume and os.path.lexists(self._path):
+            os.close(open_regular(self._path))
         self._file = open(self._path, "a" if resume else "x", encoding="utf-8")  # noqa: SIM115 (see __exit__)
         try:
             _lock_file(self._file.fileno())
@@ -117,9 +120,12 @@ def finished_files(directory: Path, source_digest: str) -> tuple[FileEntry, ...]
 
 def _journalled(directory: Path, source_digest: str, *, strict: bool = False) -> tuple[FileEntry, ...]:
     try:
-        with open(directory / JOURNAL, "rb") as file:
-            lines = file.read(MAX_BYTES).split(b"\n")
+        lines = read_regular(directory / JOURNAL, MAX_BYTES).split(b"\n")
     except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except (ValueError, NotRegular) as error:
+        if strict:
+            raise ForeignJournal(f"{directory / JOURNAL} is no journal: {error}") from error
         return ()
     entries: list[FileEntry] = []
     for number, line in enumerate(lines[:-1]):  # what follows the last newline is torn
@@ -127,12 +133,13 @@ def _journalled(directory: Path, source_digest: str, *, strict: bool = False) ->
             record = json.loads(line)
             if number > 0:
                 entries.append(FileEntry(**record))
-            elif record != _header(source_digest):
-                if strict:
-                    raise ForeignJournal(f"{directory} holds the beginning of a conversion of something else")
-                return ()
-        except (json.JSONDecodeError, UnicodeDecodeError, TypeError):
+                continue
+        except (ValueError, RecursionError, TypeError):
             break
+        if record != _header(source_digest):
+            if strict:
+                raise ForeignJournal(f"{directory} holds the beginning of a conversion of something else")
+            return ()
     return tuple(entries)
 
 
@@ -224,7 +231,7 @@ def _lock_file(descriptor: int) -> None:
 def is_written(directory: Path) -> bool:
     """Whether a conversion that is alive writes ``directory``."""
     try:
-        with open(directory / JOURNAL, "rb") as file:
+        with open(open_regular(directory / JOURNAL), "rb") as file:
             # A shared one: some network file systems give no other to who only reads.
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

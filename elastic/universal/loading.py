@@ -20,6 +20,7 @@ from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
 
+from .archive import refuse_packed
 from .errors import EnvironmentFailed
 
 SAFE_CLASSES: tuple[type, ...] = (LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address, SubparamShape)
@@ -38,8 +39,9 @@ def load(path: Path, *, mmap: bool = False, seen: Callable[[torch.UntypedStorage
     Raises:
         OSError: It cannot be read.
         pickle.UnpicklingError: It holds a class that is not on the closed list.
-        RuntimeError: It is not a whole file of ``torch.save``.
+        RuntimeError: It is not a whole file of ``torch.save``, or would become more than it is: see ``refuse_packed``.
     """
+    refuse_packed(path)
 
     def stay(storage: Any, location: str) -> Any:
         if seen is not None:

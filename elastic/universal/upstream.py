@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dalsegno.elastic.checkpoint.files import CANNOT, list_files, place_file
 
+from .archive import Packed, refuse_packed
 from .errors import EnvironmentFailed, SourceBad
 from .forms import PARAM, ZERO
 from .layout import described_parameters, refuse_unconvertible
@@ -59,6 +60,7 @@ def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda coun
     if work.exists():
         shutil.rmtree(work)
     work.mkdir()
+    _refuse_packed(source)
     models = _model_states(source)
     # Relative names without special characters: the converter globs and builds regular expressions from its paths.
     _present(source.resolve(), work / "in")
@@ -100,6 +102,15 @@ def _present(source: Path, place: Path) -> None:
 def clear(target: Path) -> None:
     """Removes the working directory, so that ``target`` can be sealed."""
     shutil.rmtree(target / WORK)
+
+
+def _refuse_packed(source: Path) -> None:
+    """Of the files that DeepSpeed loads by itself."""
+    for path in sorted(path for path in source.rglob("*.pt") if path.is_file()):
+        try:
+            refuse_packed(path)
+        except Packed as error:
+            raise SourceBad(f"{path.name} cannot be read: {error}") from error
 
 
 def _model_states(source: Path) -> list[Mapping[str, Any]]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
 import os
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -16,9 +20,12 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent import embedded
-from dalsegno.agent.claim import Claim, ClaimFile
+from dalsegno.agent.claim import Claim, ClaimFile, Place
+from dalsegno.agent.connection import PROTOCOL
 from dalsegno.agent.embedded import EmbeddedMaster, MasterError
-from dalsegno.agent.processes import is_same_process, kill_same_process
+from dalsegno.agent.processes import is_same_process, kill_same_process, process_state, start_time
+from dalsegno.protos import control_pb2, control_pb2_grpc
+from tests.support.master_process import settings
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -31,6 +38,23 @@ master.start()
 print(master.addresses()[0], flush=True)
 time.sleep(300)
 """
+# In namespaces of its own: says what it finds, and looks for the master again at every line that it is sent.
+CONTAINED = """
+import sys
+from pathlib import Path
+from dalsegno.agent import embedded
+embedded._LEAST_WATCH = 5.0
+try:
+    master = embedded.EmbeddedMaster(Path(sys.argv[1]), "job", 5.0)
+    master.start()
+except embedded.MasterError as error:
+    print("refused:", error, flush=True)
+    sys.exit(2)
+print(master.addresses()[0], flush=True)
+for line in sys.stdin:
+    master._ensure()
+    print(master.addresses()[0], flush=True)
+"""
 
 
 class Jobs:
@@ -42,9 +66,13 @@ class Jobs:
         self.said: list[str] = []
         self.views: list[EmbeddedMaster] = []
 
-    def view(self, node_timeout: float = 2.0, command: tuple[str, ...] | None = None) -> EmbeddedMaster:
-        extra = {} if command is None else {"command": command}
-        one = EmbeddedMaster(self.directory, "job", node_timeout, lambda text, warning: self.said.append(text), **extra)
+    def view(
+        self, node_timeout: float = 2.0, command: tuple[str, ...] = embedded.COMMAND, patience: float = 60.0
+    ) -> EmbeddedMaster:
+        def say(text: str, warning: bool) -> None:
+            self.said.append(text)
+
+        one = EmbeddedMaster(self.directory, "job", node_timeout, say, command, patience)
         self.views.append(one)
         return one
 
@@ -223,3 +251,303 @@ def test_a_reused_process_number_is_not_killed(jobs: Jobs) -> None:
     finally:
         stranger.kill()
         stranger.wait()
+
+
+# ---- containers -----------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def contained(jobs: Jobs, *namespaces: str) -> Iterator[subprocess.Popen[str]]:
+    """An agent's view from namespaces of its own: the host's name, kernel and files, other processes or network."""
+    try:
+        subprocess.run(["unshare", *namespaces, "true"], check=True, capture_output=True, timeout=10)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no namespaces can be made here: {error}")
+    command = ["unshare", *namespaces, sys.executable, "-c", CONTAINED, str(jobs.directory)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+PROCESSES = ("--pid", "--fork", "--mount-proc", "--kill-child")
+NETWORK = ("--net",)
+
+
+def line_of(process: subprocess.Popen[str], word: str = "") -> str:
+    """What it says next, after it was sent `word`."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if word:
+        process.stdin.write(word + "\n")
+        process.stdin.flush()
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("namespaces", [NETWORK, NETWORK + PROCESSES])
+def test_a_container_with_a_network_of_its_own_starts_no_second_master(jobs: Jobs, namespaces: tuple[str, ...]) -> None:
+    """It sees the claim move and cannot reach the master: one line, and the master lives on."""
+    view = jobs.view()
+    view.start()
+    before = jobs.claim()
+    with contained(jobs, *namespaces) as other:
+        said = line_of(other)
+        assert other.wait(30) == 2
+    assert "another container of this machine" in said
+    assert "--master HOST:PORT" in said
+    assert jobs.claim().is_of(before)
+    assert is_same_process(before.pid, before.start_time)
+
+
+def test_a_container_with_the_same_network_shares_the_master(jobs: Jobs) -> None:
+    """Containers of one pod: another process number space, the same loopback address. Nobody kills, nobody spawns."""
+    view = jobs.view()
+    view.start()
+    before = jobs.claim()
+    with contained(jobs, *PROCESSES) as other:
+        assert line_of(other) == before.address
+        for _ in range(3):
+            assert line_of(other, "look") == before.address
+            view._ensure()
+        assert jobs.claim().is_of(before)
+        assert is_same_process(before.pid, before.start_time)
+        # Its own machine's agent sees the death at once; the other one waits for its successor.
+        os.kill(before.pid, signal.SIGKILL)
+        view.missing()
+        address = line_of(other, "look")
+        after = jobs.claim()
+        assert (after.generation, after.address) == (before.generation + 1, address)
+        assert after.pid_ns == before.pid_ns
+
+
+def test_a_master_that_cannot_be_seen_is_taken_over_when_nobody_renews_it(jobs: Jobs) -> None:
+    """All that could see it are gone, and it does not answer: its claim stands still."""
+    view = jobs.view()
+    view.start()
+    before = jobs.claim()
+    with contained(jobs, *PROCESSES) as other:
+        assert line_of(other) == before.address
+        view.close()
+        os.kill(before.pid, signal.SIGKILL)
+        assert line_of(other, "look") not in ("", before.address)
+        after = jobs.claim()
+        assert after.generation == before.generation + 1
+        assert after.pid_ns != before.pid_ns
+        assert after.net_ns == before.net_ns
+
+
+def test_who_only_reaches_the_master_vouches_for_it_while_it_answers(jobs: Jobs) -> None:
+    """Nobody is left that can see its process; to another machine the job is served all the same."""
+    view = jobs.view()
+    view.start()
+    with contained(jobs, *PROCESSES) as other:
+        assert line_of(other)
+        view.close()
+        begin = jobs.claim().counter
+        wait_for(lambda: jobs.claim().counter >= begin + 2, 30)
+
+
+# ---- a master that lives and does not answer ------------------------------------------------------------------------
+
+
+def lock_store(jobs: Jobs) -> contextlib.closing[sqlite3.Connection]:
+    """Another process would do the same: no write of the master's comes through until it is closed."""
+    connection = sqlite3.connect(jobs.directory / "master.sqlite", isolation_level=None, timeout=30)
+    connection.execute("BEGIN EXCLUSIVE")
+    return contextlib.closing(connection)
+
+
+SILENT = """
+import json, socket, sys, time
+port = socket.create_server(("127.0.0.1", 0))
+print(json.dumps({"address": "127.0.0.1:%d" % port.getsockname()[1], "generation": 1}), flush=True)
+time.sleep(300)
+"""
+
+
+def silent_master(jobs: Jobs, monkeypatch: pytest.MonkeyPatch, patience: float) -> tuple[EmbeddedMaster, Claim]:
+    """A process that took its port and says nothing; and the view that started it, whose patience is short."""
+    monkeypatch.setattr(embedded, "_LEAST_WATCH", 0.1)
+    monkeypatch.setattr(embedded, "_SILENCE", 0.3)
+    monkeypatch.setattr(embedded, "_ANSWER_TIMEOUT", 0.2)
+    view = jobs.view(0.1, (sys.executable, "-c", SILENT), patience)
+    view.start()
+    return view, jobs.claim()
+
+
+def test_a_living_master_that_is_silent_is_not_killed(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is waited for, and the person hears so once, however long it takes."""
+    view, before = silent_master(jobs, monkeypatch, 300.0)
+    view.missing()
+    wait_for(lambda: bool(jobs.said))
+    time.sleep(3.0)
+    assert is_same_process(before.pid, before.start_time)
+    assert jobs.claim().is_of(before)
+    assert len(jobs.said) == 1
+    assert f"process {before.pid}) lives and does not answer" in jobs.said[0]
+
+
+def test_who_comes_new_gives_a_silent_master_up_after_a_while(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One line that says what to do; the master lives on. A running agent says it once, too, and stays."""
+    view, before = silent_master(jobs, monkeypatch, 1.0)
+    with pytest.raises(MasterError, match="kill -9"):
+        jobs.view(0.1, patience=1.0).start()
+    jobs.said.clear()
+    assert is_same_process(before.pid, before.start_time)
+    view.missing()
+    wait_for(lambda: any("kill -9" in said for said in jobs.said))
+    time.sleep(3.0)
+    assert len(jobs.said) == len(set(jobs.said))
+    os.kill(before.pid, signal.SIGKILL)
+    view._command = embedded.COMMAND
+    wait_for(lambda: not jobs.claim().is_of(before))
+
+
+def test_a_master_under_a_debugger_is_not_killed(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced processes stand still for as long as somebody looks at them."""
+    view, before = silent_master(jobs, monkeypatch, 1.0)
+    monkeypatch.setattr(embedded, "process_state", lambda pid: "t")
+    with pytest.raises(MasterError, match="kill -9"):
+        view._ensure()
+    assert is_same_process(before.pid, before.start_time)
+
+
+def test_a_master_with_a_slow_store_lives_on(jobs: Jobs) -> None:
+    """It has something to write, and somebody holds the store's lock for much longer than anything waits."""
+    view = jobs.view()
+    view.start()
+    before = jobs.claim()
+    credentials = view.credentials()
+    with credentials.channel(before.address) as channel:
+        stub = control_pb2_grpc.ControlStub(channel)
+        request = control_pb2.RegisterRequest(
+            job_id="job", incarnation="i" * 16, protocol=PROTOCOL, host="h", nproc=1, settings=settings(), probe="p"
+        )
+        request.secret = b"s" * 16
+        with lock_store(jobs):
+            call = stub.Register.future(request, timeout=60, metadata=credentials.metadata)
+            until = time.monotonic() + embedded._SILENCE + 5.0
+            while time.monotonic() < until:
+                view.missing()
+                time.sleep(0.2)
+            assert not call.done()
+            assert is_same_process(before.pid, before.start_time)
+        assert call.result().node
+    view._ensure()
+    assert jobs.claim().is_of(before)
+
+
+def test_a_master_that_is_continued_in_time_lives_on(jobs: Jobs) -> None:
+    """It was stopped when it was asked, and no longer when its successor's turn came."""
+    view = jobs.view()
+    view.start()
+    before = jobs.claim()
+    os.kill(before.pid, signal.SIGSTOP)
+    wait_for(lambda: process_state(before.pid) == "T")
+    with jobs.claims.starting(5.0, threading.Event()):
+        view.missing()
+        time.sleep(embedded._ANSWER_TIMEOUT + 1.0)
+        os.kill(before.pid, signal.SIGCONT)
+    view._ensure()
+    assert jobs.claim().is_of(before)
+    assert is_same_process(before.pid, before.start_time)
+
+
+# ---- damage, and what others put there ------------------------------------------------------------------------------
+
+
+def test_a_lost_token_is_made_anew_and_its_master_with_it(jobs: Jobs) -> None:
+    """Nobody could ever speak to a master whose token is nowhere: its successor has another one, and all agents."""
+    views = [jobs.view(), jobs.view()]
+    for view in views:
+        view.start()
+    before = jobs.claim()
+    (jobs.directory / "token").write_bytes(b"\xff\xfe")
+    for view in views:
+        view.missing()
+    wait_for(
+        lambda: all(view.addresses() == (jobs.claim().address,) for view in views) and jobs.claim().generation == 2
+    )
+    assert not is_same_process(before.pid, before.start_time)
+    assert len({view.credentials().token for view in views}) == 1
+    assert [text for text in jobs.said if "put aside as token.damaged-1" in text] == jobs.said
+
+
+@pytest.mark.parametrize("damage", [b"garbage" * 1000, b"SQLite format 3\0" + b"\xff" * 5000, None])
+def test_a_damaged_store_is_put_aside(jobs: Jobs, damage: bytes | None) -> None:
+    """With the journal that would be played back into the next one; said in one line. None: half of it is left."""
+    view = jobs.view()
+    view.start()
+    claim = jobs.claim()
+    os.kill(claim.pid, signal.SIGKILL)
+    view.close()
+    store = jobs.directory / "master.sqlite"
+    if damage is None:
+        damage = store.read_bytes()[: store.stat().st_size // 2 + 100]
+    store.write_bytes(damage)
+    Path(f"{store}-journal").write_bytes(b"journal")
+    again = jobs.view()
+    again.start()
+    assert again.abandoned_generation == 1
+    assert (jobs.directory / "master.sqlite.damaged-1").read_bytes() == damage
+    assert len(jobs.said) == 1
+    assert "put aside as master.sqlite.damaged-1" in jobs.said[0]
+    assert len(jobs.said[0].splitlines()) == 1
+
+
+def test_a_claim_never_makes_us_kill_a_strangers_process(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number and start are right, it is stopped, and it is another user's: it lives on."""
+    stranger = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+    try:
+        os.kill(stranger.pid, signal.SIGSTOP)
+        wait_for(lambda: process_state(stranger.pid) == "T")
+        monkeypatch.setattr(embedded, "owner_of", lambda pid: os.geteuid() + 1)
+        started = start_time(stranger.pid)
+        assert started is not None
+        view = jobs.view()
+        jobs.directory.mkdir(mode=0o700)
+        place = Place.here()
+        forged = Claim(
+            place.host, place.boot_id, stranger.pid, started, 1, 0, "127.0.0.1:1", place.pid_ns, place.net_ns
+        )
+        jobs.claims.write(forged, threading.Event())
+        view.start()
+        assert stranger.poll() is None
+        assert process_state(stranger.pid) == "T"
+        assert jobs.claim().pid != stranger.pid
+    finally:
+        stranger.kill()
+        stranger.wait()
+
+
+def test_a_bug_does_not_end_the_search_for_the_master(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread that starts masters goes on, and says once what failed."""
+    view = jobs.view()
+    view.start()
+    failures = [RuntimeError("a bug"), RuntimeError("a bug")]
+    plain = view._standing
+
+    def failing(claim: Claim | None) -> object:
+        if failures:
+            raise failures.pop()
+        return plain(claim)
+
+    monkeypatch.setattr(view, "_standing", failing)
+    os.kill(jobs.claim().pid, signal.SIGKILL)
+    view.missing()
+    wait_for(lambda: jobs.claim().generation == 2)
+    assert [text for text in jobs.said if "a bug" in text] == jobs.said
+    assert len(jobs.said) == 1
+
+
+def test_without_locks_there_is_one_line(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store could not be kept there either."""
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(MasterError, match=r"has no file locks.*--master HOST:PORT"):
+        jobs.view().start()
+    assert jobs.claims.read() is None

@@ -8,12 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from dataclasses import replace
 from typing import Any
 
 import grpc
 import pytest
 
-from dalsegno.agent import master_client
+from dalsegno.agent import client_threads, master_client
 from dalsegno.agent.connection import Connector, Credentials
 from dalsegno.agent.master_client import Listener, MasterClient
 from dalsegno.protos import control_pb2 as pb
@@ -111,8 +112,29 @@ class Agent:
                 directed=lambda directive: self.events.put(("directed", directive)),
                 failed=lambda method, code, detail: self.events.put(("failed", (method, code, detail))),
                 link=lambda up: self.events.put(("link", up)),
+                broken=lambda detail: self.events.put(("broken", detail)),
             ),
         )
+
+    def held(self, kind: str, until: Callable[[], bool]) -> None:
+        """Holds the thread that tells of `kind` next where it is about to do so, until then, for a second at most."""
+        tell = getattr(self.client._listener, kind)
+        first = iter([True])
+
+        def late(*told: Any) -> None:
+            deadline, held = time.monotonic() + 1.0, next(first, False)
+            while held and not until() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            tell(*told)
+
+        self.client._listener = replace(self.client._listener, **{kind: late})
+
+    def told(self) -> list[str]:
+        """The kinds of everything so far, in order."""
+        found = []
+        while not self.events.empty():
+            found.append(self.events.get()[0])
+        return found
 
     def _missed(self) -> None:
         self.missing += 1
@@ -417,3 +439,101 @@ def test_closing_is_prompt_without_a_master() -> None:
     begin = time.monotonic()
     agent.client.close()
     assert time.monotonic() - begin < 3.0
+
+
+# ---- threads that are late, or fail ---------------------------------------------------------------------------------
+
+
+def test_no_directive_overtakes_the_answer_to_the_registration(master: Master, agent: Agent) -> None:
+    """The thread with the answer is held up; the stream is open meanwhile, and what comes on it waits."""
+    agent.held("registered", lambda: not agent.events.empty())
+    agent.register()
+    wait_for(lambda: agent.events.qsize() >= 2)
+    assert agent.told() == ["registered", "directed"]
+
+
+def test_a_late_directive_of_the_old_session_does_not_come_after_the_new_registration(
+    master: Master, agent: Agent
+) -> None:
+    """The thread with an order to the old incarnation is held up while the agent registers anew."""
+    agent.register("one")
+    agent.expect("directed")
+    holding = threading.Event()
+
+    def registered_anew() -> bool:
+        holding.set()
+        return not agent.events.empty()
+
+    agent.held("directed", registered_anew)
+    master.servicer.streams[0].put(pb.Directive(generation=1, fenced=pb.Fenced(reason="silent")))
+    assert holding.wait(10)
+    agent.register("two")
+    assert [agent.events.get(timeout=10)[0] for _ in range(3)] == ["directed", "registered", "directed"]
+
+
+def test_the_last_word_on_the_link_is_how_it_is(master: Master, agent: Agent) -> None:
+    """The thread that has found the master away is held up; meanwhile it is heard, which must not be overtaken."""
+    agent.register()
+    agent.expect("directed")
+    holding = threading.Event()
+    with agent.client._changed:
+        agent.client._up = False
+
+    def heard_meanwhile() -> bool:
+        holding.set()
+        return not agent.events.empty()
+
+    agent.held("link", heard_meanwhile)
+    late = threading.Thread(target=agent.client._tell_link)
+    late.start()
+    assert holding.wait(10)
+    late.join(10)
+    wait_for(lambda: agent.events.qsize() >= 2)
+    assert [agent.events.get() for _ in range(2)] == [("link", False), ("link", True)]
+
+
+def test_a_thread_that_fails_goes_on(master: Master, agent: Agent) -> None:
+    """Whatever the bug: the outbox repeats the call, the stream is opened again."""
+    tell = agent.client._listener
+    failures = {"registered": 1, "directed": 2}
+
+    def failing(kind: str) -> Callable[..., None]:
+        def call(*told: Any) -> None:
+            if failures[kind]:
+                failures[kind] -= 1
+                raise RuntimeError("a bug")
+            getattr(tell, kind)(*told)
+
+        return call
+
+    agent.client._listener = replace(tell, registered=failing("registered"), directed=failing("directed"))
+    agent.register()
+    agent.expect("registered")
+    agent.expect("directed")
+    agent.client.call("Join", join(1))
+    assert agent.client.flush(5)
+
+
+def test_a_thread_that_always_fails_is_told(master: Master, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deaf agent would be worse than none: it is to end, with a line."""
+    monkeypatch.setattr(client_threads, "LAST_BACKOFF", 0.01)
+    agent.register()
+    agent.expect("directed")
+    agent.client.call("NoSuchCall", pb.WarmRequest())
+    detail = agent.expect("broken")
+    assert "'outbox'" in detail
+    assert "NoSuchCall" in detail
+
+
+def test_closing_has_one_bound_for_all_threads(master: Master, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that hang are left behind after the time of one, not of three."""
+    monkeypatch.setattr(master_client, "CALL_TIMEOUT", 0.5)
+    release = threading.Event()
+    stuck = [threading.Thread(target=release.wait, daemon=True) for _ in range(3)]
+    for thread in stuck:
+        thread.start()
+    agent.client._threads += stuck
+    begin = time.monotonic()
+    agent.client.close()
+    assert time.monotonic() - begin < 4.0
+    release.set()

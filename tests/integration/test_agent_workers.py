@@ -15,12 +15,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
+from dalsegno.agent import events as ev
 from dalsegno.agent import standby
+from dalsegno.agent.elastic_agent import ElasticAgent
 from dalsegno.agent.lifeline import Lifeline
+from dalsegno.agent.mailbox import Mailbox
 from dalsegno.agent.processes import process_state, start_time
 from dalsegno.agent.standby_pool import ALWAYS, StandbyPool, modules_of
 from dalsegno.agent.worker_link import WorkerLink
@@ -76,6 +80,7 @@ class Node:
         self.slowness = 0.0
         self.lifeline = Lifeline()
         self.link = WorkerLink(self.hear)
+        self.link.expect(epoch=7, first_rank=3, nproc=1)
         self.warm = threading.Event()
         self.pools: list[StandbyPool] = []
 
@@ -89,10 +94,16 @@ class Node:
         self.exits.put((rank, code, message))
 
     def pool(
-        self, count: int, modules: tuple[str, ...] = ("json",), low_priority: bool = False, fork: bool = True
+        self,
+        count: int,
+        modules: tuple[str, ...] = ("json",),
+        low_priority: bool = False,
+        fork: bool = True,
+        **options: Any,
     ) -> StandbyPool:
         self.warm.clear()
-        pool = StandbyPool(self.lifeline, count, modules, self.directory / "standby.log", self.warm.set, fork=fork)
+        log = self.directory / "standby.log"
+        pool = StandbyPool(self.lifeline, count, modules, log, self.warm.set, fork=fork, **options)
         self.pools.append(pool)
         pool.fill(low_priority=low_priority)
         return pool
@@ -322,6 +333,34 @@ def test_one_nursery_serves_world_after_world(node: Node) -> None:
         assert len({row[column] for row in said}) == different, said
 
 
+def test_an_adopted_worker_takes_signals_as_python_does(node: Node) -> None:
+    """Its nursery passes over them; what the worker has of that is nothing."""
+    code = (
+        "import os, signal, sys\n"
+        "numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)\n"
+        "print(*[signal.getsignal(n) for n in numbers], *signal.pthread_sigmask(signal.SIG_BLOCK, ()), sep='|')\n"
+        "sys.stdout.flush()\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "signal.pause()\n"
+    )
+    notices = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    script = script_in(node.directory, code)
+    said = []
+    for pool in (node.pool(1, notices=notices), node.pool(1, fork=False, notices=notices), None):
+        if pool is not None:
+            assert node.warm.wait(20)
+            for number in notices:
+                os.kill(pool._nurseries[0].process.pid, number)
+        context = node.workers(script, 1, pool)
+        context.start()
+        assert context.adopted == (pool is not None)
+        assert node.exits.get(timeout=30)[:2] == (0, -signal.SIGTERM)
+        context.stop(0)
+        said.append(Path(context.stdouts[0]).read_text().strip())
+    assert len(set(said)) == 1, said
+    assert said[0].split("|")[0] == str(signal.SIG_DFL)
+
+
 def test_workers_end_with_their_nursery(node: Node) -> None:
     """Killed by the kernel for memory, say: the exits are told, nothing is left, and the next nursery serves."""
     script = script_in(node.directory, "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(300)\n")
@@ -359,6 +398,49 @@ def test_workers_that_do_not_exist_yet_are_stopped_too(node: Node, monkeypatch: 
     context.start()
     assert node.exits.get(timeout=10)[:2] == (0, 0)
     context.stop(0)
+
+
+@pytest.mark.parametrize("fork", [True, False])
+def test_a_nursery_that_is_stuck_in_an_import_is_given_up(
+    node: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, fork: bool
+) -> None:
+    """A deadlock, or a file system that is away: what waits for it starts cold, and after two of them all do."""
+    scripts = node.directory / "scripts"
+    script = script_in(node.directory, REPORT)
+    (scripts / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.setenv("PYTHONPATH", str(scripts), prepend=os.pathsep)
+    pool = node.pool(2, ("endless",), fork=fork, patience=1.0)
+    stuck = [nursery.process.pid for nursery in pool._nurseries]
+    context = node.workers(script, 2, pool)
+    context.start()
+    assert context.adopted == 2
+    assert {node.exits.get(timeout=60)[:2] for _ in range(2)} == {(0, 0), (1, 0)}
+    context.stop(0)
+    assert all(not json.loads(Path(context.stdouts[rank]).read_text())["standby"] for rank in range(2))
+    assert node.warm.wait(20)
+    wait_for(lambda: not any(alive(pid) for pid in stuck))
+    if fork:
+        assert caplog.text.count("given up") == 1
+        node.warm.clear()
+        pool.fill(low_priority=True)
+        assert node.warm.wait(20)
+    pool.fill(low_priority=True)
+    assert pool._nurseries == []
+
+
+def test_workers_of_a_stuck_nursery_can_be_stopped(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing starts afterwards."""
+    ran = node.directory / "ran"
+    script = script_in(node.directory, f"open({str(ran)!r}, 'w')")
+    (node.directory / "scripts" / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
+    monkeypatch.setenv("PYTHONPATH", str(node.directory / "scripts"), prepend=os.pathsep)
+    pool = node.pool(1, ("endless",), patience=2.0)
+    context = node.workers(script, 1, pool)
+    context.start()
+    context.stop(0)
+    assert node.exits.get(timeout=1)[:2] == (0, -9)
+    assert node.warm.wait(20)
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize(
@@ -447,6 +529,46 @@ def test_stop_kills_the_whole_group_at_once(node: Node, how: str) -> None:
     wait_for(lambda: not any(alive(pid) for pid in pids))
 
 
+@pytest.mark.parametrize("grace", [0, 5])
+def test_workers_that_end_while_they_are_stopped(node: Node, grace: float) -> None:
+    """Eight whose own ends fall together with the stop, again and again: each stop ends, after every exit was told."""
+    for number in range(15):
+        context = node.workers(Script("/bin/sh", ("-c", f"sleep 0.{10 + number % 5}")), 8, None)
+        context.start()
+        node.exits.get(timeout=30)
+        context.stop(grace)
+        assert len({node.exits.get(timeout=0.1)[0] for _ in range(7)}) == 7
+        assert node.exits.empty()
+
+
+def test_a_worker_is_signalled_under_its_own_number_only(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once its watcher has reaped it, the number may be somebody else's."""
+    context = node.workers(Script("/bin/true", ()), 1, None)
+    context.start()
+    assert node.exits.get(timeout=30)[:2] == (0, 0)
+    signalled: list[int] = []
+    monkeypatch.setattr("dalsegno.agent.workers.kill_group", lambda pid, signum=9: signalled.append(pid))
+    context._running[0].ended.clear()
+    context.stop(0)
+    assert signalled == []
+
+
+@pytest.mark.parametrize("how", ["raises", "ends"])
+def test_the_word_that_workers_have_stopped_comes_in_any_case(how: str) -> None:
+    """Whatever stopping them meets: the decisions wait for it."""
+
+    class Context:
+        def stop(self, grace: float) -> None:
+            if how == "raises":
+                raise ProcessLookupError
+
+    agent = object.__new__(ElasticAgent)
+    agent._mailbox = Mailbox()
+    agent._context = Context()  # type: ignore[assignment]
+    agent._stop_world(3, 0.0)
+    assert agent._mailbox.get(30) == ev.WorkersStopped(3)
+
+
 def alive(pid: int) -> bool:
     return process_state(pid) not in (None, "Z", "X")
 
@@ -475,6 +597,22 @@ def test_last_words_come_before_the_exit(node: Node, how: str) -> None:
     epoch, rank, _ = node.said.get()
     assert (epoch, rank) == (7, 3)
     context.stop(0)
+
+
+@pytest.mark.parametrize("how", ["adopted", "cold"])
+def test_only_the_worker_speaks_for_its_rank(node: Node, how: str) -> None:
+    """It is heard while it lives; this process, which did not come from it, is not."""
+    script = script_in(node.directory, SPEAK.replace("os._exit(83)", "time.sleep(300)"))
+    context = node.workers(script, 1, node.pool(1) if how == "adopted" else None)
+    context.start()
+    wait_for(lambda: "finished" in node.order)
+    context.stop(0)
+    before = len(node.order)
+    stranger = connect(node)
+    stranger.sendall(frame(hello=worker_pb2.Hello(epoch=7, rank=3)) + frame(finished=worker_pb2.Finished(step=1)))
+    assert told(stranger) == (False, False)
+    assert stranger.recv(1) == b""
+    assert len(node.order) == before
 
 
 # ---- the socket ------------------------------------------------------------------------------------------------------
@@ -531,10 +669,10 @@ def test_everybody_learns_the_flags(node: Node) -> None:
 def test_frames_may_come_in_pieces(node: Node) -> None:
     """Split and joined frames are the same to the reader."""
     channel = connect(node)
-    data = frame(hello=worker_pb2.Hello(epoch=2, rank=1)) + frame(progress=worker_pb2.Progress(step=9))
+    data = frame(hello=worker_pb2.Hello(epoch=7, rank=3)) + frame(progress=worker_pb2.Progress(step=9))
     for byte in data:
         channel.send(bytes([byte]))
-    assert node.said.get(timeout=5)[2].hello.epoch == 2
+    assert node.said.get(timeout=5)[2].hello.epoch == 7
     assert node.said.get(timeout=5)[2].progress.step == 9
 
 
@@ -553,8 +691,8 @@ def test_nonsense_is_cut_off(node: Node, data: bytes) -> None:
     told(bad)
     bad.sendall(data)
     assert bad.recv(1) == b""
-    good.sendall(frame(hello=worker_pb2.Hello(epoch=5)))
-    assert node.said.get(timeout=5)[0] == 5
+    good.sendall(frame(hello=worker_pb2.Hello(epoch=7, rank=3)))
+    assert node.said.get(timeout=5)[0] == 7
 
 
 def test_a_worker_that_never_reads_harms_nobody(node: Node) -> None:

@@ -175,6 +175,8 @@ class SimAgent:
                 self.sim.conversions.stop(self, action.lease)
             case ev.Verify():
                 self._schedule_verification(action.verification, 0)
+            case ev.Look():
+                self.sim.clock.after(self.sim.random.uniform(0.05, 2.0), self.run, self._look, action)
             case ev.Prune():
                 self.sim.clock.after(self.sim.random.uniform(0.05, 1.0), self.run, self._prune, action)
             case ev.MarkFinished():
@@ -256,6 +258,10 @@ class SimAgent:
         else:
             intact = not entry.damaged
             self._handle(ev.VerificationDone(wanted.number, intact, "" if intact else "part-0.pt: checksum"))
+
+    def _look(self, action: ev.Look) -> None:
+        if self.sim.disk.find(self.host, action.ref.digest) is not None:
+            self._handle(ev.Sighted(action.ref))
 
     def _prune(self, action: ev.Prune) -> None:
         for ref in action.refs:

@@ -119,6 +119,10 @@ class Client:
 
     def _settled(self, entry: tuple[str, Message], code: str, detail: str, reply: Message | None) -> None:
         self._sending = None
+        if code == "ABORTED" and entry[0] == "Register":
+            self.agent.deliver(ev.Postponed(detail))
+            self._again()
+            return
         if code in RETRIED:
             self._unheard()
             self._again()

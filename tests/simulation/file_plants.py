@@ -52,7 +52,7 @@ def deletes_what_a_conversion_reads(original: Any) -> Any:
 
 def declares_nodes_of_an_ended_job_dead(original: Any) -> Any:
     def check_liveness(turn: Turn) -> bool:
-        if turn.job.phase is Phase.SUCCEEDED and turn.live.closed:
+        if turn.job.phase is Phase.SUCCEEDED and any(p.closed is not None for p in turn.live.nodes.values()):
             phases.end(turn, Phase.FAILED, "its nodes are gone")
             return True
         moved: bool = original(turn)

@@ -11,7 +11,7 @@ from dalsegno.master.checkpoints import in_use_digests, resume_point
 from dalsegno.master.state import Checkpoint, Job, Phase, Settings, World
 from dalsegno.protos import control_pb2
 
-from .masters import CODEC
+from .masters import decoded
 
 if TYPE_CHECKING:
     from .agents import SimAgent
@@ -210,7 +210,7 @@ class Ledger:
         """Between two growths lies the interval; "auto" is 20 times what the last one cost, at most a minute."""
         world, setting = job.world, job.settings.grow_interval
         known = self.grown[0] if self.grown is not None else 0
-        if world is not None and world.grown and world.announced and world.epoch != known:
+        if world is not None and world.grown and job.told.first_step and world.epoch != known:
             cost = next((record.paused for record in job.history if record.epoch == world.epoch), 0.0)
             self.grown = world.epoch, self.sim.clock.now, cost
         growing, self.growing = self.growing, job.drain is not None and job.drain.growth
@@ -402,11 +402,13 @@ class Ledger:
         world = directive.drain.run if directive.WhichOneof("order") == "drain" else directive.run
         if world.epoch and not self.elsewhere:
             known = self.worlds.get(world.epoch)
-            members = tuple(member.incarnation for member in world.members)
+            place = world.place
             self.require(
-                known is not None and (members, world.resume.source.ref.digest) == (known.members, known.resume),
+                known is not None
+                and known.members[place.group_rank] == place.incarnation
+                and (world.nodes, world.resume.source.ref.digest) == (len(known.members), known.resume),
                 "same resume point",
-                f"epoch {world.epoch}: told {members} from {world.resume.source.ref.name!r}, opened was {known}",
+                f"epoch {world.epoch}: told {place} from {world.resume.source.ref.name!r}, opened was {known}",
             )
 
     # ---- the nodes --------------------------------------------------------------------------------------------------
@@ -434,7 +436,7 @@ class Ledger:
         self.require(not self.sim.conversions.reads(ref.digest), "what is converted stays", ref.name)
         job = self.sim.master.job
         if job is None and self.sim.master.stored is not None:
-            job = CODEC.decode(self.sim.master.stored)
+            job = decoded(self.sim.master.stored)
         if job is None or self.amnesia:
             return
         record = job.checkpoint(ref.digest)

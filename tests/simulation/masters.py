@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from dalsegno.master import brain
-from dalsegno.master.codec import Codec
+from dalsegno.master.codec import JobCodec
 from dalsegno.master.events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
-from dalsegno.master.state import Job, State
+from dalsegno.master.live import State
+from dalsegno.master.state import Job
 from dalsegno.protos import control_pb2
 
 from .clock import Timer
@@ -17,7 +18,15 @@ from .network import Stream
 if TYPE_CHECKING:
     from .world import Simulation
 
-CODEC = Codec(Job)
+
+def encoded(job: Job) -> dict[str, bytes]:
+    return JobCodec.everything(job)
+
+
+def decoded(rows: dict[str, bytes]) -> Job:
+    return JobCodec().decode(rows)
+
+
 HELD_UP_AFTER = 1.0
 TICK_PAUSE = 0.01
 QUIET = (control_pb2.HeartbeatRequest, control_pb2.ProgressRequest)
@@ -30,7 +39,7 @@ class SimMaster:
         self.sim = sim
         self.up = False
         self.state: State | None = None
-        self.stored: bytes | None = None
+        self.stored: dict[str, bytes] | None = None
         self.generation = 0
         self.started_at = 0.0
         self.streams: dict[tuple[str, str], Stream] = {}
@@ -66,7 +75,7 @@ class SimMaster:
             self.state = brain.fresh("job", self.generation, embedded=self.sim.plan.embedded)
         else:
             self.generation += 1
-            self.state = brain.recover(CODEC.decode(self.stored), self.generation, self.now)
+            self.state = brain.recover(decoded(self.stored), self.generation, self.now)
         self.generation = self.state.job.generation
         self.sim.trace("master", "starts, generation {}", self.generation)
         self.sim.ledger.master_moved(self.state.job)
@@ -75,9 +84,9 @@ class SimMaster:
     def crash(self) -> None:
         """SIGKILL now; whoever supervises it starts it again after `downtime`."""
         if self.up and self.state is not None:
-            self._die(CODEC.encode(self.state.job))
+            self._die(encoded(self.state.job))
 
-    def _die(self, durable: bytes | None) -> None:
+    def _die(self, durable: dict[str, bytes] | None) -> None:
         self.sim.trace("master", "dies (back in {:.1f} s)", self.downtime)
         self.stored = durable
         self.up = False
@@ -109,7 +118,7 @@ class SimMaster:
         self._paused_at = None
         self.sim.trace("master", "continues after {:.1f} s", held)
         if held > HELD_UP_AFTER:
-            self._decide(HeldUp(), None)
+            self._decide(HeldUp(held), None)
         backlog, self._backlog = self._backlog, []
         for work in backlog:
             if self.up:
@@ -182,11 +191,11 @@ class SimMaster:
 
     def _decide_and_die(self, event: Event) -> None:
         assert self.state is not None
-        before = CODEC.encode(self.state.job)
+        before = encoded(self.state.job)
         self.state, _ = brain.handle(self.state, event, self.now)
         if self.crash_at == "saved":
             self.sim.ledger.master_moved(self.state.job)
-            before = CODEC.encode(self.state.job)
+            before = encoded(self.state.job)
         self.sim.trace("master", "was just {} {}", self.crash_at, type(event).__name__)
         self._die(before)
 
@@ -200,9 +209,10 @@ class SimMaster:
             [(r.retired, r.universal_digest) for r in job.checkpoints],
             (job.conversion.lease, job.conversion.owner, job.conversion.blocked) if job.conversion else None,
             (job.verification.number, job.verification.verifier) if job.verification else None,
-            [member.part for member in job.world.members] if job.world is not None else None,
-            [(node.incarnation, node.leaving, node.unreadable) for node in job.nodes.values()],
-            len(self.state.live.held_until) if self.state is not None else 0,
+            tuple(job.parts.items()),
+            [(node.incarnation, node.leaving, node.unreadable, node.joined) for node in job.nodes.values()],
+            (len(self.state.live.held_until), self.state.live.missing) if self.state is not None else 0,
+            job.checkpoints.head,
         )
 
     def _publish(self) -> None:

@@ -28,7 +28,8 @@ from dalsegno.master import (
     scaling,
     views,
 )
-from dalsegno.master.state import Checkpoint, Job, Node, Part, Phase, State
+from dalsegno.master.live import State
+from dalsegno.master.state import Checkpoint, Job, Node, Part, Phase
 from dalsegno.master.turn import Turn
 from dalsegno.protos import control_pb2
 
@@ -96,7 +97,8 @@ def forgets_an_epoch_on_restart(original: Any) -> Any:
 def opens_another_world_in_the_same_epoch(original: Any) -> Any:
     def recover(job: Job, generation: int, now: float) -> State:
         if job.world is not None and len(job.world.members) > 1:
-            del job.world.members[-1]
+            del job.parts[job.world.members[-1].incarnation]
+            job.world = dataclasses.replace(job.world, members=job.world.members[:-1])
         state: State = original(job, generation, now)
         return state
 
@@ -310,8 +312,7 @@ def never_sees_a_stall(original: Any) -> Any:
 
 def counts_the_finished_as_at_work(original: Any) -> Any:
     def stalled(turn: Turn) -> bool:
-        parts = {member.part for member in phases.world_of(turn).members}
-        return Part.FINISHED not in parts and original(turn)
+        return Part.FINISHED not in turn.job.parts.values() and original(turn)
 
     return stalled
 
@@ -365,7 +366,7 @@ def takes_late_news_for_news(original: Any) -> Any:
 
 def ends_with_the_first_who_finishes(original: Any) -> Any:
     def end_of_epoch(turn: Turn) -> bool:
-        if any(member.part is Part.FINISHED for member in phases.world_of(turn).members):
+        if Part.FINISHED in turn.job.parts.values():
             phases.end(turn, Phase.SUCCEEDED, "one of them finished")
             return True
         ended: bool = original(turn)

@@ -84,13 +84,8 @@ class Collective:
 
     # ---- forming ----------------------------------------------------------------------------------------------------
 
-    def join(self, agent: SimAgent) -> Group:
-        first = 0
-        for member in self.world.members:
-            if member.incarnation == agent.client.incarnation:
-                break
-            first += member.nproc
-        group = Group(agent, self, first)
+    def join(self, agent: SimAgent, world: control_pb2.World) -> Group:
+        group = Group(agent, self, world.place.first_rank)
         self.groups[agent.client.incarnation] = group
         delay = self.sim.random.uniform(0.05, 0.4) if agent.warm else self.sim.random.uniform(0.5, 3.0)
         self.sim.clock.after(delay, self._up, group)
@@ -102,7 +97,7 @@ class Collective:
         group.up = True
         for rank in range(0 if self.sim.plan.silent else group.agent.nproc):
             group.says(0.002, rank, hello=worker_pb2.Hello(protocol=1, epoch=self.epoch, rank=group.first_rank + rank))
-        if len(self.groups) == len(self.world.members) and all(g.up and g.alive for g in self.groups.values()):
+        if len(self.groups) == self.world.nodes and all(g.up and g.alive for g in self.groups.values()):
             self._later(self.sim.plan.load_time, self._load)
 
     def _later(self, delay: float, call: object, *args: object) -> None:
@@ -148,7 +143,7 @@ class Collective:
                 self._bad_checkpoint(bad, ref, world.resume.form)
                 return
             source = self.sim.disk.ever[ref.digest]
-            size = sum(member.nproc for member in world.members)
+            size = world.world_size
             shape = source.message.shape
             same = universal or shape.any_world_size or shape.world_size == size
             self.sim.ledger.require(
@@ -310,7 +305,7 @@ class Collective:
             epoch=self.epoch,
             form=control_pb2.FORM_SHARDED,
             shape=control_pb2.Shape(
-                world_size=sum(member.nproc for member in self.world.members),
+                world_size=self.world.world_size,
                 strategy="deepspeed-zero-1",
                 any_world_size=self.sim.plan.any_world_size,
                 reshards=self.sim.plan.reshards,

@@ -37,6 +37,14 @@ PATIENCE = 240.0
 SLOW_PATIENCE, SLOW_MOST_EVENTS = 6000.0, 600_000
 
 
+def shared(world: control_pb2.World) -> bytes:
+    """What all members are told of a world."""
+    message = control_pb2.World()
+    message.CopyFrom(world)
+    message.ClearField("place")
+    return message.SerializeToString()
+
+
 class Simulation:
     """Runs one plan to its end; `run` raises `Violation` (or whatever the code under test raises)."""
 
@@ -81,7 +89,7 @@ class Simulation:
             self.lines.append(f"{self.clock.now:8.3f} {who:>9} {text.format(*values)}")
 
     def trace_job(self, job: Job) -> None:
-        parts = {m.node: m.part.value for m in job.world.members} if job.world is not None else {}
+        parts = {m.node: job.part(m).value for m in job.world.members} if job.world is not None else {}
         lease = f" lease {job.conversion.lease} of {job.conversion.owner}" if job.conversion is not None else ""
         line = f"{job.phase.value} epoch {job.epoch} {parts} nodes {list(job.nodes)}{lease}"
         if line != self._said:
@@ -130,10 +138,8 @@ class Simulation:
         run = self.collectives.get(world.epoch)
         if run is None:
             run = self.collectives[world.epoch] = Collective(self, world)
-        self.ledger.require(
-            run.world.SerializeToString() == world.SerializeToString(), "one world per epoch", f"epoch {world.epoch}"
-        )
-        return run.join(agent)
+        self.ledger.require(shared(run.world) == shared(world), "one world per epoch", f"epoch {world.epoch}")
+        return run.join(agent, world)
 
     # ---- the schedule -----------------------------------------------------------------------------------------------
 

@@ -262,6 +262,7 @@ class Cluster:
             f"--job-id={self.job}",
             f"--node-name={name}",
             f"--checkpoint-dir={self.checkpoints}",
+            f"--log-dir={self.directory / 'logs'}",
             *(("--universal-checkpoint",) if self.universal else ()),
             "--grow-interval=0",
             *self.agent_flags,

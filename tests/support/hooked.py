@@ -11,6 +11,7 @@ before what is to happen to it has happened, however busy the machine is. In the
                             background there is `writing-N` instead of `saved-N`: this rank's part is being written
     DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
+    DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
     DALSEGNO_TEST_CHILDREN  start two DataLoader workers and a grandchild in a session of its own first
 """
 
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from dalsegno.elastic import Session, background, session
+from dalsegno.elastic import Batches, Session, background, session
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 HOLD_LIMIT = 180.0
@@ -135,6 +136,17 @@ def be_strange() -> None:
     deepspeed_loading.whole_parameters = lambda engine: False
 
 
+def read_in_processes(context: str) -> None:
+    """Has the example's batches read by DataLoader processes."""
+    plain = Batches.__init__
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        loader = {"num_workers": 2, "multiprocessing_context": context}
+        plain(self, *arguments, loader_options=loader, **options)
+
+    Batches.__init__ = init  # type: ignore[method-assign]
+
+
 def start_children() -> Any:
     """Two DataLoader workers at work and a grandchild that left the process group; kept until this process ends."""
     data = torch.utils.data.TensorDataset(torch.zeros(1 << 20, 1))
@@ -151,6 +163,8 @@ def main() -> None:
     kept = start_children() if os.environ.get("DALSEGNO_TEST_CHILDREN") else None
     slow_down(next(int(flag.partition("=")[2]) for flag in sys.argv if flag.startswith("--steps=")))
     save_in_background() if os.environ.get("DALSEGNO_TEST_BACKGROUND") else hold_saves()
+    if os.environ.get("DALSEGNO_TEST_LOADERS"):
+        read_in_processes(os.environ["DALSEGNO_TEST_LOADERS"])
     if os.environ.get("DALSEGNO_TEST_STRANGE"):
         be_strange()
     hold("start")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import secrets
 import selectors
 import subprocess
 import sys
@@ -70,6 +71,7 @@ class Agent:
     ) -> None:
         self.node, self.incarnation = node, f"{node}#{incarnation}"
         self.requests = 0
+        self.secret = secrets.token_bytes(32)
         self.connect(address, credentials)
 
     def connect(self, address: str, credentials: grpc.ChannelCredentials | None = None) -> None:
@@ -81,7 +83,13 @@ class Agent:
 
     def caller(self, epoch: int = 0, request: int = 0) -> pb.Caller:
         return pb.Caller(
-            job_id="job", node=self.node, incarnation=self.incarnation, epoch=epoch, request=request, protocol=1
+            job_id="job",
+            node=self.node,
+            incarnation=self.incarnation,
+            epoch=epoch,
+            request=request,
+            protocol=1,
+            secret=self.secret,
         )
 
     def next_caller(self, epoch: int = 0) -> pb.Caller:
@@ -98,6 +106,7 @@ class Agent:
             nproc=1,
             settings=settings,
             probe="probe",
+            secret=self.secret,
             **fields,
         )
         return self.stub.Register(request, timeout=10)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from google.protobuf.message import Message
 
 from dalsegno.master import brain
-from dalsegno.master.codec import Codec
+from dalsegno.master.codec import JobCodec
 from dalsegno.master.events import Called, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from dalsegno.master.state import Job, Phase, Settings
 from dalsegno.protos import control_pb2
 
 PROBE = "the job's probe"
-CODEC = Codec(Job)
+
+
+def stored(job: Job) -> Job:
+    """As it comes back from a store."""
+    return JobCodec().decode(JobCodec.everything(job))
 
 
 def settings(**changes: Any) -> control_pb2.Settings:
@@ -88,8 +93,25 @@ class Node:
             self.job.event(StreamOpened(self.name, self.incarnation))
         return reply
 
-    def join(self, sees: list[control_pb2.Checkpoint] | None = None, epoch: int | None = None) -> Reply:
-        """Answers the present Gather or Wait, with the checkpoints it sees (by default all of the job's)."""
+    def join(
+        self,
+        sees: list[control_pb2.Checkpoint] | None = None,
+        epoch: int | None = None,
+        unusable: Sequence[str] = (),
+    ) -> Reply:
+        """Answers the present Gather or Wait, with the checkpoints it sees (by default all of the job's).
+
+        `unusable`: names of directories that it sees with another manifest than the recorded one.
+        """
+        return self.job.call(self.joining(sees, epoch, unusable))
+
+    def joining(
+        self,
+        sees: list[control_pb2.Checkpoint] | None = None,
+        epoch: int | None = None,
+        unusable: Sequence[str] = (),
+    ) -> control_pb2.JoinRequest:
+        """What `join` sends."""
         directive = self.directive
         gather = directive.gather if directive.WhichOneof("order") == "gather" else None
         round_ = gather.round if gather is not None else directive.wait.round
@@ -99,10 +121,15 @@ class Node:
         )
         request.resume.digest = wanted.digest
         request.inventory.extend(self.job.sealed if sees is None else sees)
-        return self.job.call(request)
+        request.unusable.extend(control_pb2.UnusableCheckpoint(name=name, reason="checksum") for name in unusable)
+        return request
+
+    def sights(self) -> Reply:
+        """Does what a `sight` asks for."""
+        return self.job.call(control_pb2.SightedRequest(caller=self.caller(), ref=self.directive.sight))
 
     def beat(self) -> Reply:
-        return self.job.call(control_pb2.HeartbeatRequest(caller=self.caller(number=0)))
+        return self.job.note(control_pb2.HeartbeatRequest(caller=self.caller(number=0)))
 
     def warm(self) -> Reply:
         return self.job.call(control_pb2.WarmRequest(caller=self.caller()))
@@ -114,7 +141,7 @@ class Node:
         """`said`: of the report's other fields."""
         report = control_pb2.ProgressRequest(caller=self.caller(epoch, 0), step=step, has_session=True, longest=0.5)
         report.MergeFrom(control_pb2.ProgressRequest(**said))  # type: ignore[arg-type]
-        return self.job.call(report)
+        return self.job.note(report)
 
     def drained(self, step: int, epoch: int | None = None, digest: str = "") -> Reply:
         saved = control_pb2.CheckpointRef(digest=digest)
@@ -244,6 +271,13 @@ class Driven:
         (reply,) = self.event(Called(message))
         return reply
 
+    def note(self, message: control_pb2.HeartbeatRequest | control_pb2.ProgressRequest) -> Reply:
+        """As the master's shell does it: what follows from it is decided in a turn of its own."""
+        reply, news = brain.note(self.state, message, self.now)
+        if news:
+            self.event(Tick())
+        return reply
+
     def node(self, **fields: Any) -> Node:
         """A new agent registers."""
         probe = fields.pop("probe", PROBE)
@@ -255,8 +289,10 @@ class Driven:
     def start(self, count: int, **fields: Any) -> list[Node]:
         """`count` agents register and join, and the first world opens."""
         nodes = [self.node(**fields) for _ in range(count)]
-        for node in nodes:
-            node.join()
+        # All at once: a large world settles once.
+        joins = [Called(node.joining()) for node in nodes]
+        self.state, replies = brain.handle_all(self.state, joins, self.now)
+        assert all(reply is not None and reply.code == "OK" for reply in replies)
         self.wait(self.settings.quiet_time + 0.1)
         assert self.phase is Phase.RUNNING
         assert len(self.members) == count
@@ -308,7 +344,7 @@ class Driven:
     def held_up(self, seconds: float) -> None:
         """The master's own loop stands still."""
         self.now += seconds
-        self.event(HeldUp())
+        self.event(HeldUp(seconds))
 
     def scale(self, nodes: int) -> Reply:
         """A person asks for so many nodes."""
@@ -318,7 +354,7 @@ class Driven:
         """A new master process: over the stored job, or over an empty store."""
         self.now += 100.0
         if keep_store:
-            self.state = brain.recover(CODEC.decode(CODEC.encode(self.job)), self.job.generation + 1, self.now)
+            self.state = brain.recover(stored(self.job), self.job.generation + 1, self.now)
         else:
             self.state = brain.fresh("job", 1, embedded=self.embedded)
 

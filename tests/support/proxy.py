@@ -22,6 +22,8 @@ class Proxy:
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self._is_cut = False
+        self._flowing = threading.Event()
+        self._flowing.set()
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property
@@ -37,6 +39,10 @@ class Proxy:
                     one.shutdown(socket.SHUT_RDWR)
             self._open.clear()
 
+    def freeze(self) -> None:
+        """Nothing comes through any more, and nobody is told: as when a cable is pulled."""
+        self._flowing.clear()
+
     def mend(self) -> None:
         """New connections are passed on again."""
         with self._lock:
@@ -44,6 +50,7 @@ class Proxy:
 
     def close(self) -> None:
         self.cut()
+        self._flowing.set()
         self._server.close()
 
     def _accept(self) -> None:
@@ -64,16 +71,16 @@ class Proxy:
                 with self._lock:
                     self._open += [near, far]
                 for one, other in ((near, far), (far, near)):
-                    threading.Thread(target=_pump, args=(one, other), daemon=True).start()
+                    threading.Thread(target=self._pump, args=(one, other), daemon=True).start()
 
-
-def _pump(source: socket.socket, target: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        while data := source.recv(1 << 16):
-            target.sendall(data)
-    for one in (source, target):
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
         with contextlib.suppress(OSError):
-            one.shutdown(socket.SHUT_RDWR)
+            while data := source.recv(1 << 16):
+                self._flowing.wait()
+                target.sendall(data)
+        for one in (source, target):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
 
 
 @contextlib.contextmanager

@@ -24,6 +24,7 @@ from dalsegno.agent.standby_pool import StandbyPool
 from dalsegno.agent.storage import JobDirectory, Storage, StorageError, Survey
 from dalsegno.elastic.checkpoint import CheckpointName, Manifest, Position, Shape, describe, seal
 from dalsegno.protos import control_pb2 as pb
+from tests.support.damage import HARM
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -259,11 +260,55 @@ def test_a_directory_out_of_sight_is_no_verdict_and_a_missing_file_is(
     storage.verify("run-0001", order, told.put)
     assert told.get(timeout=5).inconclusive
     (directory.root / "away").rename(run)
+    make_checkpoint(run, "step-2.e1.1")
+    (run / manifest.name).rename(directory.root / "gone")
+    storage.verify("run-0001", order, told.put)
+    done = told.get(timeout=5)
+    assert done.inconclusive
+    assert "it is not in sight, and 1 others are in the run's directory" in done.message
+    (directory.root / "gone").rename(run / manifest.name)
     for name in ("model.pt", "MANIFEST.json"):
         (run / manifest.name / name).unlink()
         storage.verify("run-0001", order, told.put)
         done = told.get(timeout=5)
         assert (done.intact, done.inconclusive, name in done.message) == (False, False, True)
+
+
+@pytest.mark.parametrize("harm", ["flipped", "empty", "deleted", "other", "pipe"])
+def test_a_manifest_in_sight_that_is_no_good_is_a_verdict(
+    directory: JobDirectory, storage: Storage, monkeypatch: pytest.MonkeyPatch, harm: str
+) -> None:
+    """Found in three looks; when it is sound in the second one, which NFS may show late, the checkpoint is intact."""
+    monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES", (0.01,) * 4)
+    run = directory.run("run-0001")
+    manifest = make_checkpoint(run, "step-3.e1.1")
+    path = run / manifest.name / "MANIFEST.json"
+    HARM[harm][0](path)
+    order = pb.Verification(number=4, ref=manifest.to_proto().ref)
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    looks = []
+    original = agent_storage._damage_of
+
+    def look(*arguments: Any) -> Any:
+        looks.append(original(*arguments))
+        return looks[-1]
+
+    monkeypatch.setattr(agent_storage, "_damage_of", look)
+    storage.verify("run-0001", order, told.put)
+    done = told.get(timeout=20)
+    assert (done.intact, done.inconclusive, len(looks)) == (False, False, agent_storage._DAMAGE_LOOKS)
+    assert "MANIFEST.json: " in done.message
+
+    def comes_late(*arguments: Any) -> Any:
+        found = look(*arguments)
+        path.unlink(missing_ok=True)
+        path.write_bytes(manifest.to_bytes())
+        return found
+
+    monkeypatch.setattr(agent_storage, "_damage_of", comes_late)
+    storage.verify("run-0001", order, told.put)
+    done = told.get(timeout=20)
+    assert (done.intact, done.inconclusive) == (True, False)
 
 
 def test_pruning_takes_the_later_forms_and_nothing_else(directory: JobDirectory, storage: Storage) -> None:
@@ -305,7 +350,7 @@ def test_notes_for_people(directory: JobDirectory, storage: Storage) -> None:
     run = directory.run("run-0001")
     manifest = make_checkpoint(run, "step-3.e1.1")
     storage.write_latest("run-0001", manifest.to_proto())
-    storage.mark_finished("run-0001", 3, manifest.digest)
+    storage.mark_finished("run-0001", 3, manifest.to_proto().ref)
     finished = json.loads((run / "FINISHED.json").read_text())
     assert (finished["step"], finished["name"]) == (3, "step-3.e1.1")
     deadline = time.monotonic() + 5

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from dalsegno.agent.arguments import LEAST_NODE_TIMEOUT as LEAST_OF_AGENTS
@@ -15,7 +17,7 @@ def stored(timeout: float) -> tuple[Driven, list[Node]]:
     """Two nodes of a job that an older version stored: with a node-timeout that would be refused today, perhaps."""
     job = Driven()
     nodes = job.start(2)
-    job.job.settings.node_timeout = timeout
+    job.job.settings = replace(job.job.settings, node_timeout=timeout)
     return job, nodes
 
 

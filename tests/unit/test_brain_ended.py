@@ -165,3 +165,18 @@ def test_new_run_on_every_node_of_a_new_run_is_no_news() -> None:
     nodes.append(job.node(new_run=True))
     assert [remark(job, node) for node in nodes] == ["", ""]
     assert job.job.run_id == "run-0002"
+
+
+@pytest.mark.parametrize("new_run", [False, True])
+def test_the_same_command_after_the_end_begins_the_next_run_and_says_so(new_run: bool) -> None:
+    """With an embedded master: nobody may think that the finished run goes on. Who asked for a new one knows."""
+    job = Driven(embedded=True)
+    (node,) = job.start(1)
+    node.save(4)
+    node.finished(4)
+    assert job.phase is Phase.SUCCEEDED
+    node.hang_up()
+    said = remark(job, job.node(new_run=new_run))
+    assert said == ("" if new_run else "run-0001 is finished: this is the next run, run-0002, from step 0")
+    assert job.job.run_id == "run-0002"
+    assert remark(job, job.node()) == ""

@@ -275,9 +275,13 @@ def test_everybody_gets_the_same_world() -> None:
     """Members, epoch, store and resume point."""
     job = Driven()
     nodes = job.start(3)
-    worlds = {node.directive.run.SerializeToString(deterministic=True) for node in nodes}
-    assert len(worlds) == 1
-    assert [m.group_rank for m in nodes[0].directive.run.members] == [0, 1, 2]
+    worlds = [node.directive.run for node in nodes]
+    places = [(world.place.incarnation, world.place.group_rank, world.place.first_rank) for world in worlds]
+    assert places == [(node.incarnation, rank, rank) for rank, node in enumerate(nodes)]
+    for world in worlds:
+        world.ClearField("place")
+    assert all(world == worlds[0] for world in worlds)
+    assert (worlds[0].nodes, worlds[0].world_size) == (3, 3)
 
 
 # ---- the directory and the resume point -----------------------------------------------------------------------------

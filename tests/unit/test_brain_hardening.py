@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from dalsegno.master import registration
 from dalsegno.master.events import StreamClosed, StreamOpened
 from dalsegno.master.state import Phase
 from dalsegno.protos import control_pb2
@@ -31,7 +34,7 @@ def test_damage_reported_after_a_peers_exit_is_no_failure_of_the_script() -> Non
     all_join([a, b])
     assert job.phase is Phase.RUNNING
     assert not a.directive.run.HasField("resume")
-    assert job.job.failures == 0
+    assert job.job.budget.failures == 0
 
 
 def test_a_blamed_peer_that_reports_no_damage_is_a_failure() -> None:
@@ -270,3 +273,16 @@ def test_a_restarted_master_remembers_who_is_a_spare() -> None:
     job.job.holds[b.name] = 30.0
     job.restart()
     assert job.state.live.held_until[b.name] == job.now + 30.0
+
+
+def test_the_number_of_nodes_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is told to come again; a known one that repeats its call, or starts anew, is let in."""
+    monkeypatch.setattr(registration, "MOST_NODES", 2)
+    job = Driven()
+    a, _ = job.start(2)
+    stranger = Node(job, "stranger")
+    refused = stranger.register()
+    assert refused.code == "RESOURCE_EXHAUSTED"
+    assert "2 nodes are registered" in refused.detail
+    assert a.register().code == "OK"
+    assert Node(job, "a again").register(previous_incarnation=a.incarnation).code == "OK"

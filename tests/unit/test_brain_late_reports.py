@@ -101,4 +101,4 @@ def test_a_failed_save_at_the_resume_point_makes_no_step() -> None:
     b.leave()
     b.save_failed()
     b.step(4)
-    assert job.state.live.first_step_at is None
+    assert job.state.live.epoch.first_step_at is None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dalsegno.master.state import Phase
 from dalsegno.protos import control_pb2
-from tests.support.masters import CODEC, Driven, Node, settings
+from tests.support.masters import Driven, Node, settings, stored
 
 AUTO = settings(universal_checkpoint=False)
 SHARDED, UNIVERSAL = control_pb2.FORM_SHARDED, control_pb2.FORM_UNIVERSAL
@@ -60,7 +60,7 @@ def test_what_cannot_be_loaded_so_is_converted() -> None:
     assert job.phase is Phase.FORMING
     assert a.lease
     assert "it is converted instead" in job.notices
-    assert not CODEC.decode(CODEC.encode(job.job)).checkpoints[-1].reshards
+    assert not stored(job.job).checkpoints[-1].reshards
     a.convert()
     assert a.directive.run.resume.form == UNIVERSAL
 

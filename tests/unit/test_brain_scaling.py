@@ -15,7 +15,7 @@ def scaled(job: Driven, nodes: list[Node], count: int) -> None:
     """The drain of a scale-down to `count`, from its beginning until the next world trains."""
     assert job.scale(count).code == "OK"
     assert (job.phase, nodes[0].order) == (Phase.DRAINING, "drain")
-    step = max(job.state.live.steps.values()) + 1
+    step = max(job.state.live.epoch.steps.values()) + 1
     nodes[0].step(step, draining=True)
     nodes[0].save(step)
     for node in nodes:

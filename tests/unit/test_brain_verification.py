@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dalsegno.master.state import Phase
 from dalsegno.protos import control_pb2
 from tests.support.masters import Driven, Node, all_join
@@ -94,7 +96,7 @@ def test_verifications_that_tell_nothing_end_in_waiting_with_that_reason() -> No
 def test_a_wait_for_a_verification_can_be_limited() -> None:
     """--wait-for-nodes ends it as any other WAITING, with its reason."""
     job, (a,), made = reloading(1)
-    job.job.settings.wait_for_nodes = 100.0
+    job.job.settings = replace(job.job.settings, wait_for_nodes=100.0)
     a.bad(made.ref)
     cannot_tell(a)
     for _ in range(20):

@@ -7,8 +7,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from dalsegno.agent import decisions
+from dalsegno.agent import decisions, leaving
 from dalsegno.agent import events as ev
+from dalsegno.agent.turn import STOP_PATIENCE
 from dalsegno.protos import control_pb2, worker_pb2
 
 A = TypeVar("A")
@@ -66,10 +67,12 @@ class Agent:
 
 def world(epoch: int = 1, rank: int = 0, resume: int = 0, nproc: int = 1) -> control_pb2.World:
     """Two nodes; this agent has group rank `rank`."""
-    made = control_pb2.World(epoch=epoch, run_id="run-0001", store_host="h", store_port=1)
-    for number in range(2):
-        incarnation = ME if number == rank else f"other.{number}"
-        made.members.add(node=f"n{number}", incarnation=incarnation, nproc=nproc, group_rank=number)
+    made = control_pb2.World(
+        epoch=epoch, run_id="run-0001", store_host="h", store_port=1, nodes=2, world_size=2 * nproc
+    )
+    made.place.MergeFrom(
+        control_pb2.Place(node=f"n{rank}", incarnation=ME, group_rank=rank, first_rank=rank * nproc, nproc=nproc)
+    )
     if resume:
         made.resume.source.step = resume
         made.resume.source.ref.digest = f"digest {resume}"
@@ -363,6 +366,26 @@ def test_every_save_of_an_epoch_is_seen_to_grow() -> None:
     assert [saves("step-4.e1.1", 0, 10), saves("step-4.e1.2", 0, 5)] == [580, 585]
 
 
+def test_a_script_that_boasts_of_its_saves_ends_nothing() -> None:
+    """The count of bytes stays within the 64 bits of a report, whatever a script says of however many saves."""
+    agent = Agent().registered().running()
+    for number in range(3000):
+        agent.said(saving=worker_pb2.Saving(name=f"step-{number}.e1.1", bytes=1 << 53))
+    assert agent.calls("ReportProgress")[-1].saved_bytes == 1 << 53
+
+
+def test_a_script_that_seals_without_end_fills_nothing() -> None:
+    """So many manifests are read at the same time, no more; the next one is, once one of them was."""
+    agent = Agent().registered().running()
+
+    def seals(number: int) -> list[str]:
+        return kinds(agent.said(sealed=worker_pb2.Sealed(name=f"step-{number}.e1.1", digest="d", step=number)))
+
+    assert sum(seals(number) == ["ReadManifest"] for number in range(1000)) == 64
+    agent.hear(ev.ManifestRead("step-0.e1.1", None, "not there"))
+    assert seals(1000) == ["ReadManifest"]
+
+
 def test_signs_of_life_of_all_ranks_are_told() -> None:
     """Each one that is new makes the node's count grow; the next epoch's begin anew."""
     agent = Agent(nproc=2).registered().running()
@@ -532,6 +555,50 @@ def test_a_notice_that_runs_out_is_76() -> None:
     agent.hear(ev.WorkersStopped(1))
     agent.waits(6)
     assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
+
+
+@pytest.mark.parametrize("session", [True, False])
+def test_a_leave_ends_at_its_deadline_whatever_its_workers_do(session: bool) -> None:
+    """Nothing is heard of their end: neither of workers that were killed then, nor of those that got the signal."""
+    agent = Agent().registered().running(session=session)
+    agent.said(progress=worker_pb2.Progress(step=3))
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.waits(10.1)
+    assert len(agent.did(ev.StopWorkers)) == 1
+    assert not agent.did(ev.Exit)
+    assert agent.state.wake is not None
+    agent.waits(agent.state.wake - agent.now)
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
+    assert agent.now <= 500.0 + 10.1 + leaving.KILL_PATIENCE
+
+
+def test_a_leave_ends_although_a_stop_before_it_was_never_heard_of() -> None:
+    """The world changed, the word of the stop was lost, and then SIGTERM comes."""
+    agent = Agent().registered().running()
+    agent.directed(gather=GATHER)
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.waits(10.0)
+    assert not agent.did(ev.Exit)
+    agent.waits(leaving.KILL_PATIENCE)
+    assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT
+
+
+def test_workers_of_whose_end_nothing_is_heard_are_given_up() -> None:
+    """At a deadline: the node says so and joins the next world."""
+    agent = Agent().registered().running()
+    assert kinds(agent.directed(gather=GATHER)) == ["StopWorkers"]
+    agent.waits(STOP_PATIENCE - 1)
+    assert "PrepareJoin" not in kinds(agent.actions)
+    assert agent.state.wake == agent.now + 1
+    assert kinds(agent.waits(1)) == ["Say", "PrepareJoin"]
+    assert agent.hear(ev.WorkersStopped(1)) == []
+
+
+def test_a_fenced_node_comes_back_although_its_workers_are_never_heard_to_end() -> None:
+    """It was declared dead; what it has left to stop must not keep it away for ever."""
+    agent = Agent().registered().running()
+    agent.directed(fenced=control_pb2.Fenced(reason="silent"))
+    assert "Register" in kinds(agent.waits(STOP_PATIENCE))
 
 
 def test_leaving_before_a_step_was_made_is_75() -> None:

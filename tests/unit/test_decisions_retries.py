@@ -172,3 +172,73 @@ def test_a_master_that_came_with_a_new_registration_is_new_too() -> None:
 def test_the_pauses_are_what_the_tests_take_them_for() -> None:
     """In seconds."""
     assert (decisions.JOIN_PAUSE, decisions.LOOK_AGAIN, decisions.NAME_PAUSE) == (1.0, 5.0, 2.0)
+
+
+# ---- a master that does not answer ----------------------------------------------------------------------------------
+
+
+def test_a_master_that_never_answers_ends_the_agent() -> None:
+    """One line, once the time for the first answer is over, and not before."""
+    agent = Agent(connect_timeout=20.0)
+    agent.hear(ev.Started())
+    assert agent.state.wake == agent.now + 20.0
+    assert agent.waits(19.0) == []
+    (ending,) = agent.waits(1.0)
+    assert isinstance(ending, ev.Exit)
+    assert ending.code == ev.EXIT_USAGE
+    assert "no master answered within 20 s" in ending.message
+
+
+def test_an_answered_agent_outlives_every_attempt() -> None:
+    """A name that was held at first: no attempt's deadline is left behind, however long the agent lives."""
+    agent = Agent(node_name="me", connect_timeout=20.0)
+    agent.hear(ev.Started(), TAKEN)
+    assert agent.waits(0.6) == [ev.Register("", "me")]
+    agent.hear(ev.Registered("me.1", REPLY))
+    assert agent.state.wake is None
+    assert agent.waits(1000.0) == []
+
+
+def test_every_attempt_has_the_whole_time() -> None:
+    """The master that said the name is held may be gone when the agent asks again."""
+    agent = Agent(node_name="me", connect_timeout=20.0)
+    agent.hear(ev.Started())
+    agent.waits(19.0)
+    agent.hear(TAKEN)
+    assert agent.waits(2.0) == [ev.Register("", "me")]
+    assert agent.waits(19.0) == []
+    assert kinds(agent.waits(1.0)) == ["Exit"]
+
+
+def test_an_answer_that_lies_unread_counts() -> None:
+    """The agent was held up past its deadline: what it hears first is not taken for silence."""
+    agent = Agent(connect_timeout=20.0)
+    agent.hear(ev.Started())
+    agent.now += 30.0
+    assert kinds(agent.hear(ev.StandbyWarm())) == []
+    assert kinds(agent.hear(ev.Registered("me.1", REPLY))) == ["ReportWarm"]
+
+
+def test_a_master_that_puts_off_is_waited_for() -> None:
+    """It is there; the person hears each reason once."""
+    agent = Agent(connect_timeout=20.0)
+    agent.hear(ev.Started())
+    assert agent.hear(ev.Postponed("not yet")) == [ev.Say("not yet")]
+    assert agent.hear(ev.Postponed("not yet")) == []
+    assert agent.waits(1000.0) == []
+
+
+def test_an_agent_that_cannot_speak_with_its_master_ends() -> None:
+    """One line; its workers do not outlive it."""
+    agent = Agent().registered().running()
+    assert kinds(agent.hear(ev.Broken("the agent's thread 'outbox' fails"))) == ["StopWorkers", "Exit"]
+    (ending,) = agent.did(ev.Exit)
+    assert ending.code == ev.EXIT_LEFT_UNSAVED
+    assert "outbox" in ending.message
+
+
+def test_a_node_that_was_in_the_job_waits_for_its_master() -> None:
+    """However long it takes to register anew."""
+    agent = fenced()
+    assert agent.state.answer_deadline is None
+    assert agent.waits(1000.0) == []

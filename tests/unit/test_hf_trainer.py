@@ -133,7 +133,7 @@ def make(
 
 
 def drain() -> None:
-    sessions._sessions[0]._terminated = True
+    sessions._sessions[0]._notice.given = True
 
 
 def train(trainer: Any) -> list[dict[str, Any]]:

@@ -14,6 +14,8 @@ import pytest
 pytest.importorskip("fastapi", reason="needs the extra http")
 pytest.importorskip("uvicorn", reason="needs the extra http")
 
+from dalsegno.master import listener
+from dalsegno.master.descriptors import HTTP_CONNECTIONS
 from dalsegno.master.events import Reply
 from dalsegno.master.http import Edge, Trace, finite, metrics
 from dalsegno.master.page import PAGE
@@ -37,10 +39,7 @@ def status(step: int = 7, epoch: int = 2, phase: pb.Phase = pb.PHASE_RUNNING, lo
 
 @contextlib.asynccontextmanager
 async def serving(answer: Reply, token: str | None = None) -> AsyncIterator[Edge]:
-    async def ask() -> Reply:
-        return answer
-
-    edge = Edge(ask, "127.0.0.1", 0, token, loopback=True)
+    edge = Edge(lambda: answer, "127.0.0.1", 0, token, loopback=True)
     edge.start()
     try:
         yield edge
@@ -152,3 +151,35 @@ def test_the_page_loads_nothing_from_elsewhere() -> None:
 def test_what_json_does_not_have_becomes_null() -> None:
     """At any depth."""
     assert finite({"a": [math.nan, (1.0, math.inf)], "b": "NaN"}) == {"a": [None, [1.0, None]], "b": "NaN"}
+
+
+def test_idle_connections_keep_nobody_out() -> None:
+    """Far more than are kept: the oldest go, and whoever asks is answered."""
+
+    async def scene() -> None:
+        async with serving(Reply("OK", "", status())) as edge:
+            host, port = edge.address.split(":")
+            idlers = [await asyncio.open_connection(host, int(port)) for _ in range(3 * HTTP_CONNECTIONS)]
+            assert await get(edge, "/healthz") == (200, "ok\n")
+            for reader, _ in idlers[: 2 * HTTP_CONNECTIONS]:
+                assert await asyncio.wait_for(reader.read(), 10) == b""
+            for _, writer in idlers:
+                writer.close()
+
+    asyncio.run(scene())
+
+
+def test_no_connection_stays_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that sends its request a byte at a time."""
+    monkeypatch.setattr(listener, "LONGEST_CONNECTION", 1.0)
+
+    async def scene() -> None:
+        async with serving(Reply("OK", "", status())) as edge:
+            host, port = edge.address.split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /healthz HTTP/1.1\r\n")
+            assert await asyncio.wait_for(reader.read(), 15) == b""
+            writer.close()
+            assert await get(edge, "/healthz") == (200, "ok\n")
+
+    asyncio.run(scene())

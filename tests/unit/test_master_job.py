@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dalsegno.master.codec import JobCodec
 from dalsegno.master.events import Called
 from dalsegno.master.job_brain import JobBrain
 from dalsegno.master.store import StoreError
@@ -11,13 +12,13 @@ from dalsegno.protos import control_pb2 as pb
 from tests.support.master_process import settings
 
 
-def registered(brain: JobBrain, incarnation: str = "1") -> bytes:
-    """The stored bytes of a job with one registered node `a`."""
-    state = brain.begin(None, 1, 0.0)
+def registered(brain: JobBrain, incarnation: str = "1") -> dict[str, bytes]:
+    """The stored rows of a job with one registered node `a`."""
+    state = brain.begin({}, 1, 0.0)
     request = pb.RegisterRequest(job_id="job", node="a", incarnation=incarnation, settings=settings((2, 3)))
-    state, replies = brain.handle(state, Called(request), 0.0)
-    assert [reply.code for reply in replies] == ["OK"]
-    return brain.encode(state)
+    state, replies = brain.handle_all(state, [Called(request)], 0.0)
+    assert [reply.code if reply is not None else "" for reply in replies] == ["OK"]
+    return {key: data for key, data in brain.changes(state).items() if data is not None}
 
 
 def test_the_stored_job_comes_back_whole() -> None:
@@ -27,22 +28,23 @@ def test_the_stored_job_comes_back_whole() -> None:
     again = brain.begin(saved, 2, 100.0)
     assert brain.generation(again) == 2
     again.job.generation = 1
-    assert brain.encode(again) == saved
+    assert JobCodec.everything(again.job) == saved
 
 
 def test_a_directive_is_only_for_the_incarnation_that_is_registered() -> None:
     """An older one of the same name, and an unknown name, are shown nothing: they are fenced."""
     brain = JobBrain("job", None)
     state = brain.begin(registered(brain, "2"), 2, 0.0)
-    assert brain.view(state, "a", "2") is not None
-    assert brain.view(state, "a", "1") is None
-    assert brain.view(state, "b", "2") is None
+    common = brain.look(state)
+    assert brain.key(common, "a", "2") is not None
+    assert brain.key(common, "a", "1") is None
+    assert brain.key(common, "b", "2") is None
 
 
 def test_nnodes_belong_to_the_job() -> None:
     """Given to the master they bind the agents; a restart may repeat them, not change them."""
     brain = JobBrain("job", (2, 4))
-    assert (brain.begin(None, 1, 0.0).job.settings.min_nodes, brain.begin(None, 1, 0.0).job.fixed_nnodes) == (2, True)
+    assert (brain.begin({}, 1, 0.0).job.settings.min_nodes, brain.begin({}, 1, 0.0).job.fixed_nnodes) == (2, True)
     saved = registered(brain)
     for same in (None, (2, 4)):
         assert JobBrain("job", same).begin(saved, 2, 0.0).job.settings.max_nodes == 4

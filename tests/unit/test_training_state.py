@@ -124,3 +124,13 @@ def test_a_state_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path, val
     made = {**parts(), "own": SimpleNamespace(state_dict=lambda: {"what": value}, load_state_dict=None)}
     with start(tmp_path) as session, pytest.raises(TypeError, match=r"the state of .*own has more than plain values"):
         TrainingState(session, **made).files()
+
+
+def test_a_part_that_is_none_is_no_part(tmp_path: Path) -> None:
+    """`scaler=scaler if fp16 else None`: saved and loaded as if it were not there."""
+    with start(tmp_path) as session:
+        state = TrainingState(session, **{**parts(), "scheduler": None, "scaler": None})
+        list(session.steps(range(2), save=state.write))
+    with start(tmp_path) as session:
+        made = parts()
+        assert TrainingState(session, model=made["model"], optimizer=made["optimizer"], scaler=None).load()

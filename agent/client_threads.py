@@ -1,0 +1,84 @@
+"""What the threads of the agent's client have in common: whom they tell, how they pause, and what ends them."""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from dalsegno.protos import control_pb2
+
+__all__ = ["FIRST_BACKOFF", "LAST_BACKOFF", "Backoff", "Listener", "kept_up"]
+
+# Seconds.
+FIRST_BACKOFF, LAST_BACKOFF = 0.05, 1.0
+# A loop that fails so often, each time within so many seconds, will never do its work.
+_MOST_FAILURES = 5
+_SOON = 30.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Listener:
+    """Who is told what. One call at a time, on a thread of the client's.
+
+    Attributes:
+        registered: (incarnation, reply) after `register`.
+        refused: (code, detail): `register` was answered with an error that repeating does not cure, or can never be
+            answered, because master and agent do not agree on TLS (code "TLS").
+        directed: a directive of at least the highest generation seen.
+        failed: (method, code, detail): a call was answered with an error. Also for the stream ("Watch").
+        link: the master is heard (again), or no longer.
+        postponed: (detail): `register` was answered "not yet"; it is repeated.
+        broken: (detail): a bug of ours keeps one of the client's threads from its work for good.
+    """
+
+    registered: Callable[[str, control_pb2.RegisterReply], None]
+    refused: Callable[[str, str], None]
+    directed: Callable[[control_pb2.Directive], None]
+    failed: Callable[[str, str, str], None]
+    link: Callable[[bool], None]
+    postponed: Callable[[str], None] = lambda detail: None
+    broken: Callable[[str], None] = lambda detail: None
+
+
+class Backoff:
+    """Growing pauses with jitter, cut short by `event`."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+        self._next = FIRST_BACKOFF
+
+    def reset(self) -> None:
+        self._next = FIRST_BACKOFF
+
+    def wait(self) -> None:
+        self._event.wait(self._next * random.uniform(0.7, 1.3))
+        self._next = min(self._next * 2, LAST_BACKOFF)
+
+
+def kept_up(name: str, loop: Callable[[], None], closing: threading.Event, broken: Callable[[str], None]) -> None:
+    """Runs `loop` until it returns, again after a bug in it: a thread that is gone would leave a deaf agent.
+
+    Args:
+        name: of the thread, for the log.
+        loop: returns once `closing` is set; finds its work where it left it.
+        closing: nothing is begun again after it.
+        broken: told, once, when it failed again and again; the loop is given up then.
+    """
+    failures = 0
+    while not closing.is_set():
+        began = time.monotonic()
+        try:
+            loop()
+        except Exception as error:
+            failures = failures + 1 if time.monotonic() - began < _SOON else 1
+            logger.exception("the thread %r failed", name)
+            if failures >= _MOST_FAILURES:
+                broken(f"the agent's thread {name!r} fails again and again ({type(error).__name__}: {error})")
+                return
+        closing.wait(LAST_BACKOFF)

@@ -1,0 +1,121 @@
+"""The way to a terminal that may stop reading, or go away: neither may hold up whoever writes to it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+import time
+from collections import deque
+
+__all__ = ["Outlet"]
+
+# Bytes that may wait to be read, and that are written at once.
+_CAPACITY = 1 << 20
+_PIECE = 4096
+
+logger = logging.getLogger(__name__)
+
+
+class Outlet:
+    """Writes to a descriptor on a thread of its own, in order. What there is no room for is dropped, and counted.
+
+    Args:
+        fd: where to; it stays open. None: nowhere.
+        name: of the program, before the line that says how much was dropped.
+    """
+
+    def __init__(self, fd: int | None, name: str = "dlrover-run") -> None:
+        self._fd = fd
+        self._name = name
+        self._changed = threading.Condition()
+        self._waiting: deque[bytes] = deque()
+        self._size = 0
+        # Bytes written so far: whether somebody reads.
+        self._written = 0
+        self._dropped = 0
+        # Nobody reads; only who can wait has found that out.
+        self._stalled = False
+        self._gone = fd is None
+        if fd is not None:
+            threading.Thread(target=self._write_all, name="outlet", daemon=True).start()
+
+    def put(self, data: bytes, patience: float = 0.0) -> bool:
+        """Has some whole lines written. False: they were dropped.
+
+        Args:
+            data: what to write.
+            patience: seconds to wait for room while not a byte is read; not at all once they have passed in vain, until
+                it is read again.
+        """
+        with self._changed:
+            if patience and not self._stalled and not self._room(len(data), patience):
+                self._stalled = True
+            if self._gone:
+                return False
+            if self._size and self._size + len(data) > _CAPACITY:
+                self._dropped += data.count(b"\n") or 1
+                return False
+            self._waiting.append(data)
+            self._size += len(data)
+            self._changed.notify_all()
+            return True
+
+    def flush(self, timeout: float) -> bool:
+        """Waits until everything is written, at most `timeout` seconds. False: not within them."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._gone or not self._size, timeout)
+
+    def _room(self, size: int, patience: float) -> bool:
+        """Waits for room as long as anything is read; the caller holds the lock."""
+        seen, deadline = self._written, time.monotonic() + patience
+        while self._size and self._size + size > _CAPACITY and not self._gone:
+            if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
+                return False
+            if self._written != seen:
+                seen, deadline = self._written, time.monotonic() + patience
+        return True
+
+    def _write_all(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting)
+                data = self._waiting.popleft()
+            try:
+                self._write(data)
+            except OSError as error:
+                logger.info("nobody sees what is written to the console any more: %s", error)
+                with self._changed:
+                    self._gone = True
+                    self._waiting.clear()
+                    self._changed.notify_all()
+                return
+            self._note_dropped()
+
+    def _write(self, data: bytes) -> None:
+        """Blocks, in pieces that show whether anybody reads."""
+        assert self._fd is not None
+        view = memoryview(data)
+        while view:
+            try:
+                written = os.write(self._fd, view[:_PIECE])
+            except BlockingIOError:
+                # Whoever shares the terminal may have made it so.
+                select.select([], [self._fd], [])
+                continue
+            view = view[written:]
+            with self._changed:
+                self._written += written
+                self._size -= written
+                self._changed.notify_all()
+
+    def _note_dropped(self) -> None:
+        with self._changed:
+            if self._waiting or not (self._dropped or self._stalled):
+                return
+            dropped, self._dropped, self._stalled = self._dropped, 0, False
+            if dropped:
+                line = f"{self._name}: warning: {dropped} lines are not shown here: nobody read them\n".encode()
+                self._waiting.append(line)
+                self._size += len(line)

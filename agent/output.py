@@ -1,0 +1,159 @@
+"""Standard output and error of the agent, and of all that inherit them.
+
+Whoever writes straight to a terminal that was stopped with Ctrl-S waits for it, and whoever writes to a pipe that
+nobody reads any more (`| head -1`) fails. So between the two there is a pipe of ours, which is always read: what comes
+out of it is shown as long as somebody looks, and is in the log in any case. Files are written to as ever.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import select
+import stat
+import sys
+import threading
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+
+from .console import Console, LogFile
+from .outlet import Outlet
+
+__all__ = ["Output"]
+
+# Bytes in the pipe, where the system allows it: what workers can say while this process is stopped.
+_PIPE_SIZE = 1 << 20
+_READ = 1 << 16
+# Seconds for a reader to take anything before lines are dropped, and for the last ones at the end.
+_PATIENCE = 1.0
+_LAST_LINES = 2.0
+
+logger = logging.getLogger(__name__)
+
+
+class Output:
+    """Use as a context manager around everything that writes; main thread.
+
+    Attributes:
+        console: one for the person, on standard error.
+    """
+
+    def __init__(self) -> None:
+        self._closed = _reopen()
+        self._ours = {fd: os.dup(fd) for fd in (1, 2)}
+        first = Outlet(None if 1 in self._closed else self._ours[1])
+        one = not self._closed and os.path.samestat(os.fstat(1), os.fstat(2))
+        second = first if one else Outlet(None if 2 in self._closed else self._ours[2])
+        self._outlets = {1: first, 2: second}
+        self._pumps: dict[int, _Pump] = {}
+        self.console = Console(second)
+
+    def __enter__(self) -> Output:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def divert(self, log: Path) -> None:
+        """From now on nothing that writes to standard output or error can be held up, or fail, for want of a reader."""
+        shown: _Log | None = None
+        for fd, outlet in self._outlets.items():
+            if fd not in self._closed and not _can_stop(fd):
+                continue
+            shown = shown or _Log(log)
+            pump = self._pumps.get(1) if fd == 2 and outlet is self._outlets[1] else None
+            pump = pump or _Pump(outlet, shown)
+            self._pumps[fd] = pump
+            os.dup2(pump.writer, fd)
+
+    def close(self) -> None:
+        """Shows what was said so far, for a bounded time, and gives standard output and error back."""
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                try:
+                    stream.flush()
+                except (OSError, ValueError) as error:
+                    logger.info("the console cannot be written: %s", error)
+        for fd in self._pumps:
+            os.dup2(self._ours[fd], fd)
+        for pump in {*self._pumps.values()}:
+            pump.close()
+        self._pumps.clear()
+        for outlet in {*self._outlets.values()}:
+            outlet.flush(_LAST_LINES)
+
+
+def _reopen() -> set[int]:
+    """Which of standard output and error were closed (`>&-`): nobody else's file may get their numbers."""
+    closed = set()
+    for fd, stream in ((0, sys.stdin), (1, sys.stdout), (2, sys.stderr)):
+        if stream is not None:
+            continue
+        try:
+            os.fstat(fd)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+            os.set_inheritable(fd, True)
+            closed.add(fd)
+    if 1 in closed:
+        sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115 (for as long as this process lives)
+    if 2 in closed:
+        sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+    return closed - {0}
+
+
+def _can_stop(fd: int) -> bool:
+    """Whether what is written there waits for a reader: terminals, pipes and sockets."""
+    mode = os.fstat(fd).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(fd)
+
+
+class _Log:
+    """The last of what was said, byte for byte. Thread-safe."""
+
+    def __init__(self, path: Path) -> None:
+        self._file: RotatingFileHandler = LogFile(path, errors="surrogateescape", delay=True)
+        self._file.terminator = ""
+
+    def write(self, data: bytes) -> None:
+        text = data.decode("utf-8", errors="surrogateescape")
+        self._file.handle(logging.makeLogRecord({"msg": text}))
+
+
+class _Pump:
+    """One pipe, read to its end."""
+
+    def __init__(self, outlet: Outlet, log: _Log) -> None:
+        self._outlet = outlet
+        self._log = log
+        self._reader, self.writer = os.pipe()
+        os.set_blocking(self._reader, False)
+        try:
+            fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)  # type: ignore[attr-defined,unused-ignore]
+        except (AttributeError, OSError) as error:
+            logger.info("the pipe for output keeps its size: %s", error)
+        self._stop_reader, self._stop_writer = os.pipe()
+        self._thread = threading.Thread(target=self._pump, name="output", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Passes on what is there already, and ends. A child that outlives us writes to nobody."""
+        os.close(self._stop_writer)
+        self._thread.join(_PATIENCE + _LAST_LINES)
+        os.close(self.writer)
+
+    def _pump(self) -> None:
+        while True:
+            readable, _, _ = select.select([self._reader, self._stop_reader], [], [])
+            try:
+                data = os.read(self._reader, _READ)
+            except BlockingIOError:
+                if self._stop_reader in readable:
+                    return
+                continue
+            self._log.write(data)
+            self._outlet.put(data, _PATIENCE)

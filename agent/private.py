@@ -1,0 +1,134 @@
+"""A job's private directory, `.dalsegno/<job>`: only what its owner put there is believed.
+
+The checkpoint directory may be one that others can write. Who could plant a token there would be let in by the job's
+master; a claim, and the agent would end a stranger's process; a link as log file, and it would write anywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+import time
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint.files import PUBLISHED_PAUSE_SECONDS, PUBLISHED_TRIES
+
+__all__ = ["NotPrivateError", "check_private", "open_private", "put_aside", "read_private"]
+
+# Bytes: more is none of ours.
+_MOST_READ = 1 << 16
+_MOST_PUT_ASIDE = 9
+
+
+class NotPrivateError(OSError):
+    """Somebody else's, or writable for others; one line that says what to change."""
+
+
+def check_private(directory: Path) -> None:
+    """Whether `directory` is ours, and writable for nobody else.
+
+    Ours is what belongs to the user to whom the file system gives a file that we make there: with NFS and `root_squash`
+    that is not the user who runs this.
+
+    Raises:
+        NotPrivateError: it is not.
+        OSError: nothing can be written there.
+    """
+    found = os.lstat(directory)
+    if not stat.S_ISDIR(found.st_mode):
+        raise NotPrivateError(f"{directory} is a link or a file: delete it, the agent makes a directory of its own")
+    if found.st_uid not in (os.geteuid(), owner := _owner_of_ours(directory)):
+        raise NotPrivateError(
+            f"{directory} belongs to user {found.st_uid}, what this agent makes there to user {owner}: delete it, or"
+            " give another --job-id or --checkpoint-dir"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise NotPrivateError(
+            f"{directory} can be written by others (mode {stat.S_IMODE(found.st_mode):o}), so nothing in it proves"
+            " anything: if nobody else did, `chmod go-w` it, else delete it; where the mount gives all files this"
+            " mode, give another --checkpoint-dir"
+        )
+
+
+def _owner_of_ours(directory: Path) -> int:
+    trial = directory / f".owner-{secrets.token_hex(8)}"
+    descriptor = os.open(trial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        return os.fstat(descriptor).st_uid
+    finally:
+        os.close(descriptor)
+        os.unlink(trial)
+
+
+def open_private(path: Path, flags: int, *, secret: bool = False) -> int:
+    """Opens a regular file that belongs to its directory's owner; never a link, and never waiting for a pipe.
+
+    Args:
+        path: in a private directory.
+        flags: of os.open; a file that is made is its owner's alone.
+        secret: others may not even read it.
+
+    Raises:
+        NotPrivateError: it is a link or no file, or somebody else's.
+        OSError: it cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+            raise NotPrivateError(f"{path} is no regular file: delete it, the agent makes its own") from error
+        raise
+    try:
+        _check_file(path, os.fstat(descriptor), secret)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check_file(path: Path, found: os.stat_result, secret: bool) -> None:
+    owner = os.stat(path.parent).st_uid
+    if not stat.S_ISREG(found.st_mode):
+        raise NotPrivateError(f"{path} is no regular file: delete it, the agent makes its own")
+    if found.st_uid != owner:
+        raise NotPrivateError(
+            f"{path} belongs to user {found.st_uid}, its directory to user {owner}: delete it, the agent makes its own"
+        )
+    if secret and found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise NotPrivateError(
+            f"{path} can be read or written by others (mode {stat.S_IMODE(found.st_mode):o}): `chmod 600` it if nobody"
+            " else did, else delete it; where the mount gives all files this mode, give another --checkpoint-dir"
+        )
+
+
+def read_private(path: Path, *, secret: bool = False) -> bytes:
+    """What is in a small private file. One that is found empty is looked at again: see `publish`.
+
+    Raises:
+        FileNotFoundError: nothing yet.
+        NotPrivateError: see `open_private`.
+        OSError: it cannot be read.
+    """
+    for _ in range(PUBLISHED_TRIES):
+        with open(open_private(path, os.O_RDONLY, secret=secret), "rb") as file:
+            data = file.read(_MOST_READ)
+        if data:
+            break
+        time.sleep(PUBLISHED_PAUSE_SECONDS)  # why: whoever made it without links is about to write it; no event says so
+    return data
+
+
+def put_aside(path: Path) -> Path:
+    """Gives a damaged file another name, the next free one of a few; returns it.
+
+    Raises:
+        OSError: the file system does not let us.
+    """
+    names = [path.with_name(f"{path.name}.damaged-{number}") for number in range(1, _MOST_PUT_ASIDE + 1)]
+    aside = next((name for name in names if not os.path.lexists(name)), names[-1])
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(path, aside)
+    return aside

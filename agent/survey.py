@@ -1,0 +1,220 @@
+"""What an agent tells of its job's checkpoint directory: names are listed, manifests read only where they matter.
+
+A directory may hold ten thousand checkpoints and a job a thousand nodes, so nobody reads all manifests. What there is
+in a run is known from the names, and the master knows what it has recorded. See `JobDirectory.survey`, for `Register`,
+and `JobDirectory.look`, for `Join`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from threading import Lock
+
+from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manifest, is_checkpoint_name
+from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.elastic.checkpoint.layout import MANIFEST
+from dalsegno.protos import control_pb2
+from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_UNUSABLE
+
+__all__ = ["Manifests", "Survey", "is_run", "look_at", "newest_of", "run_number"]
+
+# How many of the newest, and of those of each of the last epochs, a Join always tells: what a closed epoch sealed too
+# late to be recorded is among them, as that was the last thing that it did.
+_NEWEST, _EPOCHS, _OF_EPOCH = 16, 8, 4
+# Among so many of the newest. What a master does not know it deletes once the run has gone on without it. So a Join
+# tells of nothing that could not be told to a master without memory: the newest 256, forms and best ones among them.
+_RECENT = 100
+# Manifests whose description an agent remembers.
+_REMEMBERED = 1024
+_RUN = re.compile(r"run-([0-9]{1,9})", re.ASCII)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One look at the job's directory: see `RegisterRequest` and `JoinRequest`."""
+
+    probe: str
+    inventory: tuple[control_pb2.Checkpoint, ...]
+    finished_runs: tuple[str, ...]
+    unusable: tuple[control_pb2.UnusableCheckpoint, ...] = ()
+
+
+def is_run(name: str) -> bool:
+    """Whether a directory of this name is a run's."""
+    return _RUN.fullmatch(name) is not None
+
+
+def run_number(name: str) -> int:
+    """Of a run's name."""
+    match = _RUN.fullmatch(name)
+    return int(match[1]) if match else 0
+
+
+class Manifests:
+    """Reads manifests, each once as long as it is the same file. For several threads."""
+
+    def __init__(self) -> None:
+        self._known: dict[Path, tuple[tuple[int, int, int], control_pb2.Checkpoint | str]] = {}
+        self._lock = Lock()
+
+    def describe(self, directory: Path) -> control_pb2.Checkpoint:
+        """The checkpoint in `directory` as its manifest describes it.
+
+        Raises:
+            CheckpointDamaged, OSError: see `Manifest.read`.
+            ValueError: what a manifest of this size and time said before was no good.
+        """
+        try:
+            found = os.lstat(directory / MANIFEST)
+        except FileNotFoundError:
+            return Manifest.read(directory).to_proto()  # says what is wrong
+        mark = (found.st_ino, found.st_size, found.st_mtime_ns)
+        with self._lock:
+            known_mark, known = self._known.get(directory, (None, ""))
+        if known_mark == mark:
+            if isinstance(known, str):
+                raise ValueError(known)
+            return known
+        try:
+            described = Manifest.read(directory).to_proto()
+        except CheckpointDamaged as damaged:
+            self._remember(directory, mark, str(damaged))
+            raise
+        self._remember(directory, mark, described)
+        return described
+
+    def _remember(self, directory: Path, mark: tuple[int, int, int], what: control_pb2.Checkpoint | str) -> None:
+        with self._lock:
+            self._known.pop(directory, None)
+            self._known[directory] = mark, what
+            while len(self._known) > _REMEMBERED:
+                del self._known[next(iter(self._known))]
+
+    def usable(self, run_dir: Path, names: Iterable[CheckpointName]) -> Iterator[control_pb2.Checkpoint]:
+        """Those of `names` that are sealed. What else there is, is passed over."""
+        for name in names:
+            try:
+                yield self.describe(run_dir / str(name))
+            except (CheckpointDamaged, ValueError) as error:
+                logger.debug("%s does not count: %s", name, error)
+            except OSError as error:
+                logger.warning("%s cannot be read and does not count: %s", run_dir / str(name), error)
+
+
+def newest_of(run_dir: Path, manifests: Manifests, most: int = MOST_CHECKPOINTS) -> list[control_pb2.Checkpoint]:
+    """For a master that may know nothing: the newest checkpoints with their later forms, and what they name as best.
+
+    Raises:
+        OSError: the run's directory cannot be read.
+    """
+    sources, forms = _names(run_dir)
+    found: dict[str, control_pb2.Checkpoint] = {}
+    for source in reversed(sources):
+        if len(found) >= most:
+            break
+        found.update((one.ref.name, one) for one in _with_form(run_dir, source, forms, manifests))
+    bests = {one.best for one in found.values()} - {"", *found}
+    there = [source for source in sources if str(source) in bests]
+    told = [*manifests.usable(run_dir, there[-_NEWEST:]), *found.values()]
+    return told[:most]
+
+
+def look_at(
+    run_dir: Path,
+    resume: control_pb2.CheckpointRef | None,
+    newer_than: tuple[int, int] | None,
+    manifests: Manifests,
+) -> tuple[list[control_pb2.Checkpoint], list[control_pb2.UnusableCheckpoint]]:
+    """For a master that has asked for `resume`, and may not know what was sealed lately.
+
+    Args:
+        run_dir: the run's.
+        resume: None: nothing was asked for.
+        newer_than: epoch and step of the newest checkpoint that the master has told of; None: of none.
+        manifests: reads them.
+
+    Returns:
+        `JoinRequest.inventory` and `JoinRequest.unusable`.
+
+    Raises:
+        OSError: the run's directory cannot be read.
+    """
+    sources, forms = _names(run_dir)
+    told: dict[str, control_pb2.Checkpoint] = {}
+    unusable: list[control_pb2.UnusableCheckpoint] = []
+    if resume is not None and is_checkpoint_name(resume.name):
+        wanted = CheckpointName.parse(resume.name)
+        for name in [wanted, *reversed(forms.get(wanted, []))]:
+            seen = _asked_for(run_dir, name, resume, manifests)
+            if isinstance(seen, control_pb2.Checkpoint):
+                told[seen.ref.name] = seen
+            elif seen:
+                unusable.append(control_pb2.UnusableCheckpoint(name=str(name), reason=seen))
+    for source in _unrecorded(sources, newer_than):
+        if len(told) >= MOST_CHECKPOINTS:
+            break
+        if str(source) not in told:
+            told.update((one.ref.name, one) for one in _with_form(run_dir, source, forms, manifests))
+    return list(told.values())[:MOST_CHECKPOINTS], unusable[:MOST_UNUSABLE]
+
+
+def _asked_for(
+    run_dir: Path, name: CheckpointName, resume: control_pb2.CheckpointRef, manifests: Manifests
+) -> control_pb2.Checkpoint | str:
+    """The resume point, or a later form of it: as its manifest says, or why that cannot be used; "": out of sight."""
+    directory = run_dir / str(name)
+    try:
+        # The resume point's is read each time: a disk that has lost a bit shows no other time.
+        found = Manifest.read(directory).to_proto() if name.lease is None else manifests.describe(directory)
+    except (CheckpointDamaged, ValueError) as error:
+        return printable(str(error)) if os.path.lexists(directory) else ""
+    except OSError as error:
+        logger.warning("%s cannot be read: %s", directory, error)
+        return ""
+    digest = found.ref.digest if name.lease is None else found.source.digest
+    if digest != resume.digest:
+        what = "it is" if name.lease is None else "it is a form of"
+        return f"{what} {digest[:12]}, recorded is {resume.digest[:12]}"
+    return found
+
+
+def _unrecorded(sources: list[CheckpointName], newer_than: tuple[int, int] | None) -> list[CheckpointName]:
+    """What the master may not have recorded, newest first."""
+    newer = [one for one in sources if newer_than is None or (one.epoch, one.step) > newer_than]
+    recent = sources[-_RECENT:]
+    chosen = {*newer[-MOST_CHECKPOINTS:], *recent[-_NEWEST:]}
+    for epoch in sorted({one.epoch for one in recent})[-_EPOCHS:]:
+        chosen.update([one for one in recent if one.epoch == epoch][-_OF_EPOCH:])
+    return sorted(chosen, key=lambda one: one.age, reverse=True)
+
+
+def _with_form(
+    run_dir: Path,
+    source: CheckpointName,
+    forms: Mapping[CheckpointName, Sequence[CheckpointName]],
+    manifests: Manifests,
+) -> list[control_pb2.Checkpoint]:
+    """A checkpoint and its newest later form, as far as they are sealed."""
+    form = islice(manifests.usable(run_dir, reversed(forms.get(source, ()))), 1)
+    return [*manifests.usable(run_dir, [source]), *form]
+
+
+def _names(run_dir: Path) -> tuple[list[CheckpointName], dict[CheckpointName, list[CheckpointName]]]:
+    """Checkpoints by age, and their later forms by lease. A directory that does not exist is empty."""
+    try:
+        listed = os.listdir(run_dir)
+    except FileNotFoundError:
+        return [], {}
+    names = [CheckpointName.parse(name) for name in listed if is_checkpoint_name(name)]
+    forms: dict[CheckpointName, list[CheckpointName]] = {}
+    for name in sorted((name for name in names if name.lease is not None), key=lambda name: name.lease or 0):
+        forms.setdefault(name.source, []).append(name)
+    return sorted((name for name in names if name.lease is None), key=lambda name: name.age), forms

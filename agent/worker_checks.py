@@ -1,0 +1,91 @@
+"""What of a worker's messages can be believed. Pure: numbers within bounds, names of checkpoints, texts of one line.
+
+A message that breaks a rule here comes from no worker of ours: the connection that brought it is cut.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from dalsegno.elastic.checkpoint import is_checkpoint_name
+from dalsegno.protos import worker_pb2
+
+__all__ = ["MOST", "checked", "one_line"]
+
+# Steps, bytes and signs of life: far above any, and sums of many of them still fit into 64 bits.
+MOST = 1 << 53
+# Seconds that one step, save or evaluation may have taken: 30 days.
+_LONGEST = 30 * 86400.0
+# Characters of a text that a person is shown.
+_TEXT = 1000
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+
+def checked(message: worker_pb2.ToAgent, rank: int) -> worker_pb2.ToAgent:
+    """The message of this rank as the agent goes on with it: each text cut to one printable line.
+
+    Raises:
+        ValueError: no worker of this version says that; the text names the field.
+    """
+    body = message.WhichOneof("body")
+    match body:
+        case "progress":
+            _bounded(message.progress.step, "step")
+            _bounded(message.progress.beats, "beats")
+            _duration(message.progress.seconds, "seconds")
+            _duration(message.progress.longest, "longest")
+        case "saving":
+            _name(message.saving.name)
+            _bounded(message.saving.bytes, "bytes")
+        case "sealed":
+            if rank != 0:
+                raise ValueError(f"rank {rank} says that it sealed a checkpoint, which rank 0 does")
+            _reference(message.sealed.name, message.sealed.digest)
+            _bounded(message.sealed.step, "step")
+        case "save_failed":
+            # A save can fail before it has a name.
+            _name(message.save_failed.name, optional=True)
+            _bounded(message.save_failed.step, "step")
+            message.save_failed.reason = one_line(message.save_failed.reason)
+        case "draining":
+            _bounded(message.draining.step, "step")
+        case "drained":
+            if message.drained.name or message.drained.digest:
+                _reference(message.drained.name, message.drained.digest)
+            _bounded(message.drained.step, "step")
+        case "finished":
+            _bounded(message.finished.step, "step")
+        case "bad_checkpoint":
+            bad = message.bad_checkpoint
+            _reference(bad.name, bad.digest)
+            bad.file, bad.message = one_line(bad.file), one_line(bad.message)
+    return message
+
+
+def one_line(text: str) -> str:
+    """The text as it may stand in a log or on a terminal: one line, without control characters, not long."""
+    line = " ".join(text[: 4 * _TEXT].split())
+    line = "".join(char if char.isprintable() else "\ufffd" for char in line)
+    return line if len(line) <= _TEXT else line[: _TEXT - 1] + "…"
+
+
+def _bounded(number: int, what: str) -> None:
+    if number > MOST:
+        raise ValueError(f"{what} is {number}, at most {MOST} is possible")
+
+
+def _duration(seconds: float, what: str) -> None:
+    if not (math.isfinite(seconds) and 0 <= seconds <= _LONGEST):
+        raise ValueError(f"{what} is {seconds} seconds")
+
+
+def _name(name: str, optional: bool = False) -> None:
+    if not is_checkpoint_name(name) and not (optional and not name):
+        raise ValueError(f"{one_line(name)[:80]!r} is not the name of a checkpoint")
+
+
+def _reference(name: str, digest: str) -> None:
+    _name(name)
+    if _DIGEST.fullmatch(digest) is None:
+        raise ValueError(f"{one_line(digest)[:80]!r} is not the digest of a checkpoint")

@@ -1,0 +1,356 @@
+"""What many nodes cost the master: forming, heartbeats, losses, a restart, at 10 to 2,000 nodes.
+
+A real `dlrover-master` with a SQLite store, as a user starts it, and real gRPC clients, one channel and stream for each
+node (`benchmarks.swarm_node`), in three processes on the same cores: one node, half of the nodes, and the rest. So a
+loss is real: SIGKILL closes all connections of a process at once; SIGSTOP leaves them open, and nothing answers, not
+even pings. The nodes have no workers: what is measured is the master, and what it makes a change wait for.
+
+- *forming*: all nodes start at once; from the last node's Join to the last node's directive that names the whole world.
+- *steady*: nothing but heartbeats.
+- *one silent*, *one closed*, *half silent*, *half closed*: from the event to the first survivor that is told
+  ("noticed"), and from there to the last survivor that is told of the next world ("formed"). After each, the lost nodes
+  come back (*... back*): from the last newcomer's Join to the world of all.
+- *half closed, master killed*: both in the same moment; counted from when the next master serves.
+- *progress*: 50 nodes report ten steps a second, one node calls every 50 ms and commits a checkpoint every 2 s.
+
+CPU is what the master's process used (user and system) in the scene, from the event to the formed world. Other tables:
+how long calls waited; how each cost grows with the number of nodes N (the exponent of a fit of log CPU over log N: 1 is
+linear), with the longest directives; and what a commit costs a master that keeps all checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import math
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.cluster import PATIENCE, Cluster, SceneFailed, World
+from benchmarks.results import report
+from dalsegno.agent.config import DEFAULT_SETTINGS
+from dalsegno.protos import control_pb2 as pb
+
+# Seconds: from the last Join to the world, from a loss noticed to the next world, and what may be added to the time in
+# which a loss must be noticed, for the ways of calls and processes.
+FORMED_WITHIN, NEXT_WITHIN, SLACK = 6.0, 3.0, 1.0
+# A closed connection counts as a loss after this long (seconds).
+CLOSED_GRACE = 1.0
+# Share of one core, in percent, that steady heartbeats of so many nodes may take.
+STEADY_PERCENT, STEADY_NODES = 15.0, 1000
+REPORTERS, REPORT_EVERY, REPORT_SECONDS = 50, 0.1, 10.0
+# How large the record is when a commit's cost is looked at, over how many commits, and how long all of them may take.
+MARKS, LAST_COMMITS, RECORD_SECONDS = (100, 1_000, 3_000, 10_000), 50, 600.0
+RECORD_NODES = 10
+ROLES = ["one", "half", "stay"]
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Options:
+    """What to run; durations in seconds."""
+
+    nodes: list[int]
+    steady: float
+    node_timeout: float
+    commits: int
+
+
+@dataclass
+class Results:
+    """What was measured; one line of a table each."""
+
+    rows: list[Row] = field(default_factory=list)
+    calls: list[Row] = field(default_factory=list)
+    # Of each kind of directive and number of nodes the longest, bytes.
+    sizes: dict[str, dict[int, int]] = field(default_factory=dict)
+
+
+@dataclass
+class Scenes:
+    """A cluster of `nodes` nodes, and one method for each scene; each leaves a whole world behind."""
+
+    nodes: int
+    options: Options
+    cluster: Cluster
+    results: Results
+    epoch: int = 0
+
+    def form(self) -> None:
+        """All nodes start at once."""
+        with self._row("forming") as row:
+            for role, count in zip(ROLES, counts(self.nodes), strict=True):
+                self.cluster.start(role, count)
+            world = self.cluster.world(ROLES)
+            row |= formed(world)
+            self.epoch = world.epoch
+
+    def steady(self) -> None:
+        """Nothing but heartbeats."""
+        for role in ROLES:
+            self._told(self.cluster.ask(role))
+        with self._row("steady"):
+            time.sleep(self.options.steady)
+        for role in ROLES:
+            self._calls("steady", role, self.cluster.ask(role))
+
+    def one_silent(self) -> None:
+        self._lose("one", silent=True)
+
+    def one_closed(self) -> None:
+        self._lose("one", silent=False)
+
+    def half_closed(self) -> None:
+        self._lose("half", silent=False)
+
+    def half_silent(self) -> None:
+        self._lose("half", silent=True)
+
+    def restart(self) -> None:
+        """Half of the nodes and the master die in the same moment."""
+        with self._row("half closed, master killed") as row:
+            # The survivors are told by the next master only.
+            self.cluster.master.close()
+            self.cluster.kill("half")
+            self.cluster.start_master()
+            row["CPU before"] = 0.0
+            self._next_world(row, "half", time.monotonic(), self.options.node_timeout)
+        self._back("half", "half closed, master killed", silent=False)
+
+    def progress(self) -> None:
+        """Many report steps; one that does nothing unusual calls all the time."""
+        reporters = min(REPORTERS, counts(self.nodes)[1])
+        with self._row("progress"):
+            asked = self.cluster.order("half", "progress", nodes=reporters, every=REPORT_EVERY, seconds=REPORT_SECONDS)
+            probe = self.cluster.ask("one", "probe", seconds=REPORT_SECONDS)
+            told = self.cluster.answers(asked, REPORT_SECONDS)
+        self._calls(f"progress, the {reporters} that report", "half", told)
+        self._calls("progress, a good agent", "one", probe)
+
+    # ---- parts of them ----------------------------------------------------------------------------------------------
+
+    def _lose(self, role: str, *, silent: bool) -> None:
+        scene = f"{role} {'silent' if silent else 'closed'}"
+        with self._row(scene) as row:
+            event = time.monotonic()
+            (self.cluster.silence if silent else self.cluster.kill)(role)
+            self._next_world(row, role, event, self.options.node_timeout if silent else CLOSED_GRACE)
+        self._back(role, scene, silent=silent)
+
+    def _next_world(self, row: Row, lost: str, event: float, allowed: float) -> None:
+        others = [role for role in ROLES if role != lost]
+        noticed = self.cluster.noticed(self.epoch, others, allowed + PATIENCE)
+        row |= {"noticed (s)": noticed - event, "late": noticed - event > allowed + SLACK}
+        world = self.cluster.world(others, since=event)
+        row |= {"formed (s)": world.formed - noticed, "late": row["late"] or world.formed - noticed > NEXT_WITHIN}
+        self.epoch = world.epoch
+
+    def _back(self, role: str, scene: str, *, silent: bool) -> None:
+        """The lost nodes come back, as new ones where their process was killed."""
+        with self._row(f"{scene}, back") as row:
+            event = time.monotonic()
+            if silent:
+                self.cluster.wake(role)
+            else:
+                self.cluster.start(role, dict(zip(ROLES, counts(self.nodes), strict=True))[role])
+            world = self.cluster.world(ROLES, since=event)
+            row |= formed(world)
+            self.epoch = world.epoch
+
+    @contextlib.contextmanager
+    def _row(self, scene: str) -> Iterator[Row]:
+        """A row with what the scene cost; it stays, with what went wrong, when the scene fails."""
+        row: Row = {"nodes": self.nodes, "scene": scene, "noticed (s)": None, "formed (s)": None}
+        began, before, clients = time.monotonic(), self.cluster.master.cpu(), self._clients()
+        try:
+            yield row
+            if row["formed (s)"] is None and self.cluster.ended_at(self.epoch, ROLES) is not None:
+                raise SceneFailed("the world ended, although nothing happened")
+        except SceneFailed as error:
+            row["failed"] = str(error)
+            raise
+        finally:
+            seconds = time.monotonic() - began
+            cpu = self.cluster.master.cpu() - row.pop("CPU before", before)
+            row |= {"seconds": seconds, "master CPU (s)": cpu, "master (%)": 100 * cpu / seconds}
+            row |= {"clients CPU (s)": max(0.0, self._clients() - clients), "master MiB": self.cluster.master.memory()}
+            self.results.rows.append(judged(row))
+            print(shown(row), flush=True)
+
+    def _clients(self) -> float:
+        return sum(swarm.cpu() for swarm in self.cluster.swarms.values())
+
+    def _told(self, told: Row) -> None:
+        """How long the directives were that a swarm got."""
+        for order, size in told["sizes"].items():
+            sizes = self.results.sizes.setdefault(order, {})
+            sizes[self.nodes] = max(size, sizes.get(self.nodes, 0))
+
+    def _calls(self, scene: str, role: str, told: Row) -> None:
+        """How long calls waited, as one swarm saw it."""
+        self._told(told)
+        for method, waits in told["waits"].items():
+            failed = sum(count for what, count in told["failures"].items() if what.startswith(f"{method} "))
+            line = {"nodes": self.nodes, "scene": scene, "swarm": role, "call": method, "answered": waits["count"]}
+            line |= {f"{key} (ms)": 1000 * waits[key] for key in ("p50", "p99", "max")}
+            self.results.calls.append(line | {"failed": failed})
+
+
+def counts(nodes: int) -> tuple[int, int, int]:
+    """Nodes of each role: one, half of them, the rest."""
+    half = nodes // 2
+    return 1, half, nodes - half - 1
+
+
+def formed(world: World) -> Row:
+    """Of a world that waited for its last node."""
+    seconds = world.formed - world.joined
+    return {"formed (s)": seconds, "late": seconds > FORMED_WITHIN}
+
+
+def judged(row: Row) -> Row:
+    """Says in ``kept`` whether the scene kept what it should, and in ``remark`` what went wrong."""
+    late = row.pop("late", None)
+    if row["scene"] == "steady" and row["nodes"] == STEADY_NODES:
+        late = row["master (%)"] > STEADY_PERCENT
+    failed = row.pop("failed", "")
+    row["kept"] = "no" if failed or late else "" if late is None else "yes"
+    row["remark"] = failed
+    return row
+
+
+def shown(row: Row) -> str:
+    """One line while it runs."""
+    parts = [f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()]
+    return f"  {', '.join(parts)}"
+
+
+def settings(nodes: int, options: Options, **changes: Any) -> pb.Settings:
+    """The agents' own, but for the sizes, and a growth whenever somebody comes."""
+    values = {"min_nodes": max(1, nodes // 4), "max_nodes": nodes, "grow_interval": 0.0}
+    return pb.Settings(**(DEFAULT_SETTINGS | values | {"node_timeout": options.node_timeout} | changes))
+
+
+def measure(results: Results, nodes: int, options: Options) -> None:
+    """All scenes; after one that failed a new cluster is formed for the next."""
+    waiting: list[Callable[[Scenes], None]] = [
+        Scenes.steady,
+        Scenes.one_silent,
+        Scenes.one_closed,
+        Scenes.half_closed,
+        Scenes.half_silent,
+        Scenes.restart,
+        Scenes.progress,
+    ]
+    while waiting:
+        with Cluster(settings(nodes, options)) as cluster:
+            scenes = Scenes(nodes, options, cluster, results)
+            try:
+                scenes.form()
+            except SceneFailed:
+                results.rows[-1]["remark"] += f"; {len(waiting)} scenes left out"
+                return
+            with contextlib.suppress(SceneFailed):
+                while waiting:
+                    waiting.pop(0)(scenes)
+
+
+def record(options: Options) -> list[Row]:
+    """What a commit and a heartbeat cost the more the longer the record is, where all checkpoints are kept."""
+    rows: list[Row] = []
+    end = time.monotonic() + RECORD_SECONDS
+    with Cluster(settings(RECORD_NODES, options, keep_checkpoints=0)) as cluster:
+        Scenes(RECORD_NODES, options, cluster, Results()).form()
+        done = 0
+        for mark in [mark for mark in MARKS if mark < options.commits] + [options.commits]:
+            # Side by side they share transactions, which fills the record sooner; what is measured comes by itself.
+            done += _calls(cluster, "half", True, mark - LAST_COMMITS - done, end)[0]
+            count, cpu, took = _calls(cluster, "one", True, mark - done, end)
+            done += count
+            _, beat, _ = _calls(cluster, "one", False, LAST_COMMITS, end)
+            if not count:
+                break
+            size = sum(path.stat().st_size for path in cluster.folder.glob("master.sqlite*")) / 1024
+            rows.append({"checkpoints": done, "master's CPU for a commit (ms)": cpu, "a commit takes (ms)": took})
+            rows[-1] |= {"for a heartbeat (ms)": beat, "store (KiB)": size, "master MiB": cluster.master.memory()}
+            print(shown(rows[-1]), flush=True)
+        if not rows:
+            return [{"checkpoints": done, "remark": f"no more within {RECORD_SECONDS:.0f} s"}]
+        cluster.master.close()
+        began = time.monotonic()
+        cluster.start_master()
+        rows[-1]["restart (s)"] = time.monotonic() - began
+    return rows
+
+
+def _calls(cluster: Cluster, role: str, commits: bool, count: int, end: float) -> tuple[int, float, float]:
+    """How many calls the nodes of a role made, and milliseconds for each: of the master's CPU, and in all."""
+    left = end - time.monotonic()
+    if count <= 0 or left <= 0:
+        return 0, 0.0, 0.0
+    before, began = cluster.master.cpu(), time.monotonic()
+    told = cluster.ask(role, "calls", commits=commits, count=count, seconds=left)
+    done = int(told["waits"].get("CommitCheckpoint" if commits else "Heartbeat", {}).get("count", 0))
+    each = 1000 / max(1, done)
+    return done, each * (cluster.master.cpu() - before), each * (time.monotonic() - began)
+
+
+def growth(results: Results) -> list[Row]:
+    """Of each scene the exponent with which the master's CPU time grows with the nodes; and how long directives are."""
+    costs: dict[str, dict[int, float]] = {}
+    for row in results.rows:
+        if not row["remark"]:
+            # A clock tick at least: there is no logarithm of nothing.
+            costs.setdefault(row["scene"], {})[row["nodes"]] = max(row["master CPU (s)"], 0.01)
+    found: list[Row] = []
+    for scene, points in costs.items():
+        if len(points) > 1:
+            line: Row = {"what": f"{scene}, master's CPU (s)", "grows as N^": exponent(points)}
+            found.append(line | {f"N={nodes:,}": cpu for nodes, cpu in points.items()})
+    for order, sizes in sorted(results.sizes.items()):
+        line = {"what": f"longest directive `{order}` (bytes)"}
+        found.append(line | {f"N={nodes:,}": size for nodes, size in sizes.items()})
+    return found
+
+
+def exponent(points: dict[int, float]) -> float:
+    """The x of cost = c * N^x, by least squares of the logarithms: 1 is linear."""
+    return statistics.linear_regression([math.log(n) for n in points], [math.log(y) for y in points.values()]).slope
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Prints tables and writes their JSON."""
+    flags = argparse.ArgumentParser(prog="python -m benchmarks rendezvous", description=__doc__.partition("\n")[0])
+    flags.add_argument("--nodes", default="10,100,1000,2000", help="how many, with commas (%(default)s)")
+    flags.add_argument("--steady", type=float, default=60.0, help="seconds of nothing but heartbeats (%(default)s)")
+    flags.add_argument("--node-timeout", type=float, default=float(DEFAULT_SETTINGS["node_timeout"]))
+    flags.add_argument("--commits", type=int, default=MARKS[-1], help="of the longest record; 0: none (%(default)s)")
+    given = flags.parse_args(arguments)
+    options = Options([int(n) for n in given.nodes.split(",")], given.steady, given.node_timeout, given.commits)
+    if min(options.nodes) < len(ROLES) or 0 < options.commits < 2 * LAST_COMMITS:
+        flags.error(f"at least {len(ROLES)} nodes and {2 * LAST_COMMITS} commits")
+    # Ended by a signal it still ends the processes that it has started, stopped ones too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    results = Results()
+    for nodes in options.nodes:
+        measure(results, nodes, options)
+    told = {"steady_s": options.steady, "node_timeout_s": options.node_timeout}
+    report("rendezvous", results.rows, title="One master and N nodes on the same cores", settings=told)
+    if results.calls:
+        report("rendezvous_calls", results.calls, title="How long calls wait", settings=told)
+    if grown := growth(results):
+        report("rendezvous_growth", grown, title="How it grows with the number of nodes", settings=told)
+    if options.commits:
+        title = f"A record of many checkpoints (--keep-checkpoints=0), {RECORD_NODES} nodes"
+        report("rendezvous_record", record(options), title=title, settings=told)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

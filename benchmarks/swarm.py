@@ -1,0 +1,204 @@
+"""A process full of simulated nodes, `python -m benchmarks.swarm`: orders come in as JSON lines, events go out as such.
+
+It ends when its standard input is closed. Stopped by a signal, its nodes are silent while their connections stay open;
+killed, all their connections close at once: so nodes die as they do in life.
+
+Events carry times of the machine's monotonic clock, which all of its processes share:
+
+- ``registered``: all nodes have, for the first time;
+- ``running``: all nodes were told of the world ``epoch``; ``joined``: when the last of them had asked for a place;
+- ``left``: the first of the nodes was told that the world ``epoch`` is over;
+- ``done``: the answer to an order, with counts, waits and sizes since the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import resource
+import sys
+import time
+from collections import Counter
+from typing import Any
+
+from google.protobuf import json_format
+
+from benchmarks.swarm_node import Node
+from dalsegno.protos import control_pb2 as pb
+
+# Seconds between two commits, and two heartbeats out of turn, of the node that measures how long calls wait.
+COMMIT_EVERY, PROBE_EVERY = 2.0, 0.05
+
+
+class Swarm:
+    """The nodes of this process, and what they saw."""
+
+    def __init__(self, address: str, job_id: str, settings: pb.Settings, prefix: str, count: int) -> None:
+        self.address, self.job_id, self.settings = address, job_id, settings
+        self.nodes = [Node(self, f"{prefix}-{number}", number, reports=number == 0) for number in range(count)]
+        self._registered = 0
+        self._running: Counter[int] = Counter()
+        self._left: set[int] = set()
+        self._joined_at = 0.0
+        self.clear()
+
+    def clear(self) -> None:
+        """Begins a new count."""
+        self.waits: dict[str, list[float]] = {}
+        self.failures: Counter[str] = Counter()
+        self.sizes: dict[str, int] = {}
+        self.directives = 0
+
+    # ---- what the nodes say -----------------------------------------------------------------------------------------
+
+    def registered(self) -> None:
+        self._registered += 1
+        if self._registered == len(self.nodes):
+            say("registered")
+
+    def joined(self, round_: int) -> None:
+        self._joined_at = time.monotonic()
+
+    def directed(self, order: str, size: int) -> None:
+        self.directives += 1
+        self.sizes[order] = max(self.sizes.get(order, 0), size)
+
+    def running(self, epoch: int, nodes: int) -> None:
+        self._running[epoch] += 1
+        if self._running[epoch] == len(self.nodes):
+            say("running", epoch=epoch, nodes=nodes, joined=self._joined_at)
+
+    def left(self, epoch: int) -> None:
+        if epoch not in self._left:
+            self._left.add(epoch)
+            say("left", epoch=epoch)
+
+    def answered(self, method: str, seconds: float) -> None:
+        self.waits.setdefault(method, []).append(seconds)
+
+    def failed(self, method: str, code: str) -> None:
+        self.failures[f"{method} {code}"] += 1
+
+    # ---- orders -----------------------------------------------------------------------------------------------------
+
+    async def obey(self) -> None:
+        """Until standard input is closed."""
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader()
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
+        while line := await reader.readline():
+            order = json.loads(line)
+            if order["do"] != "report":
+                self.clear()
+            await getattr(self, f"do_{order.pop('do')}")(**order)
+            say("done", **self.report())
+            self.clear()
+
+    async def do_report(self) -> None:
+        """Nothing but the answer."""
+
+    async def do_progress(self, nodes: int, every: float, seconds: float) -> None:
+        """So many of the nodes report steps, each at that pace, or as often as the master lets them."""
+        end = time.monotonic() + seconds
+
+        async def report(node: Node, first: float) -> None:
+            due = first
+            while due < end:
+                await asyncio.sleep(due - time.monotonic())
+                await node.progress()
+                due = max(due + max(every, node.pace), time.monotonic())
+
+        chosen = self.nodes[:nodes]
+        now = time.monotonic()
+        await asyncio.gather(*(report(node, now + every * n / len(chosen)) for n, node in enumerate(chosen)))
+
+    async def do_probe(self, seconds: float) -> None:
+        """The first node calls again and again, and commits now and then: how long does a good agent wait?"""
+        node = self.nodes[0]
+        end = time.monotonic() + seconds
+        commit_at = time.monotonic() + COMMIT_EVERY / 2
+        while (now := time.monotonic()) < end:
+            if now >= commit_at:
+                await node.commit()
+                commit_at = now + COMMIT_EVERY
+            await node.beat()
+            await asyncio.sleep(PROBE_EVERY)
+
+    async def do_calls(self, commits: bool, count: int, seconds: float) -> None:
+        """So many commits, or heartbeats, of all nodes side by side, as far as the time goes."""
+        end = time.monotonic() + seconds
+        left = count
+
+        async def repeat(node: Node) -> None:
+            nonlocal left
+            while left > 0 and time.monotonic() < end:
+                left -= 1
+                if not await (node.commit() if commits else node.beat()):
+                    return
+
+        await asyncio.gather(*(repeat(node) for node in self.nodes))
+
+    def report(self) -> dict[str, Any]:
+        return {
+            "waits": {method: spread(waits) for method, waits in self.waits.items()},
+            "failures": dict(self.failures),
+            "sizes": self.sizes,
+            "directives": self.directives,
+        }
+
+
+def spread(waits: list[float]) -> dict[str, float]:
+    """Seconds: median, 99th percentile, the longest; and how many."""
+    ordered = sorted(waits)
+    return {
+        "count": len(ordered),
+        "p50": ordered[len(ordered) // 2],
+        "p99": ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))],
+        "max": ordered[-1],
+    }
+
+
+def say(event: str, **fields: Any) -> None:
+    """One line for whoever started this process."""
+    print(json.dumps({"event": event, "at": time.monotonic(), **fields}), flush=True)
+
+
+async def live(swarm: Swarm) -> None:
+    """All nodes, until there are no more orders."""
+    tasks = [asyncio.create_task(node.run()) for node in swarm.nodes]
+    for task in tasks:
+        task.add_done_callback(_complain)
+    await swarm.obey()
+    for task in tasks:
+        task.cancel()
+
+
+def _complain(task: asyncio.Task[None]) -> None:
+    """A node must not end by itself, and never unseen."""
+    if not task.cancelled():
+        say("broken", error=repr(task.exception()))
+
+
+def main() -> int:
+    flags = argparse.ArgumentParser(prog="python -m benchmarks.swarm", description=__doc__)
+    flags.add_argument("address")
+    flags.add_argument("job_id")
+    flags.add_argument("settings", help="as JSON of the protocol's Settings")
+    flags.add_argument("prefix", help="of the nodes' names")
+    flags.add_argument("count", type=int)
+    options = flags.parse_args()
+    # One descriptor for each node at least.
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    settings = json_format.Parse(options.settings, pb.Settings())
+
+    async def run() -> None:
+        await live(Swarm(options.address, options.job_id, settings, options.prefix, options.count))
+
+    asyncio.run(run())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,394 @@
+"""One simulated node: all that the master can see of an agent, and nothing else.
+
+It has a channel of its own with the agents' own options, a Watch stream, a heartbeat each second, an outbox that is
+sent in order and repeated until it is answered. It answers a Gather with a Join, a Drain with ReportDrained, and
+registers anew when it is fenced. It has no workers: what it is told takes no time.
+
+Thousands of them share one event loop beside the master, so they are lean: calls without generated stubs, heartbeats
+serialised once per epoch, answers not parsed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import secrets
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+from google.protobuf.message import Message
+
+from dalsegno.agent.connection import PROTOCOL, RETRIED, channel_options
+from dalsegno.agent.master_client import CALL_TIMEOUT, HEARTBEAT_INTERVAL
+from dalsegno.protos import control_pb2 as pb
+
+__all__ = ("Node", "Observer")
+
+SERVICE = "/dalsegno.control.v1.Control/"
+METHODS = ("Register", "Join", "Heartbeat", "ReportProgress", "ReportWarm", "ReportDrained")
+METHODS += ("ReportPruned", "ReportSighted", "CommitCheckpoint")
+HEARTBEAT_TIMEOUT = 3.0
+FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
+# A name that its predecessor still holds is asked for again; in seconds.
+NAME_PAUSE = 0.5
+# A world without steps is taken for stuck: so often a reporting node says that its ranks are busy (seconds). Not
+# that they make steps: those are collectives, so the master takes them for a proof that silent nodes live.
+BUSY_EVERY = 10
+# What a node claims that its longest step took; in seconds.
+STEP_SECONDS = 0.1
+
+
+class Fenced(Exception):
+    """The master has declared this incarnation dead."""
+
+
+class Observer(Protocol):
+    """Who counts what the nodes see. Times are of the machine's monotonic clock, which its processes share."""
+
+    job_id: str
+    address: str
+    settings: pb.Settings
+
+    def registered(self) -> None: ...
+
+    def joined(self, round_: int) -> None: ...
+
+    def directed(self, order: str, size: int) -> None: ...
+
+    def running(self, epoch: int, nodes: int) -> None: ...
+
+    def left(self, epoch: int) -> None: ...
+
+    def answered(self, method: str, seconds: float) -> None: ...
+
+    def failed(self, method: str, code: str) -> None: ...
+
+
+@dataclass
+class Node:
+    """`run` it as a task until it is cancelled. `reports`: it says now and then, for the whole world, that it moves."""
+
+    observer: Observer
+    name: str
+    number: int
+    reports: bool = False
+    incarnation: str = ""
+    # The epoch whose world it is in, and how many nodes that has; 0: none.
+    epoch: int = 0
+    nodes: int = 0
+    # The last opened epoch that it heard of, and the highest generation.
+    known: int = 0
+    generation: int = 0
+    run_id: str = ""
+    step: int = 0
+    head: pb.Checkpoint | None = None
+
+    def __post_init__(self) -> None:
+        self.secret = secrets.token_bytes(16)
+        self._channel = grpc.aio.insecure_channel(self.observer.address, options=channel_options())
+        self._calls = {name: self._channel.unary_unary(SERVICE + name) for name in METHODS}
+        self._watch = self._channel.unary_stream(SERVICE + "Watch")
+        self._stream: Any = None
+        self._outbox: deque[tuple[str, Any]] = deque()
+        self._sender: asyncio.Task[None] | None = None
+        self._request = 0
+        self._joined: tuple[int, str] | None = None
+        self._drained = 0
+        self._pruned: tuple[str, ...] = ()
+        self._sighted = ""
+        self._fenced = False
+        self._beat = b""
+        # Seconds between two heartbeats, and two reports of steps: as agents like, until the master says otherwise.
+        self._heartbeat = HEARTBEAT_INTERVAL
+        self.pace = 0.0
+
+    # ---- its life ---------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Registers, and again whenever it is fenced."""
+        try:
+            while True:
+                await self._register()
+                await self._attend()
+        finally:
+            await self._channel.close()
+
+    async def _register(self) -> None:
+        before, self.incarnation = self.incarnation, secrets.token_hex(16)
+        self._outbox.clear()
+        self._request, self._joined, self._drained, self._fenced = 0, None, 0, False
+        request = pb.RegisterRequest(
+            job_id=self.observer.job_id,
+            incarnation=self.incarnation,
+            protocol=PROTOCOL,
+            host=self.name,
+            node=self.name,
+            nproc=1,
+            settings=self.observer.settings,
+            probe="probe",
+            epoch=self.known,
+            generation=self.generation,
+            inventory=[self.head] if self.head is not None else [],
+            previous_incarnation=before,
+            secret=self.secret,
+        )
+        while (raw := await self._answered("Register", request)) is None:
+            await asyncio.sleep(NAME_PAUSE)
+        reply = pb.RegisterReply.FromString(raw)
+        self.run_id = reply.run_id
+        self._set_epoch(0, 0)
+        self.observer.registered()
+        self._send("ReportWarm", pb.WarmRequest(caller=self.caller()))
+
+    async def _attend(self) -> None:
+        """Until this incarnation is fenced."""
+        pulse = asyncio.create_task(self._pulse())
+        try:
+            await self._watch_on()
+        finally:
+            pulse.cancel()
+            sender, self._sender = self._sender, None
+            if sender is not None:
+                sender.cancel()
+
+    async def _pulse(self) -> None:
+        """A heartbeat each interval, at a phase of its own, whatever else is said."""
+        loop = asyncio.get_running_loop()
+        due = loop.time() + random.random() * self._heartbeat
+        busy = loop.time() + BUSY_EVERY
+        count = 0
+        while not self._fenced:
+            await asyncio.sleep(due - loop.time())
+            await self.call("Heartbeat", self._beat, HEARTBEAT_TIMEOUT)
+            count += 1
+            if self.reports and self.epoch and loop.time() >= busy:
+                busy = loop.time() + BUSY_EVERY
+                await self.call("ReportProgress", self._progress(beats=count).SerializeToString(), HEARTBEAT_TIMEOUT)
+            # One that took long is not made up for: agents have one at a time under way.
+            due = max(due + self._heartbeat, loop.time())
+
+    async def _watch_on(self) -> None:
+        """The stream of directives, opened again whenever it breaks."""
+        pause = FIRST_PAUSE
+        while not self._fenced:
+            # The stream is the agent's lifeline and has no deadline; pings find a dead connection.
+            self._stream = self._watch(pb.WatchRequest(caller=self.caller()).SerializeToString())
+            try:
+                while (raw := await self._stream.read()) is not grpc.aio.EOF:
+                    pause = FIRST_PAUSE
+                    self._directed(raw)
+            except grpc.aio.AioRpcError as error:
+                self._note("Watch", error)
+            except asyncio.CancelledError:
+                # `_set_fenced` cancels the stream; anything else is the end of this node.
+                if not self._fenced:
+                    raise
+            if not self._fenced:
+                await asyncio.sleep(pause * random.uniform(0.7, 1.3))
+                pause = min(2 * pause, LAST_PAUSE)
+
+    def _set_fenced(self) -> None:
+        self._fenced = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def _set_epoch(self, epoch: int, nodes: int) -> None:
+        if self.epoch and epoch != self.epoch:
+            self.observer.left(self.epoch)
+        if epoch and epoch != self.epoch:
+            self.observer.running(epoch, nodes)
+        self.epoch, self.nodes = epoch, nodes
+        self._beat = pb.HeartbeatRequest(caller=self.caller()).SerializeToString()
+
+    # ---- what it is told --------------------------------------------------------------------------------------------
+
+    def _directed(self, raw: bytes) -> None:
+        directive = pb.Directive.FromString(raw)
+        order = directive.WhichOneof("order") or "none"
+        self.observer.directed(order, len(raw))
+        self.generation = max(self.generation, directive.generation)
+        self.known = max(self.known, directive.epoch)
+        self.run_id = directive.run_id
+        if directive.HasField("head"):
+            self.head = directive.head
+        if order not in ("run", "drain"):
+            self._set_epoch(0, 0)
+        match order:
+            case "gather":
+                self._join(directive.gather.round, directive.gather.resume)
+            case "wait" if directive.wait.round or directive.wait.HasField("look_for"):
+                self._join(directive.wait.round, directive.wait.look_for)
+            case "run":
+                self._train(directive.run)
+            case "drain":
+                self._train(directive.drain.run)
+                self._drain(directive.drain)
+            case "fenced":
+                self._set_fenced()
+        self._prune(directive)
+        self._sight(directive)
+
+    def _join(self, round_: int, resume: pb.CheckpointRef) -> None:
+        if self._joined == (round_, resume.digest):
+            return
+        self._joined = (round_, resume.digest)
+        seen = self.head is not None and self.head.ref.digest == resume.digest
+        request = pb.JoinRequest(
+            caller=self._next_caller(),
+            round=round_,
+            resume=resume,
+            store_host="127.0.0.1",
+            store_port=10_000 + self.number % 50_000,
+            probe="probe",
+            inventory=[self.head] if seen else [],
+        )
+        self._send("Join", request)
+        self.observer.joined(round_)
+
+    def _train(self, world: pb.World) -> None:
+        if world.epoch == self.epoch:
+            return
+        self.step = world.resume.source.step
+        # Older masters name all members and say no numbers.
+        self._set_epoch(world.epoch, world.nodes or len(world.members))
+        self._joined = None
+        self._send("ReportProgress", None)
+
+    def _drain(self, order: pb.Drain) -> None:
+        if self._drained == order.epoch:
+            return
+        self._drained = order.epoch
+        self.step += 1
+        caller = self.caller()
+        self._send("ReportProgress", self._progress(draining=True))
+        self._send("ReportDrained", pb.DrainedRequest(caller=caller, step=self.step))
+
+    def _prune(self, directive: pb.Directive) -> None:
+        names = tuple(ref.name for ref in directive.prune)
+        if names and names != self._pruned:
+            self._send("ReportPruned", pb.PrunedRequest(caller=self.caller(), refs=directive.prune))
+        self._pruned = names
+
+    def _sight(self, directive: pb.Directive) -> None:
+        """A checkpoint that another node has committed is in sight at once. Older masters do not ask."""
+        ref = directive.sight
+        if ref is not None and ref.digest not in ("", self._sighted):
+            self._sighted = ref.digest
+            self._send("ReportSighted", pb.SightedRequest(caller=self.caller(), ref=ref))
+
+    # ---- what it says -----------------------------------------------------------------------------------------------
+
+    def caller(self) -> pb.Caller:
+        return pb.Caller(
+            job_id=self.observer.job_id,
+            node=self.name,
+            incarnation=self.incarnation,
+            epoch=self.epoch,
+            protocol=PROTOCOL,
+            secret=self.secret,
+        )
+
+    def _next_caller(self) -> pb.Caller:
+        caller = self.caller()
+        self._request += 1
+        caller.request = self._request
+        return caller
+
+    def _progress(self, **fields: Any) -> pb.ProgressRequest:
+        return pb.ProgressRequest(
+            caller=self.caller(), step=self.step, loss=1.0, has_session=True, longest=STEP_SECONDS, **fields
+        )
+
+    async def progress(self) -> None:
+        """One more step; the newest report only, as agents do it."""
+        self.step += 1
+        await self.call("ReportProgress", self._progress().SerializeToString(), HEARTBEAT_TIMEOUT)
+
+    async def beat(self) -> bool:
+        """A heartbeat out of turn; whether it was answered."""
+        return await self.call("Heartbeat", self._beat, CALL_TIMEOUT) is not None
+
+    async def commit(self) -> bool:
+        """Records a checkpoint of one more step; whether the master took it."""
+        self.step = 1 + max(self.step, self.head.step if self.head is not None else 0)
+        checkpoint = pb.Checkpoint(
+            # No two nodes give the same name.
+            ref=pb.CheckpointRef(name=f"step-{self.step}.e{self.epoch}.{self.number}", digest=secrets.token_hex(32)),
+            run_id=self.run_id,
+            step=self.step,
+            epoch=self.epoch,
+            form=pb.FORM_SHARDED,
+            shape=pb.Shape(world_size=self.nodes, strategy="ddp", any_world_size=True),
+            position=pb.Position(samples=self.step * 256),
+            bytes=1 << 30,
+            min_nodes=self.observer.settings.min_nodes,
+            max_nodes=self.observer.settings.max_nodes,
+            generation=self.generation,
+        )
+        request = pb.CommitRequest(caller=self._next_caller(), checkpoint=checkpoint)
+        return await self.call("CommitCheckpoint", request.SerializeToString(), CALL_TIMEOUT) is not None
+
+    def _send(self, method: str, request: Message | None) -> None:
+        """Into the outbox. None: the progress as it will be when its turn comes."""
+        self._outbox.append((method, request))
+        if self._sender is None or self._sender.done():
+            self._sender = asyncio.create_task(self._send_all())
+
+    async def _send_all(self) -> None:
+        with contextlib.suppress(Fenced):
+            while self._outbox:
+                method, request = self._outbox[0]
+                if request is not None:
+                    await self._answered(method, request)
+                else:
+                    self.step += 1
+                    await self._answered(method, self._progress())
+                if self._outbox:
+                    self._outbox.popleft()
+
+    async def _answered(self, method: str, request: Message) -> bytes | None:
+        """Repeated, with the same number, until the master answers. None: it refused. Raises Fenced."""
+        data, pause = request.SerializeToString(), FIRST_PAUSE
+        while True:
+            try:
+                return await self._calls[method](data, timeout=CALL_TIMEOUT)
+            except grpc.aio.AioRpcError as error:
+                self._note(method, error)
+                if self._fenced:
+                    raise Fenced from error
+                if method == "Register" and error.code() not in (*RETRIED, grpc.StatusCode.ALREADY_EXISTS):
+                    raise  # Settings that make no sense: no simulated node mends that.
+                if error.code() not in RETRIED:
+                    return None
+            await asyncio.sleep(pause * random.uniform(0.7, 1.3))
+            pause = min(2 * pause, LAST_PAUSE)
+
+    async def call(self, method: str, data: bytes, seconds: float) -> bytes | None:
+        """One attempt; how long it took is told to the observer. None: it failed."""
+        began = time.monotonic()
+        try:
+            reply = await self._calls[method](data, timeout=seconds)
+        except grpc.aio.AioRpcError as error:
+            self._note(method, error)
+            return None
+        self.observer.answered(method, time.monotonic() - began)
+        if method in ("Heartbeat", "ReportProgress"):
+            self._told(reply)
+        return reply
+
+    def _told(self, reply: bytes) -> None:
+        """The master wants to be spoken to as often as this; older ones say nothing of it."""
+        ack = pb.Ack.FromString(reply)
+        self._heartbeat = max(HEARTBEAT_INTERVAL, ack.pace.heartbeat_seconds)
+        self.pace = ack.pace.progress_seconds
+
+    def _note(self, method: str, error: grpc.aio.AioRpcError) -> None:
+        """Counts an error; one kind of them ends this incarnation."""
+        self.observer.failed(method, error.code().name)
+        if error.code() is grpc.StatusCode.FAILED_PRECONDITION and (error.details() or "").startswith("fenced"):
+            self._set_fenced()

@@ -1,0 +1,76 @@
+"""Opening what lies in a checkpoint directory, where anything may lie: pipes, links, files without end.
+
+Nothing here follows a link in the last part of a path, waits for whoever writes a pipe, or reads without a bound.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from pathlib import Path
+
+
+class NotRegular(OSError):
+    """A link, pipe, device, socket or directory where a file must be."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(errno.EINVAL, "it is no regular file", str(path))
+
+
+def open_regular(path: Path) -> int:
+    """A descriptor of a regular file, to be read.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+        NotRegular: Something else is.
+        OSError: The file system says no.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        # A link, or a socket. (A loop of links further up says ELOOP too.)
+        if (error.errno == errno.ELOOP and os.path.islink(path)) or error.errno == errno.ENXIO:
+            raise NotRegular(path) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotRegular(path)
+    return descriptor
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """The content of a small regular file.
+
+    Args:
+        path: The file.
+        limit: The most bytes that it may have.
+
+    Raises:
+        ValueError: It has more.
+        FileNotFoundError: Nothing is there.
+        NotRegular: Something else is.
+        OSError: The file system says no.
+    """
+    with open(open_regular(path), "rb") as file:
+        if os.fstat(file.fileno()).st_size > limit:
+            raise ValueError(f"it has more than {limit} bytes")
+        data = file.read(limit + 1)
+    if len(data) > limit:  # it grows
+        raise ValueError(f"it has more than {limit} bytes")
+    return data
+
+
+def size_of_regular(path: Path) -> int:
+    """Bytes of a regular file, not opened.
+
+    Raises:
+        FileNotFoundError: Nothing is there.
+        NotRegular: Something else is.
+        OSError: The file system says no.
+    """
+    status = os.lstat(path)
+    if not stat.S_ISREG(status.st_mode):
+        raise NotRegular(path)
+    return status.st_size

@@ -1,0 +1,62 @@
+"""A notice to leave that reaches a worker itself: systemd, Slurm and shells signal all processes of a group alike.
+
+With a session it is the drain flag, whoever else has heard it: the run saves at the next step boundary. Processes that
+this one forks have the handlers that the script had before, so that ``terminate()`` ends them as ever.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+VARIABLE = "DALSEGNO_NOTICES"
+DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
+
+
+def noticed(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
+    """The signals that are a notice: the agent's; outside ``dlrover-run`` only SIGTERM."""
+    if not environ.get("DALSEGNO_SOCKET"):
+        return (signal.SIGTERM,)
+    names = environ.get(VARIABLE, DEFAULT).split(",")
+    return tuple(signal.Signals[name] for name in names if name in signal.Signals.__members__)
+
+
+class Notice:
+    """Whether this process was given one. Main thread only."""
+
+    def __init__(self) -> None:
+        self.given = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def watch(self, signals: Sequence[signal.Signals]) -> None:
+        """Takes these signals for a notice from now on. One that is ignored (``nohup``) stays so."""
+        if self._before:
+            return
+        if threading.current_thread() is not threading.main_thread():
+            names = ", ".join(number.name for number in signals)
+            log.warning("session() was not called in the main thread: %s will not save before it stops", names)
+            return
+        for number in signals:
+            before = signal.getsignal(number)
+            if before is not signal.SIG_IGN:
+                # None: a handler that is not Python's, which nobody could put back.
+                self._before[number] = signal.SIG_DFL if before is None else before
+                signal.signal(number, self._heard)
+        os.register_at_fork(after_in_child=self.release)
+
+    def release(self) -> None:
+        """Puts back what was there before, unless the script has put something else there since."""
+        before, self._before = self._before, {}
+        for number, handler in before.items():
+            if signal.getsignal(number) == self._heard:
+                signal.signal(number, handler)
+
+    def _heard(self, number: int, frame: FrameType | None) -> None:
+        self.given = True

@@ -1,0 +1,45 @@
+"""What a file of ``torch.save`` says that it holds, held against what it can hold, before any of it is unpacked.
+
+``torch.save`` packs nothing: each record lies in the file as it is in memory. Torch unpacks what somebody else has
+packed, and two megabytes become gigabytes.
+"""
+
+from __future__ import annotations
+
+import os
+import zipfile
+from pathlib import Path
+
+_ZIP = b"PK\x03\x04"
+
+
+class Packed(RuntimeError):
+    """The file says that it holds more than it can."""
+
+
+def refuse_packed(path: Path) -> None:
+    """Reads the archive's directory and nothing else. Files of torch's older formats, which are no archives, may pass.
+
+    Raises:
+        Packed: Records are compressed, or larger together than the file.
+        RuntimeError: It is no whole archive.
+        OSError: It cannot be read.
+    """
+    with open(path, "rb") as file:
+        if file.read(len(_ZIP)) != _ZIP:
+            return
+        size = os.fstat(file.fileno()).st_size
+        try:
+            with zipfile.ZipFile(file) as archive:
+                listed = archive.infolist()
+        except (zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise RuntimeError(f"it is no whole archive: {error}") from error
+    for info in listed:
+        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
+            raise Packed(
+                f"{info.filename!r} in it is compressed, {info.compress_size} bytes that would become"
+                f" {info.file_size}: torch.save makes no such file"
+            )
+    claimed = sum(info.file_size for info in listed)
+    if claimed > size:
+        raise Packed(f"its {len(listed)} records are of {claimed} bytes together, and the file has {size}")

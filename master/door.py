@@ -1,0 +1,293 @@
+"""What a request may look like at all: its shape, before anybody asks who sent it and what it would change.
+
+Pure. The brain sees only what has passed here: numbers that can grow by one for ever and still fit into SQLite and
+protobuf, names that can stand in a log, a directive or a path, finite durations, bounded lists. Every field is looked
+at; one that a later protocol adds is bound by its type before anybody thinks of it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, MutableSequence
+from typing import Any
+
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
+
+from dalsegno.protos import control_pb2
+from dalsegno.protos.limits import MOST_CHECKPOINTS
+from dalsegno.protos.text import one_line
+
+__all__ = ("MOST_NODES", "ShapeError", "admit")
+
+# Registered at a time.
+MOST_NODES = 20_000
+# The largest step, epoch, lease, count of bytes, ... A JSON number holds it exactly, 64 bits a thousand times as much.
+MOST = 1 << 53
+# An agent's memory of epoch and generation lifts the master's above it, but no further than this: whatever somebody
+# claims, what the master then counts up to and hands out stays below MOST.
+MOST_REMEMBERED = 1 << 48
+# Of one node; with MOST_NODES of them the number of ranks is still one of 32 bits.
+MOST_WORKERS = 1 << 16
+# What nobody means: min and max nodes, unit. More than MOST_NODES, so that `--nnodes=1:100000` is no error.
+MOST_SETTING = 1 << 20
+# Seconds; thirty years.
+LONGEST = 1e9
+# Characters.
+LONGEST_NAME = 200
+LONGEST_PROBE = 256
+# Entries of other lists.
+MOST_REFS = 4096
+SECRET_BYTES = (16, 64)
+
+_RUN = re.compile(r"run-[0-9]{4,9}", re.ASCII)
+_NUMBER = r"(0|[1-9][0-9]{0,15})"
+_CHECKPOINT = re.compile(rf"step-{_NUMBER}\.e{_NUMBER}\.{_NUMBER}(?:\.(universal|weights)\.{_NUMBER})?", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
+_FORMS = {
+    None: control_pb2.FORM_SHARDED,
+    "universal": control_pb2.FORM_UNIVERSAL,
+    "weights": control_pb2.FORM_WEIGHTS,
+}
+
+
+class ShapeError(ValueError):
+    """A request that nobody can mean; one line that says what is wrong with it."""
+
+
+def admit(message: Message) -> list[str]:
+    """Checks a request, shortens and cleans its free text in place, and takes out of its lists what cannot be used.
+
+    Returns what was left out, a line each. Raises ShapeError where the request as a whole cannot be used.
+    """
+    left_out: list[str] = []
+    if isinstance(message, control_pb2.RegisterRequest | control_pb2.JoinRequest):
+        left_out += _take_inventory(message.inventory)
+    if isinstance(message, control_pb2.RegisterRequest):
+        left_out += _keep(message.finished_runs, _run, lambda run: run, MOST_CHECKPOINTS)
+    if isinstance(message, control_pb2.JoinRequest):
+        left_out += _keep(message.unusable, _fields, lambda entry: entry.name, MOST_CHECKPOINTS)
+    if isinstance(message, control_pb2.CommitRequest):
+        _checkpoint(message.checkpoint)
+    _fields(message)
+    if isinstance(message, control_pb2.RegisterRequest):
+        _complete(message)
+        message.epoch = min(message.epoch, MOST_REMEMBERED)
+        message.generation = min(message.generation, MOST_REMEMBERED)
+    caller = getattr(message, "caller", None)
+    if isinstance(caller, control_pb2.Caller) and not caller.incarnation:
+        raise ShapeError("incarnation is missing")
+    return left_out
+
+
+def _complete(message: control_pb2.RegisterRequest) -> None:
+    if not message.incarnation:
+        raise ShapeError("incarnation is missing")
+    if not message.node and not message.host:
+        raise ShapeError("node and host are missing: the node needs a name")
+    if not message.nproc:
+        raise ShapeError("nproc is 0: a node has at least 1 worker")
+    if not message.secret:
+        raise ShapeError("secret is missing: upgrade dalsegno on this node")
+
+
+# ---- lists ----------------------------------------------------------------------------------------------------------
+
+
+def _take_inventory(inventory: Any) -> list[str]:
+    """The newest of what can be used."""
+    left_out = _keep(inventory, _checkpoint, lambda entry: entry.ref.name, len(inventory))
+    if len(inventory) > MOST_CHECKPOINTS:
+        left_out.append(f"an inventory of {len(inventory)} checkpoints: the newest {MOST_CHECKPOINTS} count")
+        newest = sorted(inventory, key=lambda entry: (entry.epoch, entry.step))[-MOST_CHECKPOINTS:]
+        _replace(inventory, newest)
+    return left_out
+
+
+def _keep(entries: Any, check: Callable[[Any], None], name: Callable[[Any], str], most: int) -> list[str]:
+    """Takes out of a repeated field what `check` refuses, and all but the last `most`."""
+    good, left_out = [], []
+    for entry in entries:
+        try:
+            check(entry)
+        except ShapeError as error:
+            left_out.append(f"{one_line(name(entry), LONGEST_NAME) or 'an entry'} is left out: {error}")
+        else:
+            good.append(entry)
+    if len(good) < len(entries) or len(good) > most:
+        _replace(entries, good[-most:])
+    return left_out
+
+
+def _replace(entries: Any, wanted: list[Any]) -> None:
+    kept = [entry if isinstance(entry, str) else _copy(entry) for entry in wanted]
+    del entries[:]
+    entries.extend(kept)
+
+
+def _copy(entry: Message) -> Message:
+    copied = type(entry)()
+    copied.CopyFrom(entry)
+    return copied
+
+
+def _checkpoint(entry: control_pb2.Checkpoint) -> None:
+    """A manifest must agree with its directory's name."""
+    _fields(entry)
+    parsed = _CHECKPOINT.fullmatch(entry.ref.name)
+    if parsed is None or not entry.ref.digest:
+        raise ShapeError("it has no name or no digest")
+    step, epoch, _, form, _ = parsed.groups()
+    if (int(step), int(epoch), _FORMS[form]) != (entry.step, entry.epoch, entry.form):
+        raise ShapeError(f"its name disagrees with step {entry.step}, epoch {entry.epoch}, form {entry.form}")
+    if not entry.run_id:
+        raise ShapeError("it names no run")
+
+
+# ---- fields ---------------------------------------------------------------------------------------------------------
+
+
+def _fields(message: Message) -> None:
+    """Every field that is set, also those of the messages inside."""
+    kind = message.DESCRIPTOR.name
+    for field, value in message.ListFields():
+        rule = _RULES.get((kind, field.name)) or _BY_NAME.get(field.name) or _by_type(field)
+        if not isinstance(value, MutableSequence):
+            _apply(rule, message, field, value)
+            continue
+        if len(value) > MOST_REFS:
+            raise ShapeError(f"{field.name} has {len(value)} entries, at most {MOST_REFS} are taken")
+        for entry in value:
+            _apply(rule, message, field, entry)
+
+
+def _apply(rule: Callable[[Any], None] | None, message: Message, field: FieldDescriptor, value: Any) -> None:
+    if isinstance(value, Message):
+        _fields(value)
+    elif rule is _text:
+        cleaned = one_line(value)
+        if cleaned != value:
+            setattr(message, field.name, cleaned)
+    elif rule is not None:
+        try:
+            rule(value)
+        except ShapeError as error:
+            raise ShapeError(f"{field.name} {error}") from None
+
+
+def _by_type(field: FieldDescriptor) -> Callable[[Any], None] | None:
+    return _BY_TYPE.get(field.cpp_type)
+
+
+def _number(value: int) -> None:
+    _below(value, MOST)
+
+
+def _below(value: int, most: int) -> None:
+    if not 0 <= value <= most:
+        raise ShapeError(f"is {value}, at most {most} is taken")
+
+
+def _at_most(most: int) -> Callable[[int], None]:
+    return lambda value: _below(value, most)
+
+
+def _finite(value: float) -> None:
+    if not math.isfinite(value):
+        raise ShapeError(f"is {value}, not a finite number")
+
+
+def _seconds(value: float) -> None:
+    _signed_seconds(value)
+    if value < 0:
+        raise ShapeError(f"is {value:g}, not a number of seconds")
+
+
+def _signed_seconds(value: float) -> None:
+    """Negative: "auto", or for ever."""
+    _finite(value)
+    if abs(value) > LONGEST:
+        raise ShapeError(f"is {value:g} seconds, at most {LONGEST:g} are taken")
+
+
+def _string(value: str | bytes, longest: int = LONGEST_NAME) -> None:
+    if len(value) > longest:
+        raise ShapeError(f"is {len(value)} long, at most {longest} are taken")
+    if isinstance(value, str) and not value.isprintable():
+        raise ShapeError(f"is {one_line(value)!r}: it has characters that cannot be printed")
+
+
+def _name(value: str) -> None:
+    """Of a node, a host, an incarnation: it may stand in a path."""
+    _string(value)
+    if "/" in value or "\\" in value or ".." in value or value != value.strip():
+        raise ShapeError(f"is {value!r}: no slashes, no '..', no white space around it")
+
+
+def _probe(value: str) -> None:
+    _string(value, LONGEST_PROBE)
+
+
+def _matches(pattern: re.Pattern[str], what: str) -> Callable[[str], None]:
+    def rule(value: str) -> None:
+        if value and not pattern.fullmatch(value):
+            raise ShapeError(f"is {one_line(value, LONGEST_NAME)!r}, not {what}")
+
+    return rule
+
+
+_run = _matches(_RUN, "a run's name: run-0001")
+_digest = _matches(_DIGEST, "a SHA-256 of 64 hex digits")
+_directory = _matches(_CHECKPOINT, "a checkpoint's name: step-<n>.e<epoch>.<attempt>")
+
+
+def _checkpoint_name(value: str) -> None:
+    _directory(value)
+    for number in _numbers_of(value):
+        _number(number)
+
+
+def _numbers_of(name: str) -> Iterable[int]:
+    return (int(digits) for digits in re.findall(r"[0-9]+", name))
+
+
+def _secret(value: bytes) -> None:
+    least, most = SECRET_BYTES
+    if not least <= len(value) <= most:
+        raise ShapeError(f"is {len(value)} bytes, {least} to {most} are taken")
+
+
+def _text(value: str) -> None:
+    """Marks free text: it is never refused, only cleaned."""
+
+
+def _any(value: Any) -> None:
+    """Marks what may have any value of its type."""
+
+
+# By message and field, then by field, then by type.
+_RULES: dict[tuple[str, str], Callable[[Any], None]] = {
+    ("Settings", "grow_interval"): _signed_seconds,
+    ("Settings", "wait_for_nodes"): _signed_seconds,
+}
+_BY_NAME: dict[str, Callable[[Any], None]] = {
+    **dict.fromkeys(("job_id", "node", "host", "store_host", "incarnation", "previous_incarnation"), _name),
+    **dict.fromkeys(("name", "best"), _checkpoint_name),
+    **dict.fromkeys(("run_id", "finished_runs"), _run),
+    **dict.fromkeys(("message", "reason", "file"), _text),
+    **dict.fromkeys(("min_nodes", "max_nodes", "node_unit"), _at_most(MOST_SETTING)),
+    "digest": _digest,
+    "probe": _probe,
+    "secret": _secret,
+    "nproc": _at_most(MOST_WORKERS),
+    "store_port": _at_most(65535),
+    # A training that diverged says so.
+    "loss": _any,
+    "metric": _finite,
+}
+_BY_TYPE: dict[int, Callable[[Any], None]] = {
+    FieldDescriptor.CPPTYPE_UINT64: _number,
+    FieldDescriptor.CPPTYPE_DOUBLE: _seconds,
+    FieldDescriptor.CPPTYPE_STRING: _string,
+}

@@ -1,0 +1,111 @@
+"""The listening clock: time as far as the master really listened.
+
+Silence proves something only while somebody could have been heard. So every deadline that waits for a word of an agent
+counts on this clock. It stands still
+
+- while the master's own loop stood still (`held_up`);
+- while nobody at all is heard, or every stream is closed: then it is the master, or its network, that is away;
+- for a short time after an outage, in which agents come back one by one.
+
+It never runs backwards, never faster than real time, and at least half of the time that was really listened counts, so
+that a master which is held up again and again still finds out who is dead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ("HEARTBEAT", "ListeningClock")
+
+# How often agents send a heartbeat (the agent's default), seconds.
+HEARTBEAT = 1.0
+# Without a word from anybody for so many heartbeats the trouble is taken to be the master's own: the first at most, and
+# before a short node-timeout ends, but never so early that it is only the time between two heartbeats.
+DEAF_AFTER = 2.5
+DEAF_LEAST = 1.5
+# Agents give a heartbeat up after so long and open their connections anew (seconds).
+OUTAGE = 3.0
+# How long they may take to be heard again after an outage (seconds).
+RECONNECT = 5.0
+
+
+@dataclass
+class ListeningClock:
+    """All times are monotonic seconds of the master's process; what `at` returns is the same less what was missed."""
+
+    missed: float = 0.0
+    # What was shown last: it never shows less.
+    shown: float = float("-inf")
+    last_word: float = 0.0
+    # What it showed then.
+    word_shown: float = float("-inf")
+    # Somebody is registered: only then somebody can be heard.
+    expects: bool = False
+    # Every stream is closed since then.
+    shut_at: float | None = None
+    slack: float = DEAF_AFTER * HEARTBEAT
+    # Shown when time was last given to come back.
+    paused_at: float = float("-inf")
+
+    def at(self, now: float) -> float:
+        """What the clock shows now."""
+        self.shown = max(self.shown, self._end(now) - self.missed)
+        return self.shown
+
+    def stands_still(self, now: float) -> bool:
+        """Until somebody is heard again."""
+        return self._end(now) < now
+
+    def real(self, now: float, shows: float) -> float:
+        """When it will show `shows` if from now on it goes on."""
+        return self.missed + shows if shows > self.at(now) else now
+
+    def word(self, now: float, node_timeout: float, beat: float = HEARTBEAT) -> bool:
+        """Somebody is heard; agents speak every `beat` seconds. Returns whether the clock stood still until now."""
+        stood = now - self._end(now)
+        shown = self.at(now)
+        self.last_word, self.shut_at, self.expects = now, None, True
+        self.slack = min(DEAF_AFTER * beat, max(DEAF_LEAST * beat, node_timeout / 2))
+        if stood > 0.0:
+            self.missed = now - shown
+            self._after_outage(stood, node_timeout)
+        self.word_shown = self.at(now)
+        return stood > 0.0
+
+    def held_up(self, seconds: float, node_timeout: float) -> None:
+        """The master's loop stood still for so long, until now."""
+        self.missed += seconds
+        self.last_word += seconds
+        if self.shut_at is not None:
+            self.shut_at += seconds
+        self._after_outage(seconds, node_timeout)
+
+    def shut(self, now: float) -> None:
+        """No stream is open any more."""
+        if self.shut_at is None:
+            self.shut_at = now
+
+    def reopened(self, now: float) -> None:
+        """A stream is open, though nobody spoke: whoever was there alone is gone from the record."""
+        self._rebase(now, None, self.expects)
+
+    def nobody(self, now: float) -> None:
+        """Nobody is registered: nobody can be missed, and time goes on."""
+        self._rebase(now, None, False)
+
+    def _rebase(self, now: float, shut_at: float | None, expects: bool) -> None:
+        shown = self.at(now)
+        self.shut_at, self.expects = shut_at, expects
+        self.missed = max(self.missed, self._end(now) - shown)
+
+    def _end(self, now: float) -> float:
+        """Until when it has run, if it stands still."""
+        end = min(now, self.last_word + self.slack) if self.expects else now
+        return end if self.shut_at is None else min(end, self.shut_at)
+
+    def _after_outage(self, gap: float, node_timeout: float) -> None:
+        """Stands still for as long again, while agents come back: at most half of what is listened."""
+        pause = min(gap, RECONNECT, node_timeout)
+        if gap >= OUTAGE and self.shown - self.paused_at >= pause:
+            self.paused_at = self.shown
+            self.missed += pause

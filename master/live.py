@@ -1,0 +1,148 @@
+"""What only the master's process knows: nothing of it is stored. Each object lives as long as what it is about.
+
+Times with `_at` are real (monotonic seconds of this process). Times named `heard`, `moved` and the like are the
+listening clock's (`listening`): what waits for a word of an agent is measured by it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from .listening import ListeningClock
+from .state import Job
+
+__all__ = ("EpochLife", "Gathering", "Live", "Presence", "State")
+
+
+# Losses of one name that lie so close together are a loop (seconds).
+CRASH_LOOP = 60.0
+
+
+@dataclass
+class Presence:
+    """One registered node, as this process hears it."""
+
+    heard: float
+    # It has spoken to this process; else it is only presumed alive, because the record names it.
+    spoke: bool = False
+    # It has opened a stream since it registered.
+    opened: bool = False
+    # Its stream closed then.
+    closed: float | None = None
+    # It has announced itself then.
+    joined: float | None = None
+    # A leaver is gone then.
+    leaves: float | None = None
+
+
+@dataclass
+class EpochLife:
+    """The open epoch: what its ranks report."""
+
+    epoch: int = 0
+    # By node: the last step, bytes saved, signs of life between steps.
+    steps: dict[str, int] = field(default_factory=dict)
+    saved_bytes: dict[str, int] = field(default_factory=dict)
+    beats: dict[str, int] = field(default_factory=dict)
+    # Nodes whose ranks have no step left to make: what the script still does, it does without steps.
+    ended: set[str] = field(default_factory=set)
+    top_step: int = 0
+    loss: float = 0.0
+    longest: float = 0.0
+    first_step_at: float | None = None
+    stepped_at: float | None = None
+    # The last sign of progress of anybody.
+    moved: float = 0.0
+    # Who advanced last, when, and when somebody else did: a step is a collective, so it proves the others alive.
+    advanced_by: str = ""
+    advanced: float = float("-inf")
+    advanced_by_others: float = float("-inf")
+    # A rank failed or was lost: whoever falls silent now is suspect.
+    trouble: bool = False
+    # Ranks have agreed to save and stop, whoever told them: their steps stand still until then.
+    stopping: bool = False
+    # Newcomers of which was said when everybody is restarted for them.
+    growth_told: frozenset[str] = frozenset()
+    # When its drain runs out.
+    drain_deadline: float | None = None
+
+    def advance(self, name: str, now: float, heard: float) -> None:
+        """A node's ranks made a step."""
+        if name != self.advanced_by:
+            self.advanced_by_others, self.advanced_by = self.advanced, name
+        self.advanced = self.moved = heard
+        self.stepped_at = now
+
+    def proof(self, name: str) -> float:
+        """When another node than this one made its last step."""
+        return self.advanced_by_others if name == self.advanced_by else self.advanced
+
+
+@dataclass
+class Gathering:
+    """One round: from the end of a world to the opening of the next."""
+
+    # When each node was first asked, and who has not answered in time.
+    asked: dict[str, float] = field(default_factory=dict)
+    overdue: set[str] = field(default_factory=set)
+    # When each name was lost in this round: one that comes back again and again holds nobody up.
+    lost: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    # Since when only the quiet time holds the opening up.
+    complete_at: float | None = None
+    # Since when nobody has had the resume point in sight.
+    unseen: float | None = None
+
+    def is_crash_looping(self, name: str, now: float) -> bool:
+        """Lost in this very round, lately, and more than once."""
+        return sum(now - at < CRASH_LOOP for at in self.lost.get(name, ())) > 1
+
+    def note_loss(self, name: str, now: float) -> None:
+        self.lost[name] = (*self.lost.get(name, ()), now)[-2:]
+
+
+@dataclass
+class Live:
+    """Replaced whole by a new process; its parts with what they are about."""
+
+    clock: ListeningClock = field(default_factory=ListeningClock)
+    nodes: dict[str, Presence] = field(default_factory=dict)
+    epoch: EpochLife = field(default_factory=EpochLife)
+    gathering: Gathering = field(default_factory=Gathering)
+    held_until: dict[str, float] = field(default_factory=dict)
+    lost_at: dict[str, list[float]] = field(default_factory=dict)
+    phase_since: float = 0.0
+    phase_heard: float = 0.0
+    last_arrival: float = 0.0
+    growth_done_at: float | None = None
+    grow_hold_until: float = 0.0
+    grow_after_commit: bool = False
+    committed: float = 0.0
+    conversion_moved: float = 0.0
+    # The most that the lease's owner has reported: files finished, bytes moved.
+    conversion_done: tuple[int, int] = (-1, 0)
+    retry_at: float = 0.0
+    retry_pause: float = 0.0
+    # When the verifier was asked, or last read something new; and how much it has read, bytes.
+    verify_moved: float = 0.0
+    verify_bytes: int = 0
+    verify_retry_at: float = 0.0
+    listen_until: float | None = None
+    paused_since: float | None = None
+    # What WAITING lacks, as agents were told last, and when.
+    missing: str = ""
+    missing_at: float = float("-inf")
+    # Internal errors that people were told of.
+    said: set[str] = field(default_factory=set)
+    tick_pause: float = 0.0
+
+
+@dataclass
+class State:
+    """All that the brain knows: what is stored, and what is not."""
+
+    job: Job
+    live: Live = field(default_factory=Live)
+    # When the brain wants a Tick, monotonic seconds; None: not before the next event.
+    wake: float | None = None
+    # Tracebacks of events that were set aside, for the shell's log.
+    faults: list[str] = field(default_factory=list)

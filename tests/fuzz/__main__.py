@@ -1,0 +1,55 @@
+"""`python -m tests.fuzz calls|frames|damages --seed 1 --count 1000`: one fuzzer, by hand."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from .arena import fuzz
+from .calls import FAMILIES
+from .damage_checks import KINDS
+from .damage_runs import fuzz_damages, run_damages
+from .frames import fuzz_frames
+
+
+def _failures(options: argparse.Namespace) -> Iterator[str]:
+    if options.what == "frames":
+        yield fuzz_frames(options.seed, options.count)[0]
+    elif options.what == "damages":
+        for kind in options.kind or KINDS:
+            yield from fuzz_damages(kind, options.seed, options.count)
+    else:
+        with tempfile.TemporaryDirectory() as directory:
+            for family in options.kind or FAMILIES:
+                failure = fuzz(Path(directory), family, options.seed, options.count)
+                yield "" if failure is None else f"{family}: {failure}"
+
+
+def main() -> int:
+    """Returns 1 where something did not hold."""
+    parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
+    parser.add_argument("what", choices=("calls", "frames", "damages"))
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument(
+        "--kind", action="append", help=f"of calls: {', '.join(FAMILIES)}; of damages: {', '.join(KINDS)}; else all"
+    )
+    parser.add_argument("--first", type=int, help="the number of one damage, to have it alone in this process")
+    parser.add_argument("--lines", action="store_true", help="only the lines of damages, for the process that watches")
+    options = parser.parse_args()
+    if options.first is not None:
+        failed = sum(run_damages(kind, options.seed, options.first, options.count) for kind in options.kind)
+        return 1 if failed and not options.lines else 0
+    began = time.monotonic()
+    failures = [failure for failure in _failures(options) if failure]
+    print("\n".join(failures) or "everything held")
+    print(f"{time.monotonic() - began:.1f} s")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Signals that reach more than the agent: systemd's KillMode=control-group, Slurm's way, Ctrl-C, a closed terminal.
+
+Every subset of a node's process tree is signalled, with real processes. Where the agent is among them the node leaves
+with everything saved; where it is not, the run goes on, after a save if a worker heard it. No step is ever lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import pytest
+
+from dalsegno.elastic.loaders import pass_over
+from tests.support import local_processes as processes
+from tests.support.cluster import Cluster, Node, Training, Undisturbed
+from tests.support.master_process import eventually
+
+pytestmark = pytest.mark.timeout(900)
+
+Clusters = Callable[..., Cluster]
+
+TRAINING = Training(steps=400, save_every=200)
+PARTS = ("agent", "keeper", "nursery", "worker", "loaders", "master")
+SUBSETS = [frozenset(chosen) for size in range(1, 7) for chosen in itertools.combinations(PARTS, size)]
+ALONE = [subset for subset in SUBSETS if len(subset) == 1]
+ALL = frozenset(PARTS)
+
+
+def a_job(clusters: Clusters, context: str = "fork") -> Cluster:
+    return clusters(
+        training=TRAINING,
+        nnodes="1:2",
+        step_time=0.05,
+        agent_environment={"DALSEGNO_TEST_LOADERS": context},
+        executed=0,
+    )
+
+
+def tree(job: Cluster, node: Node) -> dict[str, list[int]]:
+    """The processes of a node whose worker has made a step of the newest epoch, by their part."""
+    worker = job.worker_pid(node)
+    ours = job.processes(node)
+    master = job.master_pid()
+    assert master is not None
+    loaders = job.wait_for(lambda: loaders_of(worker), "the worker's loaders")
+    nursery = int(processes.stat_fields(worker)[1])
+    assert nursery in ours
+    keepers = [pid for pid in processes.children(node.pid) if pid not in ours and pid != master]
+    found = {"agent": [node.pid], "keeper": keepers, "nursery": [nursery], "worker": [worker]}
+    return {**found, "loaders": loaders, "master": [master]}
+
+
+def loaders_of(worker: int) -> list[int]:
+    """Two DataLoader processes, and whatever multiprocessing has started for them."""
+    below = processes.children(worker)
+    below += [pid for one in below for pid in processes.children(one)]
+    return below if len(below) >= 2 else []
+
+
+def signal_all(job: Cluster, node: Node, subset: Iterable[str], number: signal.Signals, backwards: bool) -> None:
+    parts = tree(job, node)
+    pids = [pid for part in PARTS if part in subset for pid in parts[part]]
+    processes.send(reversed(pids) if backwards else pids, number)
+
+
+def leave(job: Cluster, subset: frozenset[str], number: signal.Signals, backwards: bool = False) -> None:
+    """The second node leaves when it gets its signals, and comes back."""
+    before = job.epoch()
+    job.start("b")
+    both = job.wait_world(2, steps=2, after=before)
+    leaver = job.node("b")
+    leaver.expected = 75
+    signal_all(job, leaver, subset, number, backwards)
+    job.wait_exit(leaver)
+    job.wait_world(1, steps=2, after=both)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_node_of_which_everything_is_signalled_leaves_saved(
+    clusters: Clusters, undisturbed: Undisturbed, number: signal.Signals
+) -> None:
+    """The agent first, or last: 75, and no step is lost."""
+    job = a_job(clusters)
+    job.open("a")
+    for backwards in (False, True):
+        leave(job, ALL, number, backwards)
+    job.finish()
+    job.assert_lost({})
+    job.assert_undisturbed(undisturbed)
+
+
+def spared(job: Cluster, subset: frozenset[str], number: signal.Signals) -> None:
+    """Nobody leaves: the run goes on, in the next epoch if a worker heard it and saved."""
+    before = job.epoch()
+    parts = tree(job, job.node("a"))
+    step = max(line.step for line in job.poll())
+    signal_all(job, job.node("a"), subset, number, backwards=False)
+    job.wait_world(1, steps=2, after=before if "worker" in subset else before - 1)
+    job.wait_step(step + 5)
+    assert (job.epoch() > before) == ("worker" in subset)
+    for part in ("agent", "keeper", "nursery", "master", *(() if "worker" in subset else ("worker", "loaders"))):
+        assert all(processes.is_alive(pid) for pid in parts[part]), part
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+def test_what_is_not_the_agent_is_signalled(clusters: Clusters, undisturbed: Undisturbed, context: str) -> None:
+    """Each part alone, and all but the agent: the run goes on and loses nothing."""
+    job = a_job(clusters, context)
+    job.open("a")
+    for subset in (*(one for one in ALONE if "agent" not in one), ALL - {"agent"}):
+        spared(job, subset, signal.SIGTERM)
+    job.finish()
+    job.assert_lost({})
+    job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_every_subset(clusters: Clusters, undisturbed: Undisturbed, number: signal.Signals) -> None:
+    """All 63 of them, in one run."""
+    job = a_job(clusters)
+    job.open("a")
+    for subset in SUBSETS:
+        if "agent" in subset:
+            leave(job, subset, number, backwards=bool(len(subset) % 2))
+        else:
+            spared(job, subset, number)
+    job.finish()
+    job.assert_lost({})
+    job.assert_undisturbed(undisturbed)
+
+
+def deaf(said: Connection) -> None:
+    """What a DataLoader process is: deaf to all but its parent, with a program of its own to end."""
+    pass_over((signal.SIGTERM,))
+    helper = subprocess.Popen(["sleep", "600"])
+    helper.terminate()
+    said.send(helper.wait(30))
+    # why: what has no event is a signal that does nothing.
+    time.sleep(600)
+
+
+def test_a_loader_hears_its_parent_only() -> None:
+    """Somebody else's SIGTERM does nothing to it, its parent's ends it; a program that it starts can be terminated."""
+    ours, theirs = multiprocessing.Pipe()
+    loader = multiprocessing.get_context("fork").Process(target=deaf, args=(theirs,), daemon=True)
+    loader.start()
+    assert ours.recv() == -signal.SIGTERM
+    assert loader.pid is not None
+    subprocess.run(["sh", "-c", f"kill -TERM {loader.pid}"], check=True)
+    status = Path(f"/proc/{loader.pid}/status")
+    eventually(lambda: "ShdPnd:\t0000000000000000" in status.read_text(), 30)
+    assert loader.is_alive()
+    loader.terminate()
+    loader.join(30)
+    assert loader.exitcode == 0

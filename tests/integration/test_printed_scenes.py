@@ -1,0 +1,175 @@
+"""Printed commands that belong together, typed as they are printed, in as many terminals as they are meant for."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support import printed, tiny_swift
+from tests.support.printed_code import CODE, NO_COMPILER
+from tests.support.printed_commands import COMMANDS, Scene
+from tests.support.sources import ROOT
+from tests.support.stage import Stage
+
+pytestmark = pytest.mark.timeout(900)
+
+Line = Callable[[str], str]
+PLAIN, ELASTIC = 'engine.load_checkpoint("checkpoints")', "save=save, save_every=20,"
+SAVED, LOST = 75, -9
+
+
+@pytest.fixture
+def stage(tmp_path: Path) -> Iterator[Stage]:
+    # A second growth shall not wait until the first one has paid for itself.
+    one = Stage(tmp_path / "stage", {**tiny_swift.OFFLINE, "PET_GROW_INTERVAL": "0"})
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def line(request: pytest.FixtureRequest) -> Iterator[Line]:
+    """Finds the scene's printed command that begins so; each must have been asked for at the end."""
+    own = {command for command, how in COMMANDS.items() if how == Scene(request.function.__name__)}
+    left = set(own)
+
+    def find(start: str) -> str:
+        (found,) = (command for command in own if command.startswith(start))
+        left.discard(found)
+        return found
+
+    yield find
+    assert not left, "the scene leaves these out"
+
+
+def write_printed_script(path: Path, line: str) -> None:
+    """The block of the README with that line, and what a reader has already."""
+    (snippet,) = (snippet for snippet in CODE if snippet.page == "README.md" and snippet.line == line)
+    (block,) = (block for block in printed.code() if snippet.is_of(block))
+    path.write_text(snippet.source(block), encoding="utf-8")
+
+
+def test_the_first_command_runs_the_printed_script(stage: Stage, line: Line) -> None:
+    """The README's elastic column, as `train.py`, under the first command that the README prints."""
+    write_printed_script(stage.directory / "train.py", ELASTIC)
+    said = stage.type(line("dlrover-run"))
+    assert "the run finished at step 40" in said
+
+
+def test_the_quickstart(stage: Stage, line: Line) -> None:
+    """Two terminals; looked at, made smaller and larger, one killed, the other left with Ctrl-C; what is there then."""
+    command = f"{line('dlrover-run')} --steps=5000 --layers=1"
+    first = stage.start(command)
+    first.wait_for(r"epoch 1: .* 1 node\b")
+    second = stage.start(command)
+    first.wait_for(r"epoch 2: .* 2 nodes")
+    assert "running" in stage.type(line("dalsegno status"))
+    stage.type(line("dalsegno scale 1"))
+    first.wait_for(r"epoch 3: .* 1 node\b")
+    stage.type(line("dalsegno scale 4"))
+    first.wait_for(r"epoch 4: .* 2 nodes")
+    assert line("kill -9")
+    second.kill()
+    assert second.wait() == LOST
+    first.wait_for(r"epoch 5: .* 1 node\b")
+    first.press_ctrl_c()
+    assert first.wait() == SAVED
+    assert "Traceback" not in first.text
+    start, actions, placeholder = line("dalsegno checkpoints ls").rsplit(" ", 2)
+    assert (actions, placeholder) == ("ls|verify|show", "DIR")
+    assert "sharded, deepspeed-zero-1, 1 ranks" in stage.type(f"{start} ls checkpoints")
+    said = stage.type(f"{start} verify checkpoints")
+    assert "intact" in said
+    newest = next(text for text in said.splitlines() if ".universal." not in text).split(":")[0]
+    assert '"step"' in stage.type(f"{start} show {newest}")
+    # The run isn't over, so its own job prunes it.
+    assert "has not finished it" in stage.type(line("dalsegno checkpoints prune").replace("DIR", "checkpoints"), code=1)
+
+
+@pytest.mark.full
+def test_a_script_without_a_session(stage: Stage, line: Line) -> None:
+    """An ordinary DeepSpeed script that takes `--save-dir`: two terminals, and its own checkpoints become the run's."""
+    shutil.copy(ROOT / "tests/support/plain_deepspeed.py", stage.directory / "train.py")
+    text = (stage.directory / "train.py").read_text(encoding="utf-8")
+    text = text.replace("Path(__file__).resolve().parents[2]", "Path(__file__).resolve().parent")
+    (stage.directory / "train.py").write_text(text, encoding="utf-8")
+    more = "--steps=60 --save-every=10 --global-batch-size=16 --seed=1 --step-time=0.5"
+    command = f"{line('dlrover-run')} {more}"
+    first = stage.start(command)
+    first.wait_for(r"epoch 1: .* 1 node\b")
+    second = stage.start(command)
+    first.wait_for(r"epoch 2: .* 2 nodes")
+    assert (first.wait(300), second.wait()) == (0, 0)
+    assert "the run finished" in first.text
+
+
+def test_a_master_that_is_a_service(stage: Stage, line: Line, tmp_path: Path) -> None:
+    """Token, certificate, master and two nodes on one machine; a finished job stays finished."""
+    store = str(tmp_path / "store")
+    stage.type(line("mkdir").replace("/var/lib/dalsegno", store))
+    stage.type(line("(umask"))
+    assert (stage.directory / "token").stat().st_mode & 0o077 == 0
+    stage.type(line("openssl").replace("HOST", "localhost"))
+    command = line("dlrover-master").replace("0.0.0.0", "127.0.0.1").replace("29400", "0")
+    master = stage.start(command.replace("/var/lib/dalsegno", store))
+    port = master.wait_for(r"127\.0\.0\.1:(\d+)").group(1)
+    write_printed_script(stage.directory / "train.py", ELASTIC)
+    node = line("dlrover-run").replace("HOST:29400", f"localhost:{port}").replace("/shared", str(tmp_path / "shared"))
+    nodes = [stage.start(node) for _ in range(2)]
+    nodes[0].wait_for(r"the run finished at step 40")
+    assert [node.wait() for node in nodes] == [0, 0]
+    assert "finished" in stage.type(node)
+    master.terminate()
+    master.wait()
+
+
+def test_a_conversion_by_hand(stage: Stage, line: Line) -> None:
+    """What the README's plain column has saved; killed or not, the same command again finds it complete."""
+    write_printed_script(stage.directory / "plain.py", PLAIN)
+    stage.type("torchrun plain.py")
+    command = line("dalsegno convert").replace("global_step400", "global_step5")
+    for _ in range(2):
+        stage.type(command)
+    made = stage.directory / "universal"
+    assert (made / "latest_universal").read_text(encoding="utf-8") == "global_step5"
+    assert any((made / "global_step5").glob("zero/*/fp32.pt"))
+
+
+@pytest.mark.full
+def test_ms_swift(stage: Stage, line: Line, tmp_path: Path) -> None:
+    """From `swift sft` to our entry and to the plugin, with a tiny model where `…` stands, on fewer ranks."""
+    tiny_swift.make_model(stage.directory / "model")
+    data = tiny_swift.make_data(stage.directory / "data.jsonl", 64)
+    flags = tiny_swift.flags(stage.directory / "model", data, max_steps=2, add_version="false")
+    cpu = " ".join(flags)
+
+    def typed(command: str) -> str:
+        """Two ranks; the model and the data are named where they are printed, all else behind them."""
+        for printed_text, ours in (
+            ("NPROC_PER_NODE=4", "NPROC_PER_NODE=2"),
+            ("--nproc-per-node=4", "--nproc-per-node=2"),
+            ("/shared", str(tmp_path / "shared")),
+            ("--model … --dataset …", cpu),
+        ):
+            command = command.replace(printed_text, ours)
+        return command
+
+    # DeepSpeed by itself would compile an extension for minutes, which ours leaves out.
+    (stage.directory / "no_compiler.py").write_text(NO_COMPILER, encoding="utf-8")
+    stage.type(f"{typed(line('NPROC_PER_NODE=4 swift sft'))} --external_plugins no_compiler.py", seconds=300)
+    assert (stage.directory / "out/checkpoint-2").is_dir()
+    said = stage.type(typed(line("dlrover-run --nnodes=1:4 --nproc-per-node=4")), seconds=300)
+    assert "the run finished at step 2" in said
+    assert (tmp_path / "shared/out/checkpoint-2").is_dir()
+    plugin = line("dlrover-run --nnodes=1:4 … -m swift.cli.sft")
+    short = line("dlrover-run --nnodes=1:4 … -m dalsegno.swift_plugin.sft …")
+    for number, command in enumerate((plugin, short)):
+        before, _, behind = command.partition("…")
+        command = f"{before} --checkpoint-dir=checkpoints-{number} {behind}".replace(
+            "sft …", f"sft {cpu} --output_dir=out-{number} --save_steps=2 --per_device_train_batch_size=2"
+        )
+        assert "…" not in command
+        assert "the run finished at step 2" in stage.type(command, seconds=300)
+        assert (stage.directory / f"out-{number}/checkpoint-2").is_dir()

@@ -1,0 +1,120 @@
+"""Claims: what they say, who may renew them, and what becomes of locks that cannot be had."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.claim import Claim, ClaimFile, LocksUnavailable, Place, RenewerLock
+
+HERE = Place("host", "boot", "pid:[1]", "net:[1]")
+CLAIM = Claim("host", "boot", 1, 2, 3, 9, "127.0.0.1:1", "pid:[1]", "net:[1]")
+NO_LOCKS = [errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS]
+
+
+def descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize(
+    ("place", "reached", "seen"),
+    [
+        (HERE, True, True),
+        (replace(HERE, pid_ns="pid:[2]"), True, False),
+        (replace(HERE, net_ns="net:[2]"), False, False),
+        (replace(HERE, boot_id="other"), False, False),
+        (replace(HERE, host="other"), False, False),
+        # Nothing is known of the kernel's namespaces: the machine decides, as it did before they were told apart.
+        (Place("host", "boot"), True, True),
+    ],
+)
+def test_what_can_be_told_of_a_master_from_where(place: Place, reached: bool, seen: bool) -> None:
+    """Its address counts in its network, its process number among its processes."""
+    assert (CLAIM.is_reached_from(place), CLAIM.is_seen_from(place)) == (reached, seen)
+
+
+def test_a_claim_of_an_older_version_is_read() -> None:
+    """Without namespaces: it is its machine's."""
+    old = {key: value for key, value in asdict(CLAIM).items() if not key.endswith("_ns")}
+    claim = Claim.parse(json.dumps(old).encode())
+    assert claim == replace(CLAIM, pid_ns="", net_ns="")
+    assert claim.is_seen_from(HERE)
+
+
+def test_a_claim_of_a_later_version_is_read() -> None:
+    """What it says besides is passed over: taken for damaged, it would cost a living master its job."""
+    assert Claim.parse(json.dumps({**asdict(CLAIM), "later": [1]}).encode()) == CLAIM
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"pid": "1"}, {"pid": -1}, {"pid": True}, {"pid": 1.0}, {"counter": 1 << 63}, {"address": None}, {"host": 1}],
+)
+def test_what_is_no_claim_holds_nothing(tmp_path: Path, wrong: dict[str, object]) -> None:
+    """A number of another kind would go on into signals and files."""
+    (tmp_path / "claim.json").write_text(json.dumps({**asdict(CLAIM), **wrong}), encoding="utf-8")
+    assert ClaimFile(tmp_path).read() is None
+
+
+@pytest.mark.parametrize("text", [b"", b"\0" * 100, b"[1]", b"{}", b"[" * 100_000, b"\xff\xfe"])
+def test_a_damaged_claim_holds_nothing(tmp_path: Path, text: bytes) -> None:
+    """Whatever is in the file."""
+    (tmp_path / "claim.json").write_bytes(text)
+    assert ClaimFile(tmp_path).read() is None
+
+
+def test_only_the_masters_own_place_moves_the_counter(tmp_path: Path) -> None:
+    """Each place has a lock of its own, and asks whether the claim is its own to renew."""
+    file = ClaimFile(tmp_path)
+    file.write(CLAIM, threading.Event())
+    elsewhere = replace(HERE, pid_ns="pid:[2]")
+    locks = [RenewerLock(tmp_path, place) for place in (HERE, HERE, elsewhere)]
+    assert [lock.try_hold() for lock in locks] == [True, False, True]
+    assert not file.bump(lambda claim: claim.is_seen_from(elsewhere))
+    assert file.bump(lambda claim: claim.is_seen_from(HERE))
+    assert file.read() == replace(CLAIM, counter=10)
+    for lock in locks:
+        lock.release()
+
+
+def test_a_host_name_is_no_path(tmp_path: Path) -> None:
+    """Whatever sethostname was given."""
+    lock = RenewerLock(tmp_path, replace(HERE, host="../a/b"))
+    assert lock.try_hold()
+    lock.release()
+    (made,) = tmp_path.iterdir()
+    assert made.name.startswith("renewer.")
+
+
+@pytest.mark.parametrize("number", [*NO_LOCKS, errno.EIO])
+def test_a_lock_that_cannot_be_had_leaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """On every path, however often it is tried; where the mount has no locks at all the line says what to do."""
+    file, renewer = ClaimFile(tmp_path), RenewerLock(tmp_path, HERE)
+    file.write(CLAIM, threading.Event())
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = descriptors()
+    expected = LocksUnavailable if number in NO_LOCKS else OSError
+    for _ in range(20):
+        with pytest.raises(expected) as renewed:
+            renewer.try_hold()
+        with pytest.raises(expected):
+            file.bump(lambda claim: True)
+        with pytest.raises(expected), file.starting(1.0, threading.Event()):
+            pass
+    assert descriptors() == before
+    if number in NO_LOCKS:
+        assert "--master HOST:PORT" in str(renewed.value)
+        assert len(str(renewed.value).splitlines()) == 1
+    monkeypatch.undo()
+    assert file.read() == CLAIM

@@ -1,0 +1,79 @@
+"""`dalsegno status` by a person who names no job: which one is meant, and one line where nobody answers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.command import run
+
+
+@pytest.fixture
+def listener() -> Iterator[str]:
+    """Where somebody listens (who closes every connection at once, so that nobody waits)."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def gone() -> str:
+    """Where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def claim(directory: Path, job: str, address: str) -> None:
+    private = directory / ".dalsegno" / job
+    private.mkdir(parents=True)
+    fields = {"host": "h", "boot_id": "b", "pid": 1, "start_time": 1, "generation": 1, "counter": 1}
+    (private / "claim.json").write_text(json.dumps({**fields, "address": address}), encoding="utf-8")
+    (private / "token").write_text("x" * 32, encoding="ascii")
+
+
+def ask(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = run(["status", f"--checkpoint-dir={directory}"])
+    return code, capsys.readouterr().err
+
+
+def test_a_job_that_nobody_runs_is_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not a word of gRPC's; what to do."""
+    claim(tmp_path, "job-1", gone())
+    code, said = ask(tmp_path, capsys)
+    assert code == 1
+    assert len(said.splitlines()) == 1
+    assert "nobody runs job job-1 just now" in said
+    assert "dlrover-run command" in said
+    assert "UNAVAILABLE" not in said
+
+
+def test_of_several_jobs_the_one_that_runs_is_meant(
+    tmp_path: Path, listener: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are over, and their claims stay."""
+    monkeypatch.setattr("dalsegno.agent.status._TIMEOUT", 0.1)
+    claim(tmp_path, "before", gone())
+    claim(tmp_path, "now", listener)
+    code, said = ask(tmp_path, capsys)
+    assert code == 1
+    assert listener in said
+
+
+def test_of_several_that_run_none_is_meant(tmp_path: Path, listener: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The person has to say which, and hears their names; so where none runs."""
+    for name, address in (("one", listener), ("two", listener)):
+        claim(tmp_path / "both", name, address)
+        claim(tmp_path / "neither", name, gone())
+    for directory in ("both", "neither"):
+        code, said = ask(tmp_path / directory, capsys)
+        assert code == 2
+        assert "--job-id" in said
+        assert "known here: one, two" in said
+
+
+def test_where_no_job_was_the_directory_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = ask(tmp_path, capsys)
+    assert code == 2
+    assert "--checkpoint-dir" in said
