@@ -8,7 +8,7 @@ from dalsegno.agent import events as ev
 from dalsegno.protos import control_pb2
 
 from .clock import Timer
-from .disk import Sealed
+from .disk import Sealed, digest_of
 
 if TYPE_CHECKING:
     from .agents import SimAgent
@@ -94,7 +94,7 @@ class Conversions:
         else:
             made = control_pb2.Checkpoint()
             made.CopyFrom(source.message)
-            made.ref.name, made.ref.digest = name, f"digest of {name}"
+            made.ref.name, made.ref.digest = name, digest_of(name)
             made.form = control_pb2.FORM_UNIVERSAL
             made.source.CopyFrom(wanted.source.ref)
             sim.disk.seal(made, source.history, agent.host)

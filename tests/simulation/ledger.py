@@ -497,7 +497,7 @@ class Ledger:
         else:
             # A name that somebody holds, or no master at the start.
             taken = agent.refused_with == "ALREADY_EXISTS" and bool(agent.asked_name)
-            unheard = agent.refused_with == "UNAVAILABLE" and not state.incarnation
+            unheard = not agent.refused_with and not state.incarnation
             why = f"{agent.label} exits {code} ({agent.refused_with})"
             self.require(code == ev.EXIT_USAGE and (taken or unheard), "exit codes", why)
 

@@ -173,6 +173,8 @@ class SimMaster:
                 return
         begun = self.state.job.epoch > 0
         self.state, replies = brain.handle(self.state, event, self.now)
+        for fault in self.state.faults:
+            self.sim.ledger.require(False, "no event is set aside", fault)
         if not begun:
             self.sim.ledger.heard(self.state.job)
         if isinstance(event, Called) and len(replies) != 1:

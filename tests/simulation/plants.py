@@ -452,7 +452,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(checkpoints, "record_commit", commits_for_closed_epochs, "closed epochs", kind="late"),
         plant(checkpoints, "adopt_sealed", adopts_what_older_epochs_sealed, "closed epochs"),
         plant(checkpoints, "prunable", prunes_everything, "deleted only when retired"),
-        plant(checkpoints, "in_use_digests", retires_what_is_in_use, "what is in use stays", "InvariantBroken"),
+        plant(checkpoints, "in_use_digests", retires_what_is_in_use, "what is in use stays", "no event is set aside"),
         plant(checkpoints, "bests", forgets_the_best, "the best stays"),
         plant(checkpoints, "prunable", prunes_damaged_at_once, "damaged files stay for a while", kind="convert"),
         plant(

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import signal
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from dalsegno.agent import decisions, effects
+from dalsegno.agent import decisions, effects, workers
 from dalsegno.agent import events as ev
 from dalsegno.agent.config import AgentConfig
 from dalsegno.agent.connection import Connector
@@ -25,7 +25,9 @@ from dalsegno.agent.storage import JobDirectory, Survey
 from dalsegno.agent.workers import WorkersContext
 from dalsegno.protos import control_pb2
 
+from . import threads
 from .agents import LOOK_FOR, SLOW_PART, SLOW_PARTS, short
+from .processes import Worker
 from .threads import Hands, Process, running
 from .wire import Credentials, Endpoint
 from .workers import Group
@@ -86,20 +88,19 @@ class Shell(ElasticAgent):
             self._agent.sim.trace(self._agent.label, "-> {}", short(action))
         super()._perform(action)
 
-    def _start_world(self, world: control_pb2.World) -> None:
-        agent, sim = self._agent, self._agent.sim
-        self._end_context()
-        self._link.tell(drain=False, master_seen=False)
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        agent, sim, world = self._agent, self._agent.sim, self._state.world
+        assert world is not None
         if sim.starts_fail:
             sim.starts_fail -= 1
             sim.ledger.script_failures += 1
             sim.ledger.disturbed()
-            self._mailbox.put(ev.StartFailed(world.epoch, "no such interpreter"))
-            return
+            raise FileNotFoundError("no such interpreter")
         self._starts += 1
-        self._effects.stores.use(world, mine=False)
         agent.group = sim.start_workers(agent, world)
-        self._context = Workers(agent, agent.group)
+        self._context = Workers(agent, agent.group, self._link, self._exited(world.epoch, self._starts))
+        self._context.start()
+        return self._context.pids()
 
 
 class _Nothing:
@@ -126,7 +127,7 @@ class _Signals:
 
 
 class _Link:
-    """The workers' socket."""
+    """The workers' socket. What a worker said is read before its end is heard of."""
 
     def __init__(self, agent: RealAgent) -> None:
         self._agent = agent
@@ -135,26 +136,46 @@ class _Link:
         if self._agent.group is not None:
             self._agent.group.tell(drain, master_seen)
 
+    def started(self, local_rank: int, pid: Callable[[], int]) -> None: ...
+
+    def flush(self, pid: int, timeout: float) -> bool:
+        return True
+
 
 class Workers(WorkersContext):
-    """The product's stopping of workers; torch's part of it, and the processes, are simulated."""
+    """The product's watching and stopping of workers. What torch does with their files has no work here."""
 
-    def __init__(self, agent: RealAgent, group: Group) -> None:
+    def __init__(
+        self, agent: RealAgent, group: Group, link: _Link, on_exit: Callable[[int, int, str], None]
+    ) -> None:
         # Not its own __init__: that prepares torch's part.
         self._agent = agent
         self._group = group
-        self._watchers = []
+        self._link = link  # type: ignore[assignment]
+        self._lifeline: Any = _Nothing()
+        self._on_exit = on_exit
+        self._running = []
+        self._lock = threads.Lock()  # type: ignore[assignment]
+        self._stopping = False
+        self._output = None
+        self._tail_logs = []
+        self.filtered_stdout = self.filtered_stderr = None
+        self.nprocs = agent.nproc
 
-    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """Ends them and waits. Now and then torch finds a process gone that it wanted to signal, and raises."""
-        sim, kernel = self._agent.sim, self._agent.process.kernel
-        if not self._group.alive:
-            return
-        self._group.die()
-        kernel.sleep(sim.random.uniform(0.01, 0.5))
-        if sim.random.random() < sim.plan.stop_races:
-            sim.trace(self._agent.label, "stopping its workers meets a process that is gone")
-            raise ProcessLookupError(3, "No such process")
+    def pids(self) -> dict[int, int]:
+        return {rank: one.process.pid for rank, one in enumerate(self._running)}
+
+    def _adopt(self, rank: int) -> None:
+        return None
+
+    def _start_cold(self, rank: int) -> Any:
+        ends = functools.partial(self._agent.sim.random.uniform, 0.01, 0.5)
+        process = self._agent.process.kernel.processes.start(self._group.die, ends)
+        self._agent.ranks[rank] = process
+        return workers._ColdProcess(process)  # type: ignore[arg-type]
+
+    def _reason(self, rank: int, code: int) -> str:
+        return ""
 
 
 class Files:
@@ -185,6 +206,7 @@ class Files:
         patient: bool,
         deliver: Callable[[Survey], None],
         seconds: float = LOOK_FOR,
+        newer_than: tuple[int, int] | None = None,
     ) -> None:
         self._look += 1
         wanted = resume.digest if resume is not None else ""
@@ -231,6 +253,17 @@ class Files:
 
         self._later(*(SLOW_PART if slow else (0.1, 1.0)), self._slow, work)
 
+    def sight(
+        self, run_id: str, ref: control_pb2.CheckpointRef, deliver: Callable[[ev.Sighted], None], looks: int = 20
+    ) -> None:
+        def work() -> None:
+            if self._sim.disk.find(self._agent.host, ref.digest) is not None:
+                deliver(ev.Sighted(ref))
+            elif looks > 1:
+                self.sight(run_id, ref, deliver, looks - 1)
+
+        self._later(0.05, 2.0, self._quick, work)
+
     def prune(self, run_id: str, refs: Any, deliver: Callable[[ev.Pruned], None]) -> None:
         def work() -> None:
             for ref in refs:
@@ -240,7 +273,7 @@ class Files:
 
         self._later(0.05, 1.0, self._slow, work)
 
-    def mark_finished(self, run_id: str, step: int, head: str, timeout: float = 10.0) -> None:
+    def mark_finished(self, run_id: str, step: int, head: control_pb2.CheckpointRef | None) -> None:
         if run_id not in self._sim.disk.finished:
             self._sim.disk.finished.append(run_id)
 
@@ -261,7 +294,8 @@ class Stores:
     def open(self) -> tuple[str, int]:
         return self._agent.host, self._agent.sim.fresh_port()
 
-    def use(self, world: control_pb2.World, mine: bool) -> None: ...
+    def use(self, world: control_pb2.World, mine: bool) -> object:
+        return self
 
     def close(self) -> None: ...
 
@@ -304,6 +338,8 @@ class RealAgent:
         self.warm = False
         self.group: Group | None = None
         self.group_at_notice: Group | None = None
+        # Its worker processes, by local rank.
+        self.ranks: dict[int, Worker] = {}
         # Since when its loop has been at work on one event (seconds); None: it waits for the next one.
         self.at_work_since: float | None = None
         # How long its loop's thread had been held back until then.
@@ -328,6 +364,7 @@ class RealAgent:
                 node_name=self.asked_name,
                 drain_timeout=self.sim.plan.settings.drain_timeout,
                 master_outage_timeout=self.sim.plan.outage_timeout,
+                connect_timeout=self.sim.plan.connect_timeout,
             )
         )
 
@@ -407,7 +444,8 @@ class RealAgent:
             case ev.WorkerSaid():
                 self.shell._worker_said(event.epoch, event.rank, event.message)
             case ev.WorkerExited():
-                self.shell._exited(event.epoch, self.shell._starts)(event.local_rank, event.code, event.message)
+                if self.group is not None and event.epoch == self.group.collective.epoch:
+                    self.ranks[event.local_rank].end(event.code)
             case ev.Signalled():
                 self.shell._signalled(event.number)
             case ev.ConversionUpdate():

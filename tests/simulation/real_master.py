@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
@@ -11,11 +13,14 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
+from dalsegno.master import server
 from dalsegno.master.events import Called, Event, Reply
 from dalsegno.master.job_brain import JobBrain
+from dalsegno.master.live import State
 from dalsegno.master.server import ControlServer, ServerOptions
 from dalsegno.master.state import Job
-from dalsegno.master.store import MemoryStore, StoreError, StoreUnavailable
+from dalsegno.master.store import MemoryStore, Rows, StoreError, StoreUnavailable
+from dalsegno.protos import control_pb2 as pb
 
 from .loop import VirtualLoop
 from .network import Stream
@@ -43,19 +48,25 @@ class Context:
         raise Aborted(code, details)
 
 
+@dataclass(frozen=True)
+class Details:
+    """`grpc.HandlerCallDetails`."""
+
+    method: str
+    invocation_metadata: tuple[()] = ()
+
+
 class Server:
     """`grpc.aio.Server`: keeps the handlers by the type of their request."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.handlers: dict[type[Message], Any] = {}
 
-    def add_generic_rpc_handlers(self, handlers: object) -> None:
-        """Those that are registered say the same."""
-
-    def add_registered_method_handlers(self, service: str, handlers: dict[str, Any]) -> None:
-        for handler in handlers.values():
-            wanted = handler.request_deserializer.__self__
-            self.handlers[wanted] = handler.unary_unary or handler.unary_stream
+    def add_generic_rpc_handlers(self, handlers: Sequence[Any]) -> None:
+        service = pb.DESCRIPTOR.services_by_name["Control"]
+        for method in service.methods:
+            found = handlers[0].service(Details(f"/{service.full_name}/{method.name}"))
+            self.handlers[getattr(pb, method.input_type.name)] = found.unary_unary or found.unary_stream
 
     def add_insecure_port(self, address: str) -> int:
         return 1
@@ -73,17 +84,19 @@ class Brain(JobBrain):
     job: Job | None = None
     sim: Simulation
 
-    def begin(self, saved: bytes | None, generation: int, now: float) -> Any:
-        state = super().begin(saved, generation, now)
+    def begin(self, rows: dict[str, bytes], generation: int, now: float) -> State:
+        state = super().begin(rows, generation, now)
         self.job = state.job
         return state
 
-    def handle(self, state: Any, event: Event, now: float) -> Any:
+    def handle_all(self, state: State, events: list[Event], now: float) -> tuple[State, list[Reply | None]]:
         begun = state.job.epoch > 0
-        state, replies = super().handle(state, event, now)
+        state, replies = super().handle_all(state, events, now)
         self.job = state.job
         if not begun:
             self.sim.ledger.heard(state.job)
+        for fault in state.faults:
+            self.sim.ledger.violated("no event is set aside", fault)
         return state, replies
 
 
@@ -123,8 +136,8 @@ class RealMaster:
         return self._brain.job if self._brain is not None else None
 
     @property
-    def stored(self) -> bytes | None:
-        return self._store.load()
+    def stored(self) -> dict[str, bytes] | None:
+        return self._store.load() or None
 
     # ---- the process ------------------------------------------------------------------------------------------------
 
@@ -259,13 +272,13 @@ class SlowStore:
         self._master = master
         self._store = store
 
-    def load(self) -> bytes | None:
+    def load(self) -> dict[str, bytes]:
         return self._store.load()
 
     def raise_generation(self, above: int = 0, owner: int | None = None) -> int:
         return self._store.raise_generation(above, owner)
 
-    def save(self, data: bytes, generation: int) -> None:
+    def save(self, rows: Rows, generation: int) -> None:
         master = self._master
         if master.sim.store_fails:
             raise StoreUnavailable("cannot write the store: input/output error")
@@ -274,7 +287,7 @@ class SlowStore:
         when = master.crash_at
         if dies and when == "handled":
             self._die(when)
-        self._store.save(data, generation)
+        self._store.save(rows, generation)
         if dies:
             self._die(when)
 
@@ -289,9 +302,11 @@ class SlowStore:
         """The record outlives the process."""
 
 
-def fake_grpc() -> Any:
-    """A patch: servers that the product makes are `Server`s."""
-    return mock.patch.object(grpc.aio, "server", Server)
+@contextlib.contextmanager
+def fake_grpc() -> Iterator[None]:
+    """While it lasts, servers that the product makes are `Server`s, and no port is looked at."""
+    with mock.patch.object(grpc.aio, "server", Server), mock.patch.object(server, "_probe", lambda host, port: None):
+        yield
 
 
 __all__ = ("RealMaster", "fake_grpc")

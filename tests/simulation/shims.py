@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import os
 import random
 import secrets
 import socket
@@ -17,13 +18,23 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from dalsegno.agent import connection, console, effects, elastic_agent, mailbox, master_client
+from dalsegno.agent import (
+    client_threads,
+    connection,
+    console,
+    effects,
+    elastic_agent,
+    mailbox,
+    master_client,
+    outlet,
+    workers,
+)
 
-from . import threads
+from . import processes, threads
 from .threads import Kernel, running
 
 # The shells that a schedule runs as they are.
-MODULES = (connection, console, effects, elastic_agent, mailbox, master_client)
+MODULES = (client_threads, connection, console, effects, elastic_agent, mailbox, master_client, outlet, workers)
 
 
 class Shim(types.ModuleType):
@@ -38,15 +49,20 @@ class Shim(types.ModuleType):
         return getattr(self._original, name)
 
 
+def write(fd: int, data: bytes) -> int:
+    """To the terminal of whatever process writes: shown nowhere, and blocked while nobody reads (Ctrl-S)."""
+    kernel = running()
+    while kernel.here().console_blocked:
+        # Looked at again and again: it is rare, and a terminal wakes nobody in particular.
+        kernel.sleep(0.2)
+    return len(data)
+
+
 class Terminal:
-    """Standard error of whatever process writes: shown nowhere, and blocked while nobody reads (Ctrl-S)."""
+    """Standard error."""
 
     def write(self, text: str) -> int:
-        kernel = running()
-        while kernel.here().console_blocked:
-            # Looked at again and again: it is rare, and a terminal wakes nobody in particular.
-            kernel.sleep(0.05)
-        return len(text)
+        return write(2, text.encode())
 
     def flush(self) -> None:
         self.write("")
@@ -107,7 +123,12 @@ def installed(kernel: Kernel, seed: int) -> Iterator[None]:
         "time": _TIME,
         "queue": _queue_module(),
         "random": Shim(random, uniform=drawn.uniform, random=drawn.random),
-        "secrets": Shim(secrets, token_hex=lambda size: f"{drawn.getrandbits(8 * size):0{2 * size}x}"),
+        "secrets": Shim(
+            secrets,
+            token_hex=lambda size: f"{drawn.getrandbits(8 * size):0{2 * size}x}",
+            token_bytes=lambda size: drawn.getrandbits(8 * size).to_bytes(size, "big"),
+        ),
+        "os": Shim(os, write=write, waitid=processes.waitid),
         "socket": Shim(socket, gethostname=lambda: running().here().host),
         "sys": Shim(sys, stderr=Terminal()),
     }
@@ -119,6 +140,8 @@ def installed(kernel: Kernel, seed: int) -> Iterator[None]:
         # Its default was bound before.
         client = functools.partial(master_client.MasterClient, clock=monotonic)
         stack.enter_context(mock.patch.object(effects, "MasterClient", client))
+        stack.enter_context(mock.patch.object(workers, "kill_group", processes.kill_group))
+        stack.enter_context(mock.patch.object(workers, "start_time", processes.start_time))
         threads.install(kernel)
         try:
             yield

@@ -81,6 +81,8 @@ class Kernel:
         # An error that no code under test may swallow.
         self.failure: BaseException | None = None
         self.switches = 0
+        # The worker processes of all agents; see `processes`.
+        self.processes: Any = None
         self._baton = _thread.allocate_lock()
         self._baton.acquire()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dalsegno.agent import events as ev
 from dalsegno.protos import control_pb2, worker_pb2
 
-from .disk import Sealed
+from .disk import Sealed, digest_of
 from .flights import Flight
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class Collective:
 
     def _manifest(self, name: str, settings: control_pb2.Settings) -> control_pb2.Checkpoint:
         message = control_pb2.Checkpoint(
-            ref=control_pb2.CheckpointRef(name=name, digest=f"digest of {name}"),
+            ref=control_pb2.CheckpointRef(name=name, digest=digest_of(name)),
             run_id=self.world.run_id,
             step=self.step,
             epoch=self.epoch,

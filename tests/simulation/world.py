@@ -23,6 +23,7 @@ from .masters import SimMaster
 from .network import Network
 from .patrol import Patrol
 from .plan import HOSTS, Plan
+from .processes import Table
 from .real_agent import RealAgent
 from .real_master import RealMaster
 from .shell_faults import SHELL_FAULTS, crash_loop, hold_up_master
@@ -55,6 +56,7 @@ class Simulation:
         self.random = Random(f"events {plan.seed}")
         self.clock = Clock()
         self.kernel = Kernel(self.clock, Random(f"threads {plan.seed}"))
+        self.kernel.processes = Table(self.kernel)
         self.network = Network(self.clock, Random(f"network {plan.seed}"))
         self.network.loss, self.network.duplication, self.network.slow = plan.loss, plan.duplication, plan.slow
         self.disk = Disk(self.clock)
