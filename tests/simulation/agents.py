@@ -39,6 +39,8 @@ class SimAgent:
         self.alive = True
         # Whether the job may count on it.
         self.counts = True
+        # It was told to leave, whether it has heard of it or not.
+        self.noticed = False
         self.exit_code: int | None = None
         # The code with which its last registration was refused.
         self.refused_with = ""

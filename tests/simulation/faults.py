@@ -29,6 +29,7 @@ def leave(sim: Simulation, agent: SimAgent | None = None) -> None:
         sim.trace(agent.label, "gets SIGTERM")
         if agent.group is not None and agent.group.alive and not agent.state.leaving:
             agent.group_at_notice = agent.group
+        agent.noticed = True
         agent.deliver(ev.Signalled(signal.SIGTERM))
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from dalsegno.agent import decisions
 from dalsegno.agent import events as ev
 from dalsegno.master.checkpoints import in_use_digests, resume_point
+from dalsegno.master.forming import QUIET_LEAST, QUIET_TIMES
 from dalsegno.master.state import Checkpoint, Job, Phase, Settings, World
 from dalsegno.protos import control_pb2
 
@@ -95,6 +96,7 @@ class Ledger:
         self.ever_stepped = False
         self.arrivals = 0
         self.arrived_at = 0.0
+        self.first_arrival_at = float("inf")
         self.left_drained: list[tuple[str, str]] = []
         self.last_step_at = 0.0
 
@@ -149,6 +151,7 @@ class Ledger:
         """After each event of the brain, also where several share a turn."""
         if job.arrivals != self.arrivals:
             self.arrivals, self.arrived_at = job.arrivals, self.sim.clock.now
+            self.first_arrival_at = min(self.first_arrival_at, self.arrived_at)
 
     def master_moved(self, job: Job) -> None:
         """After every event that may have changed durable state."""
@@ -319,7 +322,13 @@ class Ledger:
         self._seen_by_members(world)
         if world.epoch == 1 and count < job.most_nodes - job.most_nodes % settings.node_unit:
             quiet = self.sim.clock.now - self.arrived_at
-            self.require(quiet >= settings.quiet_time - 0.001, "quiet time", f"opened {quiet:.2f} s after an arrival")
+            longest = max(QUIET_LEAST, QUIET_TIMES * settings.quiet_time)
+            held_off = self.sim.clock.now - self.first_arrival_at >= longest
+            self.require(
+                quiet >= settings.quiet_time - 0.001 or held_off,
+                "quiet time",
+                f"opened {quiet:.2f} s after an arrival",
+            )
         if opened.grown:
             before = [(epoch, world) for epoch, world in self.worlds.items() if world.grown]
             self.require(

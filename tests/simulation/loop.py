@@ -78,7 +78,11 @@ class VirtualLoop(asyncio.AbstractEventLoop):
 
     def charge(self, seconds: float) -> None:
         """Work that is not seen here (serialization, sockets)."""
-        self.busy_until = max(self.busy_until, self.clock.now) + seconds * self._slowness
+        self.hold_up(seconds * self._slowness)
+
+    def hold_up(self, seconds: float) -> None:
+        """Something else has the processor."""
+        self.busy_until = max(self.busy_until, self.clock.now) + seconds
 
     def thaw(self) -> None:
         self.frozen = False

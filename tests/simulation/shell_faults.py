@@ -86,7 +86,7 @@ def restart_named(sim: Simulation) -> None:
 def crash_loop(sim: Simulation) -> None:
     """A newcomer that registers and dies, again and again, for as long as the job lasts."""
     host = sim.random.choice(("host-a", "host-b"))
-    name = sim.random.choice(("", "", "looper"))
+    name = sim.random.choice((None, None, "looper"))
     longest = sim.random.choice((0.6, 0.9, 3.0))
 
     def live() -> None:
@@ -104,7 +104,7 @@ def crash_loop(sim: Simulation) -> None:
 def hold_up_master(sim: Simulation) -> None:
     """Something else wants its processor, again and again, for as long as the job lasts."""
     if sim.master.loop is not None:
-        sim.master.loop.charge(sim.random.uniform(1.1, 1.6))
+        sim.master.loop.hold_up(sim.random.uniform(1.1, 1.6))
     sim.clock.after(sim.random.uniform(2.0, sim.plan.held_up), hold_up_master, sim)
 
 

@@ -108,7 +108,8 @@ class Simulation:
 
     def living(self) -> list[SimAgent]:
         """Agents that are there, not about to leave, and not of the kind that always crashes."""
-        return [agent for agent in self.agents if agent.alive and agent.counts and not agent.state.leaving]
+        there = [agent for agent in self.agents if agent.alive and agent.counts and not agent.noticed]
+        return [agent for agent in there if not agent.state.leaving]
 
     def pick(self, agents: list[SimAgent]) -> SimAgent | None:
         return self.random.choice(agents) if agents else None
@@ -116,10 +117,13 @@ class Simulation:
     def by_incarnation(self, incarnation: str) -> SimAgent | None:
         return next((a for a in self.agents if a.alive and a.client.incarnation == incarnation), None)
 
-    def start_agent(self, host: str = "", name: str = "") -> SimAgent:
+    def start_agent(self, host: str = "", name: str | None = "") -> SimAgent:
+        """`name`: as its person gave it; None: none; empty: as the plan has it."""
         number = len(self.agents)
         host = host or self.random.choice(HOSTS)
-        if not name and self.plan.named and self.random.random() < 0.5:
+        if name is None:
+            name = ""
+        elif not name and self.plan.named and self.random.random() < 0.5:
             name = f"node-{number}"
         agent: Any = RealAgent(self, number, host, name) if self.plan.shells else SimAgent(self, number, host, name)
         self.agents.append(agent)
