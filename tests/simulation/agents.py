@@ -39,6 +39,8 @@ class SimAgent:
         self.alive = True
         # Whether the job may count on it.
         self.counts = True
+        # It stands still for longer than the schedule's faults last.
+        self.stuck = False
         # It was told to leave, whether it has heard of it or not.
         self.noticed = False
         self.exit_code: int | None = None
@@ -136,6 +138,8 @@ class SimAgent:
 
     def _gone(self) -> None:
         self.alive = False
+        if self.sim.patrol is not None:
+            self.sim.patrol.gone[self.client.incarnation] = self.label
         self.client.close()
         for timer in (self._timer, self._looking, self._converting):
             if timer is not None:
@@ -197,6 +201,7 @@ class SimAgent:
                 job_id="job",
                 incarnation=f"{self.label}.{self.registrations}",
                 protocol=1,
+                secret=self.client.secret,
                 host=self.host,
                 node=node,
                 nproc=self.nproc,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -97,6 +98,8 @@ class Ledger:
         self.arrivals = 0
         self.arrived_at = 0.0
         self.first_arrival_at = float("inf")
+        # How often each name arrived.
+        self.came: Counter[str] = Counter()
         self.left_drained: list[tuple[str, str]] = []
         self.last_step_at = 0.0
 
@@ -149,8 +152,12 @@ class Ledger:
 
     def heard(self, job: Job) -> None:
         """After each event of the brain, also where several share a turn."""
-        if job.arrivals != self.arrivals:
-            self.arrivals, self.arrived_at = job.arrivals, self.sim.clock.now
+        new = [node.name for node in job.nodes.values() if node.order > self.arrivals]
+        self.arrivals = job.arrivals
+        self.came.update(new)
+        # Who comes for the third time was lost twice: it holds nobody up.
+        if any(self.came[name] <= 2 for name in new):
+            self.arrived_at = self.sim.clock.now
             self.first_arrival_at = min(self.first_arrival_at, self.arrived_at)
 
     def master_moved(self, job: Job) -> None:

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING
 
 from dalsegno.agent.state import Workers
 
+from .real_agent import RealAgent
+
 if TYPE_CHECKING:
-    from .real_agent import RealAgent
     from .world import Simulation
 
 INTERVAL = 1.0
@@ -17,6 +18,10 @@ BUSY = 6.0
 LEAVING = 40.0
 # Beyond twice the node-timeout: until a node that is gone is no node of the job any more.
 NOTICING = 30.0
+# How long a turn of the master may take on a processor of its own, as many nodes as there may be.
+TURN = 1.0
+# Until the end of workers that are gone is heard of.
+STOPPED = 10.0
 # Until a node that registered has joined (a resume point that is not in sight is looked for meanwhile).
 JOINING = 30.0
 
@@ -29,6 +34,8 @@ class Patrol:
         self._seconds: dict[tuple[str, str], float] = {}
         # Who is gone for good, by incarnation.
         self.gone: dict[str, str] = {}
+        # Who is stopped, for longer than anybody can wait, by incarnation.
+        self.stuck: dict[str, str] = {}
         sim.clock.after(INTERVAL, self._look)
 
     def _look(self) -> None:
@@ -36,10 +43,13 @@ class Patrol:
         if sim.ledger.elsewhere or sim.ledger.reopened:
             return
         serving = sim.master.up and sim.master.loop is not None and not sim.master.loop.frozen and not sim.store_fails
-        for agent in sim.agents:
+        for agent in self._real():
             if agent.alive:
                 self._decisions(agent)
                 self._leave(agent)
+                self._stopping(agent)
+        if sim.plan.slowness == 1.0 and sim.master.longest() > TURN:
+            sim.ledger.violated("turns are short", f"the master was at work for {sim.master.longest():.1f} s at once")
         if serving and sim.ledger.success is None:
             self._nodes()
         sim.clock.after(INTERVAL, self._look)
@@ -69,14 +79,23 @@ class Patrol:
         leaving = agent.state.leaving and not agent.frozen
         self._count("a leave ends", agent.label, leaving, most, f"is still there ({agent.state.workers.value})")
 
+    def _stopping(self, agent: RealAgent) -> None:
+        """Workers that are gone are heard of, whoever found that out."""
+        gone = agent.state.workers is Workers.STOPPING and all(r.code is not None for r in agent.ranks.values())
+        lost = gone and not agent.frozen
+        self._count("who stopped is heard of", agent.label, lost, STOPPED + agent.main.held, "waits for its workers")
+
+    def _real(self) -> list[RealAgent]:
+        return [agent for agent in self.sim.agents if isinstance(agent, RealAgent)]
+
     def _nodes(self) -> None:
         sim, job = self.sim, self.sim.master.job
         if job is None:
             return
-        heard = [a for a in sim.agents if a.alive and not a.frozen and a.host not in sim.network.cut and a.has_stream]
+        heard = [a for a in self._real() if a.alive and not a.frozen and a.host not in sim.network.cut and a.has_stream]
         noticing = 2 * sim.plan.settings.node_timeout + NOTICING
         for node in job.nodes.values():
-            gone = node.incarnation in self.gone
+            gone = node.incarnation in self.gone or node.incarnation in self.stuck
             self._count(
                 "who is gone is noticed", node.incarnation, gone and bool(heard), noticing, "is gone and still a node"
             )

@@ -52,7 +52,11 @@ SHELLS = (
     "several_leave",
     "restart_named",
     "restart_named",
+    "stuck_node",
 )
+# How many of the schedules have one, and what happens to it.
+CROWDED = 0.01
+CROWD = ("several_deaths", "several_deaths", "several_leave", "crash_master", "kill_node", "crash_worker", "join")
 
 MENUS: dict[str, tuple[str, ...]] = {
     "planned": PLANNED,
@@ -128,6 +132,8 @@ class Plan:
     held_up: float = 0.0
     # Newcomers that crash in a loop.
     loopers: int = 0
+    # So many nodes; 0: a handful.
+    crowd: int = 0
 
 
 def plan_of(seed: int, shells: bool = False) -> Plan:
@@ -150,7 +156,24 @@ def _shells_of(plan: Plan) -> None:
     plan.named = plan.named or random.random() < 0.2
     for _ in range(random.randint(0, 3)):
         plan.happenings.append((random.uniform(0.0, plan.fault_time), random.choice(SHELLS)))
+    if random.random() < CROWDED:
+        _crowd_of(plan, random)
     plan.happenings.sort()
+
+
+def _crowd_of(plan: Plan, random: Random) -> None:
+    """Many nodes, few steps: who is lost, many at once, is what counts."""
+    plan.crowd = plan.start_nodes = random.choice((60, 100, 200))
+    for settings in (plan.settings, plan.other_settings):
+        settings.min_nodes, settings.max_nodes, settings.node_unit = random.choice((1, 8)), plan.crowd, 1
+    plan.other_settings = plan.settings
+    plan.kind = "crowd"
+    plan.steps, plan.step_time, plan.nproc = random.randint(12, 20), 1.0, 1
+    plan.loss = plan.duplication = plan.slow = 0.0
+    plan.mixed = plan.slow_disk = plan.blind_start = plan.silent = False
+    plan.loopers, plan.slowness = 0, 1.0
+    plan.fault_time = random.uniform(10.0, 20.0)
+    plan.happenings = [(random.uniform(4.0, plan.fault_time), random.choice(CROWD)) for _ in range(random.randint(1, 3))]
 
 
 def _plan_of(seed: int) -> Plan:

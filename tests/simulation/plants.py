@@ -33,6 +33,7 @@ from dalsegno.master.state import Checkpoint, Job, Node, Part, Phase
 from dalsegno.master.turn import Turn
 from dalsegno.protos import control_pb2
 
+from .plan import Plan
 from .workers import Collective
 
 Replace = Callable[[Any], Any]
@@ -42,7 +43,7 @@ Replace = Callable[[Any], Any]
 class Plant:
     """`owner.name` becomes `replace(original)`; one of the invariants `caught` must fail within `seeds` schedules.
 
-    Where only some schedules can show it, `kind` names them, and only they are run and counted.
+    Where only some schedules can show it, `kind` names them, or `suits` tells them, and only they are run and counted.
     """
 
     owner: Any
@@ -53,6 +54,10 @@ class Plant:
     seeds: int = 1500
     # Further replacements that the same bug takes.
     also: tuple[tuple[Any, str, Replace], ...] = ()
+    suits: Callable[[Plan], bool] = lambda plan: True
+
+    def is_shown_by(self, plan: Plan) -> bool:
+        return self.kind in ("", plan.kind) and self.suits(plan)
 
 
 @contextlib.contextmanager

@@ -334,6 +334,8 @@ class RealAgent:
         self.alive = True
         # Whether the job may count on it.
         self.counts = True
+        # It stands still for longer than the schedule's faults last.
+        self.stuck = False
         # It was told to leave, whether it has heard of it or not.
         self.noticed = False
         self.exit_code: int | None = None

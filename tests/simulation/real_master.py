@@ -189,6 +189,10 @@ class RealMaster:
         self.sim.network.master_died()
         self.sim.clock.after(self.downtime, self.start)
 
+    def longest(self) -> float:
+        """How long the master was at work without a pause, seconds."""
+        return max(self.longest_turn, self.loop.longest_turn if self.loop is not None else 0.0)
+
     def lose_store(self) -> None:
         """Only while it is down."""
         self._store = MemoryStore()

@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .faults import maybe_replace
+from .real_agent import RealAgent
 
 if TYPE_CHECKING:
     from .world import Simulation
 
+# Seconds.
+STUCK = 150.0
 # A write that takes longer than this may cost a leaver its notice, in seconds.
 NOTICEABLE = 1.0
 
@@ -42,7 +45,7 @@ def failing_store(sim: Simulation) -> None:
 
 def blocked_console(sim: Simulation) -> None:
     """Ctrl-S in one agent's terminal: nobody loses anything by it."""
-    agent = sim.pick(sim.living())
+    agent = sim.pick([agent for agent in sim.living() if isinstance(agent, RealAgent)])
     if agent is not None:
         sim.trace(agent.label, "its terminal is stopped")
         agent.process.console_blocked = True
@@ -71,12 +74,24 @@ def several_leave(sim: Simulation) -> None:
         leave(sim, agent)
 
 
+def stuck_node(sim: Simulation) -> None:
+    """A whole node stands still, its connections open, for minutes; then it is reset."""
+    agent = sim.pick([a for a in sim.living() if not a.frozen and a.host not in sim.network.cut])
+    if agent is None or sim.patrol is None or len(sim.living()) < 2:
+        return
+    sim.ledger.disturbed(STUCK)
+    agent.counts = False
+    agent.stuck = True
+    sim.patrol.stuck[agent.client.incarnation] = agent.label
+    agent.freeze(with_workers=True)
+    sim.clock.after(STUCK, agent.kill)
+
+
 def restart_named(sim: Simulation) -> None:
     """A node with a name is killed, and its supervisor starts it again before the master has noticed."""
-    named = [agent for agent in sim.living() if agent.asked_name]
-    agent = sim.pick(named)
+    agent = sim.pick([agent for agent in sim.living() if agent.asked_name])
     if agent is None:
-        if len(sim.living()) < sim.plan.settings.max_nodes:
+        if len(sim.living()) < sim.plan.settings.max_nodes and "steady" not in [a.asked_name for a in sim.agents]:
             sim.start_agent(name="steady")
         return
     agent.kill()
@@ -108,5 +123,5 @@ def hold_up_master(sim: Simulation) -> None:
     sim.clock.after(sim.random.uniform(2.0, sim.plan.held_up), hold_up_master, sim)
 
 
-MENU = (slow_store, failing_store, blocked_console, blocked_console, several_deaths, restart_named, restart_named)
+MENU = (slow_store, failing_store, blocked_console, blocked_console, several_deaths, restart_named, restart_named, stuck_node)
 SHELL_FAULTS = {call.__name__: call for call in (*MENU, several_leave)}

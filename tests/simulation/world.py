@@ -30,6 +30,8 @@ from .shell_faults import SHELL_FAULTS, crash_loop, hold_up_master
 from .threads import Kernel
 from .workers import Collective, Group
 
+# Of a crowd, so many agents run with all their threads.
+MOST_WHOLE = 6
 # Beyond that many events something is busy without getting anywhere.
 MOST_EVENTS = 60_000
 # After the last fault: what a job may take beyond its work (retries of conversions pause up to 60 s), seconds.
@@ -125,7 +127,9 @@ class Simulation:
             name = ""
         elif not name and self.plan.named and self.random.random() < 0.5:
             name = f"node-{number}"
-        agent: Any = RealAgent(self, number, host, name) if self.plan.shells else SimAgent(self, number, host, name)
+        # Of a crowd only the first ones are whole processes; all speak to the real master.
+        whole = self.plan.shells and (not self.plan.crowd or number < MOST_WHOLE)
+        agent: Any = RealAgent(self, number, host, name) if whole else SimAgent(self, number, host, name)
         self.agents.append(agent)
         self.trace(agent.label, "starts on {} {}", host, name)
         return agent
@@ -172,8 +176,9 @@ class Simulation:
         if self.master.loop is not None:
             self.master.loop.kill()
         for agent in self.agents:
-            with contextlib.suppress(AssertionError):
-                agent.process.kill()
+            if isinstance(agent, RealAgent):
+                with contextlib.suppress(AssertionError):
+                    agent.process.kill()
 
     def _run(self) -> str:
         plan = self.plan
@@ -191,6 +196,9 @@ class Simulation:
             self.clock.after(at, self._happen, name)
         self.clock.after(plan.fault_time, self._heal)
         patience, most_events = (SLOW_PATIENCE, SLOW_MOST_EVENTS) if plan.slow_disk else (PATIENCE, MOST_EVENTS)
+        if plan.shells:
+            # Each lock and wait of each thread is one.
+            most_events *= 5 + plan.crowd
         give_up = plan.fault_time + patience + plan.steps * (1.3 * plan.step_time + 1.5 * plan.save_time)
         while not self._over():
             if not self.clock.step() or self.clock.now > give_up or self.clock.events > most_events:
@@ -205,7 +213,7 @@ class Simulation:
     def _over(self) -> bool:
         if self.ledger.reopened or self.ledger.elsewhere:
             return True
-        return self.ledger.success is not None and self.faults_over and not any(a.alive for a in self.agents)
+        return self.ledger.success is not None and self.faults_over and not any(a.alive and not a.stuck for a in self.agents)
 
     def _happen(self, name: str) -> None:
         if not self.faults_over and self.ledger.success is None:
@@ -220,10 +228,10 @@ class Simulation:
         for host in list(self.network.cut):
             self.network.heal(host)
         for agent in self.agents:
-            if self.plan.shells:
+            if isinstance(agent, RealAgent):
                 agent.process.console_blocked = False
                 agent.process.hold_chance = 0.0
-            if agent.alive and agent.frozen:
+            if agent.alive and agent.frozen and not agent.stuck:
                 agent.thaw()
             if agent.host in self.disk.blind:
                 agent.kill()
