@@ -22,6 +22,8 @@ NOTICING = 30.0
 TURN = 1.0
 # Until the end of workers that are gone is heard of.
 STOPPED = 10.0
+# Until an agent heeds what came over its stream.
+TOLD = 5.0
 # Until a node that registered has joined (a resume point that is not in sight is looked for meanwhile).
 JOINING = 30.0
 
@@ -48,6 +50,7 @@ class Patrol:
                 self._decisions(agent)
                 self._leave(agent)
                 self._stopping(agent)
+                self._told(agent)
         if sim.plan.slowness == 1.0 and sim.master.longest() > TURN:
             sim.ledger.violated("turns are short", f"the master was at work for {sim.master.longest():.1f} s at once")
         if serving and sim.ledger.success is None:
@@ -84,6 +87,21 @@ class Patrol:
         gone = agent.state.workers is Workers.STOPPING and all(r.code is not None for r in agent.ranks.values())
         lost = gone and not agent.frozen
         self._count("who stopped is heard of", agent.label, lost, STOPPED + agent.main.held, "waits for its workers")
+
+    def _told(self, agent: RealAgent) -> None:
+        """What came over the stream counts: the master does not repeat it."""
+        state, newest = agent.state, agent.endpoint.newest
+        busy = state.registering or state.fenced or state.leaving or agent.frozen or state.workers is not Workers.NONE
+        lost = False
+        if newest is not None and agent.has_stream and not busy and newest.generation >= state.generation:
+            match newest.WhichOneof("order"):
+                case "gather":
+                    lost = state.gather is None
+                case "wait":
+                    lost = state.wait is None
+                case "run":
+                    lost = newest.run.epoch > state.started
+        self._count("who is told knows", agent.label, lost, TOLD + agent.main.held, "does not do what it was told")
 
     def _real(self) -> list[RealAgent]:
         return [agent for agent in self.sim.agents if isinstance(agent, RealAgent)]

@@ -150,7 +150,7 @@ def _shells_of(plan: Plan) -> None:
     plan.slowness = random.choice((1.0, 1.0, 1.0, 4.0))
     plan.holds = random.choice(((0.0, 0.0), (0.0, 0.0), (0.01, 1.0), (0.05, 0.3)))
     plan.stop_races = random.choice((0.0, 0.0, 0.1))
-    plan.connect_timeout = random.choice((15.0, 60.0))
+    plan.connect_timeout = random.choice((8.0, 60.0))
     plan.held_up = random.choice((0.0,) * 6 + (4.0, 10.0))
     plan.loopers = random.choice((0,) * 9 + (1,))
     plan.named = plan.named or random.random() < 0.2

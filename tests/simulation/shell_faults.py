@@ -88,14 +88,14 @@ def stuck_node(sim: Simulation) -> None:
 
 
 def restart_named(sim: Simulation) -> None:
-    """A node with a name is killed, and its supervisor starts it again before the master has noticed."""
-    agent = sim.pick([agent for agent in sim.living() if agent.asked_name])
-    if agent is None:
-        if len(sim.living()) < sim.plan.settings.max_nodes and "steady" not in [a.asked_name for a in sim.agents]:
-            sim.start_agent(name="steady")
-        return
-    agent.kill()
-    sim.clock.after(sim.random.uniform(0.1, 1.0), sim.start_later, agent.host, agent.asked_name)
+    """A node with a name is started anew while it still lives: its supervisor kills it a moment later."""
+    agent = sim.pick([agent for agent in sim.living() if agent.asked_name and not agent.frozen])
+    if agent is not None:
+        sim.start_later(agent.host, agent.asked_name)
+        sim.clock.after(sim.random.uniform(0.1, 2.0), agent.kill)
+    elif len(sim.living()) < sim.plan.settings.max_nodes and "steady" not in [a.asked_name for a in sim.agents]:
+        sim.start_agent(name="steady")
+        sim.clock.after(sim.random.uniform(2.0, 8.0), restart_named, sim)
 
 
 def crash_loop(sim: Simulation) -> None:

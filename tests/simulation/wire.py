@@ -51,6 +51,8 @@ class Endpoint:
         self.host = process.host
         self.calls: dict[Attempt, None] = {}
         self.streams: dict[Stream, Reader] = {}
+        # What came last over the newest stream.
+        self.newest: control_pb2.Directive | None = None
 
     @property
     def agent(self) -> Endpoint:
@@ -63,6 +65,7 @@ class Endpoint:
 
     def directed(self, stream: Stream, directive: control_pb2.Directive) -> None:
         if reader := self.streams.get(stream):
+            self.newest = directive
             reader.push(directive)
 
     def stream_broken(self, stream: Stream) -> None:
@@ -125,6 +128,7 @@ class Channel:
         stream = self._endpoint.network.watch(self._endpoint, caller.node, caller.incarnation)
         stream.request = copy(request)
         reader = Reader(self._endpoint, stream)
+        self._endpoint.newest = None
         self._endpoint.streams[stream] = reader
         self._readers[reader] = None
         return reader
