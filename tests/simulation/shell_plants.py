@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+import signal
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,17 +60,23 @@ def decides_at_every_heartbeat(original: Any) -> Any:
 
 
 def signals_whom_it_found_alive_before(original: Any) -> Any:
-    def signal_all(self: WorkersContext, signum: int) -> None:
-        for one in self._running:
-            process = one.process._process  # type: ignore[union-attr]
-            if not process.reaped:
-                # Between the look and the signal another thread may run.
-                running().sleep(0.002)
+    def stop(self: WorkersContext, grace: float) -> None:
+        for _ in ("as told", "for good"):
+            for one in self._running:
+                process: Any = one.process._process  # type: ignore[union-attr]
+                if process.reaped:
+                    continue
+                # Between the look and the signal the watcher runs.
+                running().sleep(0.01)
                 if process.reaped:
                     raise ProcessLookupError(3, "No such process")
-                process.signalled(signum)
+                process.signalled(signal.SIGKILL)
+            for one in self._running:
+                one.ended.wait(0.2)
+        for one in self._running:
+            one.ended.wait()
 
-    return signal_all
+    return stop
 
 
 def forgets_to_say_that_workers_stopped(original: Any) -> Any:
@@ -210,7 +216,7 @@ SHELL_PLANTS: dict[str, Plant] = dict(
         _plant(
             5,
             WorkersContext,
-            "_signal",
+            "stop",
             signals_whom_it_found_alive_before,
             "who stopped is heard of",
             "a leave ends",
