@@ -85,7 +85,7 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
 def costs_the_run(turn: Turn) -> bool:
     """Whether who is lost now takes steps from the others: some of this world, or all that two worlds could have made.
 
-    A newcomer that dies before its world's first step costs nobody a step. Where world after world dies so, none is made.
+    A newcomer that dies before its world's first step costs nobody a step. Where world after world dies, none is made.
     """
     world, live = turn.job.world, turn.live
     if world is None:

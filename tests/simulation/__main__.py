@@ -39,7 +39,7 @@ def main() -> int:
     seconds = time.monotonic() - began
     print(f"{done} schedules in {seconds:.1f} s, {sum(failures.values())} failed {dict(failures) or ''}")
     if failures:
-        print("replay one with: python -m tests.simulation --trace --seed N")
+        print(f"replay one with: python -m tests.simulation {'--shells ' if options.shells else ''}--trace --seed N")
     return 1 if failures else 0
 
 

@@ -51,9 +51,9 @@ class Conversions:
         return [self.sim.disk.ever[digest] for digest in digests]
 
     def reads(self, digest: str) -> bool:
-        """A live conversion reads this checkpoint."""
+        """A live conversion reads this checkpoint. (One that stands still has lost its lease long ago.)"""
         return any(
-            agent.alive and timer.call is not None and timer.args[2].source.ref.digest == digest
+            agent.alive and not agent.stuck and timer.call is not None and timer.args[2].source.ref.digest == digest
             for agent, (_, timer) in self._jobs.items()
         )
 

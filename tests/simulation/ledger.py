@@ -113,7 +113,7 @@ class Ledger:
         self.violation = self.violation or Violation(name, text)
 
     def disturbed(self, lasts: float = 0.0) -> None:
-        """Something other than a join or a notice happens now, for `lasts` seconds: changes meanwhile may cost steps."""
+        """Something other than a join or a notice happens for `lasts` seconds: changes meanwhile may cost steps."""
         now = self.sim.clock.now
         self._disturbed.append((now, now + lasts))
 

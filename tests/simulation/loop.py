@@ -156,7 +156,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             if not handle.cancelled():
                 handle._run()
 
-    # ---- what asyncio asks of a loop ----------------------------------------------------------------------------------
+    # ---- what asyncio asks of a loop ---------------------------------------------------------------------------------
 
     def time(self) -> float:
         return self.clock.now + self.offset

@@ -122,4 +122,6 @@ class Patrol:
             idle = agent.state.workers is Workers.NONE and not agent.state.leaving and not agent.state.exits
             blind = agent.host in sim.disk.blind or sim.disk.lag.get(agent.host, 0.0) > 0
             lost = known is not None and known.joined is None and idle and not blind and not job.listening
-            self._count("who is there joins", agent.label, lost and not job.phase.has_workers, JOINING, "has not joined")
+            self._count(
+                "who is there joins", agent.label, lost and not job.phase.has_workers, JOINING, "has not joined"
+            )

@@ -125,10 +125,8 @@ class Plan:
     slowness: float = 1.0
     # How likely a thread of an agent is held back whenever it may run, and for how long at most (seconds).
     holds: tuple[float, float] = (0.0, 0.0)
-    # How likely torch finds a worker gone that it wanted to signal.
-    stop_races: float = 0.0
     connect_timeout: float = 60.0
-    # Something holds up the master for a second and more, again and again, up to so many seconds apart; 0: nothing does.
+    # Something holds up the master for over a second, again and again, up to so many seconds apart; 0: nothing does.
     held_up: float = 0.0
     # Newcomers that crash in a loop.
     loopers: int = 0
@@ -149,7 +147,6 @@ def _shells_of(plan: Plan) -> None:
     plan.shells = True
     plan.slowness = random.choice((1.0, 1.0, 1.0, 4.0))
     plan.holds = random.choice(((0.0, 0.0), (0.0, 0.0), (0.01, 1.0), (0.05, 0.3)))
-    plan.stop_races = random.choice((0.0, 0.0, 0.1))
     plan.connect_timeout = random.choice((8.0, 60.0))
     plan.held_up = random.choice((0.0,) * 6 + (4.0, 10.0))
     plan.loopers = random.choice((0,) * 9 + (1,))
@@ -173,7 +170,9 @@ def _crowd_of(plan: Plan, random: Random) -> None:
     plan.mixed = plan.slow_disk = plan.blind_start = plan.silent = False
     plan.loopers, plan.slowness = 0, 1.0
     plan.fault_time = random.uniform(10.0, 20.0)
-    plan.happenings = [(random.uniform(4.0, plan.fault_time), random.choice(CROWD)) for _ in range(random.randint(1, 3))]
+    plan.happenings = [
+        (random.uniform(4.0, plan.fault_time), random.choice(CROWD)) for _ in range(random.randint(1, 3))
+    ]
 
 
 def _plan_of(seed: int) -> Plan:

@@ -55,6 +55,8 @@ class Plant:
     # Further replacements that the same bug takes.
     also: tuple[tuple[Any, str, Replace], ...] = ()
     suits: Callable[[Plan], bool] = lambda plan: True
+    # The seed from which on they are looked for.
+    first: int = 1
 
     def is_shown_by(self, plan: Plan) -> bool:
         return self.kind in ("", plan.kind) and self.suits(plan)

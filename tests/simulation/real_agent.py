@@ -145,9 +145,7 @@ class _Link:
 class Workers(WorkersContext):
     """The product's watching and stopping of workers. What torch does with their files has no work here."""
 
-    def __init__(
-        self, agent: RealAgent, group: Group, link: _Link, on_exit: Callable[[int, int, str], None]
-    ) -> None:
+    def __init__(self, agent: RealAgent, group: Group, link: _Link, on_exit: Callable[[int, int, str], None]) -> None:
         # Not its own __init__: that prepares torch's part.
         self._agent = agent
         self._group = group
@@ -372,7 +370,7 @@ class RealAgent:
             )
         )
 
-    # ---- what the simulation sees -------------------------------------------------------------------------------------
+    # ---- what the simulation sees ------------------------------------------------------------------------------------
 
     @property
     def state(self) -> decisions.AgentState:
@@ -503,12 +501,24 @@ def _here() -> RealAgent:
     return owner
 
 
+def _files(directory: JobDirectory) -> Files:
+    return Files(_here())
+
+
+def _stores(address: str) -> Stores:
+    return Stores(_here())
+
+
+def _converting(*_: object) -> Converting:
+    return Converting(_here())
+
+
 @contextlib.contextmanager
 def patched() -> Iterator[None]:
     """While it lasts, `Effects` of every agent finds the simulated rim."""
     with (
-        mock.patch.object(effects, "Storage", lambda directory: Files(_here())),
-        mock.patch.object(effects, "StoreServers", lambda address: Stores(_here())),
-        mock.patch.object(effects, "ConversionJob", lambda *_: Converting(_here())),
+        mock.patch.object(effects, "Storage", _files),
+        mock.patch.object(effects, "StoreServers", _stores),
+        mock.patch.object(effects, "ConversionJob", _converting),
     ):
         yield

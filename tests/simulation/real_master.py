@@ -309,7 +309,7 @@ class SlowStore:
 @contextlib.contextmanager
 def fake_grpc() -> Iterator[None]:
     """While it lasts, servers that the product makes are `Server`s, and no port is looked at."""
-    with mock.patch.object(grpc.aio, "server", Server), mock.patch.object(server, "_probe", lambda host, port: None):
+    with mock.patch.object(grpc.aio, "server", Server), mock.patch.object(server, "_probe", return_value=None):
         yield
 
 

@@ -123,5 +123,14 @@ def hold_up_master(sim: Simulation) -> None:
     sim.clock.after(sim.random.uniform(2.0, sim.plan.held_up), hold_up_master, sim)
 
 
-MENU = (slow_store, failing_store, blocked_console, blocked_console, several_deaths, restart_named, restart_named, stuck_node)
+MENU = (
+    slow_store,
+    failing_store,
+    blocked_console,
+    blocked_console,
+    several_deaths,
+    restart_named,
+    restart_named,
+    stuck_node,
+)
 SHELL_FAULTS = {call.__name__: call for call in (*MENU, several_leave)}

@@ -13,7 +13,7 @@ from dalsegno.agent.master_client import MasterClient
 from dalsegno.agent.outlet import Outlet
 from dalsegno.agent.workers import WorkersContext
 from dalsegno.master import brain, calls, forming, membership
-from dalsegno.master.events import Called, Reply
+from dalsegno.master.events import Reply
 from dalsegno.master.live import Gathering, State
 from dalsegno.master.state import Node
 from dalsegno.master.turn import Turn
@@ -166,16 +166,17 @@ def waits_for_whoever_crashes_in_a_loop(original: Any) -> Any:
 
 
 def _plant(
-    point: int,
     owner: Any,
     name: str,
     replace: Replace,
     *caught: str,
     suits: Callable[[Plan], bool],
     seeds: int,
+    first: int = 1,
     also: tuple[tuple[Any, str, Replace], ...] = (),
 ) -> tuple[str, Plant]:
-    return f"{replace.__name__}", Plant(owner, name, replace, frozenset(caught), also=also, suits=suits, seeds=seeds)
+    made = Plant(owner, name, replace, frozenset(caught), also=also, suits=suits, seeds=seeds, first=first)
+    return replace.__name__, made
 
 
 def has(*names: str) -> Callable[[Plan], bool]:
@@ -186,16 +187,14 @@ def has(*names: str) -> Callable[[Plan], bool]:
 SHELL_PLANTS: dict[str, Plant] = dict(
     [
         _plant(
-            2,
             membership,
             "lose",
             loses_one_node_per_move,
             "no event is set aside",
-            suits=lambda plan: plan.crowd > 100 and has("several_deaths")(plan),
+            suits=lambda plan: plan.crowd == 100 and has("several_deaths")(plan),
             seeds=6,
         ),
         _plant(
-            3,
             brain,
             "held_up",
             forgives_everybody_when_held_up,
@@ -204,7 +203,6 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             seeds=40,
         ),
         _plant(
-            3,
             membership,
             "death_of",
             looks_at_all_nodes_for_every_node,
@@ -214,18 +212,17 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             also=((brain, "note", decides_at_every_heartbeat),),
         ),
         _plant(
-            5,
             WorkersContext,
             "stop",
             signals_whom_it_found_alive_before,
             "who stopped is heard of",
             "a leave ends",
             suits=lambda plan: plan.nproc > 1 and has("kill_node", "crash_worker", "kill_agent", "scale")(plan),
-            seeds=200,
+            seeds=60,
+            first=90,
             also=((ElasticAgent, "_stop_world", forgets_to_say_that_workers_stopped),),
         ),
         _plant(
-            6,
             Effects,
             "_register",
             starts_a_timer_per_registration,
@@ -235,7 +232,6 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             also=((Effects, "_registered", ends_the_last_timer),),
         ),
         _plant(
-            8,
             Outlet,
             "put",
             writes_to_the_terminal_itself,
@@ -244,23 +240,23 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             seeds=60,
         ),
         _plant(
-            9,
             MasterClient,
             "_opened",
             opens_the_stream_before_it_tells,
             "who is told knows",
             suits=lambda plan: plan.holds[0] > 0,
-            seeds=100,
+            seeds=30,
+            first=130,
             also=((MasterClient, "_tell", tells_at_once),),
         ),
         _plant(
-            11,
             forming,
             "is_gathered",
             waits_for_quiet_without_end,
             "liveness",
             suits=lambda plan: plan.loopers > 0,
-            seeds=40,
+            seeds=20,
+            first=150,
             also=((Gathering, "is_crash_looping", waits_for_whoever_crashes_in_a_loop),),
         ),
     ]

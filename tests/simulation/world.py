@@ -213,7 +213,8 @@ class Simulation:
     def _over(self) -> bool:
         if self.ledger.reopened or self.ledger.elsewhere:
             return True
-        return self.ledger.success is not None and self.faults_over and not any(a.alive and not a.stuck for a in self.agents)
+        over = self.ledger.success is not None and self.faults_over
+        return over and not any(agent.alive and not agent.stuck for agent in self.agents)
 
     def _happen(self, name: str) -> None:
         if not self.faults_over and self.ledger.success is None:
