@@ -255,8 +255,8 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             waits_for_quiet_without_end,
             "liveness",
             suits=lambda plan: plan.loopers > 0,
-            seeds=20,
-            first=150,
+            seeds=10,
+            first=310,
             also=((Gathering, "is_crash_looping", waits_for_whoever_crashes_in_a_loop),),
         ),
     ]
