@@ -197,7 +197,10 @@ def tend_verification(turn: Turn) -> None:
 
 
 def ask(turn: Turn, verification: Verification) -> None:
-    """Gives the order to verify. Who was asked before, and who reported it, only where there is nobody else."""
+    """Gives the order to verify. Who was asked before, and who reported it, only where there is nobody else.
+
+    And who crashes again and again, as whoever it is that comes next, only where there is really nobody else.
+    """
     able = [
         node
         for node in in_rank_order(turn, list(turn.job.nodes.values()))
@@ -206,7 +209,13 @@ def ask(turn: Turn, verification: Verification) -> None:
     if not able:
         return
     unable, asked, reporter = verification.unable, verification.verifier, verification.reporter
-    chosen = min(able, key=lambda node: (unable.count(node.name), node.name == asked, node.name == reporter))
+    loops = turn.live.gathering.is_crash_looping
+
+    def last_resort(node: Node) -> tuple[int, ...]:
+        name = node.name
+        return loops(name, turn.now), unable.count(name), name == asked, name == reporter
+
+    chosen = min(able, key=last_resort)
     turn.job.verifications += 1
     turn.job.verification = replace(verification, number=turn.job.verifications, verifier=chosen.name)
     turn.live.verify_moved = turn.heard

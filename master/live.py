@@ -110,6 +110,8 @@ class Live:
     gathering: Gathering = field(default_factory=Gathering)
     held_until: dict[str, float] = field(default_factory=dict)
     lost_at: dict[str, list[float]] = field(default_factory=dict)
+    # The first and the last of the epochs, one after the other, that lost members before their first step.
+    stillborn: tuple[int, int] = (0, -1)
     phase_since: float = 0.0
     phase_heard: float = 0.0
     last_arrival: float = 0.0

@@ -55,8 +55,7 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
     """Nodes died, and how. Where ranks were running this is an unplanned change: the phases see their parts as LOST."""
     job, live = turn.job, turn.live
     world = job.world
-    # Of a script without a session nobody hears the first step.
-    stepped = turn.open.first_step_at is not None or (world is not None and job.told.start)
+    counts = costs_the_run(turn)
     gone: dict[str, list[str]] = {}
     broken: dict[str, list[str]] = {}
     for node, how in dead:
@@ -71,16 +70,41 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
         if not breaks_world(turn, member):
             continue
         turn.set_part(member, Part.LOST)
-        if stepped and not node.leaving:
+        if counts and not node.leaving:
             count_loss(turn, node.name)
         broken.setdefault("left" if node.leaving else how, []).append(node.name)
     for how, who in gone.items():
         turn.notice(f"{names(who)} {'is' if len(who) == 1 else 'are'} gone ({how})")
     for how, who in broken.items():
         turn.cause(f"{names(who)} left" if how == "left" else f"{names(who)} {was(who)} lost ({how})")
+    if world is not None and any(how != "left" for how in broken):
+        note_stillborn(turn, world.epoch)
     if broken and world is not None and not any(job.node_by(member.incarnation) for member in world.members):
         # Everybody was gone at once, and some are back already: a start, at which the others come, too.
         job.quiet = True
+
+
+def costs_the_run(turn: Turn) -> bool:
+    """Whether who is lost now takes steps from the others: some of this world, or all that two worlds could have made.
+
+    A newcomer that dies before its world's first step costs nobody a step. Where world after world dies, none is made.
+    """
+    world, live = turn.job.world, turn.live
+    if world is None:
+        return False
+    # Of a script without a session nobody hears the first step.
+    stepped = turn.open.first_step_at is not None or turn.job.told.start
+    first, last = live.stillborn
+    return stepped or (first < world.epoch and last >= world.epoch - 1)
+
+
+def note_stillborn(turn: Turn, epoch: int) -> None:
+    """A world lost members; worlds that follow each other and make no step are remembered by the first and the last."""
+    first, last = turn.live.stillborn
+    if turn.open.first_step_at is not None:
+        turn.live.stillborn = (0, -1)
+    else:
+        turn.live.stillborn = (first if last >= epoch - 1 else epoch, epoch)
 
 
 def was(who: list[str]) -> str:
@@ -113,7 +137,7 @@ def others_finished(turn: Turn, incarnation: str) -> bool:
 
 
 def count_loss(turn: Turn, name: str) -> None:
-    """A node was lost after its world had made a step; too often, and it is held."""
+    """A member was lost at the cost of others; too often, and it is held."""
     live, job = turn.live, turn.job
     before = live.lost_at.get(name, [])
     if before and turn.now - before[-1] > FORGIVEN_AFTER and name in job.losses:

@@ -37,7 +37,15 @@ class SimAgent:
         # Those in force, as a master told them last.
         self.told: control_pb2.Settings | None = None
         self.alive = True
+        # Whether the job may count on it.
+        self.counts = True
+        # It stands still for longer than the schedule's faults last.
+        self.stuck = False
+        # It was told to leave, whether it has heard of it or not.
+        self.noticed = False
         self.exit_code: int | None = None
+        # The code with which its last registration was refused.
+        self.refused_with = ""
         self.warm = False
         self.frozen = False
         self.client = Client(self)
@@ -84,6 +92,8 @@ class SimAgent:
     def _handle(self, event: ev.Event) -> None:
         if isinstance(event, ev.Registered):
             self.told = event.reply.settings
+        if isinstance(event, ev.Refused):
+            self.refused_with = event.code
         if self.sim.tracing and not isinstance(event, ev.Directed | ev.Tick):
             self.sim.trace(self.label, "hears {}", short(event))
         self.state, actions = decisions.handle(self.state, event, self.sim.clock.now + self._offset)
@@ -121,12 +131,15 @@ class SimAgent:
         if not self.alive:
             return
         self.sim.trace(self.label, "is killed")
+        self.sim.ledger.disturbed(workers_after)
         self._gone()
         if self.group is not None:
             self.sim.clock.after(workers_after, self.group.die)
 
     def _gone(self) -> None:
         self.alive = False
+        if self.sim.patrol is not None:
+            self.sim.patrol.gone[self.client.incarnation] = self.label
         self.client.close()
         for timer in (self._timer, self._looking, self._converting):
             if timer is not None:
@@ -151,6 +164,7 @@ class SimAgent:
             case ev.StartWorkers() if self.sim.starts_fail:
                 self.sim.starts_fail -= 1
                 self.sim.ledger.script_failures += 1
+                self.sim.ledger.disturbed()
                 self.sim.clock.after(0.05, self.deliver, ev.StartFailed(action.world.epoch, "no such interpreter"))
             case ev.StartWorkers():
                 self.group = self.sim.start_workers(self, action.world)
@@ -187,6 +201,7 @@ class SimAgent:
                 job_id="job",
                 incarnation=f"{self.label}.{self.registrations}",
                 protocol=1,
+                secret=self.client.secret,
                 host=self.host,
                 node=node,
                 nproc=self.nproc,

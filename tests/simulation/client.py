@@ -31,6 +31,7 @@ class Client:
         self.agent = agent
         self.network = agent.sim.network
         self.clock = agent.sim.clock
+        self.secret = agent.label.encode().rjust(16)
         self.queue: deque[tuple[str, Message]] = deque()
         self.progress: control_pb2.ProgressRequest | None = None
         self.incarnation = ""
@@ -96,7 +97,7 @@ class Client:
 
     def _fill(self, caller: control_pb2.Caller, number: int) -> None:
         caller.job_id, caller.node, caller.incarnation = "job", self.node, self.incarnation
-        caller.request, caller.protocol = number, 1
+        caller.request, caller.protocol, caller.secret = number, 1, self.secret
 
     # ---- the outbox -------------------------------------------------------------------------------------------------
 
@@ -189,6 +190,9 @@ class Client:
     def _watch(self) -> None:
         if self.registered and self.stream is None:
             self.stream = self.network.watch(self, self.node, self.incarnation)
+            caller = control_pb2.Caller(epoch=self.epoch)
+            self._fill(caller, 0)
+            self.stream.request = control_pb2.WatchRequest(caller=caller)
 
     def directed(self, stream: Stream, directive: control_pb2.Directive) -> None:
         if stream is not self.stream:

@@ -8,7 +8,7 @@ from dalsegno.agent import events as ev
 from dalsegno.protos import control_pb2
 
 from .clock import Timer
-from .disk import Sealed
+from .disk import Sealed, digest_of
 
 if TYPE_CHECKING:
     from .agents import SimAgent
@@ -51,9 +51,9 @@ class Conversions:
         return [self.sim.disk.ever[digest] for digest in digests]
 
     def reads(self, digest: str) -> bool:
-        """A live conversion reads this checkpoint."""
+        """A live conversion reads this checkpoint. (One that stands still has lost its lease long ago.)"""
         return any(
-            agent.alive and timer.call is not None and timer.args[2].source.ref.digest == digest
+            agent.alive and not agent.stuck and timer.call is not None and timer.args[2].source.ref.digest == digest
             for agent, (_, timer) in self._jobs.items()
         )
 
@@ -94,7 +94,7 @@ class Conversions:
         else:
             made = control_pb2.Checkpoint()
             made.CopyFrom(source.message)
-            made.ref.name, made.ref.digest = name, f"digest of {name}"
+            made.ref.name, made.ref.digest = name, digest_of(name)
             made.form = control_pb2.FORM_UNIVERSAL
             made.source.CopyFrom(wanted.source.ref)
             sim.disk.seal(made, source.history, agent.host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 
 from dalsegno.protos import control_pb2
@@ -20,6 +21,11 @@ class Sealed:
     writer: str
     sealed_at: float
     damaged: bool = False
+
+
+def digest_of(name: str) -> str:
+    """Of a directory of this name: no two are alike, and none is written twice."""
+    return hashlib.sha256(name.encode()).hexdigest()
 
 
 class Disk:

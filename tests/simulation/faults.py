@@ -29,6 +29,7 @@ def leave(sim: Simulation, agent: SimAgent | None = None) -> None:
         sim.trace(agent.label, "gets SIGTERM")
         if agent.group is not None and agent.group.alive and not agent.state.leaving:
             agent.group_at_notice = agent.group
+        agent.noticed = True
         agent.deliver(ev.Signalled(signal.SIGTERM))
 
 
@@ -58,7 +59,6 @@ def scale(sim: Simulation) -> None:
 def kill_node(sim: Simulation) -> None:
     agent = sim.pick(sim.living())
     if agent is not None:
-        sim.ledger.unplanned = True
         agent.kill()
         maybe_replace(sim, agent)
 
@@ -67,7 +67,6 @@ def kill_agent(sim: Simulation) -> None:
     """Alone: the keeper kills its workers a moment later."""
     agent = sim.pick(sim.living())
     if agent is not None:
-        sim.ledger.unplanned = True
         agent.kill(workers_after=sim.random.uniform(0.01, 1.0))
         maybe_replace(sim, agent)
 
@@ -82,7 +81,7 @@ def lose_host(sim: Simulation) -> None:
     """Its cable, then its power: nobody is told."""
     agent = sim.pick(sim.living())
     if agent is not None and agent.host not in sim.network.cut:
-        sim.ledger.unplanned = True
+        sim.ledger.disturbed()
         host = agent.host
         sim.network.cut_off(host, "silent")
         for other in sim.living():
@@ -94,7 +93,7 @@ def lose_host(sim: Simulation) -> None:
 def crash_worker(sim: Simulation) -> None:
     agent = sim.pick([a for a in sim.living() if a.group is not None and a.group.alive and not a.frozen])
     if agent is not None and agent.group is not None:
-        sim.ledger.unplanned = True
+        sim.ledger.disturbed()
         sim.ledger.script_failures += 1
         sim.trace(agent.label, "a worker crashes")
         agent.group.crash(sim.random.choice((1, -9, -11)))
@@ -102,7 +101,6 @@ def crash_worker(sim: Simulation) -> None:
 
 def kill_newcomer(sim: Simulation) -> None:
     """A node that joins and dies again, before or after its world opens."""
-    sim.ledger.unplanned = True
     agent = sim.start_agent()
     sim.clock.after(sim.random.uniform(0.2, 8.0), agent.kill)
 
@@ -111,17 +109,18 @@ def no_verdict(sim: Simulation) -> None:
     """As `weak_reader`, and whoever is to verify cannot read anything for a while."""
     weak_reader(sim)
     sim.trace("disk", "cannot be read")
+    until = sim.random.uniform(5.0, 40.0)
+    sim.ledger.disturbed(until)
     sim.reads_fail = True
 
     def again() -> None:
         sim.reads_fail = False
 
-    sim.clock.after(sim.random.uniform(5.0, 40.0), again)
+    sim.clock.after(until, again)
 
 
 def flapping_node(sim: Simulation) -> None:
     """The same node comes and dies, over and over, sometimes after its world's first step."""
-    sim.ledger.unplanned = True
     host = sim.random.choice(HOSTS)
     lives = sim.random.randint(3, 5)
 
@@ -143,7 +142,7 @@ def hung_worker(sim: Simulation) -> None:
     """One rank's own code hangs: nobody dies, nobody advances."""
     agent = sim.pick([a for a in sim.living() if a.group is not None and a.group.alive and not a.frozen])
     if agent is not None and agent.group is not None:
-        sim.ledger.unplanned = True
+        sim.ledger.disturbed()
         sim.ledger.script_failures += 1
         sim.trace(agent.label, "a worker hangs")
         agent.group.hang()
@@ -151,7 +150,6 @@ def hung_worker(sim: Simulation) -> None:
 
 def hung_end(sim: Simulation) -> None:
     """One node's ranks make the last step, and hang in what the script does after it."""
-    sim.ledger.unplanned = True
     sim.ledger.script_failures += 1
     sim.ends_hang += 1
 
@@ -160,20 +158,18 @@ def impatient_leave(sim: Simulation) -> None:
     """SIGTERM, and again."""
     agent = sim.pick(sim.living())
     if agent is not None and not agent.frozen:
-        sim.ledger.unplanned = True
+        sim.ledger.disturbed(1.0)
         leave(sim, agent)
         sim.clock.after(sim.random.uniform(0.01, 1.0), agent.deliver, ev.Signalled(signal.SIGINT))
 
 
 def failing_start(sim: Simulation) -> None:
     """The next workers cannot be started."""
-    sim.ledger.unplanned = True
     sim.starts_fail += sim.random.randint(1, 3)
 
 
 def kill_converter(sim: Simulation) -> None:
     """Whoever converts next, or now."""
-    sim.ledger.unplanned = True
 
     def strike(tries: int) -> None:
         if sim.faults_over:
@@ -199,19 +195,20 @@ def cut_silent(sim: Simulation) -> None:
 def cut(sim: Simulation, how: str) -> None:
     agent = sim.pick(sim.living())
     if agent is not None and agent.host not in sim.network.cut:
-        sim.ledger.unplanned = True
+        until = sim.random.uniform(0.5, 20.0)
+        sim.ledger.disturbed(until)
         sim.ledger.hidden = True
         sim.trace(agent.host, "is cut off from the master ({})", how)
         sim.network.cut_off(agent.host, how)
-        sim.clock.after(sim.random.uniform(0.5, 20.0), sim.network.heal, agent.host)
+        sim.clock.after(until, sim.network.heal, agent.host)
 
 
 def cut_all(sim: Simulation) -> None:
     """The master's own network is gone."""
-    sim.ledger.unplanned = True
+    until = sim.random.uniform(0.5, 15.0)
+    sim.ledger.disturbed(until)
     sim.ledger.hidden = True
     sim.trace("master", "is cut off from everybody")
-    until = sim.random.uniform(0.5, 15.0)
     how = sim.random.choice(("closed", "silent"))
     for host in HOSTS:
         if host not in sim.network.cut:
@@ -246,9 +243,10 @@ def freeze_node(sim: Simulation) -> None:
 def freeze(sim: Simulation, with_workers: bool) -> None:
     agent = sim.pick([a for a in sim.living() if not a.frozen])
     if agent is not None:
-        sim.ledger.unplanned = True
+        until = sim.random.uniform(0.5, 20.0)
+        sim.ledger.disturbed(until)
         agent.freeze(with_workers)
-        sim.clock.after(sim.random.uniform(0.5, 20.0), agent.thaw)
+        sim.clock.after(until, agent.thaw)
 
 
 def late_commit(sim: Simulation) -> None:
@@ -256,7 +254,7 @@ def late_commit(sim: Simulation) -> None:
 
     They do not see what was sealed (file caches), so its epoch is closed when the commit arrives after all.
     """
-    sim.ledger.unplanned = True
+    sim.ledger.disturbed(40.0)
 
     def strike(tries: int) -> None:
         if sim.faults_over:
@@ -314,7 +312,7 @@ def leave_while_away(sim: Simulation) -> None:
 
 def lose_store(sim: Simulation) -> None:
     """The master dies with its disk: agents are asked to register anew, and stop their workers."""
-    sim.ledger.unplanned = True
+    sim.ledger.disturbed(5.0)
     sim.master.downtime = sim.random.uniform(0.5, 5.0)
     sim.master.crash()
     sim.master.lose_store()
@@ -322,14 +320,15 @@ def lose_store(sim: Simulation) -> None:
 
 def disk_full(sim: Simulation) -> None:
     sim.trace("disk", "is full")
-    sim.ledger.unplanned = True
+    until = sim.random.uniform(1.0, 15.0)
+    sim.ledger.disturbed(until)
     sim.disk.full = True
-    sim.clock.after(sim.random.uniform(1.0, 15.0), free_space, sim)
+    sim.clock.after(until, free_space, sim)
 
 
 def unheard_failure(sim: Simulation) -> None:
     """The save of a growth's drain fails; one node cannot tell the master so before the growth is tried again."""
-    sim.ledger.unplanned = True
+    sim.ledger.disturbed(60.0)
     sim.ledger.hidden = True
     victim: list[tuple[int, str]] = []
 
@@ -382,7 +381,7 @@ def damage_newest(sim: Simulation) -> None:
     sharded = [entry for entry in sim.disk.sealed.values() if ".universal." not in entry.message.ref.name]
     if sharded:
         sim.trace("disk", "{} is damaged", sharded[-1].message.ref.name)
-        sim.ledger.unplanned = True
+        sim.ledger.disturbed()
         sharded[-1].damaged = True
         if sim.random.random() < 0.5:
             # Before a newer one hides it.
@@ -391,7 +390,7 @@ def damage_newest(sim: Simulation) -> None:
 
 def damage_source(sim: Simulation) -> None:
     """While it is being converted."""
-    sim.ledger.unplanned = True
+    sim.ledger.disturbed(12.0)
 
     def strike(tries: int) -> None:
         if sim.faults_over:
@@ -407,7 +406,7 @@ def damage_source(sim: Simulation) -> None:
 
 
 def hung_converter(sim: Simulation) -> None:
-    sim.ledger.unplanned = True
+    sim.ledger.disturbed(130.0)
     sim.conversions.hung = True
 
 
@@ -415,7 +414,7 @@ def weak_reader(sim: Simulation) -> None:
     """One host's workers cannot load the newest checkpoint, which is whole."""
     agent = sim.pick(sim.living())
     host = agent.host if agent is not None else HOSTS[0]
-    sim.ledger.unplanned = True
+    sim.ledger.disturbed()
     sim.ledger.script_failures += 1
     for entry in sim.disk.sealed.values():
         sim.misread.add((host, entry.message.ref.digest))
@@ -426,7 +425,7 @@ def damage_form(sim: Simulation) -> None:
     forms = [entry for entry in sim.disk.sealed.values() if ".universal." in entry.message.ref.name]
     if forms:
         sim.trace("disk", "{} is damaged", forms[-1].message.ref.name)
-        sim.ledger.unplanned = True
+        sim.ledger.disturbed()
         forms[-1].damaged = True
 
 
@@ -436,10 +435,11 @@ def blind_host(sim: Simulation) -> None:
     job = sim.master.job
     if free and sim.living() and job is not None and job.probe == sim.disk.probe:
         host = free[0]
-        sim.ledger.unplanned = True
+        until = sim.random.uniform(3.0, 20.0)
+        sim.ledger.disturbed(until)
         sim.disk.blind.add(host)
         sim.start_agent(host)
-        sim.clock.after(sim.random.uniform(3.0, 20.0), sim.disk.blind.discard, host)
+        sim.clock.after(until, sim.disk.blind.discard, host)
 
 
 def lagging_host(sim: Simulation) -> None:
@@ -449,14 +449,15 @@ def lagging_host(sim: Simulation) -> None:
 
 def no_conversion(sim: Simulation) -> None:
     sim.trace("disk", "conversions fail")
-    sim.ledger.unplanned = True
+    until = sim.random.uniform(2.0, 25.0)
+    sim.ledger.disturbed(until)
     sim.conversions_fail = True
     join(sim)
 
     def again() -> None:
         sim.conversions_fail = False
 
-    sim.clock.after(sim.random.uniform(2.0, 25.0), again)
+    sim.clock.after(until, again)
 
 
 FAULTS: dict[str, Callable[[Simulation], None]] = {

@@ -71,7 +71,6 @@ class Flight:
 
 def late_seal(sim: Simulation) -> None:
     """A node whose part of a save is written is lost: rank 0 seals the checkpoint, or is stopped before it can."""
-    sim.ledger.unplanned = True
 
     def strike(tries: int) -> None:
         if sim.faults_over:
@@ -88,6 +87,7 @@ def late_seal(sim: Simulation) -> None:
             group.agent.kill()
         else:
             sim.ledger.script_failures += 1
+            sim.ledger.disturbed()
             group.crash(1)
 
     strike(400)

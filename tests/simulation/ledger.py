@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dalsegno.agent import decisions
 from dalsegno.agent import events as ev
 from dalsegno.master.checkpoints import in_use_digests, resume_point
+from dalsegno.master.forming import QUIET_LEAST, QUIET_TIMES
 from dalsegno.master.state import Checkpoint, Job, Phase, Settings, World
 from dalsegno.protos import control_pb2
 
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 # Without faults a scale-down is done by then (seconds): start, load, step, save, form. A silent script has 30 s before.
 SCALED_WITHIN = 15.0
 SCALED_SILENT = 45.0
+# What was disturbed is over when it was noticed, and the next world stands (seconds, besides the node-timeout).
+SETTLING = 5.0
 
 
 class Violation(AssertionError):
@@ -52,6 +55,7 @@ class Ledger:
 
     def __init__(self, sim: Simulation) -> None:
         self.sim = sim
+        self.violation: Violation | None = None
         self.worlds: dict[int, Opened] = {}
         self.committed: dict[str, int] = {}
         self.epoch = 0
@@ -78,8 +82,9 @@ class Ledger:
         # The most nodes that a world may have since a person said so, and when that was.
         self.limit = sim.plan.settings.max_nodes
         self.limit_at = 0.0
-        # Something other than joins and notices happened. (A silent script can save nothing.)
-        self.unplanned = sim.plan.silent
+        # When something other than joins and notices happened, from and to; when each world was opened.
+        self._disturbed: list[tuple[float, float]] = []
+        self.opened_at: dict[int, float] = {}
         # Some node was out of the master's sight, or did not see what others had sealed.
         self.hidden = False
         # Workers that failed by themselves.
@@ -92,12 +97,33 @@ class Ledger:
         self.ever_stepped = False
         self.arrivals = 0
         self.arrived_at = 0.0
+        self.first_arrival_at = float("inf")
+        # How often each name arrived.
+        self.came: Counter[str] = Counter()
         self.left_drained: list[tuple[str, str]] = []
         self.last_step_at = 0.0
 
     def require(self, holds: bool, name: str, text: str) -> None:
         if not holds:
-            raise Violation(name, text)
+            self.violated(name, text)
+            raise self.violation or AssertionError
+
+    def violated(self, name: str, text: str) -> None:
+        """The schedule ends with it, also where the code under test keeps what is raised in it to itself."""
+        self.violation = self.violation or Violation(name, text)
+
+    def disturbed(self, lasts: float = 0.0) -> None:
+        """Something other than a join or a notice happens for `lasts` seconds: changes meanwhile may cost steps."""
+        now = self.sim.clock.now
+        self._disturbed.append((now, now + lasts))
+
+    def is_excused(self, epoch: int) -> bool:
+        """Whether a change that ends this epoch now may cost steps: since it began not all was planned."""
+        if self.sim.plan.silent:
+            return True  # It can save nothing.
+        since = self.opened_at.get(epoch, 0.0)
+        settled = self.sim.plan.settings.node_timeout + SETTLING
+        return any(end + settled >= since for _, end in self._disturbed)
 
     # ---- the master -------------------------------------------------------------------------------------------------
 
@@ -124,6 +150,16 @@ class Ledger:
         """The master has accepted it."""
         self.limit, self.limit_at = nodes, self.sim.clock.now
 
+    def heard(self, job: Job) -> None:
+        """After each event of the brain, also where several share a turn."""
+        new = [node.name for node in job.nodes.values() if node.order > self.arrivals]
+        self.arrivals = job.arrivals
+        self.came.update(new)
+        # Who comes for the third time was lost twice: it holds nobody up.
+        if any(self.came[name] <= 2 for name in new):
+            self.arrived_at = self.sim.clock.now
+            self.first_arrival_at = min(self.first_arrival_at, self.arrived_at)
+
     def master_moved(self, job: Job) -> None:
         """After every event that may have changed durable state."""
         if self.sim.tracing:
@@ -135,8 +171,6 @@ class Ledger:
             # The first node had something else mounted there, and the job lives in that now: not our subject.
             self.elsewhere = True
             return
-        if job.arrivals != self.arrivals:
-            self.arrivals, self.arrived_at = job.arrivals, self.sim.clock.now
         if self.amnesia:
             self._heard_out(job)
         elif job.settled:
@@ -288,12 +322,20 @@ class Ledger:
         )
         self.require(count <= self.limit, "scaled", f"epoch {world.epoch} has {count} nodes, allowed are {self.limit}")
         self.require(world.resume == self.head[2], "newest commit", f"epoch {world.epoch} starts from {world.resume!r}")
+        self.opened_at[world.epoch] = self.sim.clock.now
+        self._nothing_lost(world)
         if world.resume:
             self._resumable(world)
         self._seen_by_members(world)
         if world.epoch == 1 and count < job.most_nodes - job.most_nodes % settings.node_unit:
             quiet = self.sim.clock.now - self.arrived_at
-            self.require(quiet >= settings.quiet_time - 0.001, "quiet time", f"opened {quiet:.2f} s after an arrival")
+            longest = max(QUIET_LEAST, QUIET_TIMES * settings.quiet_time)
+            held_off = self.sim.clock.now - self.first_arrival_at >= longest
+            self.require(
+                quiet >= settings.quiet_time - 0.001 or held_off,
+                "quiet time",
+                f"opened {quiet:.2f} s after an arrival",
+            )
         if opened.grown:
             before = [(epoch, world) for epoch, world in self.worlds.items() if world.grown]
             self.require(
@@ -304,6 +346,16 @@ class Ledger:
                 "a step between growths",
                 f"epoch {world.epoch} grows at step {opened.resumed_step} again",
             )
+
+    def _nothing_lost(self, world: World) -> None:
+        """A change that nothing but joins and notices brought about goes on from the last step that was made."""
+        made, step = max(self.executed, default=(0, 0))
+        damaged = any(e.damaged and e.message.step > world.resumed_step for e in self.sim.disk.ever.values())
+        self.require(
+            step <= world.resumed_step or damaged or self.is_excused(made),
+            "planned changes lose nothing",
+            f"epoch {world.epoch} goes on from step {world.resumed_step}, epoch {made} had made {step}",
+        )
 
     def _presented(self, job: Job) -> None:
         """Of a silent script's worlds people are told all the same: of the later ones when they open."""
@@ -456,10 +508,14 @@ class Ledger:
                 # Taken for dead after it had drained, it cannot know that everything was recorded; before a rank's
                 # first hello it does not know a script that reports every step from one that reports none.
                 unknowing = (state.fenced and state.drained is not None) or not state.session_known
-                excused = self.unplanned or unknowing
+                excused = unknowing or self.is_excused(state.started)
                 self.require(excused, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:
-            self.require(code == ev.EXIT_USAGE and bool(agent.asked_name), "exit codes", f"{agent.label} exits {code}")
+            # A name that somebody holds, or no master at the start.
+            taken = agent.refused_with == "ALREADY_EXISTS" and bool(agent.asked_name)
+            unheard = not agent.refused_with and not state.incarnation
+            why = f"{agent.label} exits {code} ({agent.refused_with})"
+            self.require(code == ev.EXIT_USAGE and (taken or unheard), "exit codes", why)
 
     # ---- at the end -------------------------------------------------------------------------------------------------
 
@@ -482,9 +538,5 @@ class Ledger:
         entry = self.sim.disk.ever[self.head[2]]
         kept = [step for _, step in entry.history]
         self.require(kept == list(range(1, steps + 1)), "each sample once", f"kept history {entry.history}")
-        if not self.unplanned:
-            made = Counter(step for _, step in self.executed)
-            again = [step for step, times in made.items() if times > 1]
-            self.require(not again, "planned changes lose nothing", f"steps {again} were made again")
         for label, digest in [] if self.hidden else self.left_drained:
             self.require(digest in self.committed, "left with everything saved", f"{label}: {digest} was not committed")

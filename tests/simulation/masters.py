@@ -171,7 +171,12 @@ class SimMaster:
             if self.crash_events <= 0:
                 self._decide_and_die(event)
                 return
+        begun = self.state.job.epoch > 0
         self.state, replies = brain.handle(self.state, event, self.now)
+        for fault in self.state.faults:
+            self.sim.ledger.require(False, "no event is set aside", fault)
+        if not begun:
+            self.sim.ledger.heard(self.state.job)
         if isinstance(event, Called) and len(replies) != 1:
             raise AssertionError(f"{len(replies)} replies to one call")
         job = self.state.job

@@ -55,6 +55,9 @@ class Stream:
         self.last_at = 0.0
         self.offered = b""
         self.held: list[control_pb2.Directive] = []
+        self.request: Message | None = None
+        # What the client is told when it ends.
+        self.code = "UNAVAILABLE"
 
 
 class Network:

@@ -42,6 +42,21 @@ DISK = (
     "no_verdict",
 )
 LOSS = ("lose_store",)
+# For those whose shells run, whatever their kind.
+SHELLS = (
+    "slow_store",
+    "failing_store",
+    "blocked_console",
+    "blocked_console",
+    "several_deaths",
+    "several_leave",
+    "restart_named",
+    "restart_named",
+    "stuck_node",
+)
+# How many of the schedules have one, and what happens to it.
+CROWDED = 0.01
+CROWD = ("several_deaths", "several_deaths", "several_leave", "crash_master", "kill_node", "crash_worker", "join")
 
 MENUS: dict[str, tuple[str, ...]] = {
     "planned": PLANNED,
@@ -104,10 +119,63 @@ class Plan:
     cannot_reshard: bool
     # Saves are written and sealed while steps are made, some of them several steps late.
     background: bool
+    # The product's shells run, too: driver, watchers, service, client, mailbox, effects, console, and the loop.
+    shells: bool = False
+    # How many times slower than the reference the master's processor is.
+    slowness: float = 1.0
+    # How likely a thread of an agent is held back whenever it may run, and for how long at most (seconds).
+    holds: tuple[float, float] = (0.0, 0.0)
+    connect_timeout: float = 60.0
+    # Something holds up the master for over a second, again and again, up to so many seconds apart; 0: nothing does.
+    held_up: float = 0.0
+    # Newcomers that crash in a loop.
+    loopers: int = 0
+    # So many nodes; 0: a handful.
+    crowd: int = 0
 
 
-def plan_of(seed: int) -> Plan:
-    """The plan of one seed; the same seed gives the same plan."""
+def plan_of(seed: int, shells: bool = False) -> Plan:
+    """The plan of one seed; the same seed gives the same plan. With `shells` for a run of the product's shells."""
+    plan = _plan_of(seed)
+    if shells:
+        _shells_of(plan)
+    return plan
+
+
+def _shells_of(plan: Plan) -> None:
+    random = Random(f"shells {plan.seed}")
+    plan.shells = True
+    plan.slowness = random.choice((1.0, 1.0, 1.0, 4.0))
+    plan.holds = random.choice(((0.0, 0.0), (0.0, 0.0), (0.01, 1.0), (0.05, 0.3)))
+    plan.connect_timeout = random.choice((8.0, 60.0))
+    plan.held_up = random.choice((0.0,) * 6 + (4.0, 10.0))
+    plan.loopers = random.choice((0,) * 9 + (1,))
+    plan.named = plan.named or random.random() < 0.2
+    for _ in range(random.randint(0, 3)):
+        plan.happenings.append((random.uniform(0.0, plan.fault_time), random.choice(SHELLS)))
+    if random.random() < CROWDED:
+        _crowd_of(plan, random)
+    plan.happenings.sort()
+
+
+def _crowd_of(plan: Plan, random: Random) -> None:
+    """Many nodes, few steps: who is lost, many at once, is what counts."""
+    plan.crowd = plan.start_nodes = random.choice((60, 100, 200))
+    for settings in (plan.settings, plan.other_settings):
+        settings.min_nodes, settings.max_nodes, settings.node_unit = random.choice((1, 8)), plan.crowd, 1
+    plan.other_settings = plan.settings
+    plan.kind = "crowd"
+    plan.steps, plan.step_time, plan.nproc = random.randint(12, 20), 1.0, 1
+    plan.loss = plan.duplication = plan.slow = 0.0
+    plan.mixed = plan.slow_disk = plan.blind_start = plan.silent = False
+    plan.loopers, plan.slowness = 0, 1.0
+    plan.fault_time = random.uniform(10.0, 20.0)
+    plan.happenings = [
+        (random.uniform(4.0, plan.fault_time), random.choice(CROWD)) for _ in range(random.randint(1, 3))
+    ]
+
+
+def _plan_of(seed: int) -> Plan:
     random = Random(f"plan {seed}")
     kind = random.choice(list(MENUS))
     maximum = random.choice((2, 3, 4, 4))

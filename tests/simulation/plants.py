@@ -33,6 +33,7 @@ from dalsegno.master.state import Checkpoint, Job, Node, Part, Phase
 from dalsegno.master.turn import Turn
 from dalsegno.protos import control_pb2
 
+from .plan import Plan
 from .workers import Collective
 
 Replace = Callable[[Any], Any]
@@ -42,7 +43,7 @@ Replace = Callable[[Any], Any]
 class Plant:
     """`owner.name` becomes `replace(original)`; one of the invariants `caught` must fail within `seeds` schedules.
 
-    Where only some schedules can show it, `kind` names them, and only they are run and counted.
+    Where only some schedules can show it, `kind` names them, or `suits` tells them, and only they are run and counted.
     """
 
     owner: Any
@@ -53,6 +54,12 @@ class Plant:
     seeds: int = 1500
     # Further replacements that the same bug takes.
     also: tuple[tuple[Any, str, Replace], ...] = ()
+    suits: Callable[[Plan], bool] = lambda plan: True
+    # The seed from which on they are looked for.
+    first: int = 1
+
+    def is_shown_by(self, plan: Plan) -> bool:
+        return self.kind in ("", plan.kind) and self.suits(plan)
 
 
 @contextlib.contextmanager
@@ -452,7 +459,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(checkpoints, "record_commit", commits_for_closed_epochs, "closed epochs", kind="late"),
         plant(checkpoints, "adopt_sealed", adopts_what_older_epochs_sealed, "closed epochs"),
         plant(checkpoints, "prunable", prunes_everything, "deleted only when retired"),
-        plant(checkpoints, "in_use_digests", retires_what_is_in_use, "what is in use stays", "InvariantBroken"),
+        plant(checkpoints, "in_use_digests", retires_what_is_in_use, "what is in use stays", "no event is set aside"),
         plant(checkpoints, "bests", forgets_the_best, "the best stays"),
         plant(checkpoints, "prunable", prunes_damaged_at_once, "damaged files stay for a while", kind="convert"),
         plant(

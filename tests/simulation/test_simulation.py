@@ -15,7 +15,9 @@ from .file_plants import FILE_PLANTS
 from .plan import plan_of
 from .plants import PLANTS, planted
 from .run import replay, simulate, simulate_all
+from .shell_plants import SHELL_PLANTS
 
+SHELL_RUNS = int(os.environ.get("SIM_SHELL_RUNS", "40"))
 RUNS = int(os.environ.get("SIM_RUNS", "2000"))
 FIRST_SEED = int(os.environ.get("SIM_SEED", "1"))
 
@@ -25,6 +27,22 @@ def test_every_schedule_keeps_the_invariants() -> None:
     seeds = range(FIRST_SEED, FIRST_SEED + RUNS)
     failures = [f"seed {o.seed}: {o.failure}" for o in simulate_all(seeds, min(2, os.cpu_count() or 1)) if o.failure]
     assert failures == []
+
+
+def test_every_schedule_of_the_shells_keeps_the_invariants() -> None:
+    """The same with driver, watchers, service, client, mailbox, effects, console and loop as they are."""
+    seeds = range(FIRST_SEED, FIRST_SEED + SHELL_RUNS)
+    outcomes = simulate_all(seeds, min(2, os.cpu_count() or 1), shells=True)
+    failures = [f"seed {o.seed} --shells: {o.failure}" for o in outcomes if o.failure]
+    assert failures == []
+
+
+def test_a_seed_of_the_shells_is_a_schedule() -> None:
+    """Threads take turns as the seed says, whatever the machine does meanwhile."""
+    seeds = (5, 105, 158)
+    here = [simulate(seed, shells=True).digest for seed in seeds]
+    assert all(here)
+    assert [replay(seed, shells=True)[1].digest for seed in seeds] == here
 
 
 def test_a_seed_is_a_schedule() -> None:
@@ -60,10 +78,25 @@ def test_a_planted_bug_is_seen(name: str) -> None:
     """With the bug planted, one of the invariants that it breaks fails within the plant's number of seeds."""
     plant = ALL_PLANTS[name]
     found: set[str] = set()
-    seeds = (seed for seed in itertools.count(1) if plant.kind in ("", plan_of(seed).kind))
+    seeds = (seed for seed in itertools.count(1) if plant.is_shown_by(plan_of(seed)))
     with planted(plant):
         for seed in itertools.islice(seeds, plant.seeds):
             found.add(simulate(seed).name)
             if found & plant.caught:
                 return
     pytest.fail(f"{plant.seeds} schedules show only {sorted(found - {''})}, not {sorted(plant.caught)}")
+
+
+@pytest.mark.parametrize("name", SHELL_PLANTS)
+def test_a_bug_planted_in_the_shells_is_seen(name: str) -> None:
+    """With the bug an invariant that it breaks fails within its number of seeds; without it all hold."""
+    plant = SHELL_PLANTS[name]
+    seeds = (seed for seed in itertools.count(plant.first) if plant.is_shown_by(plan_of(seed, shells=True)))
+    tried = []
+    with planted(plant):
+        for seed in itertools.islice(seeds, plant.seeds):
+            tried.append((seed, simulate(seed, shells=True).name))
+            if tried[-1][1] in plant.caught:
+                break
+    assert tried[-1][1] in plant.caught, f"{len(tried)} schedules show only {tried}"
+    assert [seed for seed, _ in tried if simulate(seed, shells=True).failure] == []

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from dalsegno.agent import events as ev
 from dalsegno.protos import control_pb2, worker_pb2
 
-from .disk import Sealed
+from .disk import Sealed, digest_of
 from .flights import Flight
 
 if TYPE_CHECKING:
@@ -299,7 +299,7 @@ class Collective:
 
     def _manifest(self, name: str, settings: control_pb2.Settings) -> control_pb2.Checkpoint:
         message = control_pb2.Checkpoint(
-            ref=control_pb2.CheckpointRef(name=name, digest=f"digest of {name}"),
+            ref=control_pb2.CheckpointRef(name=name, digest=digest_of(name)),
             run_id=self.world.run_id,
             step=self.step,
             epoch=self.epoch,
@@ -360,6 +360,7 @@ class Collective:
                 group.says(0.002, rank, finished=worker_pb2.Finished(step=self.step))
             if group is hanging:
                 self.sim.trace(group.agent.label, "its ranks hang after their last step")
+                self.sim.ledger.disturbed()
                 group.hang()
             else:
                 group.exits(self.sim.random.uniform(0.01, 0.5), 0)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import hashlib
+import logging
 from random import Random
 from typing import Any
 
 from dalsegno.master.state import Job
 from dalsegno.protos import control_pb2
 
+from . import real_agent, real_master, shims
 from .agents import SimAgent
 from .clock import Clock
 from .conversions import Conversions
@@ -17,9 +21,17 @@ from .faults import FAULTS
 from .ledger import Ledger, Violation
 from .masters import SimMaster
 from .network import Network
+from .patrol import Patrol
 from .plan import HOSTS, Plan
+from .processes import Table
+from .real_agent import RealAgent
+from .real_master import RealMaster
+from .shell_faults import SHELL_FAULTS, crash_loop, hold_up_master
+from .threads import Kernel
 from .workers import Collective, Group
 
+# Of a crowd, so many agents run with all their threads.
+MOST_WHOLE = 6
 # Beyond that many events something is busy without getting anywhere.
 MOST_EVENTS = 60_000
 # After the last fault: what a job may take beyond its work (retries of conversions pause up to 60 s), seconds.
@@ -45,6 +57,8 @@ class Simulation:
         self.lines: list[str] = []
         self.random = Random(f"events {plan.seed}")
         self.clock = Clock()
+        self.kernel = Kernel(self.clock, Random(f"threads {plan.seed}"))
+        self.kernel.processes = Table(self.kernel)
         self.network = Network(self.clock, Random(f"network {plan.seed}"))
         self.network.loss, self.network.duplication, self.network.slow = plan.loss, plan.duplication, plan.slow
         self.disk = Disk(self.clock)
@@ -55,6 +69,9 @@ class Simulation:
         # (host, digest): what one host's workers cannot load although it verifies.
         self.misread: set[tuple[str, str]] = set()
         self.starts_fail = 0
+        # How long the master's store takes for a write (seconds; 0: as usual), and whether it can write at all.
+        self.store_delay = 0.0
+        self.store_fails = False
         # So many worlds have a node that does not come to its end.
         self.ends_hang = 0
         self.ledger = Ledger(self)
@@ -63,10 +80,11 @@ class Simulation:
         self._ports = 20_000
         self._said = ""
         self.faults_over = False
-        self.master = SimMaster(self)
+        self.master: Any = RealMaster(self) if plan.shells else SimMaster(self)
         self.network.master = self.master
+        self.patrol = Patrol(self) if plan.shells else None
         if plan.loss or plan.slow:
-            self.ledger.unplanned = True
+            self.ledger.disturbed(plan.fault_time)
 
     # ---- for the parts ----------------------------------------------------------------------------------------------
 
@@ -82,13 +100,18 @@ class Simulation:
             self._said = line
             self.trace("master", "{}", line)
 
+    def holds(self) -> tuple[float, float]:
+        """How likely a thread of a new process is held back, and for how long at most (seconds)."""
+        return (0.0, 0.0) if self.faults_over else self.plan.holds
+
     def fresh_port(self) -> int:
         self._ports += 1
         return self._ports
 
     def living(self) -> list[SimAgent]:
-        """Agents that are there and not about to leave."""
-        return [agent for agent in self.agents if agent.alive and not agent.state.leaving]
+        """Agents that are there, not about to leave, and not of the kind that always crashes."""
+        there = [agent for agent in self.agents if agent.alive and agent.counts and not agent.noticed]
+        return [agent for agent in there if not agent.state.leaving]
 
     def pick(self, agents: list[SimAgent]) -> SimAgent | None:
         return self.random.choice(agents) if agents else None
@@ -96,12 +119,17 @@ class Simulation:
     def by_incarnation(self, incarnation: str) -> SimAgent | None:
         return next((a for a in self.agents if a.alive and a.client.incarnation == incarnation), None)
 
-    def start_agent(self, host: str = "", name: str = "") -> SimAgent:
+    def start_agent(self, host: str = "", name: str | None = "") -> SimAgent:
+        """`name`: as its person gave it; None: none; empty: as the plan has it."""
         number = len(self.agents)
         host = host or self.random.choice(HOSTS)
-        if not name and self.plan.named and self.random.random() < 0.5:
+        if name is None:
+            name = ""
+        elif not name and self.plan.named and self.random.random() < 0.5:
             name = f"node-{number}"
-        agent = SimAgent(self, number, host, name)
+        # Of a crowd only the first ones are whole processes; all speak to the real master.
+        whole = self.plan.shells and (not self.plan.crowd or number < MOST_WHOLE)
+        agent: Any = RealAgent(self, number, host, name) if whole else SimAgent(self, number, host, name)
         self.agents.append(agent)
         self.trace(agent.label, "starts on {} {}", host, name)
         return agent
@@ -127,6 +155,32 @@ class Simulation:
 
     def run(self) -> str:
         """To the end of the job. Returns a digest of everything that happened."""
+        if not self.plan.shells:
+            return self._run()
+        logging.disable()
+        # What it finds and ends must not depend on when it looks.
+        gc.disable()
+        try:
+            with shims.installed(self.kernel, self.plan.seed), real_agent.patched(), real_master.fake_grpc():
+                try:
+                    return self._run()
+                finally:
+                    self._end()
+        finally:
+            gc.enable()
+            logging.disable(logging.NOTSET)
+
+    def _end(self) -> None:
+        """Nothing goes on behind the schedule."""
+        self.kernel.failure = None
+        if self.master.loop is not None:
+            self.master.loop.kill()
+        for agent in self.agents:
+            if isinstance(agent, RealAgent):
+                with contextlib.suppress(AssertionError):
+                    agent.process.kill()
+
+    def _run(self) -> str:
         plan = self.plan
         self.trace("plan", "{}", plan)
         self.clock.after(0.0, self.master.start)
@@ -134,14 +188,23 @@ class Simulation:
             self.clock.after(self.random.uniform(0.0, 2.0), self.start_later)
         if plan.blind_start:
             self.clock.after(self.random.uniform(2.05, 2.4), self._happen, "blind_host")
+        if plan.held_up:
+            self.clock.after(2.0, hold_up_master, self)
+        for _ in range(plan.loopers):
+            self.clock.after(self.random.uniform(0.0, 5.0), crash_loop, self)
         for at, name in plan.happenings:
             self.clock.after(at, self._happen, name)
         self.clock.after(plan.fault_time, self._heal)
         patience, most_events = (SLOW_PATIENCE, SLOW_MOST_EVENTS) if plan.slow_disk else (PATIENCE, MOST_EVENTS)
+        if plan.shells:
+            # Each lock and wait of each thread is one.
+            most_events *= 5 + plan.crowd
         give_up = plan.fault_time + patience + plan.steps * (1.3 * plan.step_time + 1.5 * plan.save_time)
         while not self._over():
             if not self.clock.step() or self.clock.now > give_up or self.clock.events > most_events:
                 raise Violation("liveness", self._where())
+            if self.ledger.violation is not None:
+                raise self.ledger.violation
         if not self.ledger.elsewhere:
             self.ledger.finished()
         summary = (self.ledger.executed, self.clock.events, self.clock.now, self.ledger.message)
@@ -150,12 +213,13 @@ class Simulation:
     def _over(self) -> bool:
         if self.ledger.reopened or self.ledger.elsewhere:
             return True
-        return self.ledger.success is not None and self.faults_over and not any(a.alive for a in self.agents)
+        over = self.ledger.success is not None and self.faults_over
+        return over and not any(agent.alive and not agent.stuck for agent in self.agents)
 
     def _happen(self, name: str) -> None:
         if not self.faults_over and self.ledger.success is None:
             self.trace("fault", "{}", name)
-            FAULTS[name](self)
+            (FAULTS | SHELL_FAULTS)[name](self)
 
     def _heal(self) -> None:
         """Faults are over: everything that can be repaired is."""
@@ -165,12 +229,16 @@ class Simulation:
         for host in list(self.network.cut):
             self.network.heal(host)
         for agent in self.agents:
-            if agent.alive and agent.frozen:
+            if isinstance(agent, RealAgent):
+                agent.process.console_blocked = False
+                agent.process.hold_chance = 0.0
+            if agent.alive and agent.frozen and not agent.stuck:
                 agent.thaw()
             if agent.host in self.disk.blind:
                 agent.kill()
         self.disk.full = self.conversions_fail = self.reads_fail = False
         self.starts_fail = self.ends_hang = 0
+        self.store_delay, self.store_fails = 0.0, False
         self.misread.clear()
         self.conversions.hung = False
         self.disk.blind.clear()

@@ -561,6 +561,28 @@ def test_a_newcomer_that_dies_before_the_first_step_is_not_counted() -> None:
     assert not job.state.live.held_until
 
 
+def test_a_newcomer_that_ends_world_after_world_is_held() -> None:
+    """Before their first steps: the first one costs nobody anything, then the run would never go on."""
+    job = Driven()
+    (a,) = job.start(1)
+    doomed = grown(job, [a])
+    a.save(1)
+    a.drained(1)
+    all_join([a, doomed])
+    a.convert()
+    for deaths in range(1, 5):
+        assert job.members == [a.name, doomed.name], f"after {deaths - 1} deaths"
+        assert job.state.live.held_until == {}
+        doomed.hang_up()
+        job.wait(3)
+        doomed = job.node(node=doomed.name)
+        all_join([a, doomed])
+        job.wait(0.1)
+    assert list(job.state.live.held_until) == [doomed.name]
+    assert job.members == [a.name]
+    assert "lost 3 times" in job.notices
+
+
 # ---- stalls, failures, the end --------------------------------------------------------------------------------------
 
 

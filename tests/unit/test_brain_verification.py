@@ -50,6 +50,24 @@ def test_another_node_is_asked_after_an_inconclusive_verification() -> None:
     assert job.job.verification is None
 
 
+def test_who_crashes_in_a_loop_is_not_asked_over_and_over() -> None:
+    """A fresh newcomer is no better verifier than one that could not tell yet: with it the run waited for ever."""
+    job, (a,), made = reloading(1)
+    a.bad(made.ref)
+    cannot_tell(a)
+    job.wait(1)
+    there = job.node(node="loop-0")
+    for number in range(1, 15):
+        # The next one comes before the last one is missed.
+        after = job.node(node=f"loop-{number % 2}")
+        after.join()
+        job.wait(1)
+        there.hang_up()
+        job.wait(2)
+        there = after
+    assert asked([a]) is a
+
+
 def test_a_lone_node_is_asked_again() -> None:
     """There is nobody else; the notice comes once; the job does not fall back meanwhile."""
     job, (a,), made = reloading(1)
