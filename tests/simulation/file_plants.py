@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from dalsegno.agent import directives
@@ -20,8 +21,7 @@ from .workers import Collective
 def records_what_nobody_sealed(original: Any) -> Any:
     def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
         record: Checkpoint = original(message)
-        record.digest += " of something else"
-        return record
+        return dataclasses.replace(record, digest=f"{record.digest} of something else")
 
     return from_proto
 

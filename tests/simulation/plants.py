@@ -19,9 +19,11 @@ from dalsegno.agent.turn import Turn as AgentTurn
 from dalsegno.master import (
     announcements,
     brain,
+    calls,
     checkpoints,
     conversion,
     forming,
+    listening,
     membership,
     phases,
     recollection,
@@ -85,7 +87,7 @@ def opens_without_raising_the_epoch(original: Any) -> Any:
         original(turn, nodes, resume)
         if turn.job.epoch > 1 and turn.job.world is not None:
             turn.job.epoch -= 1
-            turn.job.world.epoch -= 1
+            turn.job.world = dataclasses.replace(turn.job.world, epoch=turn.job.epoch)
 
     return open_world
 
@@ -112,25 +114,30 @@ def opens_another_world_in_the_same_epoch(original: Any) -> Any:
     return recover
 
 
-def commits_for_closed_epochs(original: Any) -> Any:
-    def record_commit(turn: Turn, message: control_pb2.Checkpoint) -> str:
-        job = turn.job
-        if message.epoch < job.epoch and job.checkpoint(message.ref.digest) is None and message.run_id == job.run_id:
-            place = next((i for i, r in enumerate(job.checkpoints) if r.epoch > message.epoch), len(job.checkpoints))
-            job.checkpoints.insert(place, checkpoints.from_proto(message))
-            return ""
-        refused: str = original(turn, message)
-        return refused
+def records_late(turn: Turn, message: control_pb2.Checkpoint) -> bool:
+    """What a closed epoch sealed becomes a part of the run. Returns whether it was that."""
+    job = turn.job
+    late = message.form == control_pb2.FORM_SHARDED and 0 < message.epoch < job.epoch
+    if not late or job.checkpoint(message.ref.digest) is not None or message.run_id != job.run_id:
+        return False
+    job.checkpoints.put(checkpoints.from_proto(message))
+    return True
 
-    return record_commit
+
+def commits_for_closed_epochs(original: Any) -> Any:
+    def commit(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Any:
+        if records_late(turn, message.checkpoint):
+            return calls.OK
+        return original[control_pb2.CommitRequest](turn, node, message)
+
+    return {**original, control_pb2.CommitRequest: commit}
 
 
 def adopts_what_older_epochs_sealed(original: Any) -> Any:
-    def adopt_sealed(turn: Turn, inventory: Any) -> None:
+    def adopt_sealed(turn: Turn, inventory: Any, by: Node) -> None:
         for message in inventory:
-            if message.form == control_pb2.FORM_SHARDED and 0 < message.epoch < turn.job.epoch:
-                commits_for_closed_epochs(checkpoints.record_commit)(turn, message)
-        original(turn, inventory)
+            records_late(turn, message)
+        original(turn, inventory, by)
 
     return adopt_sealed
 
@@ -253,7 +260,7 @@ def opens_below_min(original: Any) -> Any:
 
 def loads_another_shape_as_it_is(original: Any) -> Any:
     def loads_now(job: Job, record: Checkpoint, world_size: int) -> bool:
-        record.any_world_size = True
+        job.checkpoints.put(dataclasses.replace(record, any_world_size=True))
         return True
 
     return loads_now
@@ -272,8 +279,7 @@ def never_gives_up_resharding(original: Any) -> Any:
 
 def takes_the_blind(original: Any) -> Any:
     def is_candidate(turn: Turn, node: Node) -> bool:
-        node.sees_directory = True
-        candidate: bool = original(turn, node)
+        candidate: bool = original(turn, turn.update(node, sees_directory=True))
         return candidate
 
     return is_candidate
@@ -325,20 +331,20 @@ def counts_the_finished_as_at_work(original: Any) -> Any:
 
 
 def takes_the_time_between_heartbeats_for_deafness(original: Any) -> Any:
-    return 0.9
+    return 0.05
 
 
 def believes_the_first_reader(original: Any) -> Any:
     def acquit(turn: Turn, verification: Any, record: Checkpoint) -> None:
-        checkpoints.retire(record, damaged=True)
+        checkpoints.retire(turn.job, record, damaged=True)
         turn.notice(f"{record.name} is damaged", True)
 
     return acquit
 
 
 def retires_without_a_word(original: Any) -> Any:
-    def retire(record: Checkpoint, damaged: bool) -> None:
-        original(record, False)
+    def retire(job: Job, record: Checkpoint, damaged: bool) -> None:
+        original(job, record, False)
 
     return retire
 
@@ -456,7 +462,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(forming, "open_world", opens_without_raising_the_epoch, "one world per epoch", "epochs grow"),
         plant(brain, "recover", forgets_an_epoch_on_restart, "epochs grow", kind="masters"),
         plant(brain, "recover", opens_another_world_in_the_same_epoch, "one world per epoch"),
-        plant(checkpoints, "record_commit", commits_for_closed_epochs, "closed epochs", kind="late"),
+        plant(calls, "HANDLERS", commits_for_closed_epochs, "closed epochs", kind="late"),
         plant(checkpoints, "adopt_sealed", adopts_what_older_epochs_sealed, "closed epochs"),
         plant(checkpoints, "prunable", prunes_everything, "deleted only when retired"),
         plant(checkpoints, "in_use_digests", retires_what_is_in_use, "what is in use stays", "no event is set aside"),
@@ -489,7 +495,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(conversion, "verify_pause", asks_for_a_verdict_only_twice, "liveness", kind="disk"),
         plant(phases, "stalled", never_sees_a_stall, "liveness", kind="crashes"),
         plant(phases, "stalled", counts_the_finished_as_at_work, "liveness", kind="crashes"),
-        plant(membership, "DEAF_AFTER", takes_the_time_between_heartbeats_for_deafness, "liveness", kind="crashes"),
+        plant(listening, "DEAF_AFTER", takes_the_time_between_heartbeats_for_deafness, "liveness", kind="crashes"),
         plant(conversion, "acquit", believes_the_first_reader, "no verifying checkpoint is skipped"),
         plant(checkpoints, "retire", retires_without_a_word, "committed steps grow"),
         plant(phases, "hopeless", gives_up_at_the_first_failure, "no failure without a reason"),
