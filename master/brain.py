@@ -83,7 +83,7 @@ def fit(state: State, now: float) -> None:
             live.nodes[name].joined = heard
     epoch = job.world.epoch if job.world is not None else 0
     if live.epoch.epoch != epoch or now == live.phase_since:
-        live.epoch = EpochLife(epoch=epoch, moved=heard)
+        live.epoch = EpochLife(epoch=epoch, is_taken_over=True, moved=heard)
 
 
 def handle(state: State, event: Event, now: float) -> tuple[State, list[Reply]]:

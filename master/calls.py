@@ -186,8 +186,7 @@ def made_step(turn: Turn, node: Node, step: int) -> bool:
     if step <= epoch.steps.get(node.name, phases.world_of(turn).resumed_step):
         return False
     epoch.steps[node.name] = step
-    epoch.top_step = max(epoch.top_step, step)
-    epoch.advance(node.name, turn.now, turn.heard)
+    epoch.advance(node.name, step, turn.now, turn.heard)
     if epoch.first_step_at is None:
         announcements.first_step(turn, phases.world_of(turn))
     return True

@@ -51,6 +51,8 @@ class EpochLife:
     longest: float = 0.0
     first_step_at: float | None = None
     stepped_at: float | None = None
+    # A master before this one opened it, and nobody has told of a step yet: the first may be an old one.
+    is_taken_over: bool = False
     # The last sign of progress of anybody.
     moved: float = 0.0
     # Who advanced last, when, and when somebody else did: a step is a collective, so it proves the others alive.
@@ -66,12 +68,18 @@ class EpochLife:
     # When its drain runs out.
     drain_deadline: float | None = None
 
-    def advance(self, name: str, now: float, heard: float) -> None:
-        """A node's ranks made a step."""
+    def advance(self, name: str, step: int, now: float, heard: float) -> None:
+        """A node's ranks have come to this step. One that nobody had told of proves that all took part in it just now."""
+        self.moved, self.stepped_at = heard, now
+        if step <= self.top_step:
+            return
+        self.top_step = step
+        if self.is_taken_over:
+            self.is_taken_over = False
+            return
         if name != self.advanced_by:
             self.advanced_by_others, self.advanced_by = self.advanced, name
-        self.advanced = self.moved = heard
-        self.stepped_at = now
+        self.advanced = heard
 
     def proof(self, name: str) -> float:
         """When another node than this one made its last step."""

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from dalsegno.master.events import StreamOpened
 from dalsegno.master.state import Part, Phase
 from tests.support.masters import Driven, Node, all_join, settings
 
@@ -382,6 +383,24 @@ def test_advancing_peers_prove_a_silent_node_alive() -> None:
     assert b.is_known
     job.wait(1.5)
     assert job.phase is Phase.FORMING
+
+
+def test_what_is_told_of_old_steps_proves_nobody_alive() -> None:
+    """After a restart of the master the first step that it hears of may be one from before; so may a late report."""
+    job = Driven()
+    a, b, c = job.start(3)
+    a.step(7)
+    timeout = job.job.settings.node_timeout
+    job.restart()
+    job.silent.add(c.incarnation)
+    for node in (a, b):
+        job.event(StreamOpened(node.name, node.incarnation))
+    job.wait(timeout - 2)
+    a.step(7)
+    job.wait(1)
+    b.step(6)
+    job.wait(3)
+    assert not c.is_known
 
 
 def test_a_deaf_master_declares_nobody_dead() -> None:
