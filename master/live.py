@@ -69,7 +69,7 @@ class EpochLife:
     drain_deadline: float | None = None
 
     def advance(self, name: str, step: int, now: float, heard: float) -> None:
-        """A node's ranks have come to this step. One that nobody had told of proves that all took part in it just now."""
+        """A node's ranks have come to this step. One of which nobody had told proves that all took part in it."""
         self.moved, self.stepped_at = heard, now
         if step <= self.top_step:
             return
