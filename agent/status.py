@@ -120,13 +120,18 @@ def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
     return EXIT_FINISHED
 
 
+def counted(number: int, what: str) -> str:
+    """How many of something, in words."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def scale_lines(reply: control_pb2.ScaleReply) -> list[str]:
     """What holds now, for a person."""
     if reply.nodes > reply.limit:
         return [
-            f"at most {reply.limit} nodes from now on; {reply.nodes} save at the next step boundary, and some stand by"
+            f"at most {counted(reply.limit, 'node')} from now on; {reply.nodes} save at the next step boundary, and some stand by"
         ]
-    return [f"at most {reply.limit} nodes from now on; the world has {reply.nodes}"]
+    return [f"at most {counted(reply.limit, 'node')} from now on; the world has {reply.nodes}"]
 
 
 def status_lines(reply: control_pb2.StatusReply) -> list[str]:
@@ -139,13 +144,15 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
     for node in reply.nodes:
         rank = f" {node.group_rank}" if node.role == "member" else ""
         why = f": {node.reason}" if node.reason else ""
-        lines.append(f"  {node.role}{rank}  {node.node} on {node.host}, {node.nproc} workers{why}")
+        lines.append(f"  {node.role}{rank}  {node.node} on {node.host}, {counted(node.nproc, 'worker')}{why}")
     if reply.head.ref.name:
         lines.append(f"  newest commit: {reply.head.ref.name}, {reply.head.bytes / 1e6:.1f} MB")
     for record in reply.history:
+        # The record of the newest epoch has the last of its steps once it is over.
+        last_step = max(record.last_step, reply.step) if record.epoch == reply.epoch else record.last_step
         lines.append(
-            f"  epoch {record.epoch}: {record.cause}, {record.nodes} nodes, steps {record.first_step} to "
-            f"{record.last_step}, paused {record.paused:.1f} s, lost {record.lost_steps} steps"
+            f"  epoch {record.epoch}: {record.cause}, {counted(record.nodes, 'node')}, steps {record.first_step} to "
+            f"{last_step}, paused {record.paused:.1f} s, lost {counted(record.lost_steps, 'step')}"
         )
     # What others have put into it cannot move the cursor; the space before it is ours.
     return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]

@@ -9,7 +9,7 @@ from .turn import HISTORY, Turn, names
 
 # A script that has not called `session()` so long after its workers were started may have none (seconds).
 SESSION_WITHIN = 30.0
-UNHEARD = "no steps are heard: the script has not called session()"
+UNHEARD = "no steps are heard: the script has not called session() yet"
 
 
 def first_step(turn: Turn, world: World) -> None:
@@ -26,11 +26,20 @@ def first_step(turn: Turn, world: World) -> None:
         job.growths += 1
         job.growth_cost = paused
         live.growth_done_at = turn.now
-    text = headline(world)
+    text = f"epoch {world.epoch}: steps are heard" if job.told.start else headline(world)
     if world.epoch > 1 and live.paused_since is not None:
-        text += f", paused {paused:.1f} s, lost {lost} step{'s' if lost != 1 else ''}"
+        text += f", {cost(paused, lost, live.costs_more)}"
     turn.notice(text)
     record(turn, world, paused, lost)
+
+
+def cost(paused: float, lost: int, more: bool) -> str:
+    """What a change cost; `more`: the master was away, and knows neither when the steps ended nor with which."""
+    steps = f"{lost} step{'s' if lost != 1 else ''}"
+    if not more:
+        return f"paused {paused:.1f} s, lost {steps}"
+    known = f"at least {steps}" if lost else "an unknown number of steps"
+    return f"paused at least {paused:.1f} s, lost {known} (the master was away)"
 
 
 def without_steps(turn: Turn, world: World) -> None:
@@ -70,8 +79,8 @@ def waiting_to_grow(turn: Turn, new: list[Node], until: float) -> None:
         return
     turn.open.growth_told = who
     turn.notice(
-        f"{names(sorted(who))} joined: the script has no session() and cannot be drained, so all workers restart"
-        f" with the next commit, or in {until - turn.heard:.0f} s (--grow-wait)"
+        f"{names(sorted(who))} joined: the script has not called session() and cannot be drained, so all workers"
+        f" restart with the next commit, or in {until - turn.heard:.0f} s (--grow-wait)"
     )
 
 

@@ -63,7 +63,7 @@ def recover(job: Job, generation: int, now: float) -> State:
     if job.growths:
         live.growth_done_at = now
     if job.phase.has_workers or job.phase is Phase.FORMING:
-        live.paused_since = now
+        live.paused_since, live.costs_more = now, True
     state = State(job, live)
     fit(state, now)
     if job.drain is not None:

@@ -173,6 +173,8 @@ def missing(state: State) -> str:
         return f"nobody can convert the checkpoint for this shape ({job.conversion.reason}): trying again"
     unit = f" in a multiple of {job.settings.node_unit} (--node-unit)" if job.settings.node_unit > 1 else ""
     text = f"waiting for nodes: {max(0, here)} here, at least {job.settings.least_nodes}{unit} needed"
+    if here >= job.settings.least_nodes and not blind and not strangers:
+        text = f"{here} here, which is enough: waiting for others that may be coming back"
     if blind and resume is not None:
         text += f"; {names(blind)} cannot see {resume.name}"
     if strangers:

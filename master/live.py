@@ -138,6 +138,8 @@ class Live:
     verify_retry_at: float = 0.0
     listen_until: float | None = None
     paused_since: float | None = None
+    # It was longer, and more steps may be lost: the process before this one saw the last of them.
+    costs_more: bool = False
     # What WAITING lacks, as agents were told last, and when.
     missing: str = ""
     missing_at: float = float("-inf")

@@ -86,7 +86,7 @@ def shrink(turn: Turn) -> None:
             turn.job.drain = replace(turn.job.drain, shrink=True)
         return
     turn.job.told = replace(turn.job.told, start=True)
-    turn.notice(f"all workers restart, {text}: the script has no session() and cannot be drained", True)
+    turn.notice(f"all workers restart, {text}: the script has not called session() and cannot be drained", True)
     regroup(turn)
 
 
@@ -142,6 +142,7 @@ def regroup(turn: Turn) -> None:
     job, world = turn.job, world_of(turn)
     job.left_step = max(turn.open.top_step, world.resumed_step)
     turn.live.paused_since = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
+    turn.live.costs_more = turn.open.is_taken_over
     announcements.close_record(turn, world, job.left_step)
     job.drain = None
     turn.gather_anew()

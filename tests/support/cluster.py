@@ -170,7 +170,8 @@ class Change:
 _CHANGE = re.compile(
     r"epoch (?P<epoch>\d+): (?P<cause>.*), (?P<nodes>\d+) nodes?, "
     r"(?:from step 0|resumed at step (?P<resumed>\d+)(?: \((?P<how>universal|re-sharded)\))?)"
-    r"(?:, paused (?P<paused>[\d.]+) s, lost (?P<lost>\d+) steps?)?$"
+    r"(?:, paused (?:at least )?(?P<paused>[\d.]+) s, lost (?:at least )?(?P<lost>\d+|an unknown number of) steps?"
+    r"(?: \(the master was away\))?)?$"
 )
 
 
@@ -178,7 +179,9 @@ def parse_change(line: str) -> Change | None:
     match = _CHANGE.fullmatch(line)
     if match is None:
         return None
-    number = {name: int(match[name] or 0) for name in ("epoch", "nodes", "resumed", "lost")}
+    number = {name: int(match[name] or 0) for name in ("epoch", "nodes", "resumed")}
+    # After the master's death they may be more, or not known.
+    number["lost"] = int(match["lost"]) if (match["lost"] or "").isdigit() else 0
     return Change(cause=match["cause"], how=match["how"] or "", paused=float(match["paused"] or 0), **number)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.command import run
+from dalsegno.agent.status import status_lines
+from dalsegno.protos import control_pb2 as pb
 
 
 @pytest.fixture
@@ -78,3 +80,15 @@ def test_where_no_job_was_the_directory_can_be_named(tmp_path: Path, capsys: pyt
     code, said = ask(tmp_path, capsys)
     assert code == 2
     assert "--checkpoint-dir" in said
+
+
+def test_the_open_epoch_goes_on() -> None:
+    """Its record in the history has the first of its steps only; how far it is by now, the job says."""
+    history = [
+        pb.EpochRecord(epoch=1, cause="a joined", nodes=1, first_step=1, last_step=28),
+        pb.EpochRecord(epoch=2, cause="b joined", nodes=2, first_step=29, last_step=29, lost_steps=1),
+    ]
+    reply = pb.StatusReply(job_id="job", epoch=2, step=97, phase=pb.PHASE_RUNNING, history=history)
+    _, first, second = status_lines(reply)
+    assert "1 node, steps 1 to 28, paused 0.0 s, lost 0 steps" in first
+    assert "2 nodes, steps 29 to 97, paused 0.0 s, lost 1 step" in second

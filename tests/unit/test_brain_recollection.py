@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from dalsegno.master.events import StreamOpened
 from dalsegno.master.state import Phase
 from dalsegno.protos import control_pb2
 from tests.support.masters import Driven, Node, all_join, settings
@@ -170,3 +171,39 @@ def test_without_a_lost_run_the_first_agents_nodes_are_the_jobs() -> None:
     other = settings(min_nodes=3, max_nodes=3)
     job.node(epoch=9, generation=5, known_settings=other, inventory=[sealed(9, 3, 3)])
     assert nnodes(job) == (1, 4)
+
+
+def test_what_nobody_can_know_is_not_said() -> None:
+    """With the master the last steps' number died, and when they ended: what a change cost is a lower bound."""
+    job = Driven()
+    a, b = job.start(2)
+    a.step(7)
+    job.restart()
+    for node in (a, b):
+        job.event(StreamOpened(node.name, node.incarnation))
+    b.hang_up()
+    job.wait(8)
+    a.join()
+    job.wait(8)
+    a.step(1)
+    (line,) = [line for line in job.notices.splitlines() if "epoch 2" in line]
+    assert "paused at least" in line
+    assert line.endswith("lost an unknown number of steps (the master was away)")
+
+
+def test_a_survivor_tells_what_it_cost() -> None:
+    """It has told of its steps since the master is back."""
+    job = Driven()
+    a, b = job.start(2)
+    a.step(7)
+    job.restart()
+    for node in (a, b):
+        job.event(StreamOpened(node.name, node.incarnation))
+    a.step(8)
+    b.hang_up()
+    job.wait(8)
+    a.join()
+    job.wait(8)
+    a.step(1)
+    (line,) = [line for line in job.notices.splitlines() if "epoch 2" in line]
+    assert line.endswith("s, lost 8 steps")
