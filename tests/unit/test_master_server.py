@@ -394,6 +394,29 @@ def test_status_and_heartbeats_do_not_wait_for_the_store() -> None:
     asyncio.run(scene())
 
 
+def test_status_shows_nothing_that_a_crash_takes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked while a decision is being stored, it is answered once that is stored."""
+    monkeypatch.setattr(driver_module, "STATUS_PATIENCE", 30.0)
+
+    async def scene() -> None:
+        store = SometimesFull()
+        async with serving(store) as master:
+            await master.register()
+            store.writable = False
+            finished = pb.FinishedRequest(caller=caller(request=1))
+            end = asyncio.ensure_future(master.stub.ReportFinished(finished, timeout=5))
+            await until(lambda: _true(store.attempts > 2))
+            seen = [asyncio.ensure_future(master.status()) for _ in range(3)]
+            done, _ = await asyncio.wait(seen, timeout=0.5)
+            assert not done
+            store.writable = True
+            assert {(await status).phase for status in seen} == {pb.PHASE_SUCCEEDED}
+            assert store.saves == 2
+            await end
+
+    asyncio.run(scene())
+
+
 def test_nobody_watches_for_another() -> None:
     """A stream with another secret is refused; the agent's own goes on."""
 
