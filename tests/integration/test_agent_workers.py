@@ -396,8 +396,9 @@ def test_workers_that_do_not_exist_yet_are_stopped_too(node: Node, monkeypatch: 
     assert node.warm.wait(20)
     context = node.workers(script_in(node.directory, "pass"), 1, pool)
     context.start()
-    assert node.exits.get(timeout=10)[:2] == (0, 0)
+    assert node.exits.get(timeout=60)[:2] == (0, 0)
     context.stop(0)
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize("fork", [True, False])

@@ -443,6 +443,12 @@ class Conversions:
             assert warm.wait(20)
             self.job.nursery = self.pool.start_helper
 
+    def close(self) -> None:
+        self.job.stop()
+        if self.pool is not None:
+            self.pool.close()
+        self.lifeline.close()
+
     def start(self, lease: int) -> None:
         self.job.start(self.run_dir, pb.Conversion(lease=lease, source=self.source.to_proto()))
 
@@ -460,10 +466,7 @@ def conversions(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     one = Conversions(tmp_path, request.param == "nursery")
     yield one
-    one.job.stop()
-    if one.pool is not None:
-        one.pool.close()
-    one.lifeline.close()
+    one.close()
 
 
 def test_a_conversion_that_succeeds(conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,24 +516,55 @@ def test_a_conversion_that_fails(
     assert word in update.message
 
 
-def test_a_stopped_conversion_is_gone_and_silent(
-    conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The converter and what it started are dead; nothing is told of it afterwards; another lease can begin."""
-    pids = tmp_path / "pids"
-    monkeypatch.setenv("HOW", "hang")
-    monkeypatch.setenv("PIDS", str(pids))
-    conversions.start(3)
+def started_converter(pids: Path) -> tuple[int, int]:
+    """The converter that hangs, and its child, once both exist."""
     deadline = time.monotonic() + 20
     while not (pids.exists() and len(pids.read_text().split()) == 2):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    conversions.job.stop(99)
     parent, child = map(int, pids.read_text().split())
+    return parent, child
+
+
+def test_a_conversion_is_stopped_before_its_start_is_heard_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Its nursery's word comes late: the stop waits for it, and the converter is gone then."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    conversions = Conversions(tmp_path, nursery=True)
+    request.addfinalizer(conversions.close)
+    monkeypatch.setenv("HOW", "hang")
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    heard, plain = threading.Event(), conversions.lifeline.add_group
+
+    def add_group(pgid: int) -> None:
+        assert heard.wait(30)
+        plain(pgid)
+
+    monkeypatch.setattr(conversions.lifeline, "add_group", add_group)
+    conversions.start(3)
+    converter, _ = started_converter(tmp_path / "pids")
+    late = threading.Timer(0.5, heard.set)
+    late.start()
+    conversions.job.stop(3)
+    assert heard.is_set()
+    assert start_time(converter) is None
+    late.join()
+
+
+def test_a_stopped_conversion_is_gone_and_silent(
+    conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The converter and what it started are dead; nothing is told of it afterwards; another lease can begin."""
+    monkeypatch.setenv("HOW", "hang")
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    conversions.start(3)
+    parent, child = started_converter(tmp_path / "pids")
+    conversions.job.stop(99)
     assert start_time(parent) is not None
     conversions.job.stop(3)
     assert start_time(parent) is None
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 20
     while process_state(child) not in (None, "Z"):
         assert time.monotonic() < deadline
         time.sleep(0.01)
