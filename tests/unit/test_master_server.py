@@ -346,7 +346,6 @@ def test_the_brain_is_woken_when_it_asked_for_it() -> None:
             async def ticked() -> bool:
                 return "Tick" in (await master.status()).reason
 
-            assert not await ticked()
             await until(ticked)
             assert time.monotonic() - start >= 0.3
             await asyncio.sleep(0.2)
@@ -370,7 +369,9 @@ def test_a_master_that_was_held_up_tells_the_brain_first() -> None:
                 return "Tick" in (await master.status()).reason
 
             await until(ticked)
-            assert (await master.status()).reason.endswith("StreamOpened a/1; HeldUp; Tick")
+            # On a busy machine it may be held up once more.
+            told = (await master.status()).reason.split("; ")
+            assert told[told.index("Tick") - 1] == "HeldUp"
 
     asyncio.run(scene())
 
