@@ -2,7 +2,8 @@
 
 Executed as `python -u -m dalsegno.agent.standby --channel FD …` by `standby_pool`. Over the channel (a socket, JSON
 messages behind four bytes of length) it says what it has imported, takes `{"start": ID, …assignment}`, and tells
-`{"started": ID, "pid": PID}` and later `{"exited": ID, "code": STATUS}` (negative for a signal). The forked process
+`{"started": ID, "pid": PID}` and later `{"exited": ID, "code": STATUS}` (negative for a signal). `{"cancel": ID}` takes
+a start back that it has not carried out; it then tells `exited` alone. The forked process
 becomes the script as `python -u script.py …` or `python -u -m module …` would have run it, with the assignment's
 environment, arguments, working directory and output. End of the channel: it ends, and its workers with it.
 
@@ -247,7 +248,10 @@ class _Nursery:
                     message = receive(self._channel)
                     if message is None:
                         return None
-                    self._requests.append(message)
+                    if "cancel" in message:
+                        self._cancel(message["cancel"])
+                    else:
+                        self._requests.append(message)
                 self._reap()
                 if self._report is not None and not self._ready:
                     self._settle()
@@ -272,6 +276,13 @@ class _Nursery:
             names = ", ".join(thread.name for thread in threading.enumerate()[1:])
             self._report["unforkable"] = f"the imports left threads running ({names})"
         send(self._channel, {"ready": self._report})
+
+    def _cancel(self, number: object) -> None:
+        """Of one that was started meanwhile the agent knows, or hears just now."""
+        left = [request for request in self._requests if request["start"] != number]
+        if len(left) < len(self._requests):
+            self._requests = left
+            send(self._channel, {"exited": number, "code": -signal.SIGKILL})
 
     def _start(self, message: dict[str, object]) -> Assignment | None:
         number = message.pop("start")

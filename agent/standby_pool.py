@@ -91,9 +91,16 @@ class StandbyProcess:
 
     It is the nursery's child, so its exit status comes over the channel, after its whole group was killed. It may not
     exist yet: a nursery that still imports starts it afterwards.
+
+    Args:
+        cancel: asks its nursery not to start it. Whether the nursery answers: with its end, or its start where that
+            came first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cancel: Callable[[], bool]) -> None:
+        self._cancel = cancel
+        # Told to end before it was known to exist.
+        self._unwanted = False
         # 0 until it exists.
         self.pid = 0
         # Its nursery was stuck: it never was, and never will be.
@@ -118,25 +125,31 @@ class StandbyProcess:
         return self.returncode
 
     def signal_group(self, signum: int) -> None:
-        """Signals its whole process group; one that does not exist yet never will."""
+        """Signals its whole process group; one that does not exist yet never will.
+
+        It may exist before we hear of it. So it has only ended once its nursery says so; with one that still imports,
+        at once.
+        """
         with self._lock:
-            if self.returncode is not None:
+            if self.returncode is not None or self._unwanted:
                 return
             if self.pid:
                 kill_group(self.pid, signum)
                 return
-        self.ended(-signum)
+            self._unwanted = True
+        if not self._cancel():
+            self.ended(-signum)
 
     def started(self, pid: int) -> bool:
         """It exists now. False: nobody wants it any more."""
         with self._lock:
             self.pid = pid
-            return self.returncode is None
+            return self.returncode is None and not self._unwanted
 
     def abandon(self) -> None:
         """Its nursery is given up: whoever waits for it starts it another way, unless it was told to end before."""
         with self._lock:
-            self.abandoned = self.returncode is None and not self.pid
+            self.abandoned = self.returncode is None and not self.pid and not self._unwanted
         self.ended(-signal.SIGKILL)
 
     def ended(self, code: int) -> None:
@@ -188,19 +201,29 @@ class Nursery:
         Raises:
             OSError: the nursery is gone, or did not take the request within a few seconds.
         """
-        worker = StandbyProcess()
         with self._lock:
             if self._gone:
                 raise BrokenPipeError("the nursery is gone")
             self._number += 1
-            self._workers[self._number] = worker
-            request: dict[str, object] = {"start": self._number, **dataclasses.asdict(assignment)}
+            number = self._number
+            worker = self._workers[number] = StandbyProcess(lambda: self._cancel(number))
+            request: dict[str, object] = {"start": number, **dataclasses.asdict(assignment)}
             try:
                 send(self._channel, request)
             except OSError:
-                del self._workers[self._number]
+                del self._workers[number]
                 raise
         return worker
+
+    def _cancel(self, number: int) -> bool:
+        """Whether a worker is there or on its way, and its end will be told. Not while it only waits for imports."""
+        with self._lock:
+            if not self.single and number in self._workers:
+                try:
+                    send(self._channel, {"cancel": number})
+                except OSError as error:
+                    logger.warning("nursery %d cannot be told to start nothing: %s", self.process.pid, error)
+            return self.ready.is_set() and number in self._workers
 
     def give_up(self) -> None:
         """Ends it because its imports do not; what it was to start is `abandoned`."""
@@ -257,7 +280,9 @@ class Nursery:
             return
         number = int(str(message.get("started", message.get("exited"))))
         with self._lock:
-            worker = self._workers[number] if "started" in message else self._workers.pop(number)
+            worker = self._workers.get(number) if "started" in message else self._workers.pop(number, None)
+        if worker is None:
+            return  # It was given up, and is being killed.
         if "started" in message:
             pid = int(str(message["pid"]))
             self._lifeline.add_group(pid)

@@ -278,13 +278,14 @@ def record(options: Options) -> list[Row]:
     end = time.monotonic() + RECORD_SECONDS
     with Cluster(settings(RECORD_NODES, options, keep_checkpoints=0)) as cluster:
         Scenes(RECORD_NODES, options, cluster, Results()).form()
-        done = 0
+        done = step = 0
         for mark in [mark for mark in MARKS if mark < options.commits] + [options.commits]:
             # Side by side they share transactions, which fills the record sooner; what is measured comes by itself.
-            done += _calls(cluster, "half", True, mark - LAST_COMMITS - done, end)[0]
-            count, cpu, took = _calls(cluster, "one", True, mark - done, end)
+            count, step, *_ = _calls(cluster, "half", step, mark - LAST_COMMITS - done, end)
             done += count
-            _, beat, _ = _calls(cluster, "one", False, LAST_COMMITS, end)
+            count, step, cpu, took = _calls(cluster, "one", step, mark - done, end)
+            done += count
+            _, _, beat, _ = _calls(cluster, "one", None, LAST_COMMITS, end)
             if not count:
                 break
             size = sum(path.stat().st_size for path in cluster.folder.glob("master.sqlite*")) / 1024
@@ -300,16 +301,19 @@ def record(options: Options) -> list[Row]:
     return rows
 
 
-def _calls(cluster: Cluster, role: str, commits: bool, count: int, end: float) -> tuple[int, float, float]:
-    """How many calls the nodes of a role made, and milliseconds for each: of the master's CPU, and in all."""
+def _calls(cluster: Cluster, role: str, step: int | None, count: int, end: float) -> tuple[int, int, float, float]:
+    """Has the nodes of a role commit what is above a step, or send heartbeats (None).
+
+    Returns how many they made, the last step, and milliseconds for each: of the master's CPU, and in all.
+    """
     left = end - time.monotonic()
     if count <= 0 or left <= 0:
-        return 0, 0.0, 0.0
+        return 0, step or 0, 0.0, 0.0
     before, began = cluster.master.cpu(), time.monotonic()
-    told = cluster.ask(role, "calls", commits=commits, count=count, seconds=left)
-    done = int(told["waits"].get("CommitCheckpoint" if commits else "Heartbeat", {}).get("count", 0))
+    told = cluster.ask(role, "calls", commits=step is not None, count=count, seconds=left, above=step or 0)
+    done = int(told["waits"].get("Heartbeat" if step is None else "CommitCheckpoint", {}).get("count", 0))
     each = 1000 / max(1, done)
-    return done, each * (cluster.master.cpu() - before), each * (time.monotonic() - began)
+    return done, told["step"], each * (cluster.master.cpu() - before), each * (time.monotonic() - began)
 
 
 def growth(results: Results) -> list[Row]:

@@ -41,6 +41,8 @@ class Swarm:
         self._running: Counter[int] = Counter()
         self._left: set[int] = set()
         self._joined_at = 0.0
+        # The last one that a node has tried to commit.
+        self.step = 0
         self.clear()
 
     def clear(self) -> None:
@@ -120,22 +122,27 @@ class Swarm:
         commit_at = time.monotonic() + COMMIT_EVERY / 2
         while (now := time.monotonic()) < end:
             if now >= commit_at:
-                await node.commit()
+                await node.commit(1 + node.newest)
                 commit_at = now + COMMIT_EVERY
             await node.beat()
             await asyncio.sleep(PROBE_EVERY)
 
-    async def do_calls(self, commits: bool, count: int, seconds: float) -> None:
-        """So many commits, or heartbeats, of all nodes side by side, as far as the time goes."""
+    async def do_calls(self, commits: bool, count: int, seconds: float, above: int) -> None:
+        """So many commits above a step, or heartbeats, of all nodes side by side, as far as the time goes."""
         end = time.monotonic() + seconds
         left = count
+        self.step = max(self.step, above)
 
         async def repeat(node: Node) -> None:
             nonlocal left
             while left > 0 and time.monotonic() < end:
                 left -= 1
-                if not await (node.commit() if commits else node.beat()):
-                    return
+                if commits:
+                    self.step = 1 + max(self.step, node.newest)
+                if not await (node.commit(self.step) if commits else node.beat()):
+                    # A newer one was faster, and this one is refused.
+                    left += 1
+                    await asyncio.sleep(PROBE_EVERY)
 
         await asyncio.gather(*(repeat(node) for node in self.nodes))
 
@@ -145,6 +152,7 @@ class Swarm:
             "failures": dict(self.failures),
             "sizes": self.sizes,
             "directives": self.directives,
+            "step": self.step,
         }
 
 

@@ -315,9 +315,14 @@ class Node:
         """A heartbeat out of turn; whether it was answered."""
         return await self.call("Heartbeat", self._beat, CALL_TIMEOUT) is not None
 
-    async def commit(self) -> bool:
-        """Records a checkpoint of one more step; whether the master took it."""
-        self.step = 1 + max(self.step, self.head.step if self.head is not None else 0)
+    @property
+    def newest(self) -> int:
+        """The step that it has made or was told of."""
+        return max(self.step, self.head.step if self.head is not None else 0)
+
+    async def commit(self, step: int) -> bool:
+        """Records a checkpoint; whether the master took it, as it does what is newer than all before."""
+        self.step = step
         checkpoint = pb.Checkpoint(
             # No two nodes give the same name.
             ref=pb.CheckpointRef(name=f"step-{self.step}.e{self.epoch}.{self.number}", digest=secrets.token_hex(32)),

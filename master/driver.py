@@ -39,6 +39,8 @@ HELD_UP_AFTER = 1.0
 SAVE_TIMEOUT = 30.0
 SAVE_PAUSE = 0.1
 SAVE_PAUSE_MAX = 2.0
+# Who asks for the status waits so long for what is being stored; less than an agent waits for an answer. In seconds.
+STATUS_PATIENCE = 1.0
 # The shortest time between two timer turns, so that a wake-up that lies in the past does not burn a core; in seconds.
 TICK_PAUSE = 0.01
 # Faults that are logged.
@@ -158,6 +160,9 @@ class Driver:
         self._stopping = False
         # Something was noted that wants a turn.
         self._news = False
+        # A turn has changed the state, and has not stored it yet; who asks meanwhile is answered at its end.
+        self._storing = False
+        self._asked: asyncio.Future[Reply] | None = None
         self._alive_at = clock()
         # Tracebacks that the log has.
         self._said: set[str] = set()
@@ -179,8 +184,28 @@ class Driver:
             return Reply("RESOURCE_EXHAUSTED", "the master has too many calls waiting: try again", None)
         return await self._put(Called(message))
 
-    def status(self) -> Reply:
-        """A `StatusReply` of the job as it stands in memory: it does not wait for a slow store."""
+    async def status(self) -> Reply:
+        """A `StatusReply` of the job as it is stored, so that a crash takes back nothing of it.
+
+        It waits for no slow store: after `STATUS_PATIENCE` it is what the present turn has decided.
+        """
+        if self._storing and not self._stopping:
+            asked = self._asked = self._asked or asyncio.get_running_loop().create_future()
+            # Nobody's timeout or hanging up cancels it for the others.
+            await asyncio.wait([asked], timeout=STATUS_PATIENCE)
+            if asked.done():
+                return asked.result()
+        return self._status()
+
+    def _end_storing(self, *, stored: bool) -> None:
+        """Answers who asked during the turn, before the next one changes anything."""
+        self._storing = False
+        if self._asked is not None:
+            self._asked.set_result(self._status() if stored else _REFUSED)
+            self._asked = None
+
+    def _status(self) -> Reply:
+        """Of the state in memory."""
         if self._stopping:
             return _REFUSED
         try:
@@ -264,13 +289,16 @@ class Driver:
         self._news = False
         entries = [self._queue.popleft() for _ in range(min(len(self._queue), TURN_LIMIT))]
         events = [entry.event for entry in entries] or [Tick()]
+        self._storing = True
         try:
             self._state, replies = self._brain.handle_all(self._state, events, now)
             self._say_faults()
             await self._persist()
         except BaseException:
+            self._end_storing(stored=False)
             self._refuse(entries)
             raise
+        self._end_storing(stored=True)
         for entry, reply in zip(entries, replies, strict=False):
             # A caller that hung up has cancelled its future.
             if not entry.answer.done():

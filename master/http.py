@@ -14,7 +14,7 @@ import math
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,7 @@ LONGEST_HEAD = 16 << 10
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 _TRAINING = (control_pb2.PHASE_RUNNING, control_pb2.PHASE_DRAINING)
 
-Status = Callable[[], Reply]
+Status = Callable[[], Awaitable[Reply]]
 
 
 @dataclass
@@ -197,7 +197,7 @@ class Edge:
             raise HTTPException(401, "missing or wrong token: send `authorization: Bearer <token>`")
 
     async def _now(self) -> control_pb2.StatusReply:
-        reply = self._status()
+        reply = await self._status()
         if not isinstance(reply.message, control_pb2.StatusReply):
             raise HTTPException(503, reply.detail)
         self._trace.see(reply.message, time.monotonic())

@@ -43,7 +43,7 @@ class Lifetime:
         self._server.stop()
 
     async def _over(self) -> bool:
-        reply = self._server.driver.status()
+        reply = await self._server.driver.status()
         if reply.code == "UNAVAILABLE":
             return True
         now = time.monotonic()

@@ -136,7 +136,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
 
     async def GetStatus(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         await self._admit(request, context)
-        message = await self._answer(self._driver.status(), context)
+        message = await self._answer(await self._driver.status(), context)
         assert isinstance(message, pb.StatusReply), f"the brain answered GetStatus with {type(message).__name__}"
         return message
 

@@ -123,10 +123,10 @@ def test_the_counter_moves_and_somebody_takes_it_over(jobs: Jobs) -> None:
     first.start()
     second.start()
     begin = jobs.claim().counter
-    wait_for(lambda: jobs.claim().counter >= begin + 2, 10)
+    wait_for(lambda: jobs.claim().counter >= begin + 2)
     first.close()
     begin = jobs.claim().counter
-    wait_for(lambda: jobs.claim().counter >= begin + 2, 10)
+    wait_for(lambda: jobs.claim().counter >= begin + 2)
 
 
 def test_the_master_outlives_the_agent_that_started_it(jobs: Jobs) -> None:
@@ -154,10 +154,8 @@ def test_a_dead_or_stopped_master_is_replaced(jobs: Jobs, signum: signal.Signals
     view.start()
     before = jobs.claim()
     os.kill(before.pid, signum)
-    begin = time.monotonic()
     view.missing()
     wait_for(lambda: jobs.claim().generation == 2)
-    assert time.monotonic() - begin < 15
     wait_for(lambda: view.addresses() == (jobs.claim().address,))
     assert not is_same_process(before.pid, before.start_time)
     assert view.abandoned_generation == 1

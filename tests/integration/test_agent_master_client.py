@@ -438,7 +438,8 @@ def test_closing_is_prompt_without_a_master() -> None:
     wait_for(lambda: agent.missing > 0)
     begin = time.monotonic()
     agent.client.close()
-    assert time.monotonic() - begin < 3.0
+    # Its threads would be waited for as long as a call may take.
+    assert time.monotonic() - begin < master_client.CALL_TIMEOUT
 
 
 # ---- threads that are late, or fail ---------------------------------------------------------------------------------
@@ -527,7 +528,7 @@ def test_a_thread_that_always_fails_is_told(master: Master, agent: Agent, monkey
 
 def test_closing_has_one_bound_for_all_threads(master: Master, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that hang are left behind after the time of one, not of three."""
-    monkeypatch.setattr(master_client, "CALL_TIMEOUT", 0.5)
+    monkeypatch.setattr(master_client, "CALL_TIMEOUT", 4.0)
     release = threading.Event()
     stuck = [threading.Thread(target=release.wait, daemon=True) for _ in range(3)]
     for thread in stuck:
@@ -535,5 +536,5 @@ def test_closing_has_one_bound_for_all_threads(master: Master, agent: Agent, mon
     agent.client._threads += stuck
     begin = time.monotonic()
     agent.client.close()
-    assert time.monotonic() - begin < 4.0
+    assert time.monotonic() - begin < 12.0
     release.set()

@@ -21,7 +21,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from dalsegno.agent import events as ev
-from dalsegno.agent import standby
+from dalsegno.agent import standby, workers
 from dalsegno.agent.elastic_agent import ElasticAgent
 from dalsegno.agent.lifeline import Lifeline
 from dalsegno.agent.mailbox import Mailbox
@@ -249,26 +249,24 @@ def test_an_error_file_gives_the_message(node: Node) -> None:
 def test_what_a_standby_imports_is_there_and_costs_no_priority(node: Node) -> None:
     """torch is in memory, CUDA untouched, the imports ran at low priority and the training thread does not."""
     code = (
-        "import os, sys, json\n"
+        "import os, sys, json, time\n"
         "loaded = [m for m in ('torch', 'torch.distributed', 'torch._dynamo') if m in sys.modules]\n"
         "import torch\n"
         "nices = [os.getpriority(os.PRIO_PROCESS, int(t)) for t in os.listdir('/proc/self/task')]\n"
-        "print(json.dumps([loaded, torch.cuda.is_initialized(), nices]))\n"
+        "print(json.dumps([loaded, torch.cuda.is_initialized(), nices, time.process_time()]))\n"
     )
     script = script_in(node.directory, code)
     pool = node.pool(1, modules_of(script.source), low_priority=True)
     assert node.warm.wait(60)
     context = node.workers(script, 1, pool)
-    begin = time.monotonic()
     context.start()
-    assert node.exits.get(timeout=30)[1] == 0
-    took = time.monotonic() - begin
+    assert node.exits.get(timeout=60)[1] == 0
     context.stop(0)
-    loaded, cuda, nices = json.loads(Path(context.stdouts[0]).read_text())
+    loaded, cuda, nices, took = json.loads(Path(context.stdouts[0]).read_text())
     assert loaded == list(ALWAYS)
     assert not cuda
     assert set(nices) == {os.getpriority(os.PRIO_PROCESS, 0)}
-    # A cold one imports for more than a second; an adopted one starts at once and only has to end.
+    # CPU time of its own, however busy the machine is: a cold one imports for more than a second.
     assert took < 1.0
 
 
@@ -381,23 +379,23 @@ def test_workers_end_with_their_nursery(node: Node) -> None:
 
 def test_workers_that_do_not_exist_yet_are_stopped_too(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """The world changes while the nursery still imports: stopping waits for nothing, and nothing runs afterwards."""
-    ran = node.directory / "ran"
+    ran, go_on = node.directory / "ran", node.directory / "go-on"
     script = script_in(node.directory, f"open({str(ran)!r}, 'w')")
     slow = node.directory / "scripts" / "slow_module.py"
-    slow.write_text("import time\ntime.sleep(3)\n")
+    slow.write_text(f"import os, time\nwhile not os.path.exists({str(go_on)!r}):\n    time.sleep(0.01)\n")
     monkeypatch.setenv("PYTHONPATH", str(slow.parent), prepend=os.pathsep)
     pool = node.pool(1, ("slow_module",))
     context = node.workers(script, 1, pool)
     context.start()
-    begin = time.monotonic()
     context.stop(0)
     assert node.exits.get(timeout=1)[:2] == (0, -9)
-    assert time.monotonic() - begin < 2.0
-    assert node.warm.wait(20)
+    go_on.touch()
+    assert node.warm.wait(60)
     context = node.workers(script_in(node.directory, "pass"), 1, pool)
     context.start()
-    assert node.exits.get(timeout=10)[:2] == (0, 0)
+    assert node.exits.get(timeout=60)[:2] == (0, 0)
     context.stop(0)
+    assert not ran.exists()
 
 
 @pytest.mark.parametrize("fork", [True, False])
@@ -434,12 +432,14 @@ def test_workers_of_a_stuck_nursery_can_be_stopped(node: Node, monkeypatch: pyte
     script = script_in(node.directory, f"open({str(ran)!r}, 'w')")
     (node.directory / "scripts" / "endless.py").write_text("import threading\nthreading.Event().wait()\n")
     monkeypatch.setenv("PYTHONPATH", str(node.directory / "scripts"), prepend=os.pathsep)
-    pool = node.pool(1, ("endless",), patience=2.0)
+    pool = node.pool(1, ("endless",), patience=5.0)
     context = node.workers(script, 1, pool)
     context.start()
     context.stop(0)
     assert node.exits.get(timeout=1)[:2] == (0, -9)
-    assert node.warm.wait(20)
+    # It was not given up yet.
+    assert not node.warm.is_set()
+    assert node.warm.wait(60)
     assert not ran.exists()
 
 
@@ -523,7 +523,8 @@ def test_stop_kills_the_whole_group_at_once(node: Node, how: str) -> None:
     wait_for(lambda: all(out.exists() and len(out.read_text().split()) == 2 for out in outs))
     begin = time.monotonic()
     context.stop(0)
-    assert time.monotonic() - begin < 2.0
+    # SIGKILL has that long; they would sleep for minutes.
+    assert time.monotonic() - begin < workers._KILL_TIMEOUT
     assert {node.exits.get(timeout=0.1)[:2], node.exits.get(timeout=0.1)[:2]} == {(0, -9), (1, -9)}
     pids = [int(pid) for out in outs for pid in out.read_text().split()]
     wait_for(lambda: not any(alive(pid) for pid in pids))
@@ -581,17 +582,17 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 
 @pytest.mark.parametrize("how", ["adopted", "cold"])
-def test_last_words_come_before_the_exit(node: Node, how: str) -> None:
+def test_last_words_come_before_the_exit(node: Node, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """A worker that speaks and ends at once is heard in full, although a child of its holds the connection."""
+    # Nothing waits for the end of the connection.
+    monkeypatch.setattr(workers, "_LAST_WORDS", 1000.0)
     script = script_in(node.directory, SPEAK)
     node.slowness = 0.01
     context = node.workers(script, 1, node.pool(1) if how == "adopted" else None)
     context.start()
     out = Path(context.stdouts[0])
     wait_for(lambda: out.exists() and out.read_text().endswith("\n"))
-    begin = time.monotonic()
-    assert node.exits.get(timeout=30) == (0, 83, "")
-    assert time.monotonic() - begin < 3.0
+    assert node.exits.get(timeout=60) == (0, 83, "")
     assert not alive(int(out.read_text()))
     assert node.order == ["hello"] + ["progress"] * 50 + ["finished", "exit"]
     epoch, rank, _ = node.said.get()

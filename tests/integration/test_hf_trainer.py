@@ -18,7 +18,7 @@ pytestmark = pytest.mark.timeout(600)
 Clusters = Callable[..., Cluster]
 
 
-def training(*extra: str, steps: int = 100) -> Training:
+def training(*extra: str, steps: int = 60) -> Training:
     """Data epochs of 10 steps, the last of which is short: 152 samples, 16 at a time."""
     flags = ("--max-micro-batch-size=3", "--samples=152", *extra)
     return Training(HF, steps, 10, extra=flags, needs_agent=True, preloaded="tests.support.preloaded_hf")

@@ -237,7 +237,7 @@ def test_a_crowd_that_says_nothing(listener: Listener, monkeypatch: pytest.Monke
     worker = listener.connect()
     worker.sendall(HELLO)
     listener.next("hello")
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 60.0
     more = [listener.connect() for _ in range(100)]
     worker.sendall(frame(progress=worker_pb2.Progress(step=1)))
     listener.next("progress")

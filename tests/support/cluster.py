@@ -593,6 +593,8 @@ def _is_master(pid: int) -> bool:
 
 def change_worlds(job: Cluster) -> None:
     """1, 2, 3 nodes, a kill of one, a leave, and the end: five epochs. What was kept is judged by the caller."""
+    # Each world is waited for until it has made three, and not every one tells of a step before the next one begins.
+    job.agent_environment = {**job.agent_environment, "DALSEGNO_TEST_STEPS": "4"}
     job.open("a")
     job.start("b")
     second = job.wait_world(2, steps=3)

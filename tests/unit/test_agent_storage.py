@@ -85,7 +85,7 @@ def test_all_nodes_read_the_same_probe(directory: JobDirectory) -> None:
     barrier = threading.Barrier(16)
 
     def look() -> None:
-        barrier.wait(5)
+        barrier.wait(30)
         found.append(JobDirectory(directory.root, "job").probe())
 
     threads = [threading.Thread(target=look) for _ in range(16)]
@@ -151,7 +151,7 @@ def test_a_resume_point_that_comes_late_is_waited_for(directory: JobDirectory, s
     ref = pb.CheckpointRef(name="step-3.e1.1", digest=digest)
     seen: queue.SimpleQueue[tuple[str, Survey]] = queue.SimpleQueue()
     storage.look("run-0001", ref, False, lambda survey: seen.put(("bounded", survey)), seconds=0.3)
-    kind, survey = seen.get(timeout=5)
+    kind, survey = seen.get(timeout=30)
     assert (kind, survey.inventory) == ("bounded", ())
     storage.look("run-0001", ref, True, lambda survey: seen.put(("old", survey)), seconds=0.1)
     storage.look("run-0001", ref, True, lambda survey: seen.put(("new", survey)), seconds=0.1)
@@ -159,12 +159,12 @@ def test_a_resume_point_that_comes_late_is_waited_for(directory: JobDirectory, s
     assert seen.empty()
     run.mkdir()
     os.rename(directory.root / "aside" / "step-3.e1.1", run / "step-3.e1.1")
-    kind, survey = seen.get(timeout=5)
+    kind, survey = seen.get(timeout=30)
     assert (kind, survey.inventory[0].ref.digest) == ("new", digest)
     time.sleep(0.3)
     assert seen.empty()
     storage.look("run-0001", None, False, lambda survey: seen.put(("none", survey)))
-    assert seen.get(timeout=5)[0] == "none"
+    assert seen.get(timeout=30)[0] == "none"
 
 
 class Pauses:
@@ -206,16 +206,16 @@ def test_manifest_and_verification(directory: JobDirectory, storage: Storage) ->
     manifest = make_checkpoint(run, "step-3.e1.1")
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     storage.read_manifest("run-0001", manifest.name, manifest.digest, told.put)
-    assert told.get(timeout=5).checkpoint == manifest.to_proto()
+    assert told.get(timeout=30).checkpoint == manifest.to_proto()
     storage.read_manifest("run-0001", manifest.name, "0" * 64, told.put)
-    assert told.get(timeout=5).checkpoint is None
+    assert told.get(timeout=30).checkpoint is None
     order = pb.Verification(number=4, ref=manifest.to_proto().ref)
     storage.verify("run-0001", order, told.put)
-    done = told.get(timeout=5)
+    done = told.get(timeout=30)
     assert (done.number, done.intact) == (4, True)
     (run / manifest.name / "model.pt").write_bytes(b"wEights")
     storage.verify("run-0001", order, told.put)
-    done = told.get(timeout=5)
+    done = told.get(timeout=30)
     assert (done.intact, "model.pt" in done.message) == (False, True)
 
 
@@ -239,7 +239,7 @@ def test_a_verification_tells_how_far_it_is(
     storage.verify("run-0001", pb.Verification(number=4, ref=manifest.to_proto().ref), told.put)
     updates = []
     while not updates or isinstance(updates[-1], VerificationMoved):
-        updates.append(told.get(timeout=5))
+        updates.append(told.get(timeout=30))
     moved = [update.bytes_done for update in updates[:-1]]
     assert moved == sorted(set(moved))
     assert moved[-1] == 2 * manifest.total_bytes > 0
@@ -264,12 +264,12 @@ def test_a_file_system_that_fails_is_no_verdict(
     monkeypatch.setattr(agent_storage, "verify", flaky)
     monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES", (0.01,) * 4)
     storage.verify("run-0001", order, told.put)
-    done = told.get(timeout=5)
+    done = told.get(timeout=30)
     assert (done.number, done.intact, done.inconclusive) == (4, False, True)
     assert os.strerror(error) in done.message
     failures[:] = [OSError(error, os.strerror(error))] * 4
     storage.verify("run-0001", order, told.put)
-    done = told.get(timeout=5)
+    done = told.get(timeout=30)
     assert (done.intact, done.inconclusive) == (True, False)
 
 
@@ -284,19 +284,19 @@ def test_a_directory_out_of_sight_is_no_verdict_and_a_missing_file_is(
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     run.rename(directory.root / "away")
     storage.verify("run-0001", order, told.put)
-    assert told.get(timeout=5).inconclusive
+    assert told.get(timeout=30).inconclusive
     (directory.root / "away").rename(run)
     make_checkpoint(run, "step-2.e1.1")
     (run / manifest.name).rename(directory.root / "gone")
     storage.verify("run-0001", order, told.put)
-    done = told.get(timeout=5)
+    done = told.get(timeout=30)
     assert done.inconclusive
     assert "it is not in sight, and 1 others are in the run's directory" in done.message
     (directory.root / "gone").rename(run / manifest.name)
     for name in ("model.pt", "MANIFEST.json"):
         (run / manifest.name / name).unlink()
         storage.verify("run-0001", order, told.put)
-        done = told.get(timeout=5)
+        done = told.get(timeout=30)
         assert (done.intact, done.inconclusive, name in done.message) == (False, False, True)
 
 
@@ -350,7 +350,7 @@ def test_pruning_takes_the_later_forms_and_nothing_else(directory: JobDirectory,
         pb.CheckpointRef(name=name) for name in ("step-1.e1.1", "step-2.e1.1.universal.5", "../evil", "step-7.e1.1")
     ]
     storage.prune("run-0001", refs, told.put)
-    assert [ref.name for ref in told.get(timeout=5).refs] == ["step-1.e1.1", "step-2.e1.1.universal.5", "step-7.e1.1"]
+    assert [ref.name for ref in told.get(timeout=30).refs] == ["step-1.e1.1", "step-2.e1.1.universal.5", "step-7.e1.1"]
     assert sorted(os.listdir(run)) == [".sealed", "step-1.e1.10", "step-2.e1.1", "step-2.e1.1.universal.6"]
     assert marked(run) == {"step-1.e1.10", "step-2.e1.1", "step-2.e1.1.universal.6"}
 
@@ -389,7 +389,7 @@ def test_notes_for_people(directory: JobDirectory, storage: Storage) -> None:
     storage.mark_finished("run-0001", 3, manifest.to_proto().ref)
     finished = json.loads((run / "FINISHED.json").read_text())
     assert (finished["step"], finished["name"]) == (3, "step-3.e1.1")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while not (run / "latest.json").exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert json.loads((run / "latest.json").read_text())["digest"] == manifest.digest
@@ -443,6 +443,12 @@ class Conversions:
             assert warm.wait(20)
             self.job.nursery = self.pool.start_helper
 
+    def close(self) -> None:
+        self.job.stop()
+        if self.pool is not None:
+            self.pool.close()
+        self.lifeline.close()
+
     def start(self, lease: int) -> None:
         self.job.start(self.run_dir, pb.Conversion(lease=lease, source=self.source.to_proto()))
 
@@ -460,10 +466,7 @@ def conversions(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     one = Conversions(tmp_path, request.param == "nursery")
     yield one
-    one.job.stop()
-    if one.pool is not None:
-        one.pool.close()
-    one.lifeline.close()
+    one.close()
 
 
 def test_a_conversion_that_succeeds(conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -513,24 +516,55 @@ def test_a_conversion_that_fails(
     assert word in update.message
 
 
-def test_a_stopped_conversion_is_gone_and_silent(
-    conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The converter and what it started are dead; nothing is told of it afterwards; another lease can begin."""
-    pids = tmp_path / "pids"
-    monkeypatch.setenv("HOW", "hang")
-    monkeypatch.setenv("PIDS", str(pids))
-    conversions.start(3)
+def started_converter(pids: Path) -> tuple[int, int]:
+    """The converter that hangs, and its child, once both exist."""
     deadline = time.monotonic() + 20
     while not (pids.exists() and len(pids.read_text().split()) == 2):
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    conversions.job.stop(99)
     parent, child = map(int, pids.read_text().split())
+    return parent, child
+
+
+def test_a_conversion_is_stopped_before_its_start_is_heard_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Its nursery's word comes late: the stop waits for it, and the converter is gone then."""
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    conversions = Conversions(tmp_path, nursery=True)
+    request.addfinalizer(conversions.close)
+    monkeypatch.setenv("HOW", "hang")
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    heard, plain = threading.Event(), conversions.lifeline.add_group
+
+    def add_group(pgid: int) -> None:
+        assert heard.wait(30)
+        plain(pgid)
+
+    monkeypatch.setattr(conversions.lifeline, "add_group", add_group)
+    conversions.start(3)
+    converter, _ = started_converter(tmp_path / "pids")
+    late = threading.Timer(0.5, heard.set)
+    late.start()
+    conversions.job.stop(3)
+    assert heard.is_set()
+    assert start_time(converter) is None
+    late.join()
+
+
+def test_a_stopped_conversion_is_gone_and_silent(
+    conversions: Conversions, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The converter and what it started are dead; nothing is told of it afterwards; another lease can begin."""
+    monkeypatch.setenv("HOW", "hang")
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    conversions.start(3)
+    parent, child = started_converter(tmp_path / "pids")
+    conversions.job.stop(99)
     assert start_time(parent) is not None
     conversions.job.stop(3)
     assert start_time(parent) is None
-    deadline = time.monotonic() + 2
+    deadline = time.monotonic() + 20
     while process_state(child) not in (None, "Z"):
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -216,7 +216,8 @@ def test_agent_that_does_not_read_costs_bounded_time(tmp_path: Path, monkeypatch
         link.send(worker_pb2.ToAgent(progress=worker_pb2.Progress(step=1)), droppable=True)
     for _ in range(100):
         link.send(message)
-    assert time.monotonic() - began < 5
+    # Each of a hundred would wait that long.
+    assert time.monotonic() - began < 25
     assert not link.alive
     link.close()
 

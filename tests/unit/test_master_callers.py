@@ -40,9 +40,9 @@ def test_bytes_that_are_no_message_are_one_line(data: bytes, caplog: pytest.LogC
             for method in METHODS:
                 path = f"{SERVICE}/{method.name}"
                 if method.server_streaming:
-                    call = anext(aiter(master.channel.unary_stream(path)(data, timeout=5)))
+                    call = anext(aiter(master.channel.unary_stream(path)(data, timeout=30)))
                 else:
-                    call = master.channel.unary_unary(path)(data, timeout=5)
+                    call = master.channel.unary_unary(path)(data, timeout=30)
                 await fails(call, grpc.StatusCode.INVALID_ARGUMENT, "no such message")
             await master.register()
 
@@ -61,10 +61,10 @@ def test_the_door_stands_before_every_call() -> None:
                 if "caller" not in kind.DESCRIPTOR.fields_by_name:
                     continue
                 request = kind(caller=caller(request=2**64 - 1))
-                call = getattr(master.stub, method.name)(request, timeout=5)
+                call = getattr(master.stub, method.name)(request, timeout=30)
                 line = "request is 18446744073709551615" if kind is not pb.CommitRequest else "CommitRequest"
                 await fails(anext(aiter(call)) if method.server_streaming else call, INVALID, line)
-            await fails(master.stub.Register(registration(generation=2**63), timeout=5), INVALID, "generation")
+            await fails(master.stub.Register(registration(generation=2**63), timeout=30), INVALID, "generation")
             await fails(master.stub.Scale(pb.ScaleRequest(job_id="x\n" * 999)), INVALID, "not 'x x x")
 
     asyncio.run(scene())
@@ -79,7 +79,7 @@ def test_what_is_left_out_is_said_once(monkeypatch: pytest.MonkeyPatch, caplog: 
         async with serving() as master:
             for number in (1, 1, 1, 2, 3, 4, 5):
                 lie = pb.Checkpoint(ref=pb.CheckpointRef(name=f"../{number}\n"))
-                await master.stub.Register(registration(inventory=[lie]), timeout=5)
+                await master.stub.Register(registration(inventory=[lie]), timeout=30)
 
     asyncio.run(scene())
     lines = [record.getMessage() for record in caplog.records]
@@ -93,9 +93,9 @@ def test_a_message_that_is_too_long_is_refused() -> None:
     async def scene() -> None:
         async with serving() as master:
             long = registration(node="x" * (MESSAGE_BYTES - 500))
-            await fails(master.stub.Register(long, timeout=5), INVALID, "node is 1048076 long")
+            await fails(master.stub.Register(long, timeout=30), INVALID, "node is 1048076 long")
             longer = registration(node="x" * MESSAGE_BYTES)
-            await fails(master.stub.Register(longer, timeout=5), grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max")
+            await fails(master.stub.Register(longer, timeout=30), grpc.StatusCode.RESOURCE_EXHAUSTED, "larger than max")
 
     asyncio.run(scene())
 
@@ -106,7 +106,7 @@ def test_a_refusal_without_a_token_waits_for_no_message() -> None:
     async def scene() -> None:
         async with serving(options=ServerOptions(token=TOKEN)) as master:
             for method in METHODS:
-                call = master.channel.stream_stream(f"{SERVICE}/{method.name}")(timeout=5)
+                call = master.channel.stream_stream(f"{SERVICE}/{method.name}")(timeout=30)
                 assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
     asyncio.run(scene())
@@ -127,13 +127,13 @@ def test_one_nodes_directive_that_fails_costs_one_stream(caplog: pytest.LogCaptu
     async def scene() -> None:
         async with serving_broken() as stub:
             for node in ("a", "b"):
-                await stub.Register(registration(node), timeout=5)
+                await stub.Register(registration(node), timeout=30)
             good = aiter(stub.Watch(pb.WatchRequest(caller=caller("a")), timeout=20))
             assert (await anext(good)).epoch == 0
             for _ in range(3):
                 bad = aiter(stub.Watch(pb.WatchRequest(caller=caller("b")), timeout=20))
                 await fails(anext(bad), grpc.StatusCode.INTERNAL, "the master failed on this node's directive")
-            await stub.Join(pb.JoinRequest(caller=caller("a", request=1)), timeout=5)
+            await stub.Join(pb.JoinRequest(caller=caller("a", request=1)), timeout=30)
             assert (await anext(good)).epoch == 1
 
     asyncio.run(scene())
@@ -159,10 +159,10 @@ def test_a_bug_in_all_directives_ends_no_master(caplog: pytest.LogCaptureFixture
 
     async def scene() -> None:
         async with serving_broken(BrokenLook(4)) as stub:
-            await stub.Register(registration("a"), timeout=5)
+            await stub.Register(registration("a"), timeout=30)
             stream = aiter(stub.Watch(pb.WatchRequest(caller=caller("a")), timeout=20))
             for number in range(1, 6):
-                await stub.Join(pb.JoinRequest(caller=caller("a", request=number)), timeout=5)
+                await stub.Join(pb.JoinRequest(caller=caller("a", request=number)), timeout=30)
             epoch = 0
             while epoch < 5:
                 epoch = (await anext(stream)).epoch

@@ -39,7 +39,10 @@ def status(step: int = 7, epoch: int = 2, phase: pb.Phase = pb.PHASE_RUNNING, lo
 
 @contextlib.asynccontextmanager
 async def serving(answer: Reply, token: str | None = None) -> AsyncIterator[Edge]:
-    edge = Edge(lambda: answer, "127.0.0.1", 0, token, loopback=True)
+    async def status() -> Reply:
+        return answer
+
+    edge = Edge(status, "127.0.0.1", 0, token, loopback=True)
     edge.start()
     try:
         yield edge

@@ -44,16 +44,16 @@ class Master:
         self.stub = control_pb2_grpc.ControlStub(self.channel)
 
     async def register(self, node: str = "a", incarnation: str = "1") -> None:
-        await self.stub.Register(registration(node, incarnation), timeout=5)
+        await self.stub.Register(registration(node, incarnation), timeout=30)
 
     async def join(self, request: int, node: str = "a") -> pb.Ack:
-        return await self.stub.Join(pb.JoinRequest(caller=caller(node, request=request)), timeout=5)
+        return await self.stub.Join(pb.JoinRequest(caller=caller(node, request=request)), timeout=30)
 
     def watch(self, node: str = "a", incarnation: str = "1") -> AsyncIterator[pb.Directive]:
         return aiter(self.stub.Watch(pb.WatchRequest(caller=caller(node, incarnation)), timeout=20))
 
     async def status(self) -> pb.StatusReply:
-        return await self.stub.GetStatus(pb.StatusRequest(), timeout=5)
+        return await self.stub.GetStatus(pb.StatusRequest(), timeout=30)
 
 
 class SometimesFull(MemoryStore):
@@ -92,7 +92,7 @@ async def serving(store: MemoryStore | None = None, options: ServerOptions | Non
         await server.close()
 
 
-async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 30.0) -> None:
     deadline = time.monotonic() + seconds
     while not await condition():
         assert time.monotonic() < deadline
@@ -154,7 +154,7 @@ def test_every_operation_of_the_protocol_reaches_the_brain() -> None:
                     request.checkpoint.MergeFrom(
                         pb.Checkpoint(ref=ref, run_id="run-0001", step=1, epoch=1, form=pb.FORM_SHARDED)
                     )
-                call = getattr(master.stub, method.name)(request, timeout=5)
+                call = getattr(master.stub, method.name)(request, timeout=30)
                 if method.name == "ReportPruned":
                     await fails(call, grpc.StatusCode.FAILED_PRECONDITION, "fenced: for a test")
                 else:
@@ -168,8 +168,8 @@ def test_scaling_needs_no_registration_and_the_right_job() -> None:
 
     async def scene() -> None:
         async with serving() as master:
-            assert (await master.stub.Scale(pb.ScaleRequest(nodes=3), timeout=5)).limit == 3
-            other = master.stub.Scale(pb.ScaleRequest(job_id="other", nodes=3), timeout=5)
+            assert (await master.stub.Scale(pb.ScaleRequest(nodes=3), timeout=30)).limit == 3
+            other = master.stub.Scale(pb.ScaleRequest(job_id="other", nodes=3), timeout=30)
             await fails(other, grpc.StatusCode.INVALID_ARGUMENT, "not 'other'")
 
     asyncio.run(scene())
@@ -190,7 +190,7 @@ def test_no_effect_leaves_before_it_is_durable() -> None:
             await until(lambda: _true(store.attempts > 2))
             # These arrive during the write and share the next one.
             later = [asyncio.ensure_future(master.join(number)) for number in range(2, 30)]
-            await asyncio.sleep(0.3)
+            await until(lambda: _true(len(master.server.driver._queue) == len(later)))
             assert not any(task.done() for task in (first, directive, *later))
             saves = store.saves
             store.writable = True
@@ -346,7 +346,6 @@ def test_the_brain_is_woken_when_it_asked_for_it() -> None:
             async def ticked() -> bool:
                 return "Tick" in (await master.status()).reason
 
-            assert not await ticked()
             await until(ticked)
             assert time.monotonic() - start >= 0.3
             await asyncio.sleep(0.2)
@@ -370,7 +369,9 @@ def test_a_master_that_was_held_up_tells_the_brain_first() -> None:
                 return "Tick" in (await master.status()).reason
 
             await until(ticked)
-            assert (await master.status()).reason.endswith("StreamOpened a/1; HeldUp; Tick")
+            # On a busy machine it may be held up once more.
+            told = (await master.status()).reason.split("; ")
+            assert told[told.index("Tick") - 1] == "HeldUp"
 
     asyncio.run(scene())
 
@@ -386,10 +387,33 @@ def test_status_and_heartbeats_do_not_wait_for_the_store() -> None:
             join = asyncio.ensure_future(master.join(1))
             await until(lambda: _true(store.attempts > 2))
             assert (await master.status()).job_id == "job"
-            await master.stub.Heartbeat(pb.HeartbeatRequest(caller=caller()), timeout=5)
+            await master.stub.Heartbeat(pb.HeartbeatRequest(caller=caller()), timeout=30)
             assert not join.done()
             store.writable = True
             await join
+
+    asyncio.run(scene())
+
+
+def test_status_shows_nothing_that_a_crash_takes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked while a decision is being stored, it is answered once that is stored."""
+    monkeypatch.setattr(driver_module, "STATUS_PATIENCE", 30.0)
+
+    async def scene() -> None:
+        store = SometimesFull()
+        async with serving(store) as master:
+            await master.register()
+            store.writable = False
+            finished = pb.FinishedRequest(caller=caller(request=1))
+            end = asyncio.ensure_future(master.stub.ReportFinished(finished, timeout=30))
+            await until(lambda: _true(store.attempts > 2))
+            seen = [asyncio.ensure_future(master.status()) for _ in range(3)]
+            await until(lambda: _true(master.server.driver._asked is not None))
+            assert not any(status.done() for status in seen)
+            store.writable = True
+            assert {(await status).phase for status in seen} == {pb.PHASE_SUCCEEDED}
+            assert store.saves == 2
+            await end
 
     asyncio.run(scene())
 
@@ -404,7 +428,7 @@ def test_nobody_watches_for_another() -> None:
             await anext(own)
             foreign = caller()
             foreign.secret = SOMEBODY_ELSES
-            stream = aiter(master.stub.Watch(pb.WatchRequest(caller=foreign), timeout=5))
+            stream = aiter(master.stub.Watch(pb.WatchRequest(caller=foreign), timeout=30))
             await fails(anext(stream), grpc.StatusCode.PERMISSION_DENIED, "only the agent that registered a")
             await master.join(1)
             assert (await anext(own)).epoch == 1
