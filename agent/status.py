@@ -129,8 +129,8 @@ def scale_lines(reply: control_pb2.ScaleReply) -> list[str]:
     """What holds now, for a person."""
     if reply.nodes > reply.limit:
         return [
-            f"at most {counted(reply.limit, 'node')} from now on; {reply.nodes} save at the next step boundary, and some"
-            " stand by"
+            f"at most {counted(reply.limit, 'node')} from now on; {reply.nodes} save at the next step boundary, and"
+            " some stand by"
         ]
     return [f"at most {counted(reply.limit, 'node')} from now on; the world has {reply.nodes}"]
 
