@@ -476,6 +476,10 @@ def test_the_last_word_on_the_link_is_how_it_is(master: Master, agent: Agent) ->
     """The thread that has found the master away is held up; meanwhile it is heard, which must not be overtaken."""
     agent.register()
     agent.expect("directed")
+    # From the next heartbeat on nothing is heard, until it is let go.
+    master.servicer.hold.clear()
+    beats = len(master.servicer.of("Heartbeat"))
+    wait_for(lambda: len(master.servicer.of("Heartbeat")) > beats)
     holding = threading.Event()
     with agent.client._changed:
         agent.client._up = False
@@ -488,6 +492,7 @@ def test_the_last_word_on_the_link_is_how_it_is(master: Master, agent: Agent) ->
     late = threading.Thread(target=agent.client._tell_link)
     late.start()
     assert holding.wait(10)
+    master.servicer.hold.set()
     late.join(10)
     wait_for(lambda: agent.events.qsize() >= 2)
     assert [agent.events.get() for _ in range(2)] == [("link", False), ("link", True)]
