@@ -173,37 +173,32 @@ def test_without_a_lost_run_the_first_agents_nodes_are_the_jobs() -> None:
     assert nnodes(job) == (1, 4)
 
 
-def test_what_nobody_can_know_is_not_said() -> None:
-    """With the master the last steps' number died, and when they ended: what a change cost is a lower bound."""
+def cost_of_a_loss(heard: int) -> str:
+    """The line of the world after a restart of the master, and then a loss; a survivor tells of step `heard` between."""
     job = Driven()
     a, b = job.start(2)
     a.step(7)
     job.restart()
     for node in (a, b):
         job.event(StreamOpened(node.name, node.incarnation))
+    if heard:
+        a.step(heard)
     b.hang_up()
     job.wait(8)
     a.join()
     job.wait(8)
     a.step(1)
     (line,) = [line for line in job.notices.splitlines() if "epoch 2" in line]
+    return line
+
+
+def test_what_nobody_can_know_is_not_said() -> None:
+    """With the master the last steps' number died, and when they ended: what a change cost is a lower bound."""
+    line = cost_of_a_loss(heard=0)
     assert "paused at least" in line
     assert line.endswith("lost an unknown number of steps (the master was away)")
 
 
 def test_a_survivor_tells_what_it_cost() -> None:
     """It has told of its steps since the master is back."""
-    job = Driven()
-    a, b = job.start(2)
-    a.step(7)
-    job.restart()
-    for node in (a, b):
-        job.event(StreamOpened(node.name, node.incarnation))
-    a.step(8)
-    b.hang_up()
-    job.wait(8)
-    a.join()
-    job.wait(8)
-    a.step(1)
-    (line,) = [line for line in job.notices.splitlines() if "epoch 2" in line]
-    assert line.endswith("s, lost 8 steps")
+    assert cost_of_a_loss(heard=8).endswith("s, lost 8 steps")
