@@ -174,7 +174,7 @@ def test_without_a_lost_run_the_first_agents_nodes_are_the_jobs() -> None:
 
 
 def cost_of_a_loss(heard: int) -> str:
-    """The line of the world after a restart of the master, and then a loss; a survivor tells of step `heard` between."""
+    """The line of the next world where the master restarts, a survivor tells of step `heard`, and a node is lost."""
     job = Driven()
     a, b = job.start(2)
     a.step(7)
