@@ -7,17 +7,15 @@ with everything saved; where it is not, the run goes on, after a save if a worke
 from __future__ import annotations
 
 import itertools
-import multiprocessing
+import os
 import signal
 import subprocess
-import time
+import sys
 from collections.abc import Callable, Iterable
-from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from dalsegno.elastic.loaders import pass_over
 from tests.support import local_processes as processes
 from tests.support.cluster import Cluster, Node, Training, Undisturbed
 from tests.support.master_process import eventually
@@ -137,27 +135,43 @@ def test_every_subset(clusters: Clusters, undisturbed: Undisturbed, number: sign
     job.assert_undisturbed(undisturbed)
 
 
-def deaf(said: Connection) -> None:
-    """What a DataLoader process is: deaf to all but its parent, with a program of its own to end."""
+# Its loader is what a DataLoader process is: deaf to all but its parent, with a program of its own to end. The parent
+# is no process of the tests: their threads of gRPC may come back in a forked one, and are deaf to nothing.
+PARENT = """
+import multiprocessing, signal, subprocess, sys, time
+from dalsegno.elastic.loaders import pass_over
+
+def deaf(said):
     pass_over((signal.SIGTERM,))
-    helper = subprocess.Popen(["sleep", "600"])
-    helper.terminate()
-    said.send(helper.wait(30))
-    # why: what has no event is a signal that does nothing.
+    program = subprocess.Popen(["sleep", "600"])
+    program.terminate()
+    said.send(program.wait(30))
     time.sleep(600)
+
+ours, theirs = multiprocessing.Pipe()
+loader = multiprocessing.get_context("fork").Process(target=deaf, args=(theirs,), daemon=True)
+loader.start()
+assert ours.recv() == -signal.SIGTERM
+print(loader.pid, flush=True)
+sys.stdin.readline()
+assert loader.is_alive()
+loader.terminate()
+loader.join(30)
+print(loader.exitcode, flush=True)
+"""
 
 
 def test_a_loader_hears_its_parent_only() -> None:
     """Somebody else's SIGTERM does nothing to it, its parent's ends it; a program that it starts can be terminated."""
-    ours, theirs = multiprocessing.Pipe()
-    loader = multiprocessing.get_context("fork").Process(target=deaf, args=(theirs,), daemon=True)
-    loader.start()
-    assert ours.recv() == -signal.SIGTERM
-    assert loader.pid is not None
-    subprocess.run(["sh", "-c", f"kill -TERM {loader.pid}"], check=True)
-    status = Path(f"/proc/{loader.pid}/status")
-    eventually(lambda: "ShdPnd:\t0000000000000000" in status.read_text(), 30)
-    assert loader.is_alive()
-    loader.terminate()
-    loader.join(30)
-    assert loader.exitcode == 0
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
+        assert parent.stdin is not None
+        assert parent.stdout is not None
+        loader = int(parent.stdout.readline())
+        os.kill(loader, signal.SIGTERM)
+        status = Path(f"/proc/{loader}/status")
+        eventually(lambda: "ShdPnd:\t0000000000000000" in status.read_text(), 30)
+        parent.stdin.write("\n")
+        parent.stdin.close()
+        assert parent.stdout.readline() == "0\n"
