@@ -352,7 +352,7 @@ class MasterClient:
                     return
                 self._node = reply.node
                 self._registered = True
-                self._pace.told(reply.pace)
+                self._pace.told(reply.pace, self._clock())
                 incarnation = self._incarnation
                 # The stream opens now; its first directive waits for its turn to be told.
                 self._changed.notify_all()
@@ -403,7 +403,7 @@ class MasterClient:
             self._connector.failed(link)
             return
         with self._changed:
-            self._pace.told(ack.pace)
+            self._pace.told(ack.pace, self._clock())
 
     def _beat_failed(
         self, progress: control_pb2.ProgressRequest | None, link: Link, session: int, error: Exception

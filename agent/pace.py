@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from dalsegno.protos import control_pb2
@@ -19,6 +20,8 @@ _JITTER = 0.05
 # The share of the interval after which a word is repeated that was not heard. Not at once: the master may have too much
 # to do.
 _AGAIN = 1 / 3
+# The longest slot that the master may ask for, in intervals.
+_LONGEST_SLOT = 1 / 10
 # So many reports of an epoch go out at once: that the script has a session, its first step.
 _FIRST_REPORTS = 3
 
@@ -69,13 +72,16 @@ class Pace:
         """The last word was not heard: the next one does not wait for a whole interval."""
         self.beat_at = min(self.beat_at, now + max(HEARTBEAT_INTERVAL, self.heartbeat * _AGAIN))
 
-    def told(self, pace: control_pb2.Pace) -> None:
+    def told(self, pace: control_pb2.Pace, now: float) -> None:
         """The master wants to be spoken to as often as this."""
         if pace.heartbeat_seconds > 0:
             before, self.heartbeat = self.heartbeat, min(max(HEARTBEAT_INTERVAL, pace.heartbeat_seconds), _LONGEST)
             self.spread = self.spread or self.heartbeat > before
         if pace.progress_seconds > 0:
             self.progress = min(max(PROGRESS_INTERVAL, pace.progress_seconds), _LONGEST)
+        if 0 < pace.slot_seconds <= self.heartbeat * _LONGEST_SLOT and math.isfinite(pace.slot_in_seconds):
+            early = (self.beat_at - now - pace.slot_in_seconds) % pace.slot_seconds
+            self.beat_at = max(now, self.beat_at - early)
 
     def begin(self, now: float) -> None:
         """A new session: its first word is due."""

@@ -142,7 +142,7 @@ class Node:
             await asyncio.sleep(NAME_PAUSE)
         reply = pb.RegisterReply.FromString(raw)
         self.run_id = reply.run_id
-        self._pace.told(reply.pace)
+        self._pace.told(reply.pace, asyncio.get_running_loop().time())
         self._set_epoch(0, 0)
         self.observer.registered()
         self._send("ReportWarm", pb.WarmRequest(caller=self.caller()))
@@ -391,7 +391,7 @@ class Node:
     def _told(self, reply: bytes) -> None:
         """The master wants to be spoken to as often as this; older ones say nothing of it."""
         ack = pb.Ack.FromString(reply)
-        self._pace.told(ack.pace)
+        self._pace.told(ack.pace, asyncio.get_running_loop().time())
         self.pace = ack.pace.progress_seconds
 
     def _note(self, method: str, error: grpc.aio.AioRpcError) -> None:

@@ -70,7 +70,7 @@ def take_note(turn: Turn, message: Noted) -> tuple[Reply, bool]:
 
 def ack(turn: Turn) -> control_pb2.Ack:
     """Heard, and how often the master wants to hear."""
-    return control_pb2.Ack(generation=turn.job.generation, pace=pace_of(turn.job))
+    return control_pb2.Ack(generation=turn.job.generation, pace=pace_of(turn))
 
 
 def numbered(turn: Turn, node: Node, caller: control_pb2.Caller, message: Message) -> Answer:

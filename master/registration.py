@@ -86,7 +86,7 @@ def accepted(turn: Turn, node: Node) -> Reply:
             settings=settings_proto(job.settings),
             run_id=job.run_id,
             remark=node.remark,
-            pace=pace_of(job),
+            pace=pace_of(turn),
         )
     )
 

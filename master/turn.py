@@ -19,8 +19,12 @@ NOTICES = 40
 HISTORY = 500
 # Words that the master wants to hear in a second, of all agents together; and the least time between two reports.
 WORDS = 150.0
-# Heartbeats that fit into a node-timeout at least. One that is not answered is soon repeated.
-LEAST_BEATS = 2.5
+# Heartbeats that fit into a node-timeout at least. One that is not answered is repeated after a third of the interval, so
+# that a second one fits in wherever the first was lost.
+LEAST_BEATS = 2.25
+# Slots of a heartbeat's interval: the heartbeats of one slot come together. At 1,000 nodes that halves what they cost, as
+# most of it is waking up.
+SLOTS = 25
 LEAST_PROGRESS = 0.1
 # Of more nodes than this only the number is said.
 NAMED = 4
@@ -141,9 +145,16 @@ def progress_of(job: Job) -> float:
     return min(max(LEAST_PROGRESS, len(job.nodes) / WORDS), heartbeat_of(job))
 
 
-def pace_of(job: Job) -> control_pb2.Pace:
-    """How often agents should speak."""
-    return control_pb2.Pace(heartbeat_seconds=heartbeat_of(job), progress_seconds=progress_of(job))
+def pace_of(turn: Turn) -> control_pb2.Pace:
+    """How often agents should speak, and when."""
+    heartbeat = heartbeat_of(turn.job)
+    slot = heartbeat / SLOTS
+    return control_pb2.Pace(
+        heartbeat_seconds=heartbeat,
+        progress_seconds=progress_of(turn.job),
+        slot_seconds=slot,
+        slot_in_seconds=slot - turn.now % slot,
+    )
 
 
 def names(nodes: Iterable[str]) -> str:

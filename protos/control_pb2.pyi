@@ -192,21 +192,30 @@ global___Ack = Ack
 class Pace(google.protobuf.message.Message):
     """How long to wait until the next heartbeat or progress report when nothing but time or the step has moved on. The more
     agents, the longer; 0: as the agent likes.
+
+    Heartbeats are sent at the beginning of a slot, early by less than its length: those of many agents then come together,
+    and the master wakes up once for all of them. The next slot begins in slot_in_seconds, and then every slot_seconds.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEARTBEAT_SECONDS_FIELD_NUMBER: builtins.int
     PROGRESS_SECONDS_FIELD_NUMBER: builtins.int
+    SLOT_SECONDS_FIELD_NUMBER: builtins.int
+    SLOT_IN_SECONDS_FIELD_NUMBER: builtins.int
     heartbeat_seconds: builtins.float
     progress_seconds: builtins.float
+    slot_seconds: builtins.float
+    slot_in_seconds: builtins.float
     def __init__(
         self,
         *,
         heartbeat_seconds: builtins.float = ...,
         progress_seconds: builtins.float = ...,
+        slot_seconds: builtins.float = ...,
+        slot_in_seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["heartbeat_seconds", b"heartbeat_seconds", "progress_seconds", b"progress_seconds"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["heartbeat_seconds", b"heartbeat_seconds", "progress_seconds", b"progress_seconds", "slot_in_seconds", b"slot_in_seconds", "slot_seconds", b"slot_seconds"]) -> None: ...
 
 global___Pace = Pace
 

@@ -134,14 +134,14 @@ class Network:
         if how == "closed":
             self.clock.after(0.005, self._broken, stream)
         elif how == "silent":
-            self.clock.after(8.0, self._broken, stream)  # the channel's keepalive
+            self.clock.after(11.0, self._broken, stream)  # the channel's keepalive
         else:
             self.clock.after(self.delay(), self._open_at_master, stream)
         return stream
 
     def _open_at_master(self, stream: Stream) -> None:
         if stream.client.agent.host in self.cut:
-            self.clock.after(8.0, self._broken, stream)
+            self.clock.after(11.0, self._broken, stream)
         elif self.master is None or not self.master.up:
             self.clock.after(self.delay(), self._broken, stream)
         else:

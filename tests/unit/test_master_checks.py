@@ -75,9 +75,9 @@ def test_a_pace_is_kept_within_bounds() -> None:
     """Neither a flood nor silence, whatever a master asks for."""
     for asked in (0.0, -1.0, -math.inf, math.nan, 1e-300, 1e-3):
         pace = Pace(0.0, 0.0)
-        pace.told(pb.Pace(heartbeat_seconds=asked, progress_seconds=asked))
+        pace.told(pb.Pace(heartbeat_seconds=asked, progress_seconds=asked), 0.0)
         assert (pace.heartbeat, pace.progress) == (1.0, 0.1)
     for asked in (60.0, 1e9, 1e308, math.inf):
         pace = Pace(0.0, 0.0)
-        pace.told(pb.Pace(heartbeat_seconds=asked, progress_seconds=asked))
+        pace.told(pb.Pace(heartbeat_seconds=asked, progress_seconds=asked), 0.0)
         assert (pace.heartbeat, pace.progress) == (60.0, 60.0)
