@@ -56,8 +56,8 @@ def channel_options() -> list[tuple[str, int | str]]:
     return [
         ("grpc.service_config", json.dumps(service_config)),
         ("grpc.enable_retries", 1),
-        # A dead connection is found by pings, also while the agent only watches; in milliseconds. The interval is longer
-        # than between two heartbeats where there are many nodes: an answer does as well, and costs the master nothing.
+        # A dead connection is found by pings, also while the agent only watches; in milliseconds. Heartbeats come more
+        # often, also where there are many nodes: their answers do as well, and cost the master no wake-up more.
         ("grpc.keepalive_time_ms", 8000),
         ("grpc.keepalive_timeout_ms", 3000),
         # Otherwise gRPC waits a minute for the answer to a ping, whatever the line above says (1.71 to 1.85).

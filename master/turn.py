@@ -19,10 +19,10 @@ NOTICES = 40
 HISTORY = 500
 # Words that the master wants to hear in a second, of all agents together; and the least time between two reports.
 WORDS = 150.0
-# Heartbeats that fit into a node-timeout at least. One that is not answered is repeated after a third of the interval, so
-# that a second one fits in wherever the first was lost.
+# Heartbeats that fit into a node-timeout at least. One that is not answered is repeated after a third of the interval:
+# a second one fits in wherever the first was lost.
 LEAST_BEATS = 2.25
-# Slots of a heartbeat's interval: the heartbeats of one slot come together. At 1,000 nodes that halves what they cost, as
+# Slots of a heartbeat's interval: the heartbeats of one slot come together. At 1,000 nodes that halves what they cost:
 # most of it is waking up.
 SLOTS = 25
 LEAST_PROGRESS = 0.1
