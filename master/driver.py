@@ -43,6 +43,9 @@ SAVE_PAUSE_MAX = 2.0
 STATUS_PATIENCE = 1.0
 # The shortest time between two timer turns, so that a wake-up that lies in the past does not burn a core; in seconds.
 TICK_PAUSE = 0.01
+# After a turn the loop serves calls at least so many times as long as that turn took, up to so many seconds: events
+# that come meanwhile share the next one. Each turn looks at all nodes: with thousands of them turns would take it all.
+REST, MOST_REST = 2.0, 0.1
 # Faults that are logged.
 MOST_FAULTS = 100
 
@@ -164,6 +167,8 @@ class Driver:
         self._storing = False
         self._asked: asyncio.Future[Reply] | None = None
         self._alive_at = clock()
+        # No turn before that, but for one that is full.
+        self._rest_until = clock()
         # Tracebacks that the log has.
         self._said: set[str] = set()
         # One thread: two writes of one store never overlap.
@@ -255,6 +260,7 @@ class Driver:
         try:
             while not self._stopping:
                 await self._wait()
+                await self._rest()
                 await self._turn()
         finally:
             pulse.cancel()
@@ -284,6 +290,12 @@ class Driver:
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._arrived.wait(), timeout)
 
+    async def _rest(self) -> None:
+        """Lets events gather, the longer the longer turns take."""
+        rest = self._rest_until - self._clock()
+        if rest > 0 and len(self._queue) < TURN_LIMIT and not self._stopping:
+            await asyncio.sleep(min(rest, MOST_REST))
+
     async def _turn(self) -> None:
         now = self._beat()
         self._news = False
@@ -293,6 +305,7 @@ class Driver:
         try:
             self._state, replies = self._brain.handle_all(self._state, events, now)
             self._say_faults()
+            took = self._clock() - now
             await self._persist()
         except BaseException:
             self._end_storing(stored=False)
@@ -303,7 +316,10 @@ class Driver:
             # A caller that hung up has cancelled its future.
             if not entry.answer.done():
                 entry.answer.set_result(reply or _HEARD)
+        decided = self._clock()
         self._on_turn()
+        ended = self._clock()
+        self._rest_until = ended + min(MOST_REST, REST * (took + ended - decided))
         # Also a turn that had nothing to store lets others have the loop.
         await asyncio.sleep(0)
 
