@@ -12,6 +12,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from dalsegno.protos.text import name_problem
+
 from .signals import signals_of
 
 __all__ = ["UsageError", "build_parser", "ignored", "parse"]
@@ -136,6 +138,12 @@ def _job_id(text: str) -> str:
     return text
 
 
+def _node_name(text: str) -> str:
+    if problem := name_problem(text):
+        raise argparse.ArgumentTypeError(f"the name {problem}")
+    return text
+
+
 def _std(text: str) -> str:
     if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is neither 0..3 nor RANK:0..3,…")
@@ -206,7 +214,7 @@ def _add_ours(group: _Group) -> None:
         "(one with a session needs none); without it they are made only where ranks cannot load the others' shards",
     )
     group.value("--node-unit", default=1, type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
-    group.value("--node-name", default="", metavar="NAME", help="default: the host name and a number")
+    group.value("--node-name", type=_node_name, default="", metavar="NAME", help="default: the host name and a number")
     group.value(
         "--node-timeout", default=15.0, type=_node_timeout, help="silence after which a node is dead", **seconds
     )
@@ -354,6 +362,9 @@ def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.envir
         raise UsageError("--tls-cert and --tls-key belong together")
     low, _, high = options.nnodes.partition(":")
     options.min_nodes, options.max_nodes = int(low), int(high or low)
-    if options.node_unit > options.max_nodes:
-        raise UsageError(f"--node-unit={options.node_unit} is more than --nnodes={options.nnodes} allows")
+    if -(-options.min_nodes // options.node_unit) * options.node_unit > options.max_nodes:
+        raise UsageError(
+            f"--node-unit={options.node_unit} does not fit --nnodes={options.nnodes}: worlds have a multiple of it, "
+            "and none lies between MIN and MAX"
+        )
     return options

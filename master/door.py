@@ -17,7 +17,7 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.limits import MOST_CHECKPOINTS
-from dalsegno.protos.text import one_line
+from dalsegno.protos.text import LONGEST_NAME, name_problem, one_line, text_problem
 
 __all__ = ("MOST_NODES", "ShapeError", "admit")
 
@@ -35,7 +35,6 @@ MOST_SETTING = 1 << 20
 # Seconds; thirty years.
 LONGEST = 1e9
 # Characters.
-LONGEST_NAME = 200
 LONGEST_PROBE = 256
 # Entries of other lists.
 MOST_REFS = 4096
@@ -212,17 +211,13 @@ def _signed_seconds(value: float) -> None:
 
 
 def _string(value: str | bytes, longest: int = LONGEST_NAME) -> None:
-    if len(value) > longest:
-        raise ShapeError(f"is {len(value)} long, at most {longest} are taken")
-    if isinstance(value, str) and not value.isprintable():
-        raise ShapeError(f"is {one_line(value)!r}: it has characters that cannot be printed")
+    if problem := text_problem(value, longest):
+        raise ShapeError(problem)
 
 
 def _name(value: str) -> None:
-    """Of a node, a host, an incarnation: it may stand in a path."""
-    _string(value)
-    if "/" in value or "\\" in value or ".." in value or value != value.strip():
-        raise ShapeError(f"is {value!r}: no slashes, no '..', no white space around it")
+    if problem := name_problem(value):
+        raise ShapeError(problem)
 
 
 def _probe(value: str) -> None:

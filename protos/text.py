@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ("one_line",)
+__all__ = ("LONGEST_NAME", "name_problem", "one_line", "text_problem")
 
 # Characters. Longer reasons help nobody; a traceback's last line fits in.
 LONGEST_LINE = 1000
+# Of names; characters.
+LONGEST_NAME = 200
 
 
 def one_line(text: str, longest: int = LONGEST_LINE) -> str:
@@ -20,3 +22,21 @@ def one_line(text: str, longest: int = LONGEST_LINE) -> str:
     words = " ".join(text[: 2 * longest].split())
     line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in words)
     return line if len(line) <= longest and len(text) <= 2 * longest else line[: longest - 1] + "…"
+
+
+def text_problem(value: str | bytes, longest: int = LONGEST_NAME) -> str:
+    """What is wrong with something short that may stand in a log; empty where nothing is."""
+    if len(value) > longest:
+        return f"is {len(value)} long, at most {longest} are taken"
+    if isinstance(value, str) and not value.isprintable():
+        return f"is {one_line(value)!r}: it has characters that cannot be printed"
+    return ""
+
+
+def name_problem(value: str) -> str:
+    """The same for the name of a node, a host, an incarnation: it may stand in a path."""
+    if problem := text_problem(value):
+        return problem
+    if "/" in value or "\\" in value or ".." in value or value != value.strip():
+        return f"is {value!r}: no slashes, no '..', no white space around it"
+    return ""
