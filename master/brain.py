@@ -21,7 +21,8 @@ from dalsegno.protos.text import one_line
 from . import calls, forming, membership, phases
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from .invariants import check
-from .live import EpochLife, Live, Presence, State
+from .live import EpochLife, Live, State
+from .presences import Presence, Presences
 from .state import Job, Phase, Settings
 from .turn import CLOSED_GRACE, Turn
 from .views import status, view
@@ -76,8 +77,9 @@ def fit(state: State, now: float) -> None:
     """Whatever became of the job: this process knows of just the nodes and the epoch that it has."""
     job, live = state.job, state.live
     heard = live.clock.at(now)
-    known = live.nodes
-    live.nodes = {name: known.get(name) or Presence(heard) for name in job.nodes}
+    known, live.nodes = live.nodes, Presences()
+    for name in job.nodes:
+        live.nodes.add(name, known.get(name) or Presence(heard))
     for name, node in job.nodes.items():
         if node.joined is not None and live.nodes[name].joined is None:
             live.nodes[name].joined = heard
@@ -165,13 +167,12 @@ def apply(turn: Turn, event: Event) -> Reply | None:
     elif isinstance(event, StreamOpened):
         node = job.node_by(event.incarnation)
         if node is not None:
-            presence = turn.presence(node)
-            presence.closed, presence.opened = None, True
+            live.nodes.open(node.name)
             membership.hear(turn, node)
     elif isinstance(event, StreamClosed):
         node = job.node_by(event.incarnation)
-        if node is not None and turn.presence(node).closed is None:
-            turn.presence(node).closed = turn.heard
+        if node is not None:
+            live.nodes.close(node.name, turn.heard)
     return None
 
 
@@ -203,9 +204,9 @@ def transition(turn: Turn) -> bool:
 def release_leavers(turn: Turn) -> bool:
     """Leavers without ranks to wait for, whose streams are closed, are simply gone."""
     gone = []
-    for node in turn.job.nodes.values():
+    for node in turn.job.nodes.leavers:
         presence = turn.presence(node)
-        if not node.leaving or presence.closed is None or turn.is_working(node):
+        if presence.closed is None or turn.is_working(node):
             continue
         if not membership.spoke_since(presence) and turn.overdue(presence.closed + CLOSED_GRACE):
             gone.append((node, "on notice"))

@@ -92,17 +92,18 @@ class Checkpoint:
 
 
 class Nodes(Table[Node]):
-    """The registered agents by name, found by their incarnation, too."""
+    """The registered agents by name, found by their incarnation, too; and those who are leaving."""
 
-    __slots__ = ("_names",)
+    __slots__ = ("_leaving", "_names")
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         super().__init__({node.name: node for node in nodes})
         self._names = {node.incarnation: node.name for node in self.values()}
+        self._leaving = {node.name: None for node in self.values() if node.leaving}
 
     def copy(self) -> Nodes:
         other = Nodes()
-        other._rows, other._names = dict(self._rows), dict(self._names)
+        other._rows, other._names, other._leaving = dict(self._rows), dict(self._names), dict(self._leaving)
         other.touched = set(self.touched)
         return other
 
@@ -110,8 +111,17 @@ class Nodes(Table[Node]):
         name = self._names.get(incarnation)
         return None if name is None else self._rows[name]
 
+    @property
+    def leavers(self) -> list[Node]:
+        """Those who are leaving, in the order in which they said so."""
+        return [self._rows[name] for name in self._leaving]
+
     def put(self, key: str, row: Node) -> None:
         before = self._rows.get(key)
+        if row.leaving:
+            self._leaving[key] = None
+        else:
+            self._leaving.pop(key, None)
         if before is not None and before.incarnation != row.incarnation:
             del self._names[before.incarnation]
         self._names[row.incarnation] = key
@@ -119,6 +129,7 @@ class Nodes(Table[Node]):
 
     def drop(self, key: str) -> Node | None:
         row = super().drop(key)
+        self._leaving.pop(key, None)
         if row is not None:
             del self._names[row.incarnation]
         return row

@@ -166,7 +166,7 @@ def missing(state: State) -> str:
     answered = [node for node in job.nodes.values() if node.joined is not None and node.joined.round == job.round]
     blind = [n.name for n in answered if resume is not None and n.joined and resume.digest not in n.joined.seen]
     strangers = [n.name for n in job.nodes.values() if not n.sees_directory]
-    here = len(job.nodes) - len(blind) - len(strangers) - sum(n.leaving for n in job.nodes.values())
+    here = len(job.nodes) - len(blind) - len(strangers) - len(job.nodes.leavers)
     if job.verification is not None and conversion.is_unable(job.verification):
         return f"nobody can verify a checkpoint that could not be loaded ({job.verification.message}): trying again"
     if job.conversion is not None and job.conversion.blocked:

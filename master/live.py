@@ -9,30 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from .listening import ListeningClock
+from .presences import Presences
 from .state import Job
 
-__all__ = ("EpochLife", "Gathering", "Live", "Presence", "State")
+__all__ = ("EpochLife", "Gathering", "Live", "State")
 
 
 # Losses of one name that lie so close together are a loop (seconds).
 CRASH_LOOP = 60.0
-
-
-@dataclass
-class Presence:
-    """One registered node, as this process hears it."""
-
-    heard: float
-    # It has spoken to this process; else it is only presumed alive, because the record names it.
-    spoke: bool = False
-    # It has opened a stream since it registered.
-    opened: bool = False
-    # Its stream closed then.
-    closed: float | None = None
-    # It has announced itself then.
-    joined: float | None = None
-    # A leaver is gone then.
-    leaves: float | None = None
 
 
 @dataclass
@@ -113,7 +97,7 @@ class Live:
     """Replaced whole by a new process; its parts with what they are about."""
 
     clock: ListeningClock = field(default_factory=ListeningClock)
-    nodes: dict[str, Presence] = field(default_factory=dict)
+    nodes: Presences = field(default_factory=Presences)
     epoch: EpochLife = field(default_factory=EpochLife)
     gathering: Gathering = field(default_factory=Gathering)
     held_until: dict[str, float] = field(default_factory=dict)

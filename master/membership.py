@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from .checkpoints import resume_point
 from .listening import HEARTBEAT
-from .live import Presence
+from .presences import Presence
 from .state import Member, Node, Part, Settings
 from .turn import CLOSED_GRACE, Turn, heartbeat_of, names
 
@@ -45,7 +45,7 @@ PINGED = 3.5
 def drop(turn: Turn, node: Node) -> None:
     """Forget a node: whatever its incarnation still says is answered "fenced"."""
     turn.job.nodes.drop(node.name)
-    turn.live.nodes.pop(node.name, None)
+    turn.live.nodes.drop(node.name)
     gathering = turn.live.gathering
     gathering.asked.pop(node.name, None)
     gathering.overdue.discard(node.name)
@@ -175,13 +175,13 @@ def hear(turn: Turn, node: Node) -> bool:
 
 def look_at_streams(turn: Turn) -> None:
     """Tells the clock whether there is anybody to be heard, over a stream that is open."""
-    clock = turn.live.clock
+    clock, nodes = turn.live.clock, turn.job.nodes
     # A leaver whose ranks are done owes nobody a word any more.
-    nodes = [turn.presence(node) for node in turn.job.nodes.values() if not node.leaving or turn.is_working(node)]
-    if not nodes or turn.job.phase.is_terminal:
+    done = {node.name for node in nodes.leavers if not turn.is_working(node)}
+    if len(nodes) == len(done) or turn.job.phase.is_terminal:
         if clock.expects or clock.shut_at is not None:
             clock.nobody(turn.now)
-    elif all(presence.closed is not None for presence in nodes):
+    elif len(done.union(turn.live.nodes.broken)) == len(nodes):
         clock.shut(turn.now)
     elif clock.shut_at is not None:
         clock.reopened(turn.now)
@@ -192,13 +192,16 @@ def check_liveness(turn: Turn) -> bool:
     """Declare dead all who are; returns whether anything changed."""
     if turn.job.phase.is_terminal:
         return False
-    timeout = turn.job.settings.node_timeout
+    nodes, timeout = turn.job.nodes, turn.job.settings.node_timeout
     dead = []
-    for node in turn.job.nodes.values():
-        how = death_of(turn, node, timeout)
+    for name in turn.live.nodes.suspects(turn.heard, timeout):
+        how = death_of(turn, nodes[name], timeout)
         if how:
-            dead.append((node, how))
-    lose(turn, dead)
+            dead.append((nodes[name], how))
+    look = turn.live.nodes.next_look(timeout)
+    if look is not None:
+        turn.overdue(look)
+    lose(turn, sorted(dead, key=lambda one: one[0].order))
     if dead:
         forget_losses(turn)
     return bool(dead)

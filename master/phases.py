@@ -33,7 +33,7 @@ def running(turn: Turn) -> bool:
     job = turn.job
     if end_of_epoch(turn):
         return True
-    leavers = [node.name for node in job.nodes.values() if node.leaving and turn.is_working(node)]
+    leavers = [node.name for node in job.nodes.leavers if turn.is_working(node)]
     if leavers or Part.DRAINED in job.parts.values():
         go_without(turn, leavers)
         return True
@@ -146,7 +146,7 @@ def regroup(turn: Turn) -> None:
     announcements.close_record(turn, world, job.left_step)
     job.drain = None
     turn.gather_anew()
-    left = [node.name for node in job.nodes.values() if node.leaving and world.member(node.incarnation) is not None]
+    left = [node.name for node in job.nodes.leavers if world.member(node.incarnation) is not None]
     if left:
         turn.cause(f"{names(left)} left")
     turn.enter(Phase.FORMING)
@@ -247,7 +247,7 @@ def last_step(turn: Turn) -> int:
 
 def notice_end(turn: Turn) -> float:
     """When the first of the leavers is gone, by the listening clock."""
-    leavers = [node for node in turn.job.nodes.values() if node.leaving and turn.is_working(node)]
+    leavers = [node for node in turn.job.nodes.leavers if turn.is_working(node)]
     ends = [turn.presence(node).leaves for node in leavers]
     return min((end for end in ends if end is not None), default=turn.heard + turn.job.settings.drain_timeout)
 
@@ -264,7 +264,7 @@ def draining(turn: Turn) -> bool:
         job.told = replace(job.told, start=True)
         regroup(turn)
         return True
-    leaving = any(node.leaving and turn.is_working(node) for node in job.nodes.values())
+    leaving = any(turn.is_working(node) for node in job.nodes.leavers)
     drained = Part.DRAINED in job.parts.values()
     if leaving and drain.optional:
         job.drain = replace(drain, growth=False, shrink=False)

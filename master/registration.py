@@ -12,7 +12,7 @@ from . import membership
 from .checkpoints import resume_point
 from .door import MOST_NODES
 from .events import Reply
-from .live import Presence
+from .presences import Presence
 from .recollection import remember, run_number
 from .state import Budget, Job, Node, Phase, Settings
 from .turn import Turn, heartbeat_of, pace_of
@@ -107,7 +107,7 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest, remark: str) -> Node
         remark=remark,
     )
     job.nodes.put(node.name, node)
-    live.nodes[node.name] = Presence(turn.heard)
+    live.nodes.add(node.name, Presence(turn.heard))
     membership.hear(turn, node)
     if not live.gathering.is_crash_looping(node.name, turn.now):
         live.last_arrival = turn.now

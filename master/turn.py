@@ -9,7 +9,8 @@ from typing import Any
 from dalsegno.protos import control_pb2
 
 from .listening import HEARTBEAT
-from .live import EpochLife, Gathering, Live, Presence, State
+from .live import EpochLife, Gathering, Live, State
+from .presences import Presence
 from .state import Job, Member, Node, Notice, Part, Phase
 
 # A closed stream counts as a death after this long, seconds.
@@ -69,9 +70,8 @@ class Turn:
         if self.heard >= when:
             return True
         clock = self.live.clock
-        if not clock.stands_still(self.now):
-            self.due(clock.real(self.now, when))
-        return False
+        # Translated into real time it may be now, by rounding: then it is.
+        return not clock.stands_still(self.now) and self.due(clock.real(self.now, when))
 
     def notice(self, text: str, warning: bool = False) -> None:
         """One line for every agent's console."""

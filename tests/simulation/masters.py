@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dalsegno.master import brain
+from dalsegno.master import brain, membership
 from dalsegno.master.codec import JobCodec
 from dalsegno.master.events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from dalsegno.master.live import State
 from dalsegno.master.state import Job
+from dalsegno.master.turn import Turn
 from dalsegno.protos import control_pb2
 
 from .clock import Timer
@@ -175,6 +176,7 @@ class SimMaster:
         self.state, replies = brain.handle(self.state, event, self.now)
         for fault in self.state.faults:
             self.sim.ledger.require(False, "no event is set aside", fault)
+        self._look_at_all()
         if not begun:
             self.sim.ledger.heard(self.state.job)
         if isinstance(event, Called) and len(replies) != 1:
@@ -190,6 +192,22 @@ class SimMaster:
         if answer is not None and replies:
             answer(replies[0])
         self._wake()
+
+    def _look_at_all(self) -> None:
+        """The brain looks at those only who may be dead: it must come to the same as with all of them."""
+        state = self.state
+        if state is None or state.job.phase.is_terminal:
+            return
+        wake, state.wake = state.wake, None
+        turn = Turn(state, self.now)
+        for node in state.job.nodes.values():
+            how = membership.death_of(turn, node, state.job.settings.node_timeout)
+            self.sim.ledger.require(not how, "the dead are noticed", f"{node.name} is still there: {how}")
+        wanted, state.wake = state.wake, wake
+        in_time = wanted is None or (wake is not None and wake <= wanted)
+        self.sim.ledger.require(
+            in_time, "the dead are noticed", f"wakes at {wake}, and somebody may be dead at {wanted}"
+        )
 
     def _decide_and_die(self, event: Event) -> None:
         assert self.state is not None

@@ -31,6 +31,7 @@ from dalsegno.master import (
     views,
 )
 from dalsegno.master.live import State
+from dalsegno.master.presences import Presences
 from dalsegno.master.state import Checkpoint, Job, Node, Part, Phase
 from dalsegno.master.turn import Turn
 from dalsegno.protos import control_pb2
@@ -446,6 +447,22 @@ def skips_a_sample(original: Any) -> Any:
     return init
 
 
+def looks_at_the_silent_too_late(original: Any) -> Any:
+    def next_look(self: Presences, timeout: float) -> float | None:
+        look = original(self, timeout)
+        return None if look is None else look + timeout / 2
+
+    return next_look
+
+
+def forgets_who_was_near(original: Any) -> Any:
+    def taken(self: Presences, until: float) -> list[str]:
+        names = original(self, until)
+        return list(names[:-1])
+
+    return taken
+
+
 def plant(
     owner: Any,
     name: str,
@@ -488,6 +505,8 @@ PLANTS: dict[str, Plant] = dict(
         plant(checkpoints, "loads_now", loads_another_shape_as_it_is, "loads"),
         plant(checkpoints, "resharded", reshards_whatever_was_asked_for, "loads"),
         plant(checkpoints, "give_up_resharding", never_gives_up_resharding, "liveness"),
+        plant(Presences, "next_look", looks_at_the_silent_too_late, "the dead are noticed"),
+        plant(Presences, "_taken", forgets_who_was_near, "the dead are noticed"),
         plant(membership, "is_candidate", takes_the_blind, "members see the directory", kind="disk"),
         plant(conversion, "check_owner", never_replaces_a_converter, "liveness", kind="convert"),
         plant(conversion, "report", counts_only_files, "who moves keeps the lease", kind="convert"),

@@ -1,0 +1,130 @@
+"""Who is heard: the registered nodes, and which of them might have fallen silent.
+
+Of thousands of nodes nearly all were heard lately. So only those are looked at whose stream is closed or whose silence
+comes near to a node-timeout; the others wait in a heap, by when they were heard, and are taken out when they are due.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, ValuesView
+from dataclasses import dataclass
+
+__all__ = ("Presence", "Presences")
+
+# In node-timeouts: silences from this on are looked at in every turn, and when one is due, those that soon will be are
+# brought up to date with it.
+_NEAR, _SOON = 2 / 3, 1 / 2
+# What rounding may do to a time, seconds.
+_ROUNDING = 1e-6
+
+
+@dataclass
+class Presence:
+    """One registered node, as this process hears it."""
+
+    heard: float
+    # It has spoken to this process; else it is only presumed alive, because the record names it.
+    spoke: bool = False
+    # It has opened a stream since it registered.
+    opened: bool = False
+    # Its stream closed then.
+    closed: float | None = None
+    # It has announced itself then.
+    joined: float | None = None
+    # A leaver is gone then.
+    leaves: float | None = None
+
+
+class Presences:
+    """By name. Times are the listening clock's."""
+
+    __slots__ = ("_count", "_entries", "_heap", "_near", "_rows", "broken")
+
+    def __init__(self) -> None:
+        self._rows: dict[str, Presence] = {}
+        # Names whose stream is closed.
+        self.broken: dict[str, None] = {}
+        # Names that were silent for long when they were looked at last.
+        self._near: dict[str, None] = {}
+        # When it was heard, the entry's number, name; the number of each name's entry. Others are outdated.
+        self._heap: list[tuple[float, int, str]] = []
+        self._entries: dict[str, int] = {}
+        self._count = 0
+
+    def add(self, name: str, presence: Presence) -> None:
+        self.drop(name)
+        self._rows[name] = presence
+        if presence.closed is not None:
+            self.broken[name] = None
+        self._await(name)
+
+    def drop(self, name: str) -> None:
+        self._rows.pop(name, None)
+        self.broken.pop(name, None)
+        self._near.pop(name, None)
+        self._entries.pop(name, None)
+
+    def close(self, name: str, heard: float) -> None:
+        """Its stream closed; one that was closed before stays so."""
+        presence = self._rows[name]
+        if presence.closed is None:
+            presence.closed = heard
+            self.broken[name] = None
+
+    def open(self, name: str) -> None:
+        """It has a stream."""
+        presence = self._rows[name]
+        presence.closed, presence.opened = None, True
+        self.broken.pop(name, None)
+
+    def suspects(self, shown: float, timeout: float) -> list[str]:
+        """All who may be dead by a silence of `timeout`, or because their stream closed; some are not."""
+        near = shown - timeout * _NEAR + _ROUNDING
+        for name in [name for name in self._near if self._rows[name].heard > near]:
+            del self._near[name]
+            self._await(name)
+        if self._heap and self._heap[0][0] <= near:
+            for name in self._taken(shown - timeout * _SOON):
+                if self._rows[name].heard > near:
+                    self._await(name)
+                else:
+                    self._near[name] = None
+        return [*self._near, *(name for name in self.broken if name not in self._near)]
+
+    def _taken(self, until: float) -> list[str]:
+        """Names of all entries up to that time, which are taken out."""
+        taken = []
+        while self._heap and self._heap[0][0] <= until:
+            _, number, name = heapq.heappop(self._heap)
+            if self._entries.get(name) == number:
+                del self._entries[name]
+                taken.append(name)
+        return taken
+
+    def next_look(self, timeout: float) -> float | None:
+        """When the next one comes near a silence of `timeout`; None: nobody waits."""
+        return self._heap[0][0] + timeout * _NEAR if self._heap else None
+
+    def _await(self, name: str) -> None:
+        self._count += 1
+        self._entries[name] = self._count
+        heapq.heappush(self._heap, (self._rows[name].heard, self._count, name))
+
+    def values(self) -> ValuesView[Presence]:
+        return self._rows.values()
+
+    def get(self, name: str) -> Presence | None:
+        return self._rows.get(name)
+
+    def __getitem__(self, name: str) -> Presence:
+        return self._rows[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._rows
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rows)
+
+    def __len__(self) -> int:
+        return len(self._rows)
