@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from . import rng
+from .agreement import PART
 from .checkpoint import Order, Position
 from .fetching import Loading, Maker, Part, is_iterable
 from .micro_batch import MicroBatch
 from .plan import BatchPlan, Slice
-from .sampler import ElasticSampler
+from .sampler import ElasticSampler, check_cut
 
 T = TypeVar("T")
 
@@ -29,6 +31,10 @@ _OWN_OPTIONS = {
     "generator": "workers are seeded by the order's seed",
     "in_order": "batches come in order",
 }
+
+
+# What people call what the order has.
+_IN_ORDER = {"seed": "seed of the order", "length": "length of the data set", "version": "version of the order"}
 
 
 @dataclass
@@ -117,8 +123,8 @@ class Batches(Generic[T]):
         rank: This rank's number in the data-parallel group.
         collate: Makes ``data`` of a list of samples; default: torch's.
         scale: ``"ddp"`` (also for FSDP) or ``"deepspeed"``, see ``BatchPlan.loss_scale``.
-        resume: Begin after this checkpoint: its position and step, its order compared. Anything with ``position``,
-            ``step`` and ``manifest.order``; None: at the sampler's position, with step 1.
+        resume: Begin after this checkpoint: its position and step, its order and cut compared. Anything with
+            ``position``, ``step``, ``manifest.order`` and ``manifest.cut``; None: at the sampler's position, step 1.
         data_epochs: Stop before this data epoch; None: never.
         seed: See above.
         count_tokens: For token means: real tokens in ``data``. Factors are then by tokens instead of samples. With a
@@ -127,8 +133,12 @@ class Batches(Generic[T]):
         loader_options: For ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
 
     Raises:
-        ValueError: Sizes that disagree, a position in another order, ``count_tokens`` without ``reduce``, an iterable
-            data set that is to be shuffled, or a loader option that would change the order.
+        ValueError: Sizes that disagree, a position in another order, a checkpoint whose batches were cut otherwise or
+            that has no position, ``count_tokens`` without ``reduce``, an iterable data set that is to be shuffled, or a
+            loader option that would change the order.
+
+    Attributes:
+        cut: What moves the curve besides the order, for the manifest of checkpoints.
     """
 
     def __init__(
@@ -154,16 +164,21 @@ class Batches(Generic[T]):
         plan.slices(rank)
         plan.loss_scale(1, 1, scale)
         self._steps_done = 0
+        self._seed = None if seed is None or not plan.fixed_micro_batch else operator.index(seed)
+        self.cut = plan.cut(
+            sampler.order, drop_last=sampler.drop_last, tokens=count_tokens is not None, seed=self._seed
+        )
         if resume is not None:
+            _check_place(resume)
             if resume.manifest.order is not None:
                 sampler.adopt_order(resume.manifest.order)
+            check_cut(getattr(resume.manifest, "cut", None), self.cut)
             sampler.seek(resume.position)
             self._steps_done = resume.step
         sampler.check_position(sampler.position)
         self._sampler, self._plan, self._rank, self._scale = sampler, plan, rank, scale
         self._count_tokens, self._reduce = count_tokens, reduce
         self._data_epochs = data_epochs
-        self._seed = seed if plan.fixed_micro_batch else None
         maker = Maker(collate, self._seed, self.order.seed)
         self._loading = Loading(dataset, sampler, plan, rank, maker, data_epochs, options)
         self._left = self._count_left()
@@ -172,6 +187,22 @@ class Batches(Generic[T]):
     def order(self) -> Order:
         """For the manifest of checkpoints."""
         return self._sampler.order
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """What all ranks must have alike, by name, for ``Session.compare``; ``steps`` compares it by itself."""
+        order = asdict(self.order)
+        del order["global_batch_size"]
+        return {
+            **{_IN_ORDER.get(name, name): value for name, value in order.items()},
+            **self._plan.alike,
+            "drop_last": self._sampler.drop_last,
+            "data_epochs": self._data_epochs,
+            "the mean is over tokens": self.cut.tokens,
+            "seed of Batches": self.cut.seed,
+            "position in the data": asdict(self.position),
+            PART: [self._rank, self._plan.world_size],
+        }
 
     @property
     def position(self) -> Position:
@@ -272,6 +303,15 @@ class Batches(Generic[T]):
             return int(epochs > 0)
         done = position.samples // self.order.global_batch_size
         return max(0, epochs * self._sampler.batches_per_data_epoch - done)
+
+
+def _check_place(resume: Any) -> None:
+    """Nobody has said where in the data the checkpoint's run stood: from their beginning, samples would come twice."""
+    if resume.step > 0 and resume.manifest.order is None and resume.position == Position():
+        raise ValueError(
+            f"the checkpoint of step {resume.step} has no place in the data, so Batches cannot go on there: save with "
+            "position= and order= of Batches, go on with the data that it was trained on, or start a new run"
+        )
 
 
 def _check_agreement(dataset: Any, sampler: ElasticSampler, plan: BatchPlan, options: dict[str, Any]) -> None:

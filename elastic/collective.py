@@ -107,6 +107,7 @@ class GlooCollective:
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = None
         self._store: Any = None
+        self._closed = False
 
     def start_max(self, values: Sequence[int]) -> Pending:
         import torch
@@ -142,13 +143,14 @@ class GlooCollective:
         self.max([0])
 
     def close(self) -> None:
-        """Leaves the group. Call ``barrier`` before: a peer in the middle of something would see its connection go.
+        """Leaves the group, for good. Call ``barrier`` before: a peer in the middle of something would see it go.
 
         Its threads are joined here. One that still had to take the interpreter's lock while Python ends would abort the
         process (exit code -6, "terminate called without an active exception").
         """
         self._group = None
         self._store = None
+        self._closed = True
 
     def _all_gather(self, tensor: Any) -> list[Any]:
         import torch
@@ -163,6 +165,8 @@ class GlooCollective:
     def _connected(self) -> Any:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("the session's collectives belong to the main thread")
+        if self._closed:
+            raise RuntimeError("this session is over: the ranks have parted, nothing is left to agree on")
         if self._group is None:
             import torch.distributed as dist
             from torch.distributed.rendezvous import rendezvous

@@ -96,16 +96,31 @@ def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> 
     Args:
         backend: Of ``torch.distributed``; None: the accelerator's (gloo on a CPU).
         timeout: Of collectives; None: DeepSpeed's default, 10 minutes.
+
+    Raises:
+        RuntimeError: There are several ranks, and the environment does not say which one of its node this is.
     """
+    _check_environment()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if backend is None:
         accelerator = get_accelerator()
         backend = "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
     if not dist.is_initialized() and "RANK" not in os.environ:
         init_alone(backend)
-        os.environ.setdefault("LOCAL_RANK", "0")
     options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
     deepspeed.init_distributed(dist_backend=backend, verbose=False, auto_mpi_discovery=False, **options)
+
+
+def _check_environment() -> None:
+    """DeepSpeed takes its device from LOCAL_RANK, which not everything that starts ranks sets."""
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        os.environ.setdefault("LOCAL_RANK", "0")
+    elif "LOCAL_RANK" not in os.environ:
+        raise RuntimeError(
+            f"LOCAL_RANK is missing in the environment of one of {ranks} ranks, and DeepSpeed takes its device from "
+            "it: start with dlrover-run or torchrun, which set it, or export it (Slurm: LOCAL_RANK=$SLURM_LOCALID)"
+        )
 
 
 def config(base: Mapping[str, Any], plan: Plan, resume: Resume | None) -> dict[str, Any]:

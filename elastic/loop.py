@@ -4,18 +4,30 @@ from __future__ import annotations
 
 import logging
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
+from .agreement import PART
 from .background_save import Background
-from .batches import Batch, Batches
-from .checkpoint import Order, Position, Ref
+from .batches import Batch
+from .checkpoint import Cut, Order, Position, Ref
 from .exchange import MAX_STEPS_APART, Boundary
 from .resuming import check_strategy
-from .sampler import check_order
+from .sampler import check_cut, check_order
 from .saving import SaveError
+from .sources import (
+    Source,
+    Stateful,
+    check_place,
+    kind,
+    knows,
+    part_of,
+    saved_with,
+    say_what_cannot_resume,
+    source_of,
+)
 from .worker_session import NO_DIRECTORY, Session
 
 log = logging.getLogger(__name__)
@@ -37,11 +49,15 @@ def steps(
     any_world_size: bool | None = None,
     create_directory: bool | None = None,
     order: Order | None = None,
+    cut: Cut | None = None,
     position: Callable[[], Position] | None = None,
+    advanced: bool = False,
     metric: Callable[[], float | None] | None = None,
     seed: int | None = None,
 ) -> Iterator[T]:
     """One batch per optimizer step; the body of the ``for`` is the step. All ranks leave the loop at the same step.
+
+    The call is collective: what all ranks must have alike is compared, and they begin together or not at all.
 
     Ends when ``max_steps`` are done or some rank has no more data: a last save if the last step is not saved, then the
     agent is told that the training finished. If the world is about to change, the ranks save at one boundary and the
@@ -50,49 +66,122 @@ def steps(
 
     Args:
         session: The process's.
-        data: ``Batches``, or any iterable of batches. Of other iterables one batch is fetched ahead, and where to
-            begin after a resume is theirs to know.
+        data: ``Batches``, or any iterable of batches, of which one is fetched ahead. What a loader's ``state_dict`` says
+            is saved, and goes on where as many ranks resume. Others would begin anew: that is refused, see ``sources``.
         max_steps: Of the whole run, steps before the resume point included.
         save: Writes this rank's part of a checkpoint, see ``Session.save``, or ``background(state)``: while the
             training goes on. None: nothing is saved, and a drain goes back to the last commit. The same where there
             is no directory (``Session.can_save``); one line says so.
         save_every: Steps between saves; 0: only for drains and at the end. Without an effect where nothing is saved.
         strategy, any_world_size, create_directory: See ``Session.save``.
-        order: Default: that of ``Batches``.
+        order, cut: Default: those of ``Batches``.
         position: Where the data stands after the present step; default: the batch's ``position_after``.
+        advanced: The script itself has moved ``data`` to where the run goes on, ``session.step`` steps behind their
+            beginning, and sees to it that global batches are the same in every world. With ``position`` it is so.
         metric: The run's tracked metric, asked for at each save.
         seed: Of the random generators, see ``Session.restore_rng``.
 
     Raises:
-        ValueError: ``max_steps`` below 0 or ``save_every`` below 0; there is a directory, and ``save_every`` without
-            ``save``; the resume point is another strategy's, or of another order of samples, or the data do not begin
-            where it ended.
+        ValueError: The ranks were not started alike; ``max_steps`` or ``save_every`` below 0; there is a directory, and
+            ``save_every`` without ``save``; the resume point is another strategy's, or of another order or cut, or the
+            data do not begin where it ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
         SaveError: The script's ``save`` has a mistake, or the final save failed again and again.
         Drained: See above.
     """
-    if save_every < 0 or (max_steps is not None and max_steps < 0):
-        raise ValueError(f"max_steps and save_every cannot be negative: {max_steps}, {save_every}")
+    advanced = advanced or position is not None
+    options = {
+        "order": order or getattr(data, "order", None),
+        "cut": cut or getattr(data, "cut", None),
+        "strategy": strategy,
+        "any_world_size": any_world_size,
+        "create_directory": create_directory,
+    }
+    _compare(session, data, options, max_steps, save, save_every, advanced=advanced)
     save = _saving(session, save, save_every)
     if save is not None:
         check_strategy(session.resume, strategy)
-    order = order or getattr(data, "order", None)
-    _check_data(session, data, order, moves=position is None)
-    source = _source(data)
-    run = _Run(
-        session,
-        save=save,
-        save_every=save_every,
-        position=position,
-        metric=metric,
-        options={
-            "order": order,
-            "strategy": strategy,
-            "any_world_size": any_world_size,
-            "create_directory": create_directory,
-        },
-    )
+    source = _source(session, data, options, advanced=advanced)
+    if save is not None:
+        save = _saved_too(session, data, source, save, options, advanced=advanced)
+    run = _Run(session, save=save, save_every=save_every, position=position, metric=metric, options=options)
     return _loop(session, source, run, max_steps, seed)
+
+
+def _compare(
+    session: Session,
+    data: Any,
+    options: Mapping[str, Any],
+    max_steps: int | None,
+    save: Callable[[Path], None] | Background | None,
+    save_every: int,
+    *,
+    advanced: bool,
+) -> None:
+    """All ranks were told the same, and something possible, or none begins. Collective."""
+    order = options["order"]
+    alike = {
+        "max_steps": max_steps,
+        "save_every": save_every if session.can_save else 0,
+        "what is saved": _what(save) if session.can_save else "nothing",
+        "strategy": options["strategy"],
+        "any_world_size": options["any_world_size"],
+        "what is known of where the data stand": knows(data, advanced=advanced),
+        # What data of ours say of themselves.
+        **getattr(data, "alike", {"order": None if order is None else asdict(order)}),
+    }
+    if (part := part_of(data)) is not None:
+        alike[PART] = part
+    session.compare(alike)
+    # From here on what is refused is refused on all ranks, as they have the same in their hands.
+    if save_every < 0 or (max_steps is not None and max_steps < 0):
+        raise ValueError(f"max_steps and save_every cannot be negative: {max_steps}, {save_every}")
+
+
+def _what(save: Callable[[Path], None] | Background | None) -> str:
+    if save is None:
+        return "nothing"
+    return "a state in the background" if isinstance(save, Background) else "what save() writes"
+
+
+def _source(session: Session, data: Iterable[T], options: Mapping[str, Any], *, advanced: bool) -> Source[T]:
+    """The data, at the place where the run goes on."""
+    resume, order, cut = session.resume, options["order"], options["cut"]
+    if resume is None or session.step != resume.step:  # not the first loop of this process
+        return source_of(data, None, session.rank, session.world_size, advanced=advanced)
+    if order is not None and resume.manifest.order is not None:
+        check_order(resume.manifest.order, order)
+    if cut is not None:
+        check_cut(resume.manifest.cut, cut)
+    place = getattr(data, "position", None)
+    if not advanced and isinstance(place, Position):
+        check_place(place, resume)
+    source = source_of(data, resume, session.rank, session.world_size, advanced=advanced)
+    if isinstance(source, Stateful):
+        session.compare({}, problem=source.go_on())
+    return source
+
+
+def _saved_too(
+    session: Session,
+    data: Any,
+    source: Source[Any],
+    save: Callable[[Path], None] | Background,
+    options: dict[str, Any],
+    *,
+    advanced: bool,
+) -> Callable[[Path], None] | Background:
+    """``save``, and with it where the data stand; says what that means for the run. Changes ``any_world_size``."""
+    if not source.any_world_size:
+        if options["any_world_size"]:
+            raise ValueError(
+                f"any_world_size=True, and the state of {kind(data)} is each rank's own, which loads with as many "
+                "ranks only: leave it out, or give Batches"
+            )
+        options["any_world_size"] = False
+    if session.resume is None and not advanced and session.rank == 0:
+        say_what_cannot_resume(source, data, session.world_size)
+    return saved_with(save, source, session.rank)
 
 
 def _saving(
@@ -108,26 +197,8 @@ def _saving(
     return None
 
 
-def _check_data(session: Session, data: Any, order: Order | None, *, moves: bool) -> None:
-    """Do the data go on where the resume point ended? Nobody would notice samples that come twice, or never."""
-    resume = session.resume
-    if resume is None or session.step != resume.step:
-        return
-    if order is not None and resume.manifest.order is not None:
-        check_order(resume.manifest.order, order)
-    if moves and isinstance(data, Batches) and data.position != resume.position:
-        raise ValueError(
-            f"the data begin at {_place(data.position)}, and {resume.ref.name} ended at {_place(resume.position)}: "
-            "give Batches(..., resume=session.resume)"
-        )
-
-
-def _place(position: Position) -> str:
-    return f"sample {position.samples} of data epoch {position.data_epoch}"
-
-
 def _loop(
-    session: Session, source: _Source[T], run: _Run, max_steps: int | None, seed: int | None
+    session: Session, source: Source[T], run: _Run, max_steps: int | None, seed: int | None
 ) -> Generator[T, None, None]:
     def ahead() -> int:
         limit = MAX_STEPS_APART if max_steps is None else max(0, min(MAX_STEPS_APART, max_steps - session.step))
@@ -217,53 +288,3 @@ class _Run:
             wait=wait,
             **self._options,
         )
-
-
-class _Source(ABC, Generic[T]):
-    """Batches one after the other, and how many are certain to follow."""
-
-    @abstractmethod
-    def take(self) -> T:
-        """The next batch, which ``ahead`` has promised."""
-
-    @abstractmethod
-    def ahead(self, limit: int) -> int:
-        """Batches not taken yet, at most ``limit``; never more than there are."""
-
-
-class _Counted(_Source[T]):
-    """Knows its length: ``Batches``."""
-
-    def __init__(self, data: Any) -> None:
-        self._data, self._iterator = data, iter(data)
-
-    def take(self) -> T:
-        batch: T = next(self._iterator)
-        return batch
-
-    def ahead(self, limit: int) -> int:
-        left: int | None = self._data.left
-        return limit if left is None else min(limit, left)
-
-
-class _Unknown(_Source[T]):
-    """Any iterable: the only way to know whether there is one more is to fetch it."""
-
-    def __init__(self, data: Iterable[T]) -> None:
-        self._iterator = iter(data)
-        self._next: list[T] = []
-
-    def take(self) -> T:
-        self.ahead(1)
-        return self._next.pop()
-
-    def ahead(self, limit: int) -> int:
-        if limit and not self._next:
-            for batch in self._iterator:
-                self._next.append(batch)
-                break
-        return min(limit, len(self._next))
-
-
-def _source(data: Iterable[T]) -> _Source[T]:
-    return _Counted(data) if hasattr(data, "left") else _Unknown(data)

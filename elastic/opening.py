@@ -14,7 +14,7 @@ from .collective import Collective
 from .exits import EXIT_BAD_CHECKPOINT, BadResumePoint, insist
 from .identity import Identity
 from .link import PROTOCOL, Link
-from .resuming import Damaged, ResumePoint
+from .resuming import Damaged, ResumePoint, check_loaders
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +59,7 @@ def check_world(resume: ResumePoint, world_size: int) -> None:
         RuntimeError: They cannot: each would load another rank's part, or none.
     """
     shape = resume.manifest.shape
+    check_loaders(resume.manifest, world_size)
     if resume.form == SHARDED and not shape.loads_at(world_size):
         raise RuntimeError(
             f"{resume.ref.name} was written by {shape.world_size} ranks with strategy {shape.strategy}, which loads at "

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+from .checkpoint import Cut, Order
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,36 @@ class BatchPlan:
     def micro_batch_size(self) -> int:
         """b: the largest slice of a whole global batch."""
         return -(-self.global_batch_size // self._slices)
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """What all ranks must have alike, by name, see ``Session.compare``.
+
+        What other values of ``max_micro_batch_size`` come to is compared, not the value: devices may differ.
+        """
+        return {
+            "global_batch_size": self.global_batch_size,
+            "ranks of the plan": self.world_size,
+            "micro-batches per step (by max_micro_batch_size)": self.accumulation,
+            "largest micro-batch (by max_micro_batch_size)": self.micro_batch_size,
+            "fixed_micro_batch": self.fixed_micro_batch,
+            "pad": self.pad,
+        }
+
+    def cut(self, order: Order, *, drop_last: bool, tokens: bool, seed: int | None) -> Cut:
+        """What of all this moves the loss curve, for manifests.
+
+        Args:
+            order: Of the samples.
+            drop_last: Of the sampler.
+            tokens: The loss is a mean over tokens.
+            seed: Of what is random in fixed micro-batches.
+        """
+        short_last = not order.length or order.length % self.global_batch_size > 0
+        if not self.fixed_micro_batch:
+            return Cut(tokens, drop_last and short_last)
+        short = self.global_batch_size % self._slices > 0 or (short_last and not drop_last)
+        return Cut(tokens, drop_last and short_last, self.micro_batch_size, self.pad and short, seed)
 
     @property
     def _slices(self) -> int:

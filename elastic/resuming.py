@@ -28,6 +28,9 @@ from .identity import ResumeOrder
 
 log = logging.getLogger(__name__)
 
+LOADERS = "loaders"
+"""Below it, in a checkpoint, lies the state of each rank's data loader (``sources``)."""
+
 
 @dataclass(frozen=True)
 class ResumePoint:
@@ -72,6 +75,20 @@ def check_strategy(resume: ResumePoint | None, strategy: str) -> None:
         raise ValueError(
             f"{resume.ref.name} was written with strategy {saved}, and this run has {strategy}: go on with {saved}, or"
             " start a new run"
+        )
+
+
+def check_loaders(manifest: Manifest, world_size: int) -> None:
+    """The state of a data loader is one rank's: it loads where as many ranks go on.
+
+    Raises:
+        RuntimeError: There is one in the checkpoint, and another number of ranks.
+    """
+    saved = manifest.shape.world_size
+    if saved != world_size and any(entry.path.startswith(f"{LOADERS}/") for entry in manifest.files):
+        raise RuntimeError(
+            f"{manifest.name} has the state of the data loader of each of {saved} ranks, and there are {world_size}: "
+            f"start {saved}. A run with Batches in place of that loader goes on with any number"
         )
 
 
@@ -159,6 +176,7 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
         shape = point.manifest.shape
         if shape.any_world_size or shape.world_size == world_size:
             return point
+        check_loaders(point.manifest, world_size)
         # Universal files that somebody has made come first: perhaps because re-sharding does not work here.
         other = _universal_of(point, refs, store, collective)
         if other is None and not shape.reshards:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from operator import index
 from typing import Any
 
-from .checkpoint import Order, Position
+from .checkpoint import Cut, Order, Position
 from .permutation import VERSION as NEWEST_ORDER
 from .permutation import Permutation, version_for
 
@@ -31,6 +31,33 @@ def check_order(saved: Order, ours: Order) -> None:
     if wrong:
         raise ValueError(
             f"the checkpoint's sample order is another one ({'; '.join(wrong)}): restore these or start a new run"
+        )
+
+
+def check_cut(saved: Cut | None, ours: Cut) -> None:
+    """Compares how a checkpoint's run made gradients of its batches with how this one does.
+
+    What only rounds otherwise is not compared: without fixed micro-batches, where the world cuts.
+
+    Raises:
+        ValueError: The curve would be another one, with the names and values that differ.
+    """
+    if saved is None:  # a manifest of before
+        return
+    pairs: list[tuple[str, Any, Any]] = [
+        ("the mean is over tokens", saved.tokens, ours.tokens),
+        ("drop_last", saved.drop_last, ours.drop_last),
+    ]
+    if saved.micro_batch_size is not None:
+        pairs.append(("size of fixed micro-batches", saved.micro_batch_size, ours.micro_batch_size))
+        pairs.append(("pad", saved.pad, ours.pad))
+        if saved.seed is not None:
+            pairs.append(("seed of Batches", saved.seed, ours.seed))
+    wrong = [f"{name}: was {was} and is {now}" for name, was, now in pairs if was != now]
+    if wrong:
+        raise ValueError(
+            f"the checkpoint's batches became gradients in another way ({'; '.join(wrong)}), so the loss curve would "
+            "move: restore these or start a new run"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from dalsegno.protos import worker_pb2
 
 from . import rng
+from .agreement import differences
 from .background_save import LAST_WORDS_SECONDS, Flight, check_paths
 from .checkpoint import (
     SHARDED,
@@ -24,6 +25,7 @@ from .checkpoint import (
     CheckpointDamaged,
     CheckpointName,
     CheckpointStore,
+    Cut,
     FileEntry,
     Manifest,
     Order,
@@ -43,9 +45,7 @@ from .staging import HostBuffers
 log = logging.getLogger(__name__)
 
 
-_TOLD_OTHERWISE = (
-    "was told to save something else than rank 0 (step, position, order and strategy must be the same on all ranks)"
-)
+_TOLD_OTHERWISE = "the ranks were told to save different things"
 
 
 class SaveError(RuntimeError):
@@ -66,6 +66,7 @@ class Content:
         metric: The run's tracked metric.
         best: The best checkpoint as of this one.
         keep: How many of the run's checkpoints stay, 0: all; None: as the job has it.
+        cut: How its batches become gradients; None where the script has its own way.
     """
 
     step: int
@@ -77,6 +78,7 @@ class Content:
     metric: float | None = None
     best: Best | None = None
     keep: int | None = None
+    cut: Cut | None = None
 
 
 class _Failed(Exception):
@@ -153,7 +155,7 @@ class Saver:
         name = ""
         try:
             name, content = self._choose_name(content, create_directory)
-            self._write(name, write)
+            self._write(name, content, write)
             files = self._describe(name)
             manifest = self._seal(name, content, files)
         except _Failed as failure:
@@ -254,12 +256,7 @@ class Saver:
         except Exception as caught:
             log.debug("no state to save", exc_info=caught)
             error = caught
-        said = _problem(error, "") or {"paths": sorted(files), "content": repr(content)}
-        answers = self._collective.gather(said)
-        self._raise_first(answers)
-        for rank, answer in enumerate(answers):
-            if answer["content"] != answers[0]["content"]:
-                raise _Failed(f"it {_TOLD_OTHERWISE}: {answer['content']} (rank {rank})", fatal=True)
+        answers = self._agree_on(content, _problem(error, "") or {"paths": sorted(files)})
         paths = [path for answer in answers for path in answer["paths"]]
         for path in sorted({path for path in paths if paths.count(path) > 1}):
             raise _Failed(f"several ranks save {path}, and only one may", fatal=True)
@@ -322,7 +319,7 @@ class Saver:
             return self.best
         return Best(name, tracked.metric, tracked.mode, metric)
 
-    def _write(self, name: str, write: Callable[[Path], None]) -> None:
+    def _write(self, name: str, content: Content, write: Callable[[Path], None]) -> None:
         path = self._store.path(name)
         error: Exception | None = None
         link = self._link if self._identity.local_rank == 0 else None
@@ -337,7 +334,7 @@ class Saver:
                 error = caught
         if _is_fatal(error):
             log.error("writing %s failed", name, exc_info=error)
-        self._agree(_problem(error, write_problem(path) if isinstance(error, RuntimeError) else ""))
+        self._agree_on(content, _problem(error, write_problem(path) if isinstance(error, RuntimeError) else "") or {})
 
     def _describe(self, name: str) -> tuple[FileEntry, ...]:
         """Every file of the checkpoint with its checksum, durable; the work is shared by all ranks."""
@@ -386,6 +383,7 @@ class Saver:
             files=files,
             best=content.best,
             keep=content.keep,
+            cut=content.cut,
         )
 
     def _seal(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
@@ -399,7 +397,7 @@ class Saver:
         answer = self._collective.broadcast(answer)
         self._raise_first([answer])
         if answer["digest"] != manifest.digest:
-            raise SaveError(f"rank {identity.rank} {_TOLD_OTHERWISE}: {content}")
+            raise SaveError(f"{_TOLD_OTHERWISE}, rank {identity.rank} another manifest than rank 0: {manifest}")
         return manifest
 
     def _announce(self, manifest: Manifest) -> None:
@@ -436,6 +434,15 @@ class Saver:
 
     def _agree(self, problem: dict[str, Any] | None) -> None:
         self._raise_first(self._collective.gather(problem or {}))
+
+    def _agree_on(self, content: Content, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """No rank has a problem, and all save the same, before any of it can be sealed. Returns what each has said."""
+        answers = self._collective.gather({**said, "content": asdict(content)})
+        self._raise_first(answers)
+        wrong = differences([answer["content"] for answer in answers])
+        if wrong:
+            raise _Failed(f"{_TOLD_OTHERWISE}: {'; '.join(wrong)}", fatal=True)
+        return answers
 
     def _raise_first(self, answers: list[dict[str, Any]]) -> None:
         problems = [(rank, answer) for rank, answer in enumerate(answers) if "text" in answer]

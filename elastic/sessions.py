@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from .agreement import agree
 from .checkpoint import CheckpointStore
 from .collective import Collective, GlooCollective, Solo
 from .identity import Identity, from_environment
@@ -19,7 +20,7 @@ _sessions: list[Session] = []
 
 
 def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: bool = True) -> Session:
-    """The session of this process; a second call gives the first one's.
+    """The session of this process; a second call gives the first one's. A process trains one run.
 
     Under ``dlrover-run`` everything comes from the environment. Outside, the world is torchrun's or one rank, and with
     a ``checkpoint_dir`` the newest sound checkpoint there is the resume point and SIGTERM saves before it stops. So do,
@@ -32,14 +33,25 @@ def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: 
         verify: Read the resume point's files and compare their checksums before anything is loaded.
 
     Raises:
-        RuntimeError: The environment is incomplete, the directory is in use, or the checkpoints there do not fit.
+        RuntimeError: The environment is incomplete, the directory is in use, the checkpoints there do not fit, or the
+            session of this process has another directory.
         OSError: The agent or the directory cannot be reached.
         BadResumePoint: The resume point is damaged; the agent was told. Exit code 84.
     """
-    if not _sessions:
-        directory = None if checkpoint_dir is None else Path(checkpoint_dir).absolute()
+    directory = None if checkpoint_dir is None else Path(checkpoint_dir).absolute()
+    if _sessions:
+        _check_same_run(_sessions[0], directory)
+    else:
         _sessions.append(_open(from_environment(checkpoint_dir=directory), keep, verify))
     return _sessions[0]
+
+
+def _check_same_run(first: Session, directory: Path | None) -> None:
+    if first.alone and directory is not None and directory != first.run_dir:
+        raise RuntimeError(
+            f"this process has a session with checkpoint_dir={first.run_dir}, and trains that run alone, not one in "
+            f"{directory}, too: train each run in a process of its own"
+        )
 
 
 def _open(identity: Identity, keep: int, verify: bool) -> Session:
@@ -66,7 +78,10 @@ def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> S
                 refuse(link, found)
             check_world(found, identity.world_size)
             resume = found
-    elif identity.run_dir is not None:
+    else:
+        # Before any rank acts on it: those without one would not take part.
+        agree(collective, {"a checkpoint_dir is given": identity.run_dir is not None})
+    if identity.socket is None and identity.run_dir is not None:
         lock = take_lock(identity.run_dir, collective)
         store = CheckpointStore(identity.run_dir)
         resume = newest(store, collective, identity.world_size)

@@ -31,6 +31,7 @@ from .sampler import ElasticSampler
 from .saving import SaveError
 from .sessions import session
 from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy, Write
+from .trainer_alike import alike_of
 from .worker_session import Session
 
 log = logging.getLogger(__name__)
@@ -201,12 +202,13 @@ class Trainer:
 
     def _open(self) -> None:
         s = self._session = session(self.checkpoint_dir, keep=self.keep)
-        check_strategy(s.resume, self._strategy.name)
-        wanted = None if self.device is None else torch.device(self.device)
-        self._where = self._strategy.start(s.world_size, s.local_rank, wanted)
         plan = BatchPlan(
             self.global_batch_size, s.world_size, self.max_micro_batch_size, self.fixed_micro_batch, self.pad
         )
+        s.compare(alike_of(self, plan, self._strategy.name))
+        check_strategy(s.resume, self._strategy.name)
+        wanted = None if self.device is None else torch.device(self.device)
+        self._where = self._strategy.start(s.world_size, s.local_rank, wanted)
         # Before anything large is loaded: another order of samples is refused here.
         self._batches = self._make_batches(s, plan)
         setting = Setting(s, self._where, plan, self.max_grad_norm, self.grad_scaler)
@@ -399,6 +401,7 @@ class Trainer:
     def _save_options(self) -> dict[str, Any]:
         return {
             "order": self._batches.order,
+            "cut": self._batches.cut,
             "strategy": self._strategy.name,
             "any_world_size": self._strategy.any_world_size,
         }

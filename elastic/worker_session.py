@@ -14,25 +14,25 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from dalsegno.protos import worker_pb2
 
 from . import rng
+from .agreement import agree
 from .background_save import Background
 from .checkpoint import (
     SHARDED,
     Best,
     CheckpointStore,
+    Cut,
     LocalLock,
     Order,
     Position,
     Ref,
     Tracked,
-    inventory,
-    retirable,
 )
 from .collective import Collective
 from .exchange import Boundary, Exchange, Flags
@@ -41,6 +41,7 @@ from .identity import Identity
 from .link import Link
 from .notices import Notice
 from .opening import refuse
+from .pruning import prune
 from .reports import Reports
 from .resuming import Damaged, ResumePoint
 from .saving import Content, Saver
@@ -223,8 +224,33 @@ class Session:
 
     # What a loop of one's own calls, in this order for every step.
 
-    def meet(self, ahead: int) -> int:
-        """Before the first step: how many batches every rank has. Collective."""
+    def compare(self, alike: Mapping[str, Any], *, problem: str = "") -> None:
+        """Before the first step: all ranks were told the same, or none begins. Collective, of all ranks.
+
+        Args:
+            alike: By name, what must be the same on every rank, as plain JSON values: seeds, sizes, cadences.
+                (``Batches.alike`` has what is to be known of its own.) What only some ranks name is not compared.
+            problem: What this rank has found, for which none may begin; "": nothing.
+
+        Raises:
+            Unlike: A ValueError, on all ranks: something differs; says what, the values, and on which ranks.
+            ValueError: On all ranks: some rank has a problem; says which.
+            RuntimeError: Another rank has ended; or the session is over.
+        """
+        self._check_open()
+        own: dict[str, Any] = {"step": self.step, "resume point": None if self.resume is None else self.resume.ref.name}
+        if self._tracked is not None:
+            own["tracked metric"] = f"{self._tracked.metric} ({self._tracked.mode})"
+        agree(self._collective, {**own, **alike}, problem)
+
+    def meet(self, ahead: int, alike: Mapping[str, Any] | None = None) -> int:
+        """Before the first step: how many batches every rank has. Collective.
+
+        Args:
+            ahead: Batches that this rank has.
+            alike: See ``compare``, which it does, too.
+        """
+        self.compare(alike or {})
         self._reports.begin()
         return self._exchange.meet(ahead)
 
@@ -270,6 +296,7 @@ class Session:
         wait: bool = True,
         position: Position | None = None,
         order: Order | None = None,
+        cut: Cut | None = None,
         strategy: str = "ddp",
         any_world_size: bool | None = None,
         metric: float | None = None,
@@ -286,6 +313,7 @@ class Session:
                 checkpoints are sealed in order of step.
             position: Where the data goes on.
             order: Of the sampler; a run that resumes must agree with it.
+            cut: Of ``Batches``; the same.
             strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
             any_world_size: The files load at any world size as they are; default: what is known of ``strategy``.
             metric: The run's tracked metric; rank 0's counts. Default: what ``improved`` was told of this step.
@@ -312,8 +340,9 @@ class Session:
             self.settle()
             if (saved := self._saved_here) is not None:
                 return saved
+            data = {"position": position or Position(), "order": order, "cut": cut}
             reshards = bool(getattr(write, "reshards", False))
-            content = self._content(position, order, strategy, any_world_size, reshards, metric, keep)
+            content = self._content(strategy, any_world_size, metric, reshards=reshards, keep=keep, **data)
             if isinstance(write, Background):
                 name = self._saver.begin(content, write.state, self._prune, drain=drain)
                 return Ref(name, "") if name is not None and not wait else self.settle()
@@ -339,21 +368,12 @@ class Session:
             self._saved = ended
         return None if ended is None else ended[1]
 
-    def _content(
-        self,
-        position: Position | None,
-        order: Order | None,
-        strategy: str,
-        any_world_size: bool | None,
-        reshards: bool,
-        metric: float | None,
-        keep: int | None,
-    ) -> Content:
+    def _content(self, strategy: str, any_world_size: bool | None, metric: float | None, **rest: Any) -> Content:
         if any_world_size is None:
             any_world_size = strategy in ("ddp", "deepspeed-zero-0")
         if metric is None and self._measured is not None and self._measured[0] == self.step:
             metric = self._measured[1]
-        return Content(self.step, position or Position(), order, strategy, any_world_size, reshards, metric, keep=keep)
+        return Content(self.step, strategy=strategy, any_world_size=any_world_size, metric=metric, **rest)
 
     def drain_failed(self) -> None:
         """The drain's save failed: train on, and try again after a pause if it is still wanted."""
@@ -467,28 +487,12 @@ class Session:
         self._collective.close()
 
     def _prune(self) -> None:
-        """Alone, the session keeps the last ``keep`` checkpoints itself; under a master, agents do what it records."""
-        if not self.alone or self.rank != 0 or self._store is None:
-            return
-        try:
-            # Sizes do not matter here: what is damaged may go as well, now that a newer one is sealed.
-            mine = self._identity.job_id, self._identity.run_id
-            found = [m for m in inventory(self._store.run_dir, check_sizes=False) if (m.job_id, m.run_id) == mine]
-            used = () if self.resume is None else (self.resume.path.name, *_names(self.resume.universal))
-            gone = retirable(found, self._keep, used)
-            if gone.left:
-                log.warning("%s: of steps that the run has made again since it went back", ", ".join(gone.left))
-            failures = self._store.prune([*gone.left, *gone.old])
-        except OSError as error:
-            log.warning("old checkpoints could not be removed: %s", error)
-            return
-        for name, failure in failures.items():
-            log.warning("old checkpoint %s could not be removed: %s", name, failure)
+        if self.alone and self.rank == 0 and self._store is not None:
+            prune(self._store, self._identity, self.resume, self._keep)
 
     def _check_open(self) -> None:
         if self._over:
-            raise RuntimeError("this session is over: the run was drained or finished")
-
-
-def _names(path: Path | None) -> tuple[str, ...]:
-    return () if path is None else (path.name,)
+            raise RuntimeError(
+                f"this session is over: its run was drained or finished, at step {self.step}, and a process trains one "
+                "run. Train the next one in a process of its own, with a checkpoint_dir of its own"
+            )

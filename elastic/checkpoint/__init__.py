@@ -8,7 +8,7 @@ from .best import Best, Tracked
 from .errors import CheckpointDamaged, Damage
 from .inventory import Inventory, Unsealed, finished_runs, inspect, inventory
 from .layout import FORMS, MANIFEST, SHARDED, UNIVERSAL, WEIGHTS, CheckpointName, is_checkpoint_name
-from .manifest import FileEntry, Manifest, Order, Position, Ref, Shape
+from .manifest import Cut, FileEntry, Manifest, Order, Position, Ref, Shape
 from .retention import Retirement, lineage, retirable
 from .seal import describe, seal
 from .store import CheckpointStore, DirectoryInUse, LocalLock
@@ -24,6 +24,7 @@ __all__ = (
     "CheckpointDamaged",
     "CheckpointName",
     "CheckpointStore",
+    "Cut",
     "Damage",
     "DirectoryInUse",
     "FileEntry",

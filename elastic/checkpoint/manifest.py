@@ -98,6 +98,24 @@ class Order:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """What moves the loss curve besides the order, in how its batches become gradients. A run that resumes must agree.
+
+    Attributes:
+        tokens: The loss is a mean over tokens; False: over samples.
+        drop_last: Short last batches are left out; False where there are none.
+        micro_batch_size: Largest of the micro-batches that are the same at every world size; None: the world cuts.
+        pad, seed: Of those: rows that short ones are filled up with; of what is random in them (None: not set).
+    """
+
+    tokens: bool
+    drop_last: bool
+    micro_batch_size: int | None = None
+    pad: bool = False
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
 class Ref:
     """Names one sealed checkpoint for good: directory name and digest."""
 
@@ -141,6 +159,8 @@ class Manifest:
     best: Best | None = None
     # How many of the run's checkpoints stay, where the script says so; left out where it does not.
     keep: int | None = None
+    # Left out where the data are not cut by a batch plan, as in manifests of earlier versions.
+    cut: Cut | None = None
     version: int = VERSION
 
     def __post_init__(self) -> None:
@@ -171,6 +191,8 @@ class Manifest:
             del content["best"]
         if self.keep is None:
             del content["keep"]
+        if self.cut is None:
+            del content["cut"]
         if not self.shape.reshards:
             del content["shape"]["reshards"]
         if self.order is not None and self.order.version == 1:
@@ -285,7 +307,8 @@ def _check_path(path: str) -> None:
 
 
 def _parse(raw: object) -> Manifest:
-    top = _object({"best": None, "keep": None, **raw} if isinstance(raw, dict) else raw, "manifest", Manifest)
+    left_out = {"best": None, "keep": None, "cut": None}
+    top = _object({**left_out, **raw} if isinstance(raw, dict) else raw, "manifest", Manifest)
     if top["form"] not in FORMS:
         raise ValueError(f"unknown form {top['form']!r}")
     files = top["files"]
@@ -309,6 +332,7 @@ def _parse(raw: object) -> Manifest:
         metric=_maybe(top["metric"], _number),
         best=_maybe(top["best"], _best),
         keep=_maybe(top["keep"], _keep),
+        cut=_maybe(top["cut"], _cut),
         files=tuple(_file(entry) for entry in files),
         version=_count(top["version"], "version"),
     )
@@ -331,15 +355,19 @@ def _position(raw: object) -> Position:
 
 def _order(raw: object) -> Order:
     keys = _object({"version": 1, **raw} if isinstance(raw, dict) else raw, "order", Order)
-    if type(keys["seed"]) is not int:
-        raise ValueError("seed is not an integer")
     return Order(
-        keys["seed"],
+        _seed(keys["seed"]),
         _count(keys["length"], "length"),
         _count(keys["global_batch_size"], "global_batch_size"),
         _flag(keys["shuffle"]),
         _count(keys["version"], "version of the order"),
     )
+
+
+def _cut(raw: object) -> Cut:
+    keys = _object(raw, "cut", Cut)
+    size = _maybe(keys["micro_batch_size"], lambda size: _count(size, "micro_batch_size"))
+    return Cut(_flag(keys["tokens"]), _flag(keys["drop_last"]), size, _flag(keys["pad"]), _maybe(keys["seed"], _seed))
 
 
 def _best(raw: object) -> Best:
@@ -381,6 +409,12 @@ def _text(raw: object, what: str) -> str:
 def _count(raw: object, what: str, most: int = MAX_COUNT) -> int:
     if type(raw) is not int or not 0 <= raw <= most:
         raise ValueError(f"{what} is not a count")
+    return raw
+
+
+def _seed(raw: object) -> int:
+    if type(raw) is not int:
+        raise ValueError("seed is not an integer")
     return raw
 
 

@@ -39,7 +39,7 @@ def train(session: Session, made: dict[str, Any], until: int, how: str) -> list[
     assert state.load() == (session.resume is not None)
     save: Any = background(state.files) if how == "background" else state.write
     seen = []
-    for _ in session.steps(iter(range(100)), max_steps=until, save=save, save_every=3, seed=5):
+    for _ in session.steps(range(session.step, 100), max_steps=until, save=save, save_every=3, seed=5, advanced=True):
         loss = made["model"](torch.randn(6, 4) + random.random()).square().mean()
         made["scaler"].scale(loss * (float("inf") if session.step in (2, 6) else 1.0)).backward()
         made["scaler"].step(made["optimizer"])

@@ -1,0 +1,104 @@
+"""What must be alike on all ranks of a world, compared once, before the first step.
+
+A rank with another seed, plan or cadence does not fail by itself: it trains samples that others train too, or waits in
+another collective than they do. So all say what they were told, and where that differs all end with the same line.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .collective import Collective
+
+PART = "part"
+"""Under this name a rank says ``[number, of]``: which of the parts that a global batch is dealt in is its own."""
+# As many values of one thing, ranks of one value, and things that differ, are named in the line.
+FEW = 4
+
+
+class Unlike(ValueError):
+    """The ranks were not started alike. All of them have it, with the same line."""
+
+
+def agree(collective: Collective, alike: Mapping[str, Any], problem: str = "") -> None:
+    """Compares what the ranks were told. Collective: one gather.
+
+    Args:
+        collective: The session's group.
+        alike: By name; plain JSON values. What some rank does not mention is not compared.
+        problem: What this rank alone has found, for which none may begin.
+
+    Raises:
+        Unlike: Something differs, or no rank has some part of the data.
+        ValueError: Some rank has a problem.
+        RuntimeError: A rank ended before it came here. (Each of them on all ranks.)
+    """
+    try:
+        answers = collective.gather({"alike": dict(alike), "problem": problem})
+    except RuntimeError as error:
+        raise RuntimeError(f"another rank ended before the first step; its own output says why ({error})") from error
+    told = [answer["alike"] for answer in answers]
+    wrong = differences(told)
+    if wrong:
+        more = f"; and {len(wrong) - FEW} more" if len(wrong) > FEW else ""
+        raise Unlike(f"the ranks were not started alike: {'; '.join(wrong[:FEW])}{more}. Give all ranks the same")
+    if (missing := missing_part(told)) is not None:
+        raise Unlike(missing)
+    for rank, answer in enumerate(answers):
+        if answer["problem"]:
+            raise ValueError(f"{answer['problem']} (rank {rank})" if len(answers) > 1 else answer["problem"])
+
+
+def differences(told: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What differs, with its values and on which ranks.
+
+    Args:
+        told: Of each rank, in order.
+    """
+    names = [name for name in told[0] if name != PART and all(name in one for one in told)]
+    return [
+        _difference(name, [one[name] for one in told])
+        for name in names
+        if any(one[name] != told[0][name] for one in told)
+    ]
+
+
+def missing_part(told: Sequence[Mapping[str, Any]]) -> str | None:
+    """Says it where the ranks' parts are not together the whole of every global batch, each as often as the others."""
+    parts = [one[PART] for one in told if one.get(PART) is not None]
+    if len(parts) < len(told):
+        return None
+    of = parts[0][1]
+    count = Counter(number for number, _ in parts)
+    if all(part[1] == of for part in parts) and set(count) == set(range(of)) and len(set(count.values())) == 1:
+        return None
+    has = "; ".join(f"rank {rank} has {number} of {total}" for rank, (number, total) in enumerate(parts[:FEW]))
+    more = f"; and {len(parts) - FEW} ranks more" if len(parts) > FEW else ""
+    return (
+        f"the ranks' parts are not the whole of a global batch: {has}{more} (counted from 0). Give each rank its own "
+        "number and the world's size, s.rank and s.world_size"
+    )
+
+
+def _difference(name: str, values: Sequence[Any]) -> str:
+    ranks: dict[str, list[int]] = {}
+    for rank, value in enumerate(values):
+        ranks.setdefault(_shown(value), []).append(rank)
+    said = [f"{value} on {_named(having)}" for value, having in list(ranks.items())[:FEW]]
+    more = f" and {len(ranks) - FEW} other values" if len(ranks) > FEW else ""
+    return f"{name} is {', '.join(said)}{more}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{name}={part}" for name, part in value.items())
+    return str(value)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    listed = ", ".join(map(str, ranks[:FEW]))
+    return f"ranks {listed}" + (f" and {len(ranks) - FEW} more" if len(ranks) > FEW else "")
