@@ -33,10 +33,11 @@ from .checkpoint import (
     Tracked,
     seal,
 )
-from .checkpoint.files import checksums, list_files, write_exclusive, write_problem
+from .checkpoint.files import checksums, list_files, write_exclusive
 from .collective import Collective
 from .identity import Identity
 from .link import Link
+from .save_errors import Cause, describe, is_fatal, kept, problem
 from .saving_reports import Count, SavingReports, bytes_below
 from .staging import HostBuffers
 
@@ -147,8 +148,8 @@ class Saver:
             The manifest, on every rank; None if the save failed on some rank. Nothing of it is left then.
 
         Raises:
-            SaveError: ``write`` failed on some rank with something else than an ``OSError`` or ``RuntimeError``: a
-                mistake in the script, which every later save would repeat. Raised on all ranks.
+            SaveError: ``write`` failed on some rank, and neither for want of a disk nor of memory: a mistake, which
+                every later save would repeat. Raised on all ranks.
         """
         name = ""
         try:
@@ -192,7 +193,7 @@ class Saver:
         name = ""
         try:
             name, content = self._choose_name(content, True)
-            files = self._stage(state, content)
+            files = self._stage(name, state, content)
         except _Failed as failure:
             self._buffers.release()
             self._failed_save(name, content.step, failure, drain)
@@ -226,10 +227,12 @@ class Saver:
         answer: dict[str, Any] = {}
         try:
             try:
-                self._agree(_problem(ending.flight.written(), ""))
+                path = self._store.path(ending.name)
+                self._agree(ending.flight.written(), path)
                 if self._identity.rank == 0:
                     digest, error = ending.flight.sealed()
-                    answer = {"digest": digest} if error is None else dict(_problem(error, "") or {})
+                    found = problem(error, path)
+                    answer = {"digest": digest} if found is None else found.answer
                 answer = self._collective.broadcast(answer)
                 self._raise_first([answer])
             finally:
@@ -242,19 +245,20 @@ class Saver:
         self.best = ending.content.best
         return ending.content.step, Ref(ending.name, answer["digest"])
 
-    def _stage(self, state: Callable[[], Mapping[str, Any]], content: Content) -> dict[str, Any]:
+    def _stage(self, name: str, state: Callable[[], Mapping[str, Any]], content: Content) -> dict[str, Any]:
         """This rank's files in host memory, once all ranks have theirs."""
-        error: Exception | None = None
+        error: BaseException | None = None
         files: dict[str, Any] = {}
         try:
             given = state()
             check_paths(given)
             files = {**self._buffers.copy(given), rng.file_name(self._identity.rank): rng.capture()}
         # Whatever it is, the other ranks must hear of it before this one does anything else.
-        except Exception as caught:
+        except BaseException as caught:
             log.debug("no state to save", exc_info=caught)
-            error = caught
-        said = _problem(error, "") or {"paths": sorted(files), "content": repr(content)}
+            error = kept(caught)
+        found = problem(error, self._store.path(name))
+        said = {"paths": sorted(files), "content": repr(content)} if found is None else found.answer
         answers = self._collective.gather(said)
         self._raise_first(answers)
         for rank, answer in enumerate(answers):
@@ -309,7 +313,7 @@ class Saver:
                 best = self._best_as_of(str(name), metric)
                 answer["best"] = None if best is None else asdict(best)
             except OSError as error:
-                answer["error"] = _describe_error(error)
+                answer["error"] = describe(error)
         answer = self._collective.broadcast(answer)
         if "error" in answer:
             raise _Failed(answer["error"], fatal=False)
@@ -324,7 +328,7 @@ class Saver:
 
     def _write(self, name: str, write: Callable[[Path], None]) -> None:
         path = self._store.path(name)
-        error: Exception | None = None
+        error: BaseException | None = None
         link = self._link if self._identity.local_rank == 0 else None
         with SavingReports(link, name, lambda: bytes_below(path)):
             try:
@@ -333,11 +337,9 @@ class Saver:
                 state.parent.mkdir(parents=True, exist_ok=True)
                 write_exclusive(state, rng.capture())
             # Whatever it is, the other ranks must hear of it before this one does anything else.
-            except Exception as caught:
-                error = caught
-        if _is_fatal(error):
-            log.error("writing %s failed", name, exc_info=error)
-        self._agree(_problem(error, write_problem(path) if isinstance(error, RuntimeError) else ""))
+            except BaseException as caught:
+                error = kept(caught)
+        self._agree(error, path)
 
     def _describe(self, name: str) -> tuple[FileEntry, ...]:
         """Every file of the checkpoint with its checksum, durable; the work is shared by all ranks."""
@@ -348,7 +350,7 @@ class Saver:
             if self._identity.local_rank == 0:
                 part["files"] = list_files(path)
         except (OSError, CheckpointDamaged) as error:
-            part["text"] = _describe_error(error)
+            part["text"] = describe(error)
         listed = collective.gather(part)
         self._raise_first(listed)
         paths = sorted({file for some in listed for file in some["files"]})
@@ -359,7 +361,7 @@ class Saver:
                 mine = checksums(path, paths[collective.rank :: collective.world_size], sync=True, moved=done.add)
             part["files"] = [asdict(entry) for entry in mine]
         except (OSError, CheckpointDamaged) as error:
-            part["text"] = _describe_error(error)
+            part["text"] = describe(error)
         described = collective.gather(part)
         self._raise_first(described)
         entries = [FileEntry(**entry) for some in described for entry in some["files"]]
@@ -395,7 +397,7 @@ class Saver:
             try:
                 answer["digest"] = seal(self._store.path(name), manifest)
             except (OSError, CheckpointDamaged) as error:
-                answer["text"] = _describe_error(error)
+                answer["text"] = describe(error)
         answer = self._collective.broadcast(answer)
         self._raise_first([answer])
         if answer["digest"] != manifest.digest:
@@ -434,30 +436,16 @@ class Saver:
             failed = worker_pb2.SaveFailed(name=name, reason=reason[:4096], drain=drain, step=step)
             self._link.send(worker_pb2.ToAgent(save_failed=failed))
 
-    def _agree(self, problem: dict[str, Any] | None) -> None:
-        self._raise_first(self._collective.gather(problem or {}))
+    def _agree(self, error: BaseException | None, path: Path) -> None:
+        """Compares notes on this rank's ``error`` in writing below ``path``."""
+        found = problem(error, path)
+        if found is not None and found.cause is not Cause.SURROUNDINGS:
+            log.error("writing %s failed", path.name, exc_info=error)
+        self._raise_first(self._collective.gather({} if found is None else found.answer))
 
     def _raise_first(self, answers: list[dict[str, Any]]) -> None:
         problems = [(rank, answer) for rank, answer in enumerate(answers) if "text" in answer]
         if problems:
-            rank, first = problems[0]
-            fatal = any(answer.get("fatal", False) for _, answer in problems)
-            raise _Failed(f"{first['text']} (rank {rank})", fatal)
-
-
-def _is_fatal(error: Exception | None) -> bool:
-    """A mistake in the script, which every later save would repeat."""
-    return error is not None and not isinstance(error, (OSError, RuntimeError, CheckpointDamaged))
-
-
-def _problem(error: Exception | None, cause: str) -> dict[str, Any] | None:
-    """What the other ranks are told of this one's error; ``cause`` is what the file system says itself."""
-    if error is None:
-        return None
-    text = _describe_error(error)
-    return {"text": f"{cause}; {text}" if cause else text, "fatal": _is_fatal(error)}
-
-
-def _describe_error(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+            # Of several, one that the others may come from.
+            rank, first = min(problems, key=lambda one: one[1].get("cause") == Cause.LIKELY_MISTAKE.value)
+            raise _Failed(f"{first['text']} (rank {rank})", is_fatal(answers))
