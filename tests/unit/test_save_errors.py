@@ -79,8 +79,16 @@ def test_while_nothing_can_be_written_it_is_the_disk(
 
 @pytest.mark.parametrize(
     ("causes", "fatal"),
-    [([], False), ([SURROUNDINGS], False), ([LIKELY], True), ([LIKELY, SURROUNDINGS], False), ([None], False)]
-    + [([MISTAKE, SURROUNDINGS], True), ([MISTAKE], True), ([LIKELY, LIKELY], True), ([LIKELY, None], False)],
+    [
+        ([], False),
+        ([None], False),
+        ([SURROUNDINGS], False),
+        ([LIKELY, SURROUNDINGS], False),
+        ([LIKELY, None], False),
+        ([LIKELY], True),
+        ([LIKELY, LIKELY], True),
+        ([MISTAKE, SURROUNDINGS], True),
+    ],
 )
 def test_what_may_come_from_another_ranks_disk_is_not_fatal(causes: list[Cause | None], fatal: bool) -> None:
     """A rank that waits for one whose disk is full fails with something else."""
