@@ -185,7 +185,8 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = Fal
         saved = [key for key in shared["shapes"] if key.startswith("model/")]
         check_same_names(dict.fromkeys([*saved, *shared["rest"]]), {**sharded, **rest})
         if not cast:
-            check_same_dtypes({**{key: shards.example(key) for key in saved}, **shared["rest"]}, {**sharded, **rest})
+            there = {key.removeprefix("model/"): shards.example(key) for key in saved}
+            check_same_dtypes({**there, **shared["rest"]}, {**dict(model.named_parameters()), **rest})
         with torch.no_grad():
             for key, parameter in sharded.items():
                 start, local = _place(parameter)

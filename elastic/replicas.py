@@ -6,6 +6,7 @@ A sharded tensor saved by rank 0 is rank 0's rows, and loads without a word as t
 from __future__ import annotations
 
 import io
+import re
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -79,7 +80,10 @@ def check_unsharded(content: Any, what: str) -> None:
     """
     for path, tensor in _tensors(content, ""):
         if _is_sharded(tensor):
-            raise ValueError(f"{what} has a sharded tensor{path and f' ({path})'}, {_INSTEAD}")
+            raise ValueError(
+                f"{what} has a sharded tensor{path and f' ({path})'}, of which rank 0's rows would be saved for all:"
+                " keep its full_tensor() there, or save it by torch.distributed.checkpoint (docs/dcp.md)"
+            )
 
 
 def loadable(content: Any, what: str) -> None:
@@ -100,15 +104,17 @@ def loadable(content: Any, what: str) -> None:
         held.seek(0)
         torch.load(held, weights_only=True, map_location="cpu")
     except Exception as error:  # pickle has many ways to say no
+        found = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
+        why = f"it holds a {found[1]}" if found else (str(error).splitlines() or [type(error).__name__])[0]
         raise TypeError(
-            f"{what} has more than plain values and tensors, and could not be loaded again: "
-            f"{(str(error).splitlines() or [type(error).__name__])[0]}"
+            f"{what} has more than plain values and tensors, and could not be loaded again: {why}"
         ) from error
 
 
 _INSTEAD = (
-    "and a checkpoint of one rank would have that rank's part for all: use Trainer(strategy='fsdp'), or"
-    " torch.distributed.checkpoint in a save= of your own, with strategy= and any_world_size= (docs/dcp.md)"
+    "and a checkpoint of one rank would have that rank's part for all: give the plain model to"
+    " Trainer(strategy='fsdp'), or save it by torch.distributed.checkpoint, with strategy= and any_world_size="
+    " (docs/dcp.md)"
 )
 
 

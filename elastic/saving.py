@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dalsegno.protos import worker_pb2
@@ -129,6 +129,7 @@ class Saver:
         self.best = best
         self.tracked: Tracked | None = None
         self._noted_best: str | None = None
+        self._noted_empty = False
         self._buffers = HostBuffers()
         self._under_way: _UnderWay | None = None
 
@@ -365,6 +366,12 @@ class Saver:
         described = collective.gather(part)
         self._raise_first(described)
         entries = [FileEntry(**entry) for some in described for entry in some["files"]]
+        if all(PurePosixPath(entry.path).parts[0] == rng.DIRECTORY for entry in entries) and not self._noted_empty:
+            self._noted_empty = True
+            if self._identity.rank == 0:
+                log.warning(
+                    "save wrote nothing below the path it was given: %s holds no weights, only generators", name
+                )
         return tuple(sorted(entries, key=lambda entry: entry.path))
 
     def _manifest(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
@@ -421,13 +428,14 @@ class Saver:
             self._noted_best = name
 
     def _failed_save(self, name: str, step: int, failure: _Failed, drain: bool) -> None:
-        self._give_up(name, step, str(failure), drain)
+        self._give_up(name, step, str(failure), drain, failure.fatal)
         if failure.fatal:
             raise SaveError(f"saving step {step} failed: {failure}") from failure
 
-    def _give_up(self, name: str, step: int, reason: str, drain: bool) -> None:
+    def _give_up(self, name: str, step: int, reason: str, drain: bool, fatal: bool) -> None:
         if self._identity.rank == 0:
-            log.warning("saving %s failed, the run goes on from the checkpoint before: %s", name or "a step", reason)
+            if not fatal:
+                log.warning("saving %s failed, the last commit stands: %s", name or "a step", reason)
             for error in self._store.prune([name] if name else []).values():
                 log.warning("what the failed save left in %s could not be removed: %s", name, error)
         # No rank may begin the next attempt while the leftovers of this one are being removed.
