@@ -40,7 +40,11 @@ class Callback:
         """`Trainer.fit` is left: the training ended, or the run is drained, or something failed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints: plain values and tensors, alike on all ranks."""
+        """What goes into checkpoints: plain values and tensors, alike on all ranks.
+
+        Rank 0's is saved. Under DDP only rank 0 is asked, so it may make no collective there; under FSDP and DeepSpeed
+        all ranks are, at the same step, and may gather what they have sharded. Asked once before the first step, too.
+        """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

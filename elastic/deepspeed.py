@@ -48,7 +48,7 @@ from .deepspeed_loading import (
 )
 from .deepspeed_view import ZERO, resharded_view, sharded_view, universal_view
 from .process_group import init_alone
-from .training_state import loadable
+from .replicas import loadable
 from .universal.errors import ConversionError
 from .universal.forms import Form
 from .universal.layout import engine_directory

@@ -18,7 +18,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .loss_scale import LossScale
+from .made import steps_on_metric
 from .process_group import init_process_group
+from .replicas import check_whole, loadable
+from .sharding import Init, shard
 from .strategies import (
     TRAINER_FILE,
     MakeOptimizer,
@@ -31,7 +34,7 @@ from .strategies import (
     step_and_clear,
     trainer_state,
 )
-from .training_state import check_same_names, read_tensors
+from .training_state import check_same_dtypes, check_same_names, read_tensors
 
 SHARED_FILE, DIRECTORY = "shared.pt", "shards"
 _LAYOUT_VERSION = 1
@@ -42,15 +45,22 @@ class FSDP(Strategy):
 
     Args:
         blocks: Classes whose modules are gathered one by one (a transformer's layers); the rest is gathered together.
+            They are moved and sharded one by one, too: no device holds more than one of them, and its own rows.
+        init: Fills a model that was made under ``torch.device("meta")``, as in torch's recipe for FSDP2. It is called
+            once for each block with the whole model, of which that block alone is real. Default: the model's
+            ``reset_parameters()``, or else that of each of its modules.
+        cast: Weights that were saved with another dtype are converted.
         options: For ``fully_shard``: ``mp_policy``, ``reshard_after_forward``, ``offload_policy``.
     """
 
     loss_scale: LossScale
 
-    def __init__(self, blocks: Iterable[type[nn.Module]] = (), **options: Any) -> None:
+    def __init__(
+        self, blocks: Iterable[type[nn.Module]] = (), *, init: Init | None = None, cast: bool = False, **options: Any
+    ) -> None:
         if "mesh" in options or "shard_placement_fn" in options:
             raise ValueError("FSDP shards the rows of every parameter over all ranks: leave out mesh and placement")
-        self._blocks, self._options = tuple(blocks), options
+        self._blocks, self._init, self._cast, self._options = tuple(blocks), init, cast, options
         self._max_grad_norm: float | None = None
         self.loss_scale = LossScale(None)
 
@@ -70,29 +80,31 @@ class FSDP(Strategy):
         from torch.distributed.fsdp import fully_shard
 
         self._max_grad_norm, self.loss_scale = setting.max_grad_norm, LossScale(setting.scaler)
-        model.to(setting.device)
+        check_whole(model, meta=True)
         resume = setting.session.resume
-        if resume is None:
-            # fully_shard takes each rank's own rows: of a model made without a seed, rows of different models.
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.detach(), 0)
         mesh = init_device_mesh(setting.device.type, (setting.session.world_size,))
-        for module in [m for m in model.modules() if isinstance(m, self._blocks) and m is not model]:
-            fully_shard(module, mesh=mesh, **self._options)
-        fully_shard(model, mesh=mesh, **self._options)
+
+        def apply(module: nn.Module, became: Mapping[Tensor, Tensor]) -> None:
+            options = dict(self._options)
+            if options.get("ignored_params"):
+                options["ignored_params"] = {became.get(p, p) for p in options["ignored_params"]}
+            fully_shard(module, mesh=mesh, **options)
+
+        shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None)
         self.model = model
         self.optimizer = make_optimizer(model)
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
+        self._stepped = None if steps_on_metric(self.scheduler) else self.scheduler
         if resume is None:
             return {}
-        load(resume.path, model, self.optimizer)
+        load(resume.path, model, self.optimizer, cast=self._cast)
         return load_trainer_state(resume.path, self.scheduler, self.loss_scale)
 
     def backward(self, loss: Tensor) -> None:
         self.loss_scale.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> Tensor | float | None:
-        norm = step_and_clear(self.model, self.optimizer, self.scheduler, self._max_grad_norm, self.loss_scale)
+        norm = step_and_clear(self.model, self.optimizer, self._stepped, self._max_grad_norm, self.loss_scale)
         return norm.full_tensor() if isinstance(norm, Tensor) and hasattr(norm, "full_tensor") else norm
 
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -101,6 +113,10 @@ class FSDP(Strategy):
         if dist.get_rank() == 0:
             found[TRAINER_FILE] = trainer_state(state, self.scheduler, self.loss_scale)
         return found
+
+    def rehearse(self, state: Mapping[str, Any]) -> None:
+        for path, content in self.files(state).items():
+            loadable(content, path)
 
 
 def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -150,8 +166,11 @@ def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return found
 
 
-def load(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
+def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = False) -> None:
     """Fills a sharded model and its optimizer, in any world, reading this rank's rows only. No collective.
+
+    Args:
+        cast: Weights that were saved with another dtype are converted.
 
     Raises:
         ValueError: The checkpoint is of another model or optimizer, or incomplete.
@@ -165,15 +184,20 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer) -> None:
         sharded = {f"model/{name}": p for name, p in model.named_parameters() if _is_sharded(p)}
         saved = [key for key in shared["shapes"] if key.startswith("model/")]
         check_same_names(dict.fromkeys([*saved, *shared["rest"]]), {**sharded, **rest})
+        if not cast:
+            there = {key.removeprefix("model/"): shards.example(key) for key in saved}
+            check_same_dtypes({**there, **shared["rest"]}, {**dict(model.named_parameters()), **rest})
         with torch.no_grad():
             for key, parameter in sharded.items():
                 start, local = _place(parameter)
                 local.copy_(shards.rows(key, list(parameter.shape), start, local.shape[0]))
         model.load_state_dict(shared["rest"], strict=False)
-        _load_optimizer(shared["optimizer"], optimizer, model, shards)
+        _load_optimizer(shared["optimizer"], optimizer, model, shards, cast)
 
 
-def _load_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, model: nn.Module, shards: _Shards) -> None:
+def _load_optimizer(
+    saved: Mapping[str, Any], optimizer: Optimizer, model: nn.Module, shards: _Shards, cast: bool
+) -> None:
     names = _names(model)
     here = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
     if [group["params"] for group in saved["groups"]] != here:
@@ -190,7 +214,7 @@ def _load_optimizer(saved: Mapping[str, Any], optimizer: Optimizer, model: nn.Mo
             if values:
                 state[index] = values
             index += 1
-    load_optimizer(optimizer, {"state": state, "param_groups": groups})
+    load_optimizer(optimizer, {"state": state, "param_groups": groups}, cast=cast)
 
 
 class _Shards:
@@ -209,6 +233,11 @@ class _Shards:
         """Of the optimizer's sharded state of one parameter."""
         prefix = f"optimizer/{name}/"
         return [key[len(prefix) :] for key in self._shapes if key.startswith(prefix) and "/" not in key[len(prefix) :]]
+
+    def example(self, key: str) -> Tensor:
+        """Some of its rows, of the dtype that it was saved with."""
+        value: Tensor = self._ranks[0][key]["value"]
+        return value
 
     def rows(self, key: str, shape: list[int], start: int, count: int) -> Tensor:
         """Rows ``start`` to ``start + count`` of one tensor.

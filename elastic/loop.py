@@ -14,6 +14,7 @@ from .background_save import Background
 from .batches import Batch
 from .checkpoint import Cut, Order, Position, Ref
 from .exchange import MAX_STEPS_APART, Boundary
+from .rehearsal import rehearse
 from .resuming import check_strategy
 from .sampler import check_cut, check_order
 from .saving import SaveError
@@ -86,7 +87,9 @@ def steps(
             ``save_every`` without ``save``; the resume point is another strategy's, or of another order or cut, or the
             data do not begin where it ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
-        SaveError: The script's ``save`` has a mistake, or the final save failed again and again.
+        SaveError: The script's ``save`` has a mistake: what ``TrainingState`` and the `Trainer` save is tried before
+            the first step, but for the tensors' values and without writing; other functions at the first save. Or the
+            final save failed again and again.
         Drained: See above.
     """
     advanced = advanced or position is not None
@@ -204,6 +207,7 @@ def _loop(
         limit = MAX_STEPS_APART if max_steps is None else max(0, min(MAX_STEPS_APART, max_steps - session.step))
         return source.ahead(limit)
 
+    run.rehearse()
     ready = session.meet(ahead()) > 0
     session.restore_rng(seed)
     while ready:
@@ -239,6 +243,11 @@ class _Run:
         self._session, self._write, self._every = session, save, save_every
         self._position_of, self._metric, self._options = position, metric, options
         self._position = Position() if session.resume is None else session.resume.position
+        self._new = session.resume is None
+
+    def rehearse(self) -> None:
+        """Could what is to be saved be loaded again? Collective, before the first step."""
+        rehearse(self._session, self._write)
 
     def took(self, batch: Any) -> None:
         """The batch was trained: the run's position is the one after it.
@@ -252,6 +261,10 @@ class _Run:
 
     def at(self, boundary: Boundary) -> bool:
         """Saves and drains as due; says whether the loop goes on."""
+        if self._new:
+            # An optimizer makes its state in its first step.
+            self._new = False
+            self.rehearse()
         if boundary.end:
             return False
         if boundary.drain:

@@ -11,7 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dalsegno.protos import worker_pb2
@@ -35,10 +35,11 @@ from .checkpoint import (
     Tracked,
     seal,
 )
-from .checkpoint.files import checksums, list_files, write_exclusive, write_problem
+from .checkpoint.files import checksums, list_files, write_exclusive
 from .collective import Collective
 from .identity import Identity
 from .link import Link
+from .save_errors import Cause, describe, is_fatal, kept, problem
 from .saving_reports import Count, SavingReports, bytes_below
 from .staging import HostBuffers
 
@@ -130,6 +131,7 @@ class Saver:
         self.best = best
         self.tracked: Tracked | None = None
         self._noted_best: str | None = None
+        self._noted_empty = False
         self._buffers = HostBuffers()
         self._under_way: _UnderWay | None = None
 
@@ -149,8 +151,8 @@ class Saver:
             The manifest, on every rank; None if the save failed on some rank. Nothing of it is left then.
 
         Raises:
-            SaveError: ``write`` failed on some rank with something else than an ``OSError`` or ``RuntimeError``: a
-                mistake in the script, which every later save would repeat. Raised on all ranks.
+            SaveError: ``write`` failed on some rank, and neither for want of a disk nor of memory: a mistake, which
+                every later save would repeat. Raised on all ranks.
         """
         name = ""
         try:
@@ -194,7 +196,7 @@ class Saver:
         name = ""
         try:
             name, content = self._choose_name(content, True)
-            files = self._stage(state, content)
+            files = self._stage(name, state, content)
         except _Failed as failure:
             self._buffers.release()
             self._failed_save(name, content.step, failure, drain)
@@ -228,10 +230,12 @@ class Saver:
         answer: dict[str, Any] = {}
         try:
             try:
-                self._agree(_problem(ending.flight.written(), ""))
+                path = self._store.path(ending.name)
+                self._agree(ending.flight.written(), path)
                 if self._identity.rank == 0:
                     digest, error = ending.flight.sealed()
-                    answer = {"digest": digest} if error is None else dict(_problem(error, "") or {})
+                    found = problem(error, path)
+                    answer = {"digest": digest} if found is None else found.answer
                 answer = self._collective.broadcast(answer)
                 self._raise_first([answer])
             finally:
@@ -244,19 +248,20 @@ class Saver:
         self.best = ending.content.best
         return ending.content.step, Ref(ending.name, answer["digest"])
 
-    def _stage(self, state: Callable[[], Mapping[str, Any]], content: Content) -> dict[str, Any]:
+    def _stage(self, name: str, state: Callable[[], Mapping[str, Any]], content: Content) -> dict[str, Any]:
         """This rank's files in host memory, once all ranks have theirs."""
-        error: Exception | None = None
+        error: BaseException | None = None
         files: dict[str, Any] = {}
         try:
             given = state()
             check_paths(given)
             files = {**self._buffers.copy(given), rng.file_name(self._identity.rank): rng.capture()}
         # Whatever it is, the other ranks must hear of it before this one does anything else.
-        except Exception as caught:
+        except BaseException as caught:
             log.debug("no state to save", exc_info=caught)
-            error = caught
-        answers = self._agree_on(content, _problem(error, "") or {"paths": sorted(files)})
+            error = kept(caught)
+        found = problem(error, self._store.path(name))
+        answers = self._agree_on(content, {"paths": sorted(files)} if found is None else found.answer)
         paths = [path for answer in answers for path in answer["paths"]]
         for path in sorted({path for path in paths if paths.count(path) > 1}):
             raise _Failed(f"several ranks save {path}, and only one may", fatal=True)
@@ -306,7 +311,7 @@ class Saver:
                 best = self._best_as_of(str(name), metric)
                 answer["best"] = None if best is None else asdict(best)
             except OSError as error:
-                answer["error"] = _describe_error(error)
+                answer["error"] = describe(error)
         answer = self._collective.broadcast(answer)
         if "error" in answer:
             raise _Failed(answer["error"], fatal=False)
@@ -321,7 +326,7 @@ class Saver:
 
     def _write(self, name: str, content: Content, write: Callable[[Path], None]) -> None:
         path = self._store.path(name)
-        error: Exception | None = None
+        error: BaseException | None = None
         link = self._link if self._identity.local_rank == 0 else None
         with SavingReports(link, name, lambda: bytes_below(path)):
             try:
@@ -330,11 +335,9 @@ class Saver:
                 state.parent.mkdir(parents=True, exist_ok=True)
                 write_exclusive(state, rng.capture())
             # Whatever it is, the other ranks must hear of it before this one does anything else.
-            except Exception as caught:
-                error = caught
-        if _is_fatal(error):
-            log.error("writing %s failed", name, exc_info=error)
-        self._agree_on(content, _problem(error, write_problem(path) if isinstance(error, RuntimeError) else "") or {})
+            except BaseException as caught:
+                error = kept(caught)
+        self._agree_on(content, self._answer(error, path))
 
     def _describe(self, name: str) -> tuple[FileEntry, ...]:
         """Every file of the checkpoint with its checksum, durable; the work is shared by all ranks."""
@@ -345,7 +348,7 @@ class Saver:
             if self._identity.local_rank == 0:
                 part["files"] = list_files(path)
         except (OSError, CheckpointDamaged) as error:
-            part["text"] = _describe_error(error)
+            part["text"] = describe(error)
         listed = collective.gather(part)
         self._raise_first(listed)
         paths = sorted({file for some in listed for file in some["files"]})
@@ -356,10 +359,16 @@ class Saver:
                 mine = checksums(path, paths[collective.rank :: collective.world_size], sync=True, moved=done.add)
             part["files"] = [asdict(entry) for entry in mine]
         except (OSError, CheckpointDamaged) as error:
-            part["text"] = _describe_error(error)
+            part["text"] = describe(error)
         described = collective.gather(part)
         self._raise_first(described)
         entries = [FileEntry(**entry) for some in described for entry in some["files"]]
+        if all(PurePosixPath(entry.path).parts[0] == rng.DIRECTORY for entry in entries) and not self._noted_empty:
+            self._noted_empty = True
+            if self._identity.rank == 0:
+                log.warning(
+                    "save wrote nothing below the path it was given: %s holds no weights, only generators", name
+                )
         return tuple(sorted(entries, key=lambda entry: entry.path))
 
     def _manifest(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
@@ -393,7 +402,7 @@ class Saver:
             try:
                 answer["digest"] = seal(self._store.path(name), manifest)
             except (OSError, CheckpointDamaged) as error:
-                answer["text"] = _describe_error(error)
+                answer["text"] = describe(error)
         answer = self._collective.broadcast(answer)
         self._raise_first([answer])
         if answer["digest"] != manifest.digest:
@@ -417,13 +426,14 @@ class Saver:
             self._noted_best = name
 
     def _failed_save(self, name: str, step: int, failure: _Failed, drain: bool) -> None:
-        self._give_up(name, step, str(failure), drain)
+        self._give_up(name, step, str(failure), drain, failure.fatal)
         if failure.fatal:
             raise SaveError(f"saving step {step} failed: {failure}") from failure
 
-    def _give_up(self, name: str, step: int, reason: str, drain: bool) -> None:
+    def _give_up(self, name: str, step: int, reason: str, drain: bool, fatal: bool) -> None:
         if self._identity.rank == 0:
-            log.warning("saving %s failed, the run goes on from the checkpoint before: %s", name or "a step", reason)
+            if not fatal:
+                log.warning("saving %s failed, the last commit stands: %s", name or "a step", reason)
             for error in self._store.prune([name] if name else []).values():
                 log.warning("what the failed save left in %s could not be removed: %s", name, error)
         # No rank may begin the next attempt while the leftovers of this one are being removed.
@@ -432,8 +442,16 @@ class Saver:
             failed = worker_pb2.SaveFailed(name=name, reason=reason[:4096], drain=drain, step=step)
             self._link.send(worker_pb2.ToAgent(save_failed=failed))
 
-    def _agree(self, problem: dict[str, Any] | None) -> None:
-        self._raise_first(self._collective.gather(problem or {}))
+    def _agree(self, error: BaseException | None, path: Path) -> None:
+        """Compares notes on this rank's ``error`` in writing below ``path``."""
+        self._raise_first(self._collective.gather(self._answer(error, path)))
+
+    def _answer(self, error: BaseException | None, path: Path) -> dict[str, Any]:
+        """What this rank says of its ``error``, if it had one; a script's mistake is in its own log as well."""
+        found = problem(error, path)
+        if found is not None and found.cause is not Cause.SURROUNDINGS:
+            log.error("writing %s failed", path.name, exc_info=error)
+        return {} if found is None else dict(found.answer)
 
     def _agree_on(self, content: Content, said: Mapping[str, Any]) -> list[dict[str, Any]]:
         """No rank has a problem, and all save the same, before any of it can be sealed. Returns what each has said."""
@@ -447,24 +465,6 @@ class Saver:
     def _raise_first(self, answers: list[dict[str, Any]]) -> None:
         problems = [(rank, answer) for rank, answer in enumerate(answers) if "text" in answer]
         if problems:
-            rank, first = problems[0]
-            fatal = any(answer.get("fatal", False) for _, answer in problems)
-            raise _Failed(f"{first['text']} (rank {rank})", fatal)
-
-
-def _is_fatal(error: Exception | None) -> bool:
-    """A mistake in the script, which every later save would repeat."""
-    return error is not None and not isinstance(error, (OSError, RuntimeError, CheckpointDamaged))
-
-
-def _problem(error: Exception | None, cause: str) -> dict[str, Any] | None:
-    """What the other ranks are told of this one's error; ``cause`` is what the file system says itself."""
-    if error is None:
-        return None
-    text = _describe_error(error)
-    return {"text": f"{cause}; {text}" if cause else text, "fatal": _is_fatal(error)}
-
-
-def _describe_error(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
+            # Of several, one that the others may come from.
+            rank, first = min(problems, key=lambda one: one[1].get("cause") == Cause.LIKELY_MISTAKE.value)
+            raise _Failed(f"{first['text']} (rank {rank})", is_fatal(answers))

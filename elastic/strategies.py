@@ -21,14 +21,17 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from .loss_scale import LossScale
+from .made import steps_on_metric
 from .plan import BatchPlan
 from .process_group import init_process_group
-from .training_state import TrainingState, loadable, read_tensors
+from .replicas import check_whole, loadable
+from .training_state import TrainingState, load_part, owned, read_tensors
 from .worker_session import Session
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 MakeScheduler = Callable[[Optimizer], Any]
 TRAINER_FILE = "trainer.pt"
+_TRAINERS_STATE = "the state of the scheduler, of a callback or of the script's own"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Strategy(ABC):
     Attributes:
         scale: What the factors of micro-batches are made for, see ``BatchPlan.loss_scale``.
         any_world_size: Its checkpoints load at any world size; None: what the session knows of `name`.
+        asks_all_ranks: The `Trainer`'s state, with that of callbacks, is asked for on every rank at a save; else on
+            rank 0 only, which writes it.
         loss_scale: What it does with a `Setting`'s scaler; None: it takes none.
         model: What is called for training, once `setup` is done.
         optimizer, scheduler: The same; without a scheduler None.
@@ -63,6 +68,7 @@ class Strategy(ABC):
 
     scale = "ddp"
     any_world_size: bool | None = True
+    asks_all_ranks = True
     loss_scale: LossScale | None = None
     model: nn.Module
     optimizer: Optimizer
@@ -118,6 +124,14 @@ class Strategy(ABC):
         """
         raise NotImplementedError(f"strategy {self.name} writes by itself, not in the background")
 
+    def rehearse(self, state: Mapping[str, Any]) -> None:
+        """Makes sure that a save with this state can be loaded again, without writing it. Once `setup` is done.
+
+        Raises:
+            TypeError, ValueError: It could not.
+        """
+        loadable(dict(state), _TRAINERS_STATE)
+
     def write(self, path: Path, state: Mapping[str, Any]) -> None:
         """Writes this rank's files below ``path``."""
         for name, content in self.files(state).items():
@@ -135,34 +149,49 @@ class Strategy(ABC):
 
 
 class Write:
-    """A session's ``write(path)``.
+    """What a session saves with: called with a path, or as ``background(write.files)``.
 
     Args:
         strategy: Set up.
         state: The `Trainer`'s own, asked for with each save.
+        rank: The session's.
 
     Attributes:
         reshards: See ``Session.save``.
     """
 
-    def __init__(self, strategy: Strategy, state: Callable[[], Mapping[str, Any]]) -> None:
-        self._strategy, self._state, self.reshards = strategy, state, strategy.reshards
+    def __init__(self, strategy: Strategy, state: Callable[[], Mapping[str, Any]], rank: int) -> None:
+        self._strategy, self._state, self._rank = strategy, state, rank
+        self.reshards = strategy.reshards
 
     def __call__(self, path: Path) -> None:
-        self._strategy.write(path, self._state())
+        self._strategy.write(path, self._given())
+
+    def files(self) -> dict[str, Any]:
+        """This rank's files."""
+        return self._strategy.files(self._given())
+
+    def rehearse(self) -> None:
+        """See ``rehearsal.rehearse``."""
+        self._strategy.rehearse(self._given())
+
+    def _given(self) -> Mapping[str, Any]:
+        return self._state() if self._strategy.asks_all_ranks or self._rank == 0 else {}
 
 
 class DDP(Strategy):
     """Every rank has the whole model: ``DistributedDataParallel``; in a world of one the model as it is.
 
     Args:
+        cast: Weights that were saved with another dtype are converted.
         options: For ``DistributedDataParallel``: ``find_unused_parameters``, ``bucket_cap_mb``, ….
     """
 
+    asks_all_ranks = False
     loss_scale: LossScale
 
-    def __init__(self, **options: Any) -> None:
-        self._options = options
+    def __init__(self, *, cast: bool = False, **options: Any) -> None:
+        self._cast, self._options = cast, options
         self._max_grad_norm: float | None = None
         self.loss_scale = LossScale(None)
 
@@ -180,11 +209,13 @@ class DDP(Strategy):
         self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting
     ) -> dict[str, Any]:
         self._max_grad_norm, self.loss_scale = setting.max_grad_norm, LossScale(setting.scaler)
+        check_whole(model)
         model.to(setting.device)
         self._bare = self.model = model
         self.optimizer = make_optimizer(model)
         # Made before the optimizer's state is loaded: to make a scheduler sets the learning rate of step 0.
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
+        self._stepped = None if steps_on_metric(self.scheduler) else self.scheduler
         parts: dict[str, Any] = {} if self.scheduler is None else {"scheduler": self.scheduler}
         if setting.scaler is not None:
             parts["scaler"] = self.loss_scale
@@ -192,7 +223,7 @@ class DDP(Strategy):
         self._training = TrainingState(
             setting.session, model=model, optimizer=self.optimizer, **parts, trainer=self._held
         )
-        self._training.load()
+        self._training.load(cast=self._cast)
         if setting.session.world_size > 1:
             self.model = DistributedDataParallel(model, **self._options)
         return self._held.state_dict()
@@ -201,12 +232,15 @@ class DDP(Strategy):
         self.loss_scale.scale(loss).backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> Tensor | float | None:
-        return step_and_clear(self._bare, self.optimizer, self.scheduler, self._max_grad_norm, self.loss_scale)
+        return step_and_clear(self._bare, self.optimizer, self._stepped, self._max_grad_norm, self.loss_scale)
 
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        trainer_state(state, self.scheduler, self.loss_scale)
         self._held.load_state_dict(state)
         return self._training.files()
+
+    def rehearse(self, state: Mapping[str, Any]) -> None:
+        self._held.load_state_dict(state)
+        self._training.rehearse()
 
     @contextmanager
     def evaluated(self) -> Iterator[nn.Module]:
@@ -264,31 +298,31 @@ def step_and_clear(
     return norm
 
 
-def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Loads an optimizer's state.
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, cast: bool = False) -> None:
+    """Loads an optimizer's state, see ``training_state.load_part``.
 
     Raises:
         ValueError: It has other parameter groups.
     """
     try:
-        optimizer.load_state_dict(dict(state))
+        load_part(optimizer, dict(state), cast=cast)
     except (ValueError, KeyError) as error:
         raise ValueError(
             f"the checkpoint's optimizer is not {type(optimizer).__name__} as made here: {error}"
         ) from error
 
 
-def trainer_state(state: Mapping[str, Any], scheduler: Any, loss_scale: LossScale) -> bytes:
-    """What is small and alike on all ranks, as a file's content, once it is sure that it can be read again.
+def trainer_state(state: Mapping[str, Any], scheduler: Any, loss_scale: LossScale) -> dict[str, Any]:
+    """What is alike on all ranks, as a file's content, once it is sure that it can be read again.
 
     Raises:
         TypeError: A scheduler or callback keeps something else than plain values and tensors.
+        ValueError: A callback keeps sharded tensors.
     """
     schedule = None if scheduler is None else scheduler.state_dict()
-    return loadable(
-        {"trainer": dict(state), "scheduler": schedule, "scaler": loss_scale.state_dict()},
-        "the state of the scheduler, of a callback or of the script's own",
-    )
+    content = {"trainer": dict(state), "scheduler": schedule, "scaler": loss_scale.state_dict()}
+    loadable(content, _TRAINERS_STATE)
+    return content
 
 
 def load_trainer_state(directory: Path, scheduler: Any, loss_scale: LossScale) -> dict[str, Any]:
@@ -297,7 +331,7 @@ def load_trainer_state(directory: Path, scheduler: Any, loss_scale: LossScale) -
     Raises:
         ValueError: With a scheduler or a loss scale saved and none now, or the other way round.
     """
-    state = read_tensors(directory / TRAINER_FILE)
+    state = owned(read_tensors(directory / TRAINER_FILE))
     if (state["scheduler"] is None) != (scheduler is None):
         had, has = ("no", "one") if state["scheduler"] is None else ("one", "none")
         raise ValueError(f"the checkpoint has {had} scheduler, the Trainer {has}: the learning rate would be another")

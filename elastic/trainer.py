@@ -25,7 +25,9 @@ from .callbacks import Callback, Console, Logger
 from .checkpoint import Best, Position, Tracked
 from .counts import sum_over_ranks
 from .evaluator import Evaluator, Interrupted, to_device
+from .made import Made, listed
 from .plan import BatchPlan
+from .replicas import unwrapped
 from .resuming import check_strategy
 from .sampler import ElasticSampler
 from .saving import SaveError
@@ -67,7 +69,8 @@ class Trainer:
             micro-batch, or with ``pad`` the loss of each row. Default: what the model gives for ``data``.
         max_steps: Of the whole run, steps before a resume included.
         data_epochs: The run ends with so many passes over the data. One of both is needed.
-        scheduler: ``scheduler(optimizer)`` makes it; it steps after each optimizer step.
+        scheduler: ``scheduler(optimizer)`` makes it; it steps after each optimizer step. One that takes a metric
+            (``ReduceLROnPlateau``) steps with the tracked metric after each evaluation of ``evaluate_every``.
         strategy: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or a `Strategy` with options.
         max_grad_norm: Clips the norm of the whole global batch's gradient.
         grad_scaler: For fp16: a ``torch.amp.GradScaler``, saved and loaded with the rest. Where gradients are not
@@ -147,7 +150,9 @@ class Trainer:
         self._session: Session | None = None
         self._state, self._ends = "new", (self.max_steps, self.data_epochs)
         self._stop_wanted = self._stopping = False
-        self._made: dict[str, str] = {}
+        in_between = self.track if self.evaluate_every else None
+        engine = self._strategy.scale == "deepspeed"
+        self._made = Made(self.optimizer, self.scheduler, in_between, steps_itself=engine)
         # An evaluation of the present step that is still to be made, and the last step that has one.
         self._owed, self._evaluated = False, 0
 
@@ -244,26 +249,16 @@ class Trainer:
         )
 
     def _set_up(self, setting: Setting) -> dict[str, Any]:
-        resume = setting.session.resume
-        scheduler = None if self.scheduler is None else self._noted("scheduler", self.scheduler)
+        resume, made = setting.session.resume, self._made
         try:
-            return self._strategy.setup(self.model, self._noted("optimizer", self.optimizer), scheduler, setting)
+            model = unwrapped(self.model, compiled=True)
+            return self._strategy.setup(model, made.optimizer, made.scheduler, setting)
         # What a framework says of states that are not those of this model or optimizer.
         except (AttributeError, KeyError, RuntimeError) as error:
             if resume is None or isinstance(error, torch.OutOfMemoryError | dist.DistError):
                 raise
             why = " ".join(str(error).split())
-            raise ValueError(f"{resume.ref.name} does not fit this training ({_listed(self._made)}): {why}") from error
-
-    def _noted(self, name: str, make: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """``make``, and what kind of thing it made: a strategy may load another one's state without a word."""
-
-        def noting(argument: Any) -> Any:
-            made = make(argument)
-            self._made[name] = type(made).__name__
-            return made
-
-        return noting
+            raise ValueError(f"{resume.ref.name} does not fit this training ({made}): {why}") from error
 
     # The loop.
 
@@ -376,6 +371,10 @@ class Trainer:
             return False
         self._owed, self._evaluated, self.metrics = False, self.step, metrics
         self._send({f"eval/{name}": value for name, value in metrics.items()})
+        value = self._tracked()
+        # Not after a last step off the cadence: a run that is made longer has no evaluation there.
+        if self._made.by_metric is not None and value is not None and self._due(self.step, last=False):
+            self._made.by_metric.step(value)
         self._each(lambda hook: hook.on_evaluation(self, metrics))
         self._agree_to_stop()
         return True
@@ -408,15 +407,14 @@ class Trainer:
 
     def _saving(self) -> Any:
         """What the session is given to save with."""
-        if self.save_in_background:
-            return background(lambda: self._strategy.files(self._state_dict()))
-        return Write(self._strategy, self._state_dict)
+        write = Write(self._strategy, self._state_dict, self.rank)
+        return background(write.files) if self.save_in_background else write
 
     def _state_dict(self) -> dict[str, Any]:
         return {
             "version": STATE_VERSION,
             "evaluated": self._evaluated,
-            "made": dict(self._made),
+            "made": dict(self._made.kinds),
             "drop_last": self.drop_last,
             "callbacks": {name: hook.state_dict() for name, hook in self._named_hooks().items()},
         }
@@ -426,10 +424,10 @@ class Trainer:
             raise ValueError(
                 f"the checkpoint's trainer state is of version {state['version']}, this program reads {STATE_VERSION}"
             )
-        had = state.get("made", self._made)
-        if had != self._made:
+        had = state.get("made", self._made.kinds)
+        if had != self._made.kinds:
             raise ValueError(
-                f"the checkpoint's training has {_listed(had)}, this one has {_listed(self._made)}: it would go on "
+                f"the checkpoint's training has {listed(had)}, this one has {self._made}: it would go on "
                 "otherwise than it began; make the same ones, or start a new run"
             )
         if state.get("drop_last", self.drop_last) != self.drop_last:
@@ -469,10 +467,6 @@ class Trainer:
 def _own_loss(model: Any, data: Any) -> Tensor:
     loss: Tensor = model(data)
     return loss
-
-
-def _listed(made: Mapping[str, str]) -> str:
-    return " and ".join(f"{name} {kind}" for name, kind in sorted(made.items()))
 
 
 def _strategy(given: Strategy | str) -> Strategy:

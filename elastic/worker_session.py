@@ -127,6 +127,10 @@ class Session:
         """The sum of ``value`` over all ranks, the same bits on every rank. Collective."""
         return self._collective.sum(value)
 
+    def gather(self, message: Any) -> list[Any]:
+        """Every rank's ``message`` (plain JSON values), in rank order, on every rank. Collective."""
+        return self._collective.gather(message)
+
     def report(self, loss: float) -> None:
         """Tells the loss of the present step, for people who watch the run."""
         self._reports.loss = float(loss)

@@ -137,6 +137,12 @@ CODE = (
     ),
     Snippet("docs/data.md", "for i, batch in enumerate(held_out):", LOOP, "assert i == len(held_out) - 1"),
     Snippet(
+        "docs/dcp.md",
+        "dcp.save({",
+        after="assert s.step == STEPS\nfrom dalsegno.elastic import CheckpointStore\n"
+        "assert [m.step for m in CheckpointStore(s.run_dir).sealed()] == [3, 6, 9, 12]\n",
+    ),
+    Snippet(
         "docs/ms-swift.md", "hf.elastic(trainer, global_batch_size=32)", HUGGING_FACE, TRAINED, preloaded=PRELOADED_HF
     ),
     Snippet(

@@ -641,7 +641,7 @@ def test_a_loss_scale_that_is_gone_or_new_is_refused(tmp_path: Path) -> None:
     """Also one that is switched off; and a checkpoint of before there was one loads."""
 
     def written(scaler: GradScaler | None) -> None:
-        (tmp_path / TRAINER_FILE).write_bytes(trainer_state({"at": 1}, None, LossScale(scaler)))
+        torch.save(trainer_state({"at": 1}, None, LossScale(scaler)), tmp_path / TRAINER_FILE)
 
     on, off = GradScaler("cpu", init_scale=4.0), GradScaler("cpu", enabled=False)
     written(on)

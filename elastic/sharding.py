@@ -1,0 +1,170 @@
+"""Makes a model sharded block by block, so that no device ever holds more than one block beside its own rows.
+
+A model that was made on the meta device gets its first values likewise: the blocks become real one after the other,
+and while one does, every other tensor of the model is on the meta device, where to fill it does nothing. So the
+function that fills the whole model can be called as in torch's own recipe, and each world gets the same values: those
+of rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Init = Callable[[nn.Module], Any]
+# Methods by which models fill themselves with first values, and which take different arguments.
+_UNCLEAR = ("init_weights", "_init_weights", "_reset_parameters")
+
+
+def shard(
+    model: nn.Module,
+    blocks: tuple[type[nn.Module], ...],
+    apply: Callable[[nn.Module, dict[Tensor, Tensor]], Any],
+    device: torch.device,
+    *,
+    init: Init | None,
+    same: bool,
+) -> None:
+    """Moves and shards each block, then the rest. Collective.
+
+    Args:
+        model: On any device, or on meta, wholly or in part.
+        blocks: Classes of the blocks.
+        apply: Shards one module, and takes what became of parameters that were on meta.
+        device: Of this rank.
+        init: Fills a model that was on meta; None: its ``reset_parameters``, or that of each of its modules.
+        same: Every rank gets rank 0's values first: a model made without a seed would be rows of different models.
+
+    Raises:
+        ValueError: Nothing is known to fill a tensor of the meta device, or ``init`` has left one as it was.
+    """
+    if any(tensor.device.type == "meta" for tensor in _all(model)):
+        init = init or _reset(model)
+    done: set[int] = set()
+    became: dict[Tensor, Tensor] = {}
+    for unit in _units(model, blocks):
+        modules = [module for module in unit.modules() if id(module) not in done]
+        done.update(map(id, modules))
+        fresh = _real(modules, device, became)
+        if fresh and init is not None:
+            _fill(model, fresh, init)
+        if same:
+            for tensor in _direct(modules):
+                if not hasattr(tensor, "to_local"):
+                    dist.broadcast(tensor.detach(), 0)
+        apply(unit, became)
+
+
+def _units(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
+    """Inner ones before those around them, the model last; each once."""
+    seen: set[int] = set()
+
+    def below(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            yield from below(child)
+        if isinstance(module, blocks) and module is not model and id(module) not in seen:
+            seen.add(id(module))
+            yield module
+
+    yield from below(model)
+    yield model
+
+
+def _real(modules: Iterable[nn.Module], device: torch.device, became: dict[Tensor, Tensor]) -> set[Tensor]:
+    """Puts what these modules hold themselves on the device; those that had no values yet, as NaN or 0."""
+    fresh: set[Tensor] = set()
+    for module in modules:
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or hasattr(tensor, "to_local"):
+                    continue
+                if tensor.device.type != "meta":
+                    tensor.data = tensor.data.to(device)
+                    continue
+                if tensor not in became:
+                    became[tensor] = _empty(tensor, device)
+                    fresh.add(became[tensor])
+                held[name] = became[tensor]  # type: ignore[assignment]  # tied tensors stay tied
+    return fresh
+
+
+def _empty(tensor: Tensor, device: torch.device) -> Tensor:
+    nothing = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
+    made = torch.full_like(tensor, nothing, device=device, requires_grad=False)
+    return nn.Parameter(made, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def _fill(model: nn.Module, fresh: set[Tensor], init: Init) -> None:
+    with _only(model, fresh), torch.no_grad():
+        init(model)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.device.type != "meta" and bool(tensor.isnan().any()):
+                raise ValueError(
+                    f"{name} was made on the meta device, and nothing has given it a value: give FSDP(init=...), a"
+                    " function of the model that fills all of its parameters and buffers"
+                )
+
+
+@contextmanager
+def _only(model: nn.Module, shown: set[Tensor]) -> Iterator[None]:
+    """All other tensors of the model are on the meta device while it lasts."""
+    hidden: list[tuple[Any, str, Tensor]] = []
+    stands: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is None or tensor in shown:
+                    continue
+                if tensor not in stands:
+                    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+                    parameter = isinstance(tensor, nn.Parameter)
+                    stands[tensor] = nn.Parameter(plain, requires_grad=tensor.requires_grad) if parameter else plain
+                hidden.append((held, name, tensor))
+                held[name] = stands[tensor]  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for place, name, tensor in hidden:
+            place[name] = tensor
+
+
+def _reset(model: nn.Module) -> Init:
+    """What a model that says nothing else is filled by.
+
+    Raises:
+        ValueError: It has another way of its own.
+    """
+    if callable(getattr(model, "reset_parameters", None)):
+        return lambda whole: whole.reset_parameters()  # type: ignore[operator]
+    for name, module in model.named_modules():
+        own = next((method for method in _UNCLEAR if callable(getattr(module, method, None))), None)
+        if own is not None:
+            raise ValueError(
+                f"the model is on the meta device, and {name or type(model).__name__} has {own}(): say how it is"
+                f" filled, as in FSDP(init=lambda model: model.{own}())"
+            )
+
+    def reset(module: nn.Module) -> None:
+        for child in module.children():
+            reset(child)
+        method = getattr(module, "reset_parameters", None)
+        if callable(method):
+            method()
+
+    return reset
+
+
+def _direct(modules: Iterable[nn.Module]) -> list[Tensor]:
+    """What these modules hold themselves, each once."""
+    found = (tensor for m in modules for held in (m._parameters, m._buffers) for tensor in held.values())
+    return list(dict.fromkeys(tensor for tensor in found if tensor is not None))
+
+
+def _all(model: nn.Module) -> Iterator[Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
