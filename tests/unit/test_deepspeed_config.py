@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 
@@ -60,7 +61,10 @@ def test_another_deepspeed_than_saved_it_does_not_reshard(monkeypatch: pytest.Mo
         zero_optimization_stage=lambda: 2,
         zero_nvme_offload_optimizer=lambda: False,
         has_moe_layers=change == "experts",
-        optimizer=SimpleNamespace(load_hp_checkpoint_state_from_checkpoint_dir=None),
+        optimizer=SimpleNamespace(
+            load_hp_checkpoint_state_from_checkpoint_dir=None,
+            optimizer=torch.optim.AdamW([torch.zeros(1, requires_grad=True)]),
+        ),
         module=SimpleNamespace(parameters=list),
     )
     if change == "version":
