@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from .background_save import Background
 from .batches import Batch, Batches
 from .checkpoint import Order, Position, Ref
+from .declared import strategy_of
 from .exchange import MAX_STEPS_APART, Boundary
 from .resuming import check_strategy
 from .sampler import check_order
@@ -65,8 +66,8 @@ def steps(
 
     Raises:
         ValueError: ``max_steps`` below 0 or ``save_every`` below 0; there is a directory, and ``save_every`` without
-            ``save``; the resume point is another strategy's, or of another order of samples, or the data do not begin
-            where it ended.
+            ``save``; ``save`` calls a DeepSpeed engine that is not of ``strategy``; the resume point is another
+            strategy's, or of another order of samples, or the data do not begin where it ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
         SaveError: The script's ``save`` has a mistake, or the final save failed again and again.
         Drained: See above.
@@ -74,6 +75,7 @@ def steps(
     if save_every < 0 or (max_steps is not None and max_steps < 0):
         raise ValueError(f"max_steps and save_every cannot be negative: {max_steps}, {save_every}")
     save = _saving(session, save, save_every)
+    strategy = strategy_of(save, strategy)
     if save is not None:
         check_strategy(session.resume, strategy)
     order = order or getattr(data, "order", None)
