@@ -152,6 +152,7 @@ class Save:
 
     Attributes:
         reshards: See `can_reshard`; the session writes it down.
+        strategy: See `strategy`; the session takes it where the script says none.
     """
 
     def __init__(self, engine: Any, client_state: Mapping[str, Any] | None = None) -> None:
@@ -160,6 +161,10 @@ class Save:
     @property
     def reshards(self) -> bool:
         return can_reshard(self._engine)
+
+    @property
+    def strategy(self) -> str:
+        return strategy(self._engine)
 
     def __call__(self, path: Path) -> None:
         """Writes.

@@ -9,6 +9,7 @@ import logging
 from typing import Any
 
 import deepspeed
+import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
 from torch import Tensor
@@ -30,17 +31,24 @@ _PARTS = (
 )
 
 
-def check_optimizer(optimizer: Any, stage: int, *, allowed: bool) -> None:
-    """Refuses an optimizer that would make another curve in every world.
+def check_optimizer(optimizer: Any, stage: int, *, allowed: bool, scheduled: bool = False) -> None:
+    """Refuses an optimizer that would make another curve in every world, or not the one that was asked for.
 
     Args:
         optimizer: As DeepSpeed is given it.
         stage: Of ZeRO.
         allowed: The user's own config has `ALLOW`.
+        scheduled: A scheduler sets its learning rate.
 
     Raises:
-        ValueError: It is not known to treat every weight by itself.
+        ValueError: It is not known to treat every weight by itself; or DeepSpeed would put another one in its place.
     """
+    if stage > 0 and isinstance(optimizer, torch.optim.Adagrad) and (scheduled or _has_its_own(optimizer)):
+        raise ValueError(
+            f"{type(optimizer).__name__} with ZeRO-{stage}: DeepSpeed makes another Adagrad in its place, with one "
+            "parameter group, the default values of this one, and a learning rate that no scheduler reaches. Take "
+            "another optimizer, or one group and no scheduler"
+        )
     if stage == 0 or allowed or is_elementwise(optimizer) or type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
         return
     raise ValueError(
@@ -48,6 +56,12 @@ def check_optimizer(optimizer: Any, stage: int, *, allowed: bool) -> None:
         f"world size. Take one that does (AdamW, SGD, Lion, ...), or DDP; or set {ALLOW} in DeepSpeed's config, if you "
         "know that it does, or want it all the same"
     )
+
+
+def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its groups have values that are not its defaults."""
+    groups, defaults = optimizer.param_groups, optimizer.defaults
+    return len(groups) > 1 or any(groups[0].get(key, value) != value for key, value in defaults.items())
 
 
 def can_reshard(engine: Any) -> bool:

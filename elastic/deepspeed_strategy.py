@@ -67,7 +67,8 @@ class DeepSpeed(Strategy):
                 raise ValueError(f"gradient_clipping is {own} and max_grad_norm {setting.max_grad_norm}: give one")
         base.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default clips, to 1
         config, optimizer = ours.config(base, setting.plan, resume), make_optimizer(model)
-        check_optimizer(optimizer, self._stage, allowed=bool(self._config.get(ALLOW)))
+        scheduled = make_scheduler is not None or "scheduler" in config
+        check_optimizer(optimizer, self._stage, allowed=bool(self._config.get(ALLOW)), scheduled=scheduled)
         config.setdefault(ALLOW, True)  # its guard knows fewer than ours
         self._engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=make_scheduler, config=config
@@ -84,7 +85,7 @@ class DeepSpeed(Strategy):
 
     @property
     def reshards(self) -> bool:
-        from .deepspeed import can_reshard
+        from .deepspeed_checks import can_reshard
 
         return can_reshard(self._engine)
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from .loss_scale import LossScale
+from .optimizers import check_sharded
 from .process_group import init_process_group
 from .strategies import (
     TRAINER_FILE,
@@ -82,6 +83,7 @@ class FSDP(Strategy):
         fully_shard(model, mesh=mesh, **self._options)
         self.model = model
         self.optimizer = make_optimizer(model)
+        check_sharded(self.optimizer)
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
         if resume is None:
             return {}

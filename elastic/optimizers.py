@@ -43,6 +43,25 @@ ELEMENTWISE = frozenset(
 """Optimizers whose update of a weight depends on that weight, its gradients and the step alone."""
 
 
+_NOT_SHARDED = frozenset({"torch.optim._adafactor.Adafactor", "transformers.optimization.Adafactor"})
+"""Optimizers whose `step` fails on FSDP2's sharded parameters, in torch's dispatch of some operation."""
+
+
+def check_sharded(optimizer: Any) -> None:
+    """Refuses an optimizer that cannot train FSDP2's sharded parameters, before it fails at its first step.
+
+    Others see whole parameters in them: norms and products are those of all ranks' rows together.
+
+    Raises:
+        ValueError: It is one of those.
+    """
+    if source_of_step(optimizer) in _NOT_SHARDED:
+        raise ValueError(
+            f"{source_of_step(optimizer)} cannot train the sharded parameters of FSDP (torch fails at its first step): "
+            "take another optimizer (AdamW, SGD, Muon, ...), or DDP"
+        )
+
+
 def source_of_step(optimizer: Any) -> str:
     """``"module.Class"`` of whom the optimizer's ``step`` is, whatever torch has wrapped around it."""
     step = inspect.unwrap(type(optimizer).step)

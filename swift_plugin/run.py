@@ -283,6 +283,6 @@ def _strategy(trainer: Any) -> str:
 def _reshards(trainer: Any) -> bool:
     if not trainer.is_deepspeed_enabled:
         return False
-    from dalsegno.elastic.deepspeed import can_reshard
+    from dalsegno.elastic.deepspeed_checks import can_reshard
 
     return can_reshard(trainer.model_wrapped)

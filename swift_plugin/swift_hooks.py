@@ -36,7 +36,6 @@ _TASKS = ("causal_lm", "seq_cls")
 # A loss for each pair of answers; then those with a term that is a mean over the micro-batch's tokens.
 _PAIRS, _PAIRS_AND_TOKENS = ("dpo", "rm"), ("orpo", "cpo", "simpo")
 _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "nca_pair", "sppo_hard", "exo_pair", "apo_zero", "apo_down")
-_PRESETS = ("zero0", "zero1", "zero2", "zero3", "zero2_offload", "zero3_offload")
 _INSTEAD = {"deepspeed_elastic": "changing the world", "graceful_exit": "saving before a node goes"}
 # They begin with a decomposition of the base weights, which every start would make anew.
 _DECOMPOSED = ("pissa", "olora", "lora-ga")
@@ -75,14 +74,10 @@ def _init_deepspeed(original: Any, args: Any) -> None:
         for name, purpose in _INSTEAD.items():
             if name in args.callbacks:
                 raise ValueError(f"--callbacks {name}: dalsegno does the {purpose} itself; leave {name} out")
-    preset = isinstance(args.deepspeed, str) and args.deepspeed in _PRESETS
     original(args)
     if wanted(args) and args.deepspeed:
         from dalsegno.elastic import deepspeed
-        from dalsegno.elastic.deepspeed_checks import ALLOW
 
-        if preset:  # ms-swift's own allow every optimizer, which nobody asked for
-            args.deepspeed.pop(ALLOW, None)
         # Of this world; a configuration that says them itself would be compared with arguments of another one.
         args.deepspeed.update(dict.fromkeys(SIZES, "auto"))
         deepspeed.prepare(args.ddp_backend, timeout=timedelta(seconds=args.ddp_timeout))

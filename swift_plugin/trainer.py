@@ -373,7 +373,8 @@ def _check_engine(engine: Any, *, allowed: bool) -> None:
     """DeepSpeed's own guard, which the Trainer has switched off."""
     from dalsegno.elastic.deepspeed_checks import check_optimizer, tell
 
-    check_optimizer(engine.basic_optimizer, int(engine.zero_optimization_stage()), allowed=allowed)
+    optimizer, scheduled = engine.basic_optimizer, engine.lr_scheduler is not None
+    check_optimizer(optimizer, int(engine.zero_optimization_stage()), allowed=allowed, scheduled=scheduled)
     tell(engine)
 
 

@@ -6,6 +6,7 @@ its function in ``do``; see `CASES`.
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -23,7 +24,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler
+from dalsegno.elastic import (
+    DDP,
+    FSDP,
+    Accumulation,
+    Batches,
+    BatchPlan,
+    DeepSpeed,
+    ElasticSampler,
+    SaveError,
+    Trainer,
+    sessions,
+)
+from dalsegno.elastic.checkpoint import inventory
 
 GLOBAL_BATCH = 12
 
@@ -200,10 +213,12 @@ class Sometimes(nn.Module):
 
 
 def ddp(case: dict[str, Any]) -> dict[str, Any]:
-    """DDP with ``options``, a ``hook``, compiled or within ``join``: weights beside those of the whole batch's steps."""
+    """DDP with ``options``, a ``hook``, compiled or within ``join``: how far weights are from the whole batch's."""
     world = dist.get_world_size()
-    module, reference = Sometimes(), Sometimes()
-    wrapped: Any = nn.parallel.DistributedDataParallel(module, **case.get("options", {}))
+    options = case.get("options", {})
+    make = Sometimes if "find_unused_parameters" in options or "static_graph" in options else model
+    module, reference = make(), make()
+    wrapped: Any = nn.parallel.DistributedDataParallel(module, **options)
     if case.get("hook"):
         HOOKS[case["hook"]](wrapped)
     called: Any = torch.compile(wrapped, backend="eager") if case.get("compiled") else wrapped
@@ -276,7 +291,111 @@ def fsdp(case: dict[str, Any]) -> dict[str, Any]:
     return {"losses": losses}
 
 
-CASES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {"zero": zero, "ddp": ddp, "fsdp": fsdp}
+def declared(case: dict[str, Any]) -> dict[str, Any]:
+    """A loop that saves as ``save`` says, with ``strategy`` (or nothing said): steps made, and what was sealed."""
+    import deepspeed
+
+    from dalsegno.elastic import deepspeed as ours
+
+    s = new_session(case)
+    module = model()
+    config: dict[str, Any] = {"zero_optimization": {"stage": case["stage"]}}
+    config = ours.config(config, Plan(GLOBAL_BATCH // s.world_size), None)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=torch.optim.AdamW(module.parameters()), config=config)
+    ways: dict[str, Any] = {
+        "lambda": lambda path: engine.save_checkpoint(path),
+        "partial": functools.partial(engine.save_checkpoint, save_latest=False),
+        "hidden": functools.partial(hidden, {"engine": engine}),
+        "ours": ours.save(engine),
+        "plain": lambda path: s.rank == 0 and torch.save(module.state_dict(), path / "model.pt"),
+        "of each rank": lambda path: torch.save([s.rank], path / f"shard-rank{s.rank}.pt"),
+        "dcp": lambda path: save_with_dcp(module, path),
+    }
+    options = {"strategy": case["strategy"]} if "strategy" in case else {}
+    if case["save"] in ("plain", "of each rank", "dcp"):
+        options["create_directory"] = True
+    made = 0
+    try:
+        for _ in s.steps(range(3), save=ways[case["save"]], save_every=1, **options):
+            made += 1
+            outputs = engine(torch.ones(2, 7))
+            engine.backward(outputs.mean())
+            engine.step()
+    except (ValueError, SaveError) as error:
+        refused = str(error)
+    else:
+        refused = ""
+    found = inventory(Path(case["directory"])) if s.rank == 0 else []
+    left = sorted(path.name for path in Path(case["directory"]).glob("step-*")) if s.rank == 0 else []
+    shapes = [[m.shape.strategy, m.shape.any_world_size, m.shape.reshards] for m in found]
+    return {"made": made, "refused": refused, "sealed": shapes, "left": left}
+
+
+def fit(case: dict[str, Any]) -> dict[str, Any]:
+    """A Trainer with a ``strategy`` and an ``optimizer``: losses, or why it refused, and after how many steps."""
+    strategies: dict[str, Any] = {
+        "deepspeed": lambda: DeepSpeed({"zero_optimization": {"stage": case["stage"]}, **case.get("config", {})}),
+        "fsdp": FSDP,
+        "ddp": lambda: DDP(**case.get("options", {})),
+    }
+    close_session(case)
+    logs: list[tuple[int, Any]] = []
+    trainer = Trainer(
+        model(),
+        Points(),
+        optimizer=lambda module: OPTIMIZERS[case["optimizer"]](module.parameters()),
+        loss=lambda module, batch: nn.functional.mse_loss(module(batch[:, :7]), batch[:, 7:]),
+        global_batch_size=GLOBAL_BATCH,
+        max_micro_batch_size=case.get("micro", GLOBAL_BATCH),
+        max_steps=case["steps"],
+        strategy=strategies[case["strategy"]](),
+        checkpoint_dir=case.get("directory"),
+        save_every=case.get("save_every", 0),
+        loggers=[lambda step, values: logs.append((step, values["loss"]))],
+        log_every=1,
+        progress=False,
+    )
+    refused = ""
+    try:
+        trainer.fit()
+    except ValueError as error:
+        refused = str(error)
+    found = inventory(Path(case["directory"])) if "directory" in case else []
+    shapes = [[m.shape.strategy, m.shape.any_world_size, m.shape.reshards] for m in found]
+    return {"steps": trainer.step, "refused": refused, "losses": [loss for _, loss in logs], "sealed": shapes}
+
+
+def hidden(holder: dict[str, Any], path: Path) -> None:
+    """Nobody who looks at it sees an engine."""
+    getattr(holder["engine"], "save" + "_checkpoint")(path)
+
+
+def save_with_dcp(module: nn.Module, path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save({"model": module.state_dict()}, checkpoint_id=str(path))
+
+
+def close_session(case: dict[str, Any]) -> None:
+    """One per process is open, and the next one's group needs a store that nobody used before."""
+    os.environ["MASTER_PORT"] = str(case["port"])
+    while sessions._sessions:
+        sessions._sessions.pop().close()
+
+
+def new_session(case: dict[str, Any]) -> Any:
+    """A session of the case's own."""
+    close_session(case)
+    return sessions.session(case.get("directory"))
+
+
+CASES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "zero": zero,
+    "ddp": ddp,
+    "fsdp": fsdp,
+    "declared": declared,
+    "fit": fit,
+}
 
 
 def main() -> None:
