@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 from .batches import Batch
 from .micro_batch import MicroBatch
+from .wrappers import tell
 
 T = TypeVar("T")
 
@@ -32,13 +33,17 @@ class Accumulation:
     Whether a micro-batch is the last one is settled before its forward pass begins. Micro-batches with factor 0 leave
     zero gradients, whatever the model computes for them.
 
+    ``DistributedDataParallel(static_graph=True)`` learns the graph from its first backward pass and fails (an internal
+    assertion of torch's) if that one is put off. So there each step's first micro-batch is synchronised too: of each
+    step, so that a process that resumes adds up in the same order as one that never stopped.
+
     Args:
         model: What the training calls: a wrapper, a DeepSpeed engine, or a plain module, which stays as it is.
         optimizers: Refuse to step while micro-batches are missing. (A DeepSpeed engine counts for itself.)
 
     Attributes:
         deferrals: Backward passes so far whose synchronisation was put off: a - 1 in each step, with a model that
-            synchronises at all.
+            synchronises at all; with a static graph a - 2.
     """
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
@@ -49,8 +54,11 @@ class Accumulation:
         self._engine = hasattr(model, "is_gradient_accumulation_boundary")
         self._sharded = [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
         self._defer = _deferring(model, self._sharded)
+        # A compiled model passes on what it is asked for.
+        self._static_graph = bool(getattr(model, "static_graph", False))
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
+        tell(model, optimizers)
 
     def __call__(self, batch: Batch[T]) -> Iterator[MicroBatch[T]]:
         """The micro-batches of ``batch`` in order; the body of the ``for`` is forward and backward pass.
@@ -79,7 +87,8 @@ class Accumulation:
                 self._compare(micro, batch)
             with ExitStack() as stack:
                 self._open = stack
-                if not micro.is_last and (self._engine or self._defer is not None):
+                learns_graph = self._static_graph and batch.handed_out == 1
+                if not micro.is_last and not learns_graph and (self._engine or self._defer is not None):
                     self.deferrals += 1
                     if self._defer is not None:
                         stack.enter_context(self._defer())

@@ -36,28 +36,27 @@ from deepspeed.pipe import PipelineModule
 
 from dalsegno.elastic.checkpoint import UNIVERSAL
 
+from .deepspeed_checks import can_reshard, tell, why_not_reshard
 from .deepspeed_loading import (
-    knows_universal_files,
     load_parameters,
     load_whole_model,
     own_loading,
     repair_groups,
     restore_unpartitioned,
     separate_steps,
-    whole_parameters,
+    torch_optimizer,
 )
 from .deepspeed_view import ZERO, resharded_view, sharded_view, universal_view
+from .optimizers import source_of_step
 from .process_group import init_alone
 from .replicas import loadable
 from .universal.errors import ConversionError
 from .universal.forms import Form
 from .universal.layout import engine_directory
 from .universal.loading import describe_refusal, only_safe_loading
-from .universal.source import open_source
+from .universal.source import OPTIMIZER_NOTE, open_source
 from .universal.values import ShardedValues, UniversalValues, Values
 
-# Versions of DeepSpeed in which re-sharding was tried.
-_TRIED = ((0, 19),)
 UNIVERSAL_VERSION = 0.4
 _ROUND_ROBIN = (
     "made with zero_optimization.round_robin_gradients, which lays weights out in a way that checkpoints do not "
@@ -168,11 +167,19 @@ class Save:
 
     Attributes:
         reshards: See `can_reshard`; the session writes it down.
+        strategy: See `strategy`; the session takes it where the script says none.
     """
 
     def __init__(self, engine: Any, client_state: Mapping[str, Any] | None = None) -> None:
         self._engine, self._client_state = engine, client_state
-        self.reshards = can_reshard(engine)
+
+    @property
+    def reshards(self) -> bool:
+        return can_reshard(self._engine)
+
+    @property
+    def strategy(self) -> str:
+        return strategy(self._engine)
 
     def __call__(self, path: Path) -> None:
         """Writes.
@@ -242,11 +249,14 @@ def _described(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str,
     state = dict(client_state or {})
     if getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
         state.setdefault(UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION})
+    state[OPTIMIZER_NOTE] = source_of_step(torch_optimizer(engine))
     return state
 
 
 def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[str, Any]:
     """Loads the resume point into a fresh engine and repairs what DeepSpeed leaves wrong. Collective.
+
+    Says in one line, on rank 0, where this engine's world cannot change as usual.
 
     Args:
         engine: From ``deepspeed.initialize`` with this module's `config`.
@@ -262,6 +272,7 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[
             another number of ranks saved it, and this engine is not one that `can_reshard`.
         OSError: A file cannot be read.
     """
+    tell(engine)
     if resume is None:
         return {}
     by_values = loads_by_values(resume)
@@ -271,9 +282,7 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[
         raise ValueError(f"the engine was {_ROUND_ROBIN}")
     if resume.reshard and not can_reshard(engine):
         # The manifest speaks of the DeepSpeed and the engine that saved.
-        tried = " or ".join(".".join(map(str, version)) for version in _TRIED)
-        reason = f"DeepSpeed {deepspeed.__version__}, or this engine of it; tried with ZeRO 1 to 3 of {tried}"
-        raise RuntimeError(_not_here(resume, reason))
+        raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
     with _only_what_is_safe(resume.path):
         return _load(engine, resume, strict)
 
@@ -353,21 +362,6 @@ def _opened(resume: Resume, saved: Path, stage: int) -> Iterator[tuple[Path, Val
 
 def _not_here(resume: Resume, reason: str) -> str:
     return f"{resume.path.name} cannot be loaded by another number of ranks as it is ({reason}): it must be converted"
-
-
-def can_reshard(engine: Any) -> bool:
-    """Whether what the engine saves now can be loaded by `restore` at another number of ranks without a conversion.
-
-    It leans on private names of DeepSpeed, so only in versions that were tried; else universal files are made.
-    """
-    return (
-        tuple(int(part) for part in deepspeed.__version__.split(".")[:2]) in _TRIED
-        and 1 <= int(engine.zero_optimization_stage()) <= 3
-        and not getattr(engine, "has_moe_layers", False)
-        and not engine.zero_nvme_offload_optimizer()
-        and knows_universal_files(engine)
-        and whole_parameters(engine)
-    )
 
 
 def strategy(engine: Any) -> str:

@@ -3,13 +3,15 @@
 - ZeRO-1 and 2: a rank that owns nothing of a parameter group (a small one in a large world) fails with IndexError; a
   file that is missing leaves weights at random or moments reset;
 - ZeRO-3: all groups get group 0's hyperparameters, and all share one ``step`` tensor, which then counts once per group;
+  of what an optimizer gathers only Adam's moments are loaded, and one that counts no step fails with KeyError;
 - all stages: buffers, frozen parameters and parameters that no optimizer knows keep what the script initialised them
   with; each rank reads all of every parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .deepspeed_view import COMMON, NESTED, ZERO, model_state_files
+from .universal.forms import NUMBERS
 from .universal.loading import load
 from .universal.source import ADAM_STATES, FP32
 from .universal.values import STEP, Values
@@ -31,7 +34,8 @@ _TENSOR_PARALLEL = "ds_autotp_universal_checkpoint_meta"
 def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
     """Lets the engine's ZeRO optimizer load ``values`` by `load_groups` or `load_partition` while it lasts.
 
-    With tensor parallelism DeepSpeed's own loader stays: it knows how parameters are sliced there.
+    With tensor parallelism DeepSpeed's own loader stays: it knows how parameters are sliced there. It stays, too, for
+    ZeRO-3's optimizer where `loads_any_state` says no.
 
     Args:
         engine: DeepSpeed's.
@@ -60,10 +64,17 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
             load_groups(optimizer, groups, values, load(Path(folder) / ZERO / COMMON), trained=trained)
 
     setattr(optimizer, _loader(engine), ours)
+    own_states = loads_any_state(engine)
+    if own_states:
+        optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3 = functools.partial(
+            load_sub_groups, optimizer, values, lambda: int(engine.global_steps) > int(engine.skipped_steps)
+        )
     try:
         yield
     finally:
         delattr(optimizer, _loader(engine))
+        if own_states:
+            del optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3
 
 
 def _loader(engine: Any) -> str:
@@ -75,6 +86,17 @@ def _loader(engine: Any) -> str:
 def knows_universal_files(engine: Any) -> bool:
     """Whether the engine's optimizer has the method that `own_loading` replaces."""
     return hasattr(engine.optimizer, _loader(engine))
+
+
+def loads_any_state(engine: Any) -> bool:
+    """Whether `load_sub_groups` can take the place of ZeRO-3's own loader: nothing of the engine is on a disk."""
+    optimizer = engine.optimizer
+    return (
+        int(engine.zero_optimization_stage()) == 3
+        and hasattr(optimizer, "load_module_checkpoint_state_from_checkpoint_dir_stage3")
+        and not getattr(optimizer, "swap_optimizer", False)
+        and all(flat is not None for flat in optimizer.fp16_partitioned_groups_flat)
+    )
 
 
 def whole_parameters(engine: Any) -> bool:
@@ -105,7 +127,7 @@ def load_partition(optimizer: Any, values: Values, name: str, state: str, parame
         optimizer: ``DeepSpeedZeroOptimizer_Stage3``.
         values: Of the checkpoint.
         name: The parameter's.
-        state: ``"fp32"``, ``"exp_avg"`` or ``"exp_avg_sq"``.
+        state: ``"fp32"``, or one that the optimizer gathers.
         parameter: The model's; None where an older DeepSpeed does not say.
         room: For the result.
 
@@ -127,6 +149,37 @@ def load_partition(optimizer: Any, values: Values, name: str, state: str, parame
     values.read(name, state, start, own[:count])
     own[count:].zero_()
     return own
+
+
+def load_sub_groups(optimizer: Any, values: Values, trained: Callable[[], bool], folder: str) -> None:
+    """Fills this rank's partitions of ZeRO-3 with weights and whatever the optimizer gathers for each of them.
+
+    Args:
+        optimizer: ``DeepSpeedZeroOptimizer_Stage3``, whose ``load_hp_checkpoint_state`` reads one partition.
+        values: Of the checkpoint.
+        trained: Whether the optimizer had made steps when the checkpoint was saved.
+        folder: What DeepSpeed was told to load.
+
+    Raises:
+        OSError: A file cannot be read.
+        RuntimeError: Something was not saved.
+    """
+    common = load(Path(folder) / ZERO / COMMON)
+    optimizer._load_global_state_stage3(common)
+    # In both precisions.
+    optimizer.load_module_checkpoint_state_from_checkpoint_dir_stage3(folder, True)
+    group, made = common[NESTED]["param_groups"][0], trained()
+    for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        names = [optimizer.param_names[parameter] for parameter in parameters]
+        _check_states(values, names, _wanted(values, names[0], group, made))
+        state = optimizer.optimizer.state[flat]
+        _make_states(values, names[0], flat, state, common)
+        for key in sorted(values.states(names[0]) - {FP32, STEP}):
+            offset = 0
+            for name, parameter in zip(names, parameters, strict=True):
+                own = optimizer.load_hp_checkpoint_state(str(Path(folder) / ZERO / name), key, param=parameter)
+                state[key].narrow(0, offset, own.numel()).copy_(own)
+                offset += own.numel()
 
 
 def load_groups(
@@ -152,7 +205,7 @@ def load_groups(
         raise ValueError(f"{len(common['param_groups'])} parameter groups were saved, the script makes {len(groups)}")
     for parameters, group, saved in zip(groups, optimizer.optimizer.param_groups, common["param_groups"], strict=True):
         names = [optimizer.param_names[parameter] for parameter in parameters]
-        _check_states(values, names, {FP32, *(ADAM_STATES if trained and "betas" in saved and "eps" in saved else ())})
+        _check_states(values, names, _wanted(values, names[0], saved, trained))
         flat = group["params"][0]
         state = optimizer.optimizer.state[flat]
         _make_states(values, names[0], flat, state, common)
@@ -162,9 +215,15 @@ def load_groups(
         group.update({key: value for key, value in saved.items() if key != "params"})
 
 
+def _wanted(values: Values, name: str, group: Mapping[str, Any], trained: bool) -> set[str]:
+    """What there must be of a parameter: Adam's moments, too, unless another one of its family has others."""
+    adam = "betas" in group and "eps" in group and values.states(name) <= {FP32, STEP, *ADAM_STATES}
+    return {FP32, *(ADAM_STATES if trained and adam else ())}
+
+
 def _check_states(values: Values, names: Sequence[str], wanted: set[str]) -> None:
-    """All parameters of a group have what is wanted, and what the first of them has."""
-    wanted = wanted | values.states(names[0])
+    """All parameters of a group have what is wanted, and what any of them has."""
+    wanted = wanted.union(*(values.states(name) for name in names))
     for name in names:
         missing = sorted(wanted - values.states(name))
         if missing:
@@ -179,7 +238,10 @@ def _make_states(values: Values, name: str, flat: Tensor, state: dict[str, Any],
     if STEP in saved:
         state[STEP] = values.step(name)
     elif NESTED in common:  # made by stage 3
-        state[STEP] = common[NESTED]["state"][0][STEP]
+        counted = common[NESTED]["state"].get(0, {})
+        state.update({STEP: counted[STEP]} if STEP in counted else {})
+    for key, number in common.get(NUMBERS, {}).get(name, {}).items():
+        state[key] = number.clone() if isinstance(number, Tensor) else number
 
 
 def _load_fragment(parameter: Any, values: Values, name: str, state: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ class DeepSpeed(Strategy):
     Args:
         config: DeepSpeed's own. Batch sizes and the accumulation are replaced by the plan's; ``gradient_clipping`` by
             the Trainer's ``max_grad_norm``, where that is given. With neither of them gradients are not clipped.
+            With ``zero_allow_untested_optimizer`` also an optimizer is taken that is not known to be element-wise.
     """
 
     scale = "deepspeed"
@@ -28,12 +29,15 @@ class DeepSpeed(Strategy):
 
     def __init__(self, config: Mapping[str, Any] | None = None) -> None:
         self._config: dict[str, Any] = {"zero_optimization": {"stage": 1}, **(config or {})}
-        self._config.setdefault("zero_allow_untested_optimizer", True)
         self._engine: Any = None
 
     @property
     def name(self) -> str:
-        return f"deepspeed-zero-{int(self._config['zero_optimization'].get('stage', 0))}"
+        return f"deepspeed-zero-{self._stage}"
+
+    @property
+    def _stage(self) -> int:
+        return int(self._config["zero_optimization"].get("stage", 0))
 
     def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
         from deepspeed.accelerator import get_accelerator
@@ -53,6 +57,7 @@ class DeepSpeed(Strategy):
         import deepspeed
 
         from . import deepspeed as ours
+        from .deepspeed_checks import ALLOW, check_optimizer
 
         resume = setting.session.resume
         base = dict(self._config)
@@ -61,9 +66,12 @@ class DeepSpeed(Strategy):
             if own != setting.max_grad_norm:
                 raise ValueError(f"gradient_clipping is {own} and max_grad_norm {setting.max_grad_norm}: give one")
         base.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default clips, to 1
-        config = ours.config(base, setting.plan, resume)
+        config, optimizer = ours.config(base, setting.plan, resume), make_optimizer(model)
+        scheduled = make_scheduler is not None or "scheduler" in config
+        check_optimizer(optimizer, self._stage, allowed=bool(self._config.get(ALLOW)), scheduled=scheduled)
+        config.setdefault(ALLOW, True)  # its guard knows fewer than ours
         self._engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
-            model=model, optimizer=make_optimizer(model), lr_scheduler=make_scheduler, config=config
+            model=model, optimizer=optimizer, lr_scheduler=make_scheduler, config=config
         )
         self.model = self._engine
         state = ours.restore(self._engine, resume)
@@ -77,7 +85,7 @@ class DeepSpeed(Strategy):
 
     @property
     def reshards(self) -> bool:
-        from .deepspeed import can_reshard
+        from .deepspeed_checks import can_reshard
 
         return can_reshard(self._engine)
 

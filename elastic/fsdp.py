@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from .loss_scale import LossScale
 from .made import steps_on_metric
+from .optimizers import check_sharded
 from .process_group import init_process_group
 from .replicas import check_whole, loadable
 from .sharding import Init, shard
@@ -93,6 +94,7 @@ class FSDP(Strategy):
         shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None)
         self.model = model
         self.optimizer = make_optimizer(model)
+        check_sharded(self.optimizer)
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
         self._stepped = None if steps_on_metric(self.scheduler) else self.scheduler
         if resume is None:

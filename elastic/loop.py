@@ -13,6 +13,7 @@ from .agreement import PART
 from .background_save import Background
 from .batches import Batch
 from .checkpoint import Cut, Order, Position, Ref
+from .declared import strategy_of
 from .exchange import MAX_STEPS_APART, Boundary
 from .rehearsal import rehearse
 from .resuming import check_strategy
@@ -67,8 +68,9 @@ def steps(
 
     Args:
         session: The process's.
-        data: ``Batches``, or any iterable of batches, of which one is fetched ahead. What a loader's ``state_dict`` says
-            is saved, and goes on where as many ranks resume. Others would begin anew: that is refused, see ``sources``.
+        data: ``Batches``, or any iterable of batches, of which one is fetched ahead. What a loader's ``state_dict``
+            says is saved, and goes on where as many ranks resume. Others would begin anew: that is refused, see
+            ``sources``.
         max_steps: Of the whole run, steps before the resume point included.
         save: Writes this rank's part of a checkpoint, see ``Session.save``, or ``background(state)``: while the
             training goes on. None: nothing is saved, and a drain goes back to the last commit. The same where there
@@ -84,8 +86,8 @@ def steps(
 
     Raises:
         ValueError: The ranks were not started alike; ``max_steps`` or ``save_every`` below 0; there is a directory, and
-            ``save_every`` without ``save``; the resume point is another strategy's, or of another order or cut, or the
-            data do not begin where it ended.
+            ``save_every`` without ``save``; ``save`` calls a DeepSpeed engine that is not of ``strategy``; the resume
+            point is another strategy's, or of another order or cut, or the data do not begin where it ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
         SaveError: The script's ``save`` has a mistake: what ``TrainingState`` and the `Trainer` save is tried before
             the first step, but for the tensors' values and without writing; other functions at the first save. Or the
@@ -93,6 +95,7 @@ def steps(
         Drained: See above.
     """
     advanced = advanced or position is not None
+    strategy = strategy_of(save, strategy)
     options = {
         "order": order or getattr(data, "order", None),
         "cut": cut or getattr(data, "cut", None),

@@ -18,7 +18,7 @@ from dalsegno.protos import worker_pb2
 
 from . import rng
 from .agreement import differences
-from .background_save import LAST_WORDS_SECONDS, Flight, check_paths
+from .background_save import LAST_WORDS_SECONDS, PARTS, Flight, check_paths
 from .checkpoint import (
     SHARDED,
     Best,
@@ -37,6 +37,7 @@ from .checkpoint import (
 )
 from .checkpoint.files import checksums, list_files, write_exclusive
 from .collective import Collective
+from .declared import DDP, contradiction, of_each_rank
 from .identity import Identity
 from .link import Link
 from .save_errors import Cause, describe, is_fatal, kept, problem
@@ -133,6 +134,7 @@ class Saver:
         self._noted_best: str | None = None
         self._noted_empty = False
         self._buffers = HostBuffers()
+        self._looked = False
         self._under_way: _UnderWay | None = None
 
     def save(
@@ -159,6 +161,7 @@ class Saver:
             name, content = self._choose_name(content, create_directory)
             self._write(name, content, write)
             files = self._describe(name)
+            self._check_files([entry.path for entry in files], content)
             manifest = self._seal(name, content, files)
         except _Failed as failure:
             self._failed_save(name, content.step, failure, drain)
@@ -265,7 +268,25 @@ class Saver:
         paths = [path for answer in answers for path in answer["paths"]]
         for path in sorted({path for path in paths if paths.count(path) > 1}):
             raise _Failed(f"several ranks save {path}, and only one may", fatal=True)
+        self._check_files(paths, content)
         return files
+
+    def _check_files(self, paths: list[str], content: Content) -> None:
+        """Are they what the script says that it saves? All ranks have the same answer."""
+        reason = contradiction(paths, content.strategy, content.any_world_size)
+        if reason is not None:
+            raise _Failed(reason, fatal=True)
+        if self._looked or content.strategy != DDP or not content.any_world_size:
+            return
+        self._looked = True
+        own = [path for path in paths if PurePosixPath(path).parts[0] not in (rng.DIRECTORY, PARTS)]
+        each = of_each_rank(own, self._identity.world_size)
+        if each is not None and self._identity.rank == 0:
+            log.warning(
+                "each rank has saved a file of its own, %s, and strategy='ddp' says that any number of ranks loads "
+                "them: if they hold parts of the model or of the optimizer, give save or steps any_world_size=False",
+                each,
+            )
 
     def close(self) -> None:
         """The script goes on without a session: gives what is under way some time to be sealed. Not collective."""

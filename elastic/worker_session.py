@@ -35,6 +35,7 @@ from .checkpoint import (
     Tracked,
 )
 from .collective import Collective
+from .declared import strategy_of
 from .exchange import Boundary, Exchange, Flags
 from .exits import EXIT_DRAINED, Drained, insist
 from .identity import Identity
@@ -318,7 +319,8 @@ class Session:
             position: Where the data goes on.
             order: Of the sampler; a run that resumes must agree with it.
             cut: Of ``Batches``; the same.
-            strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
+            strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own. What
+                ``elastic.deepspeed.save`` made knows its own.
             any_world_size: The files load at any world size as they are; default: what is known of ``strategy``.
             metric: The run's tracked metric; rank 0's counts. Default: what ``improved`` was told of this step.
             create_directory: ``path`` exists when ``write`` is called; default: not for DeepSpeed, which makes it.
@@ -338,6 +340,7 @@ class Session:
         self._check_open()
         if self._saver is None:
             raise RuntimeError(f"nowhere to save: {NO_DIRECTORY}")
+        strategy = strategy_of(write, strategy)
         if keep is not None:
             self._keep = keep
         try:

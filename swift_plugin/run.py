@@ -50,6 +50,7 @@ class Run:
         writing: The save under way.
         finished: The training has come to its end.
         by_samples: The loss of a slice is a mean over its samples.
+        any_optimizer: DeepSpeed's config allows any optimizer, also one that is not known to fit ZeRO.
         stopped: Something had decided, when the resume point was saved, that the training was to stop there.
     """
 
@@ -73,7 +74,7 @@ class Run:
         self.micro: MicroBatch[Any] | None = None
         self._micros: Iterator[MicroBatch[Any]] = iter(())
         self.unfinished: Unfinished | None = None
-        self.draining = self.epoch_ended = self.finished = self.stopped = False
+        self.draining = self.epoch_ended = self.finished = self.stopped = self.any_optimizer = False
         self.writing: Write | None = None
         self._failed = False
         self._may_leave, self._ask_every, self._asked, self._asked_at = False, 1, 0, 0.0
@@ -282,6 +283,6 @@ def _strategy(trainer: Any) -> str:
 def _reshards(trainer: Any) -> bool:
     if not trainer.is_deepspeed_enabled:
         return False
-    from dalsegno.elastic.deepspeed import can_reshard
+    from dalsegno.elastic.deepspeed_checks import can_reshard
 
     return can_reshard(trainer.model_wrapped)

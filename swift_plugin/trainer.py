@@ -123,6 +123,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         with _replaced("deepspeed_load_checkpoint", self._load_engine):
             prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.is_deepspeed_enabled:
+            _check_engine(self.model_wrapped, allowed=self._run.any_optimizer)
         scheduler = self.lr_scheduler
         if self._run.session.resume is not None and isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             resume_rates(self.optimizer, scheduler)
@@ -353,9 +355,11 @@ def elastic_class(base: type[Any]) -> type[Any]:
 def _configure_deepspeed(trainer: Any, run: Run) -> None:
     """The engine's configuration for this world and resume point, in place of what the arguments had made of it."""
     from dalsegno.elastic import deepspeed
+    from dalsegno.elastic.deepspeed_checks import ALLOW
 
     plugin = trainer.accelerator.state.deepspeed_plugin
     own = plugin.hf_ds_config.config
+    run.any_optimizer = bool(own.get(ALLOW))  # the Trainer itself will allow them all
     made = deepspeed.config(own, run.plan, run.session.resume)
     own.clear()
     own.update(made)
@@ -363,6 +367,15 @@ def _configure_deepspeed(trainer: Any, run: Run) -> None:
     # Found when the arguments were those of another world; what is wrong besides stays wrong.
     config = plugin.hf_ds_config
     config.mismatches = [one for one in config.mismatches if not any(size in one for size in SIZES)]
+
+
+def _check_engine(engine: Any, *, allowed: bool) -> None:
+    """DeepSpeed's own guard, which the Trainer has switched off."""
+    from dalsegno.elastic.deepspeed_checks import check_optimizer, tell
+
+    optimizer, scheduled = engine.basic_optimizer, engine.lr_scheduler is not None
+    check_optimizer(optimizer, int(engine.zero_optimization_stage()), allowed=allowed, scheduled=scheduled)
+    tell(engine)
 
 
 def _refuse_other_resume(given: Any, output_dir: Path) -> None:

@@ -21,6 +21,8 @@ from .source import ADAM_STATES, COMMON_STATE, FP32, Parameter, Source
 
 ZERO = "zero"
 PARAM = "param"
+NUMBERS = "dalsegno_numbers"
+"""In the common state: what an optimizer counts besides its step, by parameter. DeepSpeed's loaders pass over it."""
 _MODEL_STAGE_1_2 = "mp_rank_00_model_states.pt"
 _MODEL_STAGE_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _PADDINGS = "group_paddings"
@@ -45,7 +47,7 @@ class Form:
 
     def __post_init__(self) -> None:
         others = set(self.source.states) - {FP32, *ADAM_STATES}
-        if self.stage == 3 and others:
+        if self.stage == 3 and others and not self.source.ours:
             raise EnvironmentFailed(
                 f"optimizer states {sorted(others)}: DeepSpeed's universal loading of ZeRO-3 knows only Adam's moments"
             )
@@ -104,6 +106,11 @@ class Form:
 
     def common_state(self) -> dict[str, Any]:
         """The content of ``optimizer_state.pt``."""
+        counted = {name: self.source.numbers[0][one.group] for name, one in self.source.parameters.items()}
+        numbers = {name: dict(values) for name, values in counted.items() if values}
+        return {**self._common_state(), **({NUMBERS: numbers} if numbers else {})}
+
+    def _common_state(self) -> dict[str, Any]:
         if (self.source.stage == 3) == (self.stage == 3):
             return self._own_state_3() if self.stage == 3 else self._own_state_1_2()
         state = {key: self.source.optimizer[key] for key in _GLOBAL if key in self.source.optimizer}

@@ -35,6 +35,8 @@ COMMON_STATE = "optimizer_state.pt"
 """The file beside the parameters' directories."""
 _OTHER_FILES = 1024
 """Files, sockets and pipes that a training process may have open besides."""
+OPTIMIZER_NOTE = "dalsegno_optimizer"
+"""In the model states: whose optimizer it is, and that `elastic.deepspeed` will load whatever it gathers."""
 _ANEW = "to go on with a new optimizer: dalsegno convert --reset-optimizer"
 
 
@@ -72,6 +74,7 @@ class Source:
         flat: ``flat[rank][group][state]``: 1-D tensors, memory-mapped; ``state`` is ``"fp32"`` or an optimizer state's
             name.
         steps: ``steps[rank][group]``: the optimizer's step, None where it counts none.
+        numbers: ``numbers[rank][group]``: what else it counts, by name.
         optimizer: Rank 0's optimizer dictionary, as in its file.
         model: Rank 0's model states, as in their file, memory-mapped.
         model_files: Names of all model-state files, rank 0's first.
@@ -83,6 +86,7 @@ class Source:
     parameters: Mapping[str, Parameter]
     flat: Sequence[Sequence[Mapping[str, Tensor]]]
     steps: Sequence[Sequence[Any]]
+    numbers: Sequence[Sequence[Mapping[str, Any]]]
     optimizer: Mapping[str, Any]
     model: Mapping[str, Any]
     model_files: tuple[str, ...]
@@ -103,8 +107,15 @@ class Source:
     @property
     def states(self) -> tuple[str, ...]:
         """Names of the states that are written for every parameter, ``"fp32"`` first; what `flat` lacks is zeros."""
-        anew = self.reset and self.adam
-        return (FP32, *ADAM_STATES) if self.stage == 3 or anew else tuple(self.flat[0][0])
+        gathered = tuple(self.flat[0][0])
+        # A stock DeepSpeed's loader of stage 3 wants Adam's moments of any optimizer.
+        wants_moments = self.stage == 3 and gathered == (FP32,) and (self.adam or not self.ours)
+        return (FP32, *ADAM_STATES) if wants_moments or (self.reset and self.adam) else gathered
+
+    @property
+    def ours(self) -> bool:
+        """Whether `elastic.deepspeed` will load it, which takes what any optimizer gathers."""
+        return OPTIMIZER_NOTE in self.model
 
     @property
     def adam(self) -> bool:
@@ -214,6 +225,7 @@ def _read(
         parameters=parameters,
         flat=[_flat(state, stage, reset_optimizer) for state in loaded],
         steps=[_steps(state, stage, reset_optimizer) for state in loaded],
+        numbers=[_numbers(state, stage, reset_optimizer) for state in loaded],
         optimizer=loaded[0],
         model=model,
         model_files=found.model,
@@ -234,6 +246,14 @@ def _tensors(state: Mapping[str, Any]) -> dict[str, Tensor]:
 def _steps(state: Mapping[str, Any], stage: int, weights_only: bool) -> list[Any]:
     gathered = {} if weights_only else state[_INNER[stage]]["state"]
     return [gathered.get(group, {}).get("step") for group in range(len(state[_FLAT[stage]]))]
+
+
+def _numbers(state: Mapping[str, Any], stage: int, weights_only: bool) -> list[dict[str, Any]]:
+    gathered = {} if weights_only else state[_INNER[stage]]["state"]
+    return [
+        {key: value for key, value in gathered.get(group, {}).items() if key != "step" and _is_number(value)}
+        for group in range(len(state[_FLAT[stage]]))
+    ]
 
 
 def _parameters_stage_1_2(
@@ -287,23 +307,23 @@ def _check(source: Source) -> None:
 
 def _check_states(source: Source) -> None:
     wanted = set(source.flat[0][0])
-    if source.stage == 3 and wanted - {FP32, *ADAM_STATES}:
+    if source.stage == 3 and not source.ours and wanted - {FP32, *ADAM_STATES}:
         others = sorted(wanted - {FP32, *ADAM_STATES})
         raise EnvironmentFailed(
-            f"optimizer states {others}: DeepSpeed's universal loading of ZeRO-3 knows only Adam's moments; use ZeRO-2"
+            f"optimizer states {others}: DeepSpeed's universal loading of ZeRO-3 knows only Adam's moments; use ZeRO-2,"
+            " or save and load with elastic.deepspeed"
         )
-    gathered = source.inner["state"].get(0, {})
-    if counts := sorted(key for key, value in gathered.items() if key != "step" and _is_number(value)):
-        raise EnvironmentFailed(
-            f"the optimizer counts {', '.join(counts)} besides its step: universal files have no place for it; {_ANEW}"
-        )
+    _check_numbers(source)
     trained = int(source.model["global_steps"]) > int(source.model.get("skipped_steps") or 0)
     if source.adam and trained and not wanted.issuperset(ADAM_STATES):
-        if unknown := ", ".join(sorted(wanted - {FP32})):
+        unknown = wanted - {FP32}
+        if unknown and not (source.ours and unknown - set(ADAM_STATES)):
             raise EnvironmentFailed(
-                f"the optimizer gathers {unknown}, not Adam's moments: nobody can convert them; {_ANEW}"
+                f"the optimizer gathers {', '.join(sorted(unknown))}, not Adam's moments: nobody can convert them; "
+                f"{_ANEW}"
             )
-        raise SourceBad(f"Adam's moments are not there: training would go on as if at its first step; {_ANEW}")
+        if not unknown:
+            raise SourceBad(f"Adam's moments are not there: training would go on as if at its first step; {_ANEW}")
     for rank, groups in enumerate(source.flat):
         for group, states in enumerate(groups):
             if set(states) != wanted and all(set(other[group]) == set(states) for other in source.flat):
@@ -323,6 +343,23 @@ def _check_states(source: Source) -> None:
                     )
         if list(map(_number, source.steps[rank])) != list(map(_number, source.steps[0])):
             raise SourceBad(f"ranks 0 and {rank} have made different numbers of optimizer steps")
+
+
+def _check_numbers(source: Source) -> None:
+    """What the optimizer counts besides its step must be of all ranks alike, and there must be a place for it."""
+    counted = sorted({key for groups in source.numbers for numbers in groups for key in numbers})
+    if counted and not source.ours:
+        raise EnvironmentFailed(
+            f"the optimizer counts {', '.join(counted)} besides its step: universal files have no place for it; {_ANEW}"
+        )
+    for rank, groups in enumerate(source.numbers):
+        for ours, others in zip(groups, source.numbers[0], strict=True):
+            for key in sorted({*ours, *others}):
+                if _number(ours.get(key)) != _number(others.get(key)):
+                    raise EnvironmentFailed(
+                        f"the optimizer's {key} is another number on rank {rank} than on rank 0: it is of that rank's "
+                        f"part of the model, which nobody can convert; {_ANEW}"
+                    )
 
 
 def _check_name(name: str) -> None:

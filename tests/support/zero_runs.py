@@ -33,7 +33,7 @@ def run_world(world: int, command: Sequence[str], *, seconds: float = 120.0, **h
 
     ``how``: see ``Rank``.
     """
-    port = str(_free_port())
+    port = str(free_port())
     common = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     each = [worker_environment(RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(world)]
     ranks = [Rank(command, environment, **how) for environment in each]
@@ -108,7 +108,7 @@ def seal_sharded(directory: Path, *, stage: int, world: int, step: int) -> Manif
     return manifest
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])

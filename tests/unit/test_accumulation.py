@@ -36,6 +36,7 @@ class Wrapped(Plain):
     def __init__(self) -> None:
         super().__init__()
         self.synchronising = True
+        self.static_graph = False
         self.entered = 0
         self.seen: list[bool] = []
 
@@ -88,6 +89,20 @@ def test_all_but_the_last_micro_step_are_deferred(micro: int) -> None:
         assert accumulate.deferrals == model.entered == number * (a - 1)
         assert model.synchronising
     assert model.seen == ([False] * (a - 1) + [True]) * 6
+
+
+@pytest.mark.parametrize("micro", [12, 6, 4, 1])
+def test_a_static_graph_is_never_put_off_at_first(micro: int) -> None:
+    """In no step, so that one that a resumed process begins with is added up as it was before."""
+    model, batches = Wrapped(), make(micro)
+    model.static_graph = True
+    accumulate = Accumulation(model)
+    for batch in batches:
+        for part in accumulate(batch):
+            part.scale(model(part.data)).backward()
+    a = BatchPlan(12, 1, micro).accumulation
+    assert model.seen == (([True] + [False] * (a - 2) + [True]) if a > 1 else [True]) * 6
+    assert accumulate.deferrals == 6 * max(0, a - 2)
 
 
 def test_a_module_that_nothing_wraps_stays_as_it_is() -> None:

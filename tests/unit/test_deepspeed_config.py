@@ -8,12 +8,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("deepspeed")
 
 from dalsegno.elastic import deepspeed as elastic_ds
 from dalsegno.elastic.deepspeed import config
+from dalsegno.elastic.deepspeed_checks import can_reshard, check_optimizer
 from dalsegno.elastic.plan import BatchPlan
+from tests.support.engines_worker import Lamb
 
 
 @dataclass
@@ -60,11 +63,36 @@ def test_another_deepspeed_than_saved_it_does_not_reshard(monkeypatch: pytest.Mo
         zero_optimization_stage=lambda: 2,
         zero_nvme_offload_optimizer=lambda: False,
         has_moe_layers=change == "experts",
-        optimizer=SimpleNamespace(load_hp_checkpoint_state_from_checkpoint_dir=None),
+        optimizer=SimpleNamespace(
+            load_hp_checkpoint_state_from_checkpoint_dir=None,
+            optimizer=torch.optim.AdamW([torch.zeros(1, requires_grad=True)]),
+        ),
         module=SimpleNamespace(parameters=list),
     )
     if change == "version":
-        assert elastic_ds.can_reshard(engine)
+        assert can_reshard(engine)
         monkeypatch.setattr("deepspeed.__version__", "0.20.0")
     with pytest.raises(RuntimeError, match="must be converted"):
         elastic_ds.restore(engine, Point("sharded", reshard=True))
+
+
+def test_an_optimizer_that_does_not_fit_zero_is_refused() -> None:
+    """DeepSpeed's own guard with a longer list; with what DeepSpeed knows besides, and where the user wants it, not."""
+    lamb, adafactor = (make([torch.ones(2, 2, requires_grad=True)]) for make in (Lamb, torch.optim.Adafactor))
+    for optimizer in (lamb, adafactor):
+        with pytest.raises(ValueError, match=f"{type(optimizer).__name__} with ZeRO-3: .* at every world size"):
+            check_optimizer(optimizer, 3, allowed=False)
+        check_optimizer(optimizer, 3, allowed=True)
+        check_optimizer(optimizer, 0, allowed=False)
+    check_optimizer(torch.optim.NAdam([torch.ones(2, requires_grad=True)]), 1, allowed=False)
+
+
+@pytest.mark.parametrize("case", ["groups", "rate", "schedule"])
+def test_an_adagrad_that_deepspeed_replaces_is_refused(case: str) -> None:
+    """Its own one has the first one's defaults, one group, and no scheduler that knows it."""
+    weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
+    groups = {"groups": [{"params": [w]} for w in weights], "rate": [{"params": weights, "lr": 0.5}]}
+    optimizer = torch.optim.Adagrad(groups.get(case, weights), lr=0.1)
+    with pytest.raises(ValueError, match="DeepSpeed makes another Adagrad"):
+        check_optimizer(optimizer, 2, allowed=True, scheduled=case == "schedule")
+    check_optimizer(torch.optim.Adagrad(weights, lr=0.1), 2, allowed=False)

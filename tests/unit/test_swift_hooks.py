@@ -10,11 +10,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from dalsegno.swift_plugin import PLUGIN
 
 swift_hooks = pytest.importorskip("dalsegno.swift_plugin.swift_hooks", reason="the extra `swift` is not installed")
 Options = pytest.importorskip("dalsegno.swift_plugin.options").Options
+trainer = pytest.importorskip("dalsegno.swift_plugin.trainer")
 
 
 def arguments(**changes: Any) -> Any:
@@ -115,3 +117,23 @@ def test_with_deepspeed_too_collectives_have_ms_swifts_timeout_and_backend(monke
     own = arguments(deepspeed={"zero_optimization": {"stage": 1}}, ddp_backend="gloo", ddp_timeout=18000)
     swift_hooks._init_deepspeed(lambda args: None, own)
     assert given == [("gloo", timedelta(hours=5))]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor])
+def test_the_guard_that_the_trainer_switches_off_is_kept(kind: Any) -> None:
+    """Of the optimizer that the engine was given, before the first step."""
+    optimizer = kind([torch.ones(2, 2, requires_grad=True)])
+    engine = SimpleNamespace(
+        basic_optimizer=optimizer,
+        lr_scheduler=object(),
+        zero_optimization_stage=lambda: 2,
+        zero_nvme_offload_optimizer=lambda: False,
+        optimizer=SimpleNamespace(load_hp_checkpoint_state_from_checkpoint_dir=None, optimizer=optimizer),
+        module=SimpleNamespace(parameters=list),
+    )
+    if kind is torch.optim.AdamW:
+        trainer._check_engine(engine, allowed=False)
+        return
+    with pytest.raises(ValueError, match="Adafactor with ZeRO-2"):
+        trainer._check_engine(engine, allowed=False)
+    trainer._check_engine(engine, allowed=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dalsegno.elastic.universal import EnvironmentFailed
-from dalsegno.elastic.universal.source import open_source
+from dalsegno.elastic.universal.source import OPTIMIZER_NOTE, open_source
 from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
 
 from .test_restore import CHANGES, across, assert_all
@@ -132,27 +132,45 @@ def with_a_number(group: int, state: dict[str, Any]) -> None:
     state["mu_product"] = torch.tensor(0.9)  # NAdam's
 
 
+def with_a_number_of_its_rank(rank: int, state: dict[str, Any]) -> None:
+    state["mu_product"] = 0.5 + rank
+
+
+def without_one(group: int, state: dict[str, Any]) -> None:
+    del state["exp_avg_sq"]
+
+
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "ours", "message"),
     [
-        (with_a_number, "counts mu_product besides its step"),
-        (in_8_bits, "absmax1 is not one value for each weight"),
-        (of_other_names, "gathers state1, state2, not Adam's moments"),
-        (of_two_kinds, "gathers other states for group 1"),
+        (with_a_number, False, "counts mu_product besides its step"),
+        (with_a_number_of_its_rank, True, "mu_product is another number on rank 1 than on rank 0"),
+        (in_8_bits, True, "absmax1 is not one value for each weight"),
+        (of_other_names, False, "gathers state1, state2, not Adam's moments"),
+        (of_two_kinds, True, "gathers other states for group 1"),
+        (without_one, True, "gathers exp_avg, not Adam's moments"),
     ],
 )
 def test_what_other_optimizers_gather_is_no_damage(
-    sources: Sources, tmp_path: Path, change: Callable[[int, dict[str, Any]], None], message: str
+    sources: Sources, tmp_path: Path, change: Callable[[int, dict[str, Any]], None], ours: bool, message: str
 ) -> None:
-    """Nobody can deal it out, and the checkpoint is kept for as many ranks as saved it."""
+    """Nobody can deal it out, and the checkpoint is kept for as many ranks as saved it.
+
+    What our own loader would take, a script that does not have it cannot: its checkpoints lack our note.
+    """
     made, _ = sources.get(2, 2)
     source = tmp_path / made.name
     shutil.copytree(made, source)
     for path in source.glob("*_optim_states.pt"):
         content = torch.load(path, weights_only=False)
         for group, state in content["optimizer_state_dict"]["base_optimizer_state"]["state"].items():
-            change(group, state)
+            change(int(path.name.split("_rank_")[1][0]) if change is with_a_number_of_its_rank else group, state)
         torch.save(content, path)
+    if not ours:
+        model = next(source.glob("*_model_states.pt"))
+        content = torch.load(model, weights_only=False)
+        del content[OPTIMIZER_NOTE]
+        torch.save(content, model)
     with pytest.raises(EnvironmentFailed, match=message):
         open_source(source)
 

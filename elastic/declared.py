@@ -1,0 +1,113 @@
+"""What a script says of its checkpoints, held against what it saves: by its ``save``, and by the files that come of it.
+
+A checkpoint that claims more than it can would be found out at the first change of the world, when it is too late.
+Nothing here imports torch or DeepSpeed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any
+
+DDP = "ddp"
+"""What `steps` and `save` take where nothing was said."""
+_DEEPSPEED = "deepspeed-zero-"
+_CURE = "give save=elastic.deepspeed.save(engine) and strategy=elastic.deepspeed.strategy(engine)"
+
+_OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_optim_states\.pt")
+_MODEL_SHARD = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
+_ANOTHERS = re.compile(r"(?:layer_|expert_|expp_rank_).*_(?:model|optim)_states\.pt")
+_MODEL = re.compile(r"mp_rank_\d+_model_states\.pt")
+_RANK = re.compile(r"(rank[-_]?)(\d+)", re.IGNORECASE)
+
+
+def strategy_of(write: Any, given: str) -> str:
+    """The strategy that a save is of, where it can be seen before anything is written.
+
+    Args:
+        write: What the script saves with.
+        given: What the script says; ``"ddp"`` where it says nothing.
+
+    Raises:
+        ValueError: ``write`` calls a DeepSpeed engine, and ``given`` is something else; or it is another stage's.
+    """
+    own = getattr(write, "strategy", None)
+    if isinstance(own, str):  # one of ours, which knows
+        if given not in (DDP, own):
+            raise ValueError(f"strategy={given!r}, and what save= writes with is {own}: leave strategy out")
+        return own
+    for engine in _engines(write):
+        stage = int(engine.zero_optimization_stage())
+        own = f"{_DEEPSPEED}{stage}"
+        # Stage 0 partitions nothing, and a name of the script's own promises nothing.
+        if given != own and (given.startswith(_DEEPSPEED) or (given == DDP and stage > 0)):
+            raise ValueError(f"strategy={given!r}, and save= calls a DeepSpeed engine, whose is {own}: {_CURE}")
+    return given
+
+
+def _engines(write: Any) -> Iterator[Any]:
+    """DeepSpeed engines of which a function calls ``save_checkpoint``."""
+    while isinstance(write, functools.partial):
+        write = write.func
+    if inspect.ismethod(write) and write.__name__ == "save_checkpoint":
+        yield from filter(_is_engine, [write.__self__])
+    if not inspect.isfunction(write) or "save_checkpoint" not in write.__code__.co_names:
+        return
+    seen = inspect.getclosurevars(write)
+    yield from filter(_is_engine, [*seen.nonlocals.values(), *seen.globals.values()])
+
+
+def _is_engine(value: Any) -> bool:
+    return callable(getattr(value, "zero_optimization_stage", None)) and hasattr(value, "save_checkpoint")
+
+
+def contradiction(paths: Sequence[str], strategy: str, any_world_size: bool) -> str | None:
+    """Why the files of a checkpoint cannot be what it says of itself; None: nothing is known against it.
+
+    Args:
+        paths: All of its files.
+        strategy: What it says.
+        any_world_size: It says that any number of ranks loads it as it is.
+    """
+    names = [PurePosixPath(path).name for path in paths]
+    stage = _stage(names)
+    sharded = stage in ("1 or 2", "3")
+    if sharded and any_world_size:
+        return (
+            f"the files are ZeRO shards (stage {stage}), which load at no other number of ranks as they are, and "
+            f"strategy={strategy!r} says that they do: {_CURE}"
+        )
+    if not strategy.startswith(_DEEPSPEED) or stage == "another's":
+        return None
+    said = strategy.removeprefix(_DEEPSPEED)
+    if stage is None:
+        return f"strategy={strategy!r}, and none of the files is a DeepSpeed engine's: {_CURE}, or another strategy"
+    if said not in stage.split(" or "):
+        return f"strategy={strategy!r}, and the files are those of ZeRO stage {stage}: {_CURE}"
+    return None
+
+
+def _stage(names: Sequence[str]) -> str | None:
+    """The stage that DeepSpeed's files are of (of pipelines and experts not told by names); None: there are none."""
+    if any(map(_MODEL_SHARD.fullmatch, names)):
+        return "3"
+    if any(map(_OPTIMIZER.fullmatch, names)):
+        return "1 or 2"
+    if any(map(_ANOTHERS.fullmatch, names)):
+        return "another's"
+    return "0" if any(map(_MODEL.fullmatch, names)) else None
+
+
+def of_each_rank(paths: Sequence[str], world_size: int) -> str | None:
+    """A file of which there is one of each rank, told by its name; None: there is none, or only one rank."""
+    numbers: dict[str, set[int]] = {}
+    for path in paths:
+        for found in _RANK.finditer(path):
+            pattern = f"{path[: found.start(2)]}*{path[found.end(2) :]}"
+            numbers.setdefault(pattern, set()).add(int(found[2]))
+    whole = set(range(world_size))
+    return next((pattern for pattern, seen in sorted(numbers.items()) if world_size > 1 and seen >= whole), None)

@@ -1,0 +1,73 @@
+"""Which optimizers treat every weight by itself, so that a part of a parameter is trained as the whole would be.
+
+ZeRO hands an optimizer flat parts of the model, cut where the number of ranks says. One that looks at a whole parameter
+(its norm, its rows and columns, its blocks) then makes another curve in every world. Which ones do is not to be seen
+from outside, so those that do not are listed, by the class that defines their ``step``: a subclass that brings a
+``step`` of its own is another optimizer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+_TORCH = {
+    "adadelta": "Adadelta",
+    "adagrad": "Adagrad",
+    "adam": "Adam",
+    "adamax": "Adamax",
+    "adamw": "AdamW",
+    "asgd": "ASGD",
+    "nadam": "NAdam",
+    "radam": "RAdam",
+    "rmsprop": "RMSprop",
+    "rprop": "Rprop",
+    "sgd": "SGD",
+}
+
+ELEMENTWISE = frozenset(
+    {
+        *(f"torch.optim.{module}.{name}" for module, name in _TORCH.items()),
+        "apex.optimizers.fused_adagrad.FusedAdagrad",
+        "apex.optimizers.fused_adam.FusedAdam",
+        "apex.optimizers.fused_sgd.FusedSGD",
+        "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad",
+        "deepspeed.ops.adam.cpu_adam.DeepSpeedCPUAdam",
+        "deepspeed.ops.adam.fused_adam.FusedAdam",
+        "deepspeed.ops.lion.cpu_lion.DeepSpeedCPULion",
+        "deepspeed.ops.lion.fused_lion.FusedLion",
+        "lion_pytorch.lion_pytorch.Lion",
+        "transformers.optimization.AdamW",
+    }
+)
+"""Optimizers whose update of a weight depends on that weight, its gradients and the step alone."""
+
+
+_NOT_SHARDED = frozenset({"torch.optim._adafactor.Adafactor", "transformers.optimization.Adafactor"})
+"""Optimizers whose `step` fails on FSDP2's sharded parameters, in torch's dispatch of some operation."""
+
+
+def check_sharded(optimizer: Any) -> None:
+    """Refuses an optimizer that cannot train FSDP2's sharded parameters, before it fails at its first step.
+
+    Others see whole parameters in them: norms and products are those of all ranks' rows together.
+
+    Raises:
+        ValueError: It is one of those.
+    """
+    if source_of_step(optimizer) in _NOT_SHARDED:
+        raise ValueError(
+            f"{source_of_step(optimizer)} cannot train the sharded parameters of FSDP (torch fails at its first step): "
+            "take another optimizer (AdamW, SGD, Muon, ...), or DDP"
+        )
+
+
+def source_of_step(optimizer: Any) -> str:
+    """``"module.Class"`` of whom the optimizer's ``step`` is, whatever torch has wrapped around it."""
+    step = inspect.unwrap(type(optimizer).step)
+    return f"{step.__module__}.{step.__qualname__.rpartition('.')[0]}"
+
+
+def is_elementwise(optimizer: Any) -> bool:
+    """Whether the optimizer is known to treat every weight by itself."""
+    return source_of_step(optimizer) in ELEMENTWISE
