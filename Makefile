@@ -39,7 +39,7 @@ PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WH
 	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
 	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal --durations=15 $(CURDIR)/tests
 
-.PHONY: help install test test-all demo simulate fuzz bench lint format protos wheel tools farm clean
+.PHONY: help install test test-all demo simulate fuzz bench test-gpu bench-gpu lint format protos wheel tools farm clean
 
 help:
 	@echo 'make demo      a job of one to four nodes on this machine: joins, a kill, a leave; then the undisturbed run, and a report'
@@ -48,6 +48,8 @@ help:
 	@echo 'make simulate SEED=1 RUNS=2000    simulated schedules only'
 	@echo 'make fuzz SEED=1 COUNT=1000       hostile calls, worker frames, orders and damages only'
 	@echo 'make bench     the benchmarks'
+	@echo 'make test-gpu PYTHON=...          what must be true on a card, with a Python that has the CUDA build of PyTorch (docs/gpu.md)'
+	@echo 'make bench-gpu PYTHON=...         what a change of the world costs there'
 	@echo 'make lint      ruff and mypy;  make format  rewrites;  make protos  regenerates protos/*_pb2*'
 
 install: $(VENV)/.installed
@@ -84,7 +86,7 @@ $(FARM): build/typing/dalsegno/%:
 lint: $(VENV)/.installed $(FARM)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
-	$(PY) -m mypy build/typing/dalsegno
+	$(PY) -m mypy build/typing/dalsegno tests/gpu
 
 format: $(VENV)/.installed
 	$(PY) -m ruff check --fix
@@ -136,6 +138,13 @@ demo: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(PY) -m benchmarks
+
+# Nothing of .venv: the PyTorch of PYTHON is used as it is, and without a card one line says so.
+test-gpu:
+	$(PYTHON) -m tests.gpu $(FLAGS)
+
+bench-gpu:
+	$(PYTHON) -m tests.gpu --benchmark $(FLAGS)
 
 clean:
 	rm -rf build dist .venv *.egg-info .mypy_cache .ruff_cache .pytest_cache

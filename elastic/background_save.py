@@ -5,7 +5,8 @@
 
     for batch in s.steps(batches, save=background(state), save_every=100): ...
 
-The training waits while ``state`` is copied to host memory, and no longer. A thread of each rank writes this rank's
+The training waits while ``state`` is copied to host memory, and no longer (from a card it is copied behind the
+training's back, which goes on with the state copied). A thread of each rank writes this rank's
 files, then a file of what it wrote, with checksums; rank 0's thread seals the checkpoint when all of these are there.
 No thread makes a collective: that a rank could not write is told with the steps' own exchange, and what became of the
 save is settled by all main threads together, before the next save, a drain, or the end.
@@ -81,7 +82,8 @@ class Flight:
     Args:
         path: The checkpoint's directory, which exists.
         rank, world_size: Of the session.
-        files: What this rank writes, copied already.
+        files: What this rank writes, copied already, or being copied.
+        copied: Waits on the thread until it is.
         seal: Rank 0: called on its thread when all parts are there; returns the digest.
         moved: Told on the thread how many bytes were written just now.
         reports: Entered while the thread is at work.
@@ -93,12 +95,14 @@ class Flight:
         rank: int,
         world_size: int,
         files: Mapping[str, Any],
+        copied: Callable[[], None],
         seal: Callable[[tuple[FileEntry, ...]], str],
         moved: Callable[[int], None],
         reports: AbstractContextManager[None],
     ) -> None:
         self._path, self._rank, self._world_size = path, rank, world_size
-        self._files, self._seal, self._moved, self._reports = files, seal, moved, reports
+        self._files, self._copied = files, copied
+        self._seal, self._moved, self._reports = seal, moved, reports
         self._written, self._over, self._cancelled = threading.Event(), threading.Event(), threading.Event()
         self._error: Exception | None = None
         self._digest = ""
@@ -145,6 +149,7 @@ class Flight:
             self._files = {}
 
     def _work(self) -> None:
+        self._copied()
         entries = tuple(self._write(path, value) for path, value in self._files.items())
         own = json.dumps({"files": [asdict(entry) for entry in entries]}, sort_keys=True).encode() + b"\n"
         self._write(part_name(self._rank), own)

@@ -120,7 +120,8 @@ class Counts:
     def _float64(self, value: Value, *, whole: bool) -> Tensor | float:
         if not isinstance(value, Tensor):
             return float(value)
-        value = value.detach().to(self._device, non_blocking=True)
+        # To the CPU it would give memory that is not filled yet.
+        value = value.detach().to(self._device, non_blocking=self._device.type != "cpu")
         return value.sum(dtype=torch.float64) if whole else value.flatten().to(torch.float64)
 
     def _agree(self) -> dict[str, _Entry]:
@@ -164,9 +165,14 @@ class Counts:
 
 
 def collective_device(device: torch.device, group: Any = None) -> torch.device:
-    """Where a tensor must be for the group's collectives: on the CPU if it can be, else on ``device``."""
-    # "cpu:gloo,cuda:nccl" has both; the plain name of a backend has one.
-    return torch.device("cpu") if "gloo" in dist.get_backend(group) else device
+    """Where a tensor must be for the group's collectives: on the CPU if it can be, else on ``device``.
+
+    Where the group works on neither (NCCL, and a device that is the CPU), on the current one of its kind.
+    """
+    kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    if "cpu" in kinds:
+        return torch.device("cpu")
+    return device if device.type in kinds else torch.device(kinds[0])
 
 
 def sum_over_ranks(values: Sequence[Tensor | float], device: torch.device) -> list[float]:

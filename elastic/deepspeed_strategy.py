@@ -46,10 +46,16 @@ class DeepSpeed(Strategy):
 
         if device is not None:
             raise ValueError("DeepSpeed chooses the device: set DS_ACCELERATOR=cpu instead of Trainer(device=...)")
+        accelerator = get_accelerator()
+        if accelerator.device_name() == "cuda" and local_rank >= (cards := accelerator.device_count()):
+            raise ValueError(
+                f"local rank {local_rank}, and {cards} card{'s' * (cards != 1)} here: DeepSpeed wants one for each "
+                "worker; start as many as there are, --nproc-per-node=gpu"
+            )
+        # Before the group: what it makes at once lies on the current card.
+        accelerator.set_device(local_rank)
         ours.prepare()
-        where = torch.device(get_accelerator().device_name(local_rank))
-        get_accelerator().set_device(local_rank)
-        return where
+        return torch.device(accelerator.device_name(local_rank))
 
     def setup(
         self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting

@@ -194,7 +194,8 @@ class _Deal:
 def to_device(data: Any, device: torch.device) -> Any:
     """``data`` with every tensor in it on ``device``, also in dicts, lists and tuples, and what else has ``to``."""
     if isinstance(data, Tensor):
-        return data.to(device, non_blocking=True)
+        # To the CPU it would give memory that is not filled yet.
+        return data.to(device, non_blocking=device.type != "cpu")
     if isinstance(data, dict):
         return {key: to_device(value, device) for key, value in data.items()}
     if isinstance(data, tuple) and hasattr(data, "_fields"):

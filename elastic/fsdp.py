@@ -70,8 +70,8 @@ class FSDP(Strategy):
         return "fsdp"
 
     def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
-        where = own_device(local_rank) if device is None else device
-        init_process_group()
+        where = own_device(local_rank, device)
+        init_process_group(where)
         return where
 
     def setup(

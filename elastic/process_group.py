@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+import logging
 import os
+from collections import Counter
+from datetime import timedelta
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
+log = logging.getLogger(__name__)
 
-def init_process_group() -> None:
-    """Initialises it, unless it is: torchrun's world, or one rank where there is no torchrun."""
+# Tensors of both kinds, also where torch's own default is NCCL alone.
+BOTH = "cpu:gloo,cuda:nccl"
+# For the ranks of one world to meet; who only hangs is the agent's business before that.
+TIMEOUT = timedelta(minutes=30)
+
+
+def init_process_group(device: torch.device) -> None:
+    """Initialises it, unless it is: torchrun's world, or one rank where there is no torchrun.
+
+    NCCL works between ranks on cards of their own. Where two ranks have the same card it refuses to; then gloo takes
+    its place, and one line says so.
+
+    Args:
+        device: Where this rank computes. A card is bound to the group, whose communicator is made at once.
+    """
     if dist.is_initialized():
         return
-    if "RANK" in os.environ:
-        dist.init_process_group()
+    if "RANK" not in os.environ:
+        init_alone(_backend(device, shared=False))
+    elif device.type == "cuda":
+        _init_on_cards(device)
     else:
-        init_alone()
+        dist.init_process_group(_backend(device, shared=False))
 
 
 def init_alone(backend: str | None = None) -> None:
@@ -25,3 +46,57 @@ def init_alone(backend: str | None = None) -> None:
     """
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch's __init__ does not list it
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
+def settle_device() -> None:
+    """Waits until this process's card has done what it was asked for: a peer's may be waiting for it in a collective.
+
+    Nothing where CUDA is not in use.
+    """
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.synchronize()
+
+
+def shared_cards(store: Any, rank: int, world_size: int, card: str) -> bool:
+    """Whether two ranks of this world have the same card; all ranks get the same answer, rank 0 says it. Collective.
+
+    Args:
+        store: Of ``torch.distributed``, of this world alone.
+        rank, world_size: In it.
+        card: What no other card is called.
+    """
+    store.set(f"card/{rank}", card)
+    if rank == 0:
+        cards = [bytes(answer).decode() for answer in store.multi_get([f"card/{peer}" for peer in range(world_size)])]
+        most, different = max(Counter(cards).values()), len(set(cards))
+        if most > 1:
+            log.warning(
+                "%d ranks share %d card%s, up to %d on one: gloo takes NCCL's place, and training is slow. Start as "
+                "many workers on each node as it has cards of its own: --nproc-per-node=gpu, CUDA_VISIBLE_DEVICES",
+                *(world_size, different, "" if different == 1 else "s", most),
+            )
+        store.set("shared", str(int(most > 1)))
+    return bytes(store.get("shared")) == b"1"
+
+
+def _init_on_cards(device: torch.device) -> None:
+    from torch.distributed.rendezvous import rendezvous
+
+    store, rank, world_size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
+    store = dist.PrefixStore("dalsegno/training", store)  # type: ignore[attr-defined]  # as HashStore
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    shared = shared_cards(store, rank, world_size, uuid)
+    dist.init_process_group(
+        _backend(device, shared=shared),
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        device_id=None if shared else device,
+    )
+
+
+def _backend(device: torch.device, *, shared: bool) -> str | None:
+    """What torch would choose by itself goes by the machine, not by where this training computes."""
+    if device.type == "cpu" or shared:
+        return "gloo"
+    return BOTH if device.type == "cuda" else None

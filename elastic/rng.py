@@ -78,13 +78,14 @@ def file_name(rank: int) -> str:
 
 
 def capture() -> bytes:
-    """The state of all generators as JSON text."""
+    """The state of all generators as JSON text; of the devices', that of the current card, where CUDA is in use."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(internal), gauss],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
-    if torch.cuda.is_available():
+    # Asking the generator starts CUDA, and the state of all cards would take a context on each of them.
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -94,7 +95,7 @@ def capture() -> bytes:
 
 
 def restore(data: bytes) -> None:
-    """Puts back what ``capture`` saved, bit by bit.
+    """Puts back what ``capture`` saved, bit by bit. What it did not save stays as it is: a card's, from a run on CPUs.
 
     Raises:
         ValueError: ``data`` is not such a state.

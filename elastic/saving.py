@@ -214,7 +214,8 @@ class Saver:
             sealed()
             return digest
 
-        flight = Flight(path, identity.rank, identity.world_size, files, seal_all, done.add, reports)
+        copied = self._buffers.wait
+        flight = Flight(path, identity.rank, identity.world_size, files, copied, seal_all, done.add, reports)
         self._under_way = _UnderWay(name, content, drain, flight)
         return name
 

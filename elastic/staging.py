@@ -1,45 +1,75 @@
-"""Copies a training state to host memory, so that it can be written while the training changes the original."""
+"""Copies a training state to host memory, so that it can be written while the training changes the original.
+
+From a card the copy is made on a stream of its own, while the host goes on: `HostBuffers.wait` waits for it. It begins
+when the card has done what the training asked of it so far, and what the training asks for next begins after it. So the
+copy is the state of the moment, whatever is done with the tensors at once.
+"""
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+log = logging.getLogger(__name__)
+
 
 class HostBuffers:
     """Host memory that one copy after the other uses again: fresh memory costs more than the copying.
 
-    Stays as large as the state that was copied last. For tensors on a CUDA device it is pinned.
+    Stays as large as the state that was copied last. For tensors on a CUDA device it is pinned, where it can be.
     """
 
     def __init__(self) -> None:
-        self._free: dict[int, list[torch.Tensor]] = {}
-        self._used: list[torch.Tensor] = []
+        # By bytes, and whether they are for what a card has.
+        self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
+        self._used: list[tuple[bool, torch.Tensor]] = []
+        self._streams: dict[torch.device, Any] = {}
+        # Those that the copy under way uses, and what is recorded at its end.
+        self._busy: set[torch.device] = set()
+        self._ends: list[Any] = []
+        self._pins = True
 
     def copy(self, state: Any) -> Any:
         """The same structure of dictionaries, lists and tuples, with tensors on the CPU that share nothing with it.
 
-        Tensors that share memory share it in the copy, too: tied weights stay tied.
+        Tensors that share memory share it in the copy, too: tied weights stay tied. What comes from a card is there
+        once `wait` has returned.
 
         Args:
             state: Tensors, plain values and containers of them. Other objects are copied with ``copy.deepcopy``.
         """
+        self._busy, self._ends = set(), []
         memo: dict[Any, Any] = {}
-        result = self._copy(state, memo)
+        try:
+            result = self._copy(state, memo)
+        finally:
+            for device in self._busy:
+                torch.cuda.current_stream(device).wait_stream(self._streams[device])
+                end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+                end.record(self._streams[device])
+                self._ends.append(end)
         # What the state before this one had and this one has not.
         self._free.clear()
-        for device in {key[2] for key in memo if key[2].type == "cuda"}:
-            torch.cuda.current_stream(device).synchronize()
         return result
+
+    def wait(self) -> None:
+        """Until the last copy is there. From any thread.
+
+        Raises:
+            RuntimeError: The card has failed.
+        """
+        for end in self._ends:
+            end.synchronize()
 
     def release(self) -> None:
         """What ``copy`` gave out is not read any more."""
-        for buffer in self._used:
-            self._free.setdefault(buffer.numel(), []).append(buffer)
+        for from_card, buffer in self._used:
+            self._free.setdefault((buffer.numel(), from_card), []).append(buffer)
         self._used.clear()
 
     def _copy(self, value: Any, memo: dict[Any, Any]) -> Any:
@@ -63,7 +93,8 @@ class HostBuffers:
     def _copy_tensor(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":
-            return tensor.detach().clone()
+            # Seldom and small; nothing says how its parts lie in memory. From a card the caller waits for it.
+            return tensor.detach().clone() if tensor.device.type in ("cpu", "meta") else tensor.detach().cpu()
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), storage.nbytes(), tensor.device
         if key not in memo:
@@ -72,11 +103,37 @@ class HostBuffers:
         return view.set_(memo[key], tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        count = storage.nbytes()
-        free = self._free.get(count)
-        pinned = storage.device.type == "cuda"
-        buffer = free.pop() if free else torch.empty(count, dtype=torch.uint8, pin_memory=pinned)
-        self._used.append(buffer)
-        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (count,), (1,))
-        buffer.copy_(source, non_blocking=pinned)
+        count, device = storage.nbytes(), storage.device
+        from_card = device.type == "cuda"
+        free = self._free.get((count, from_card))
+        buffer = free.pop() if free else self._buffer(count, pinned=from_card)
+        self._used.append((from_card, buffer))
+        source = torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (count,), (1,))
+        if not from_card:
+            buffer.copy_(source)
+            return buffer.untyped_storage()
+        stream = self._stream(device)
+        with torch.cuda.stream(stream):
+            buffer.copy_(source, non_blocking=True)
+        # It may be let go of while it is copied, and was perhaps taken for another stream than the training's.
+        source.record_stream(stream)
         return buffer.untyped_storage()
+
+    def _stream(self, device: torch.device) -> Any:
+        """The one for copies, which waits for what the training has asked of the card so far."""
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        if device not in self._busy:
+            self._busy.add(device)
+            self._streams[device].wait_stream(torch.cuda.current_stream(device))
+        return self._streams[device]
+
+    def _buffer(self, count: int, *, pinned: bool) -> torch.Tensor:
+        if pinned and self._pins:
+            try:
+                return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+            except RuntimeError as error:
+                # A save in pageable memory is better than none.
+                self._pins = False
+                log.warning("saves are copied more slowly: no memory can be pinned (%s)", str(error).split("\n")[0])
+        return torch.empty(count, dtype=torch.uint8)

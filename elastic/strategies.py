@@ -200,9 +200,9 @@ class DDP(Strategy):
         return "ddp"
 
     def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
-        where = own_device(local_rank) if device is None else device
+        where = own_device(local_rank, device)
         if world_size > 1:
-            init_process_group()
+            init_process_group(where)
         return where
 
     def setup(
@@ -264,12 +264,26 @@ class TrainerState:
         self._state = dict(state)
 
 
-def own_device(local_rank: int) -> torch.device:
-    """The GPU of this rank where there are any, and makes it the current one; else the CPU."""
-    if not torch.cuda.is_available():
+def own_device(local_rank: int, wanted: torch.device | None = None) -> torch.device:
+    """Where this rank computes: on a card where there are any, else on the CPU. The card becomes the current one.
+
+    Cards are dealt by local rank. Where there are fewer than ranks some share one, which `init_process_group` says.
+
+    Args:
+        local_rank: Of this process.
+        wanted: A device with its number, or another kind than CUDA's, is taken as it is; ``cuda`` alone is the rank's
+            own card.
+    """
+    if wanted is None and not torch.cuda.is_available():
         return torch.device("cpu")
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
+    device = torch.device("cuda") if wanted is None else wanted
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+    # Not only for tensors: NCCL, and what is saved of the random generators, go by the current device.
+    torch.cuda.set_device(device)
+    return device
 
 
 def resume_rates(optimizer: Optimizer, scheduler: Any) -> None:

@@ -42,6 +42,7 @@ from .identity import Identity
 from .link import Link
 from .notices import Notice
 from .opening import refuse
+from .process_group import settle_device
 from .pruning import prune
 from .reports import Reports
 from .resuming import Damaged, ResumePoint
@@ -437,13 +438,13 @@ class Session:
             seed: None: at step 0 the generators stay as they are.
         """
         resume = self.resume
+        if seed is not None or resume is not None:
+            # Also where there is a state: it may lack a generator, as that of a run on CPUs lacks the cards'.
+            rng.seed_rank(seed or 0, self.step, self.rank)
         if resume is not None and resume.form == SHARDED and resume.manifest.shape.world_size == self.world_size:
             state = resume.path / rng.file_name(self.rank)
             if state.is_file():
                 rng.restore(state.read_bytes())
-                return
-        if seed is not None or resume is not None:
-            rng.seed_rank(seed or 0, self.step, self.rank)
 
     def bad_checkpoint(self, file: str, message: str) -> NoReturn:
         """The resume point cannot be loaded: has the agent see to it, and ends this process with exit code 84.
@@ -484,9 +485,10 @@ class Session:
         return self.should_drain and time.monotonic() >= self._drain_not_before
 
     def _part(self) -> None:
-        """The last meeting: nobody's connections go while another rank is still in a collective."""
+        """The last meeting: nobody's connections, nor card, go while another rank is still in a collective."""
         self._over = True
         try:
+            settle_device()
             self._collective.barrier()
         except RuntimeError as error:
             # Everything is saved and said; a peer that died by now is the agent's business.

@@ -127,6 +127,8 @@ def global_mean(total: float | Tensor, count: int) -> float:
     """Sums ``total`` over the ranks (where there are any) and divides by the step's real samples, ``count``."""
     value = torch.as_tensor(total, dtype=torch.float64).detach().clone().cpu().reshape(1)
     if dist.is_initialized() and dist.get_world_size() > 1:
+        # NCCL works on cards only.
+        value = value.cuda() if dist.get_backend() == "nccl" else value
         dist.all_reduce(value)
     return float(value.item() / count)
 

@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # Training processes share few cores, and run on the CPU even where there is a GPU.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
+if os.environ.get("DALSEGNO_TEST_DEVICE", "cpu") == "cpu":  # else it is `make test-gpu`
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # DeepSpeed versions that share the default directory break each other.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extensions"))
 

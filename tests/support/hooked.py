@@ -34,6 +34,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from dalsegno.elastic import Batches, Session, background, session
+from dalsegno.elastic.background_save import Background
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 HOLD_LIMIT = 180.0
@@ -95,6 +96,9 @@ def hold_saves() -> None:
     plain = Session.save
 
     def save(self: Session, write: Any, **options: Any) -> Any:
+        if isinstance(write, Background):
+            return plain(self, write, **options)
+
         def write_and_hold(path: Path) -> None:
             write(path)
             hold(f"saved-{self.step}")

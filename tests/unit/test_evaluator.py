@@ -74,8 +74,8 @@ class Threads:
     def get_rank(self) -> int:
         return int(self._local.rank)
 
-    def get_backend(self, group: Any = None) -> str:
-        return "gloo"
+    def get_backend_config(self, group: Any = None) -> str:
+        return "cpu:gloo,cuda:gloo"
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def test_all_parts_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         sealed.append(tuple(entry.path for entry in entries))
         return "digest"
 
-    flight = Flight(tmp_path, 0, 2, {"model.pt": b"0"}, seal, lambda count: None, nullcontext())
+    flight = Flight(tmp_path, 0, 2, {"model.pt": b"0"}, lambda: None, seal, lambda count: None, nullcontext())
     assert flight.written() is None
     (tmp_path / "parts" / "rank-1.json").write_bytes(b'{"files": [')
     assert not flight.wait(0.3)
@@ -192,7 +192,7 @@ def test_all_parts_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sealed == [("model.pt", "parts/rank-0.json", "parts/rank-1.json")]
     other = tmp_path / "other"
     other.mkdir()
-    flight = Flight(other, 0, 2, {}, seal, lambda count: None, nullcontext())
+    flight = Flight(other, 0, 2, {}, lambda: None, seal, lambda count: None, nullcontext())
     assert flight.written() is None
     flight.cancel()
     assert len(sealed) == 1
