@@ -9,12 +9,9 @@ the file is replaced, so that the counter moves meanwhile.
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import json
 import os
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,10 +21,10 @@ from urllib.parse import quote
 
 from dalsegno.elastic.checkpoint.files import move_over
 
+from .machine import Machine, Place
 from .private import open_private
-from .processes import boot_id
 
-__all__ = ["Claim", "ClaimFile", "LockTimeout", "LocksUnavailable", "Place", "RenewerLock"]
+__all__ = ["Claim", "ClaimFile", "LockTimeout", "RenewerLock"]
 
 # flock has no wait with a deadline.
 _LOCK_PAUSE = 0.05
@@ -39,45 +36,10 @@ _READS, _READ_PAUSE = 5, 0.02
 _MOST_READ = 1 << 16
 # Characters of a host name, an address, a namespace.
 _LONGEST = 256
-# What flock says where the mount has no locks, or its lock server is away.
-_NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 class LockTimeout(Exception):
     """Somebody holds the claim's lock for longer than anything under it takes."""
-
-
-class LocksUnavailable(Exception):
-    """The file system has no locks; one line that says what to change."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process lives: with whom it shares process numbers, and with whom the loopback address.
-
-    Containers may share host name and kernel, and neither of the two.
-
-    Attributes:
-        host, boot_id: the machine, and since when it is up.
-        pid_ns, net_ns: namespaces(7) as the kernel names them; empty: not known.
-    """
-
-    host: str
-    boot_id: str
-    pid_ns: str = ""
-    net_ns: str = ""
-
-    @classmethod
-    def here(cls) -> Place:
-        """Of this process."""
-        return cls(socket.gethostname(), boot_id(), _namespace("pid"), _namespace("net"))
-
-
-def _namespace(kind: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/ns/{kind}")
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True)
@@ -142,8 +104,9 @@ def _same(one: str, other: str) -> bool:
 class ClaimFile:
     """The claim of one job."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, machine: Machine | None = None) -> None:
         self._directory = directory
+        self._machine = machine or Machine()
         self.path = directory / "claim.json"
 
     def read(self) -> Claim | None:
@@ -220,22 +183,23 @@ class ClaimFile:
 
     @contextlib.contextmanager
     def _try_lock(self, name: str) -> Iterator[bool]:
-        fd = _locked(self._directory / name)
+        free = self._machine.lock(self._directory / name)
         try:
-            yield fd is not None
+            yield free is not None
         finally:
-            if fd is not None:
-                os.close(fd)
+            if free is not None:
+                free()
 
 
 class RenewerLock:
     """Held by the one agent of a place that moves the counter; freed by the kernel with its process."""
 
-    def __init__(self, directory: Path, place: Place) -> None:
+    def __init__(self, directory: Path, place: Place, machine: Machine | None = None) -> None:
+        self._machine = machine or Machine()
         # Elsewhere another agent renews its own place's claim.
         name = ".".join(quote(part, safe="") for part in (place.host, place.pid_ns, place.net_ns) if part)
         self._path = directory / f"renewer.{name}.lock"
-        self._fd: int | None = None
+        self._free: Callable[[], None] | None = None
 
     def try_hold(self) -> bool:
         """Whether this process holds it now.
@@ -243,31 +207,12 @@ class RenewerLock:
         Raises:
             LocksUnavailable, OSError: see `ClaimFile.bump`.
         """
-        if self._fd is None:
-            self._fd = _locked(self._path)
-        return self._fd is not None
+        if self._free is None:
+            self._free = self._machine.lock(self._path)
+        return self._free is not None
 
     def release(self) -> None:
         """Lets another agent take over."""
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
-
-
-def _locked(path: Path) -> int | None:
-    """A descriptor that holds the lock of the file at `path`; None where another process holds it."""
-    fd = open_private(path, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(fd)
-        if error.errno in (errno.EAGAIN, errno.EACCES):
-            return None
-        if error.errno in _NO_LOCKS:
-            raise LocksUnavailable(
-                f"the file system of {path.parent} has no file locks ({error.strerror}), which an embedded master and"
-                " its store need: choose another with --checkpoint-dir, mount it with locks, or start a master by hand"
-                " (dlrover-master with its --store on a local disk) and give its address with --master HOST:PORT"
-            ) from error
-        raise
-    return fd
+        if self._free is not None:
+            self._free()
+            self._free = None

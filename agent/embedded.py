@@ -8,7 +8,6 @@ for, and the person hears it once.
 from __future__ import annotations
 
 import logging
-import os
 import subprocess
 import threading
 import time
@@ -20,10 +19,10 @@ import grpc
 
 from dalsegno.protos import control_pb2, control_pb2_grpc
 
-from .claim import Claim, ClaimFile, LocksUnavailable, LockTimeout, Place, RenewerLock
+from .claim import Claim, ClaimFile, LockTimeout, RenewerLock
 from .connection import PROTOCOL, RETRIED, Credentials, code_of
+from .machine import LocksUnavailable, Machine
 from .private import check_private
-from .processes import is_same_process, kill_same_process, owner_of, process_state, start_time
 from .spawning import COMMAND, MasterError, TokenLostError, make_token, read_token, start_master
 
 __all__ = ["EmbeddedMaster", "MasterError"]
@@ -74,7 +73,7 @@ class EmbeddedMaster:
         say: prints one line for the person.
         command: starts a master.
         patience: seconds after which a master that lives and does not answer is given up for this time.
-        place: where this agent lives.
+        machine: answers for the kernel.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class EmbeddedMaster:
         say: Callable[[str, bool], None] = lambda text, warning: None,
         command: Sequence[str] = COMMAND,
         patience: float = 60.0,
-        place: Place | None = None,
+        machine: Machine | None = None,
     ) -> None:
         self._directory = directory
         self._job_id = job_id
@@ -96,9 +95,10 @@ class EmbeddedMaster:
         self._command = tuple(command)
         # A claim that is watched must have the time to prove that it stands still.
         self._patience = max(patience, self._watch + _SILENCE)
-        self._place = place or Place.here()
-        self._claims = ClaimFile(directory)
-        self._renewer = RenewerLock(directory, self._place)
+        self._machine = machine or Machine()
+        self._place = self._machine.place()
+        self._claims = ClaimFile(directory, self._machine)
+        self._renewer = RenewerLock(directory, self._place, self._machine)
         self._children: list[subprocess.Popen[str]] = []
         self._missing = threading.Event()
         self._closing = threading.Event()
@@ -270,10 +270,9 @@ class EmbeddedMaster:
         if not claim.is_seen_from(self._place):
             return _Standing.HIDDEN
         # The number may be somebody else's by now, or a claim may name a stranger's process on purpose.
-        if not is_same_process(claim.pid, claim.start_time) or owner_of(claim.pid) != os.geteuid():
+        if not self._machine.is_same_process(claim.pid, claim.start_time) or not self._machine.is_ours(claim.pid):
             return _Standing.GONE
-        # Not "t": a debugger holds that one, and lets it go again.
-        if process_state(claim.pid) == "T":
+        if self._machine.is_stopped(claim.pid):
             return _Standing.STOPPED
         # It lives, so the port is its own: it has another token.
         return _Standing.ESTRANGED if answer is grpc.StatusCode.UNAUTHENTICATED else _Standing.SILENT
@@ -331,7 +330,7 @@ class EmbeddedMaster:
         if standing in (_Standing.HIDDEN, _Standing.ELSEWHERE):
             # Its counter too.
             return now == before
-        if standing is _Standing.STOPPED and process_state(now.pid) != "T":
+        if standing is _Standing.STOPPED and not self._machine.is_stopped(now.pid):
             return False
         if standing is _Standing.ESTRANGED and self._standing(now) is not standing:
             return False
@@ -341,11 +340,11 @@ class EmbeddedMaster:
         """Ends a predecessor: one that answered again later would be a second master."""
         if standing not in (_Standing.STOPPED, _Standing.ESTRANGED):
             return
-        if kill_same_process(claim.pid, claim.start_time):
+        if self._machine.kill(claim.pid, claim.start_time):
             logger.warning("killed the master (process %d): %s", claim.pid, standing.value)
             deadline = time.monotonic() + _DEATH_TIMEOUT
             # The death of a process that is not our child makes no event.
-            while is_same_process(claim.pid, claim.start_time) and time.monotonic() < deadline:
+            while self._machine.is_same_process(claim.pid, claim.start_time) and time.monotonic() < deadline:
                 self._closing.wait(0.02)
 
     def _spawn(self, before: Claim | None) -> None:
@@ -360,11 +359,12 @@ class EmbeddedMaster:
         self._children.append(process)
         if started.remark:
             self._say(started.remark, True)
+        status = self._machine.status(process.pid)
         claim = Claim(
             self._place.host,
             self._place.boot_id,
             process.pid,
-            start_time(process.pid) or 0,
+            status.started if status is not None else 0,
             started.generation,
             0 if before is None else before.counter + 1,
             started.address,

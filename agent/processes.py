@@ -5,17 +5,35 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from typing import NamedTuple
 
 __all__ = [
+    "Status",
     "belongs_to",
     "boot_id",
     "is_same_process",
     "kill_group",
-    "kill_same_process",
     "owner_of",
     "process_state",
     "start_time",
+    "status_of",
 ]
+
+
+class Status(NamedTuple):
+    """Of one process.
+
+    Attributes:
+        state: one letter of proc(5): "R", "S", "T" stopped, "Z" zombie, ...
+        started: in clock ticks since boot (field 22 of proc(5) stat).
+    """
+
+    state: str
+    started: int
+
+    def is_of(self, started: int) -> bool:
+        """Whether this is the live process that began at `started` (a reused number or a zombie is not)."""
+        return self.started == started and self.state not in ("Z", "X")
 
 
 def _stat_fields(pid: int) -> list[str] | None:
@@ -28,16 +46,22 @@ def _stat_fields(pid: int) -> list[str] | None:
     return text[text.rindex(")") + 2 :].split()
 
 
-def start_time(pid: int) -> int | None:
-    """Start of a process in clock ticks since boot (field 22 of proc(5) stat); None when it is gone."""
+def status_of(pid: int) -> Status | None:
+    """State and start of a process; None when it is gone."""
     fields = _stat_fields(pid)
-    return int(fields[19]) if fields else None
+    return Status(fields[0], int(fields[19])) if fields else None
+
+
+def start_time(pid: int) -> int | None:
+    """See `Status`; None when it is gone."""
+    status = status_of(pid)
+    return status.started if status else None
 
 
 def process_state(pid: int) -> str | None:
-    """One-letter state of proc(5) ("R", "S", "T" stopped, "Z" zombie, ...); None when it is gone."""
-    fields = _stat_fields(pid)
-    return fields[0] if fields else None
+    """See `Status`; None when it is gone."""
+    status = status_of(pid)
+    return status.state if status else None
 
 
 def belongs_to(pid: int, root: int) -> bool:
@@ -66,20 +90,9 @@ def boot_id() -> str:
 
 
 def is_same_process(pid: int, started: int) -> bool:
-    """Whether `pid` still is the live process that began at `started` (a reused number or a zombie is not)."""
-    fields = _stat_fields(pid)
-    return fields is not None and int(fields[19]) == started and fields[0] not in ("Z", "X")
-
-
-def kill_same_process(pid: int, started: int, signum: int = signal.SIGKILL) -> bool:
-    """Signals a process if it is still the one that began at `started`. True when the signal was sent."""
-    if not is_same_process(pid, started):
-        return False
-    try:
-        os.kill(pid, signum)
-    except ProcessLookupError:
-        return False
-    return True
+    """Whether `pid` still is the live process that began at `started`."""
+    status = status_of(pid)
+    return status is not None and status.is_of(started)
 
 
 def kill_group(pgid: int, signum: int = signal.SIGKILL) -> bool:

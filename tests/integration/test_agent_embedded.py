@@ -20,10 +20,11 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent import embedded
-from dalsegno.agent.claim import Claim, ClaimFile, Place
+from dalsegno.agent.claim import Claim, ClaimFile
 from dalsegno.agent.connection import PROTOCOL
 from dalsegno.agent.embedded import EmbeddedMaster, MasterError
-from dalsegno.agent.processes import is_same_process, kill_same_process, process_state, start_time
+from dalsegno.agent.machine import Machine
+from dalsegno.agent.processes import Status, is_same_process, process_state, start_time
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from tests.support.master_process import settings
 
@@ -86,7 +87,7 @@ class Jobs:
             view.close()
         claim = self.claims.read()
         if claim is not None:
-            kill_same_process(claim.pid, claim.start_time)
+            Machine().kill(claim.pid, claim.start_time)
 
 
 @pytest.fixture
@@ -405,7 +406,7 @@ def test_who_comes_new_gives_a_silent_master_up_after_a_while(jobs: Jobs, monkey
 def test_a_master_under_a_debugger_is_not_killed(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced processes stand still for as long as somebody looks at them."""
     view, before = silent_master(jobs, monkeypatch, 1.0)
-    monkeypatch.setattr(embedded, "process_state", lambda pid: "t")
+    monkeypatch.setattr(Machine, "status", lambda self, pid: Status("t", before.start_time))
     with pytest.raises(MasterError, match="kill -9"):
         view._ensure()
     assert is_same_process(before.pid, before.start_time)
@@ -500,12 +501,12 @@ def test_a_claim_never_makes_us_kill_a_strangers_process(jobs: Jobs, monkeypatch
     try:
         os.kill(stranger.pid, signal.SIGSTOP)
         wait_for(lambda: process_state(stranger.pid) == "T")
-        monkeypatch.setattr(embedded, "owner_of", lambda pid: os.geteuid() + 1)
+        monkeypatch.setattr(Machine, "owner_of", lambda self, pid: os.geteuid() + 1)
         started = start_time(stranger.pid)
         assert started is not None
         view = jobs.view()
         jobs.directory.mkdir(mode=0o700)
-        place = Place.here()
+        place = Machine().place()
         forged = Claim(
             place.host, place.boot_id, stranger.pid, started, 1, 0, "127.0.0.1:1", place.pid_ns, place.net_ns
         )

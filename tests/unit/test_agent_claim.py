@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.claim import Claim, ClaimFile, LocksUnavailable, Place, RenewerLock
+from dalsegno.agent.claim import Claim, ClaimFile, RenewerLock
+from dalsegno.agent.machine import LocksUnavailable, Place
 
 HERE = Place("host", "boot", "pid:[1]", "net:[1]")
 CLAIM = Claim("host", "boot", 1, 2, 3, 9, "127.0.0.1:1", "pid:[1]", "net:[1]")
