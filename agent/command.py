@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -28,22 +26,11 @@ from dalsegno.elastic.checkpoint import (
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.universal import is_written
 
-from . import convert_command
+from . import convert_command, doctor
 from .events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from .grpc_logs import quiet_grpc
 
 __all__ = ["main"]
-
-_SCRIPTS = ("dlrover-run", "dalsegno-run", "dalsegno", "dlrover-master")
-_PARTS = {
-    "": ("grpcio", "protobuf", "pydantic", "xxhash", "rich"),
-    "train": ("torch", "deepspeed", "numpy"),
-    "etcd": ("aetcd",),
-    "http": ("fastapi", "uvicorn"),
-    "hf": ("accelerate", "transformers"),
-    "swift": ("ms-swift", "transformers"),
-    "log": ("tensorboard", "wandb"),
-}
 
 
 class _UsageError(Exception):
@@ -249,38 +236,11 @@ def _show(options: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
-# ---- doctor ----------------------------------------------------------------------------------------------------------
-
-
-def _owners() -> dict[str, list[str]]:
-    """Which installed distributions declare each of our scripts."""
-    owners: dict[str, list[str]] = {name: [] for name in _SCRIPTS}
-    for point in importlib.metadata.entry_points(group="console_scripts"):
-        distribution = getattr(point, "dist", None)
-        if point.name in owners and distribution is not None:
-            owners[point.name].append(str(distribution.name))
-    return owners
-
-
 def _doctor(options: argparse.Namespace) -> int:
-    trouble = 0
-    for script, names in _owners().items():
-        where = shutil.which(script) or "not on the PATH"
-        print(f"{script}: {where}, of {', '.join(dict.fromkeys(names)) or 'nobody'}")
-        if len(set(names)) > 1:
-            trouble += 1
-            print("  several packages own it, and the last one installed wins; ours is also there as dalsegno-run")
-    for extra, names_of in _PARTS.items():
-        for name in names_of:
-            try:
-                print(f"{name}: {importlib.metadata.version(name)}")
-            except importlib.metadata.PackageNotFoundError:
-                trouble += not extra
-                print(f"{name}: missing" + (f" (extra: pip install 'dalsegno[{extra}]')" if extra else ""))
-    for name in ("DLROVER_MASTER_ADDR", "DALSEGNO_SOCKET"):
-        if name in os.environ:
-            print(f"{name} is set: {os.environ[name]}")
-    return EXIT_FAILED if trouble else EXIT_FINISHED
+    try:
+        return doctor.doctor(options)
+    except (ValueError, OSError) as error:
+        raise _UsageError(str(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -313,7 +273,9 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="makes a DeepSpeed checkpoint loadable at any world size")
     convert_command.add_arguments(convert)
     convert.set_defaults(act=_convert)
-    commands.add_parser("doctor", help="who owns which script, versions, extras").set_defaults(act=_doctor)
+    looks = commands.add_parser("doctor", help="the installation; or what a training script is, before its first step")
+    doctor.add_arguments(looks)
+    looks.set_defaults(act=_doctor)
     return parser
 
 

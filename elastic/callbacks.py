@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
@@ -49,6 +49,12 @@ class Callback:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse, on a resume; not called if the checkpoint has nothing of this class."""
+
+
+def forgetful(callbacks: Iterable[Callback]) -> tuple[str, ...]:
+    """Classes of those that have something in them and keep nothing of it in checkpoints."""
+    kept = Callback.state_dict
+    return tuple(type(one).__name__ for one in callbacks if vars(one) and type(one).state_dict is kept)
 
 
 class EarlyStopping(Callback):

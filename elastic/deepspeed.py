@@ -166,20 +166,21 @@ class Save:
     """``write(path)`` creates ``path`` and writes this rank's files. See `save`.
 
     Attributes:
+        engine: As given.
         reshards: See `can_reshard`; the session writes it down.
         strategy: See `strategy`; the session takes it where the script says none.
     """
 
     def __init__(self, engine: Any, client_state: Mapping[str, Any] | None = None) -> None:
-        self._engine, self._client_state = engine, client_state
+        self.engine, self._client_state = engine, client_state
 
     @property
     def reshards(self) -> bool:
-        return can_reshard(self._engine)
+        return can_reshard(self.engine)
 
     @property
     def strategy(self) -> str:
-        return strategy(self._engine)
+        return strategy(self.engine)
 
     def __call__(self, path: Path) -> None:
         """Writes.
@@ -189,19 +190,19 @@ class Save:
                 waits for this one.
             TypeError: The client's or the scheduler's state could not be loaded again; raised then, too.
         """
-        state, problem = _described(self._engine, self._client_state), self._check()
+        state, problem = _described(self.engine, self._client_state), self._check()
         if problem is not None:
             state = {}
-        with _errors_after_collectives(self._engine):
-            self._engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
+        with _errors_after_collectives(self.engine):
+            self.engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
         if problem is not None:
             raise problem
 
     def _check(self) -> Exception | None:
         """Why what this rank writes beside the engine's own state could not be loaded again; None: it could."""
-        if not getattr(self._engine, "save_non_zero_checkpoint", True):
+        if not getattr(self.engine, "save_non_zero_checkpoint", True):
             return None
-        scheduler = self._engine.lr_scheduler
+        scheduler = self.engine.lr_scheduler
         try:
             states = [self._client_state, None if scheduler is None else scheduler.state_dict()]
             loadable(states, "the state of the scheduler, of a callback or of the script's own")

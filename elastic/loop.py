@@ -15,6 +15,7 @@ from .batches import Batch
 from .checkpoint import Cut, Order, Position, Ref
 from .declared import strategy_of
 from .exchange import MAX_STEPS_APART, Boundary
+from .findings import loads_anywhere
 from .rehearsal import rehearse
 from .resuming import check_strategy
 from .sampler import check_cut, check_order
@@ -104,12 +105,13 @@ def steps(
         "create_directory": create_directory,
     }
     _compare(session, data, options, max_steps, save, save_every, advanced=advanced)
-    save = _saving(session, save, save_every)
+    given, save = save, _saving(session, save, save_every)
     if save is not None:
         check_strategy(session.resume, strategy)
     source = _source(session, data, options, advanced=advanced)
     if save is not None:
         save = _saved_too(session, data, source, save, options, advanced=advanced)
+    _learn(session, given, save, save_every, options, knows(data, advanced=advanced))
     run = _Run(session, save=save, save_every=save_every, position=position, metric=metric, options=options)
     return _loop(session, source, run, max_steps, seed)
 
@@ -188,6 +190,30 @@ def _saved_too(
     if session.resume is None and not advanced and session.rank == 0:
         say_what_cannot_resume(source, data, session.world_size)
     return saved_with(save, source, session.rank)
+
+
+def _learn(
+    session: Session,
+    given: Callable[[Path], None] | Background | None,
+    save: Callable[[Path], None] | Background | None,
+    save_every: int,
+    options: Mapping[str, Any],
+    data: str,
+) -> None:
+    """What of this loop is worth knowing before its first step."""
+    strategy, anywhere, cut = options["strategy"], options["any_world_size"], options["cut"]
+    session.examination.learn(
+        strategy=strategy,
+        saves=given is not None,
+        save_every=save_every,
+        any_world_size=loads_anywhere(strategy) if anywhere is None else anywhere,
+        reshards=bool(getattr(save, "reshards", False)),
+        data=data,
+        fixed_micro_batch=cut is not None and cut.micro_batch_size is not None,
+    )
+    engine = getattr(given, "engine", None)
+    if engine is not None:
+        session.examination.learn_parts(engine.module, engine.basic_optimizer)
 
 
 def _saving(

@@ -8,6 +8,7 @@ from pathlib import Path
 from .agreement import agree
 from .checkpoint import CheckpointStore
 from .collective import Collective, GlooCollective, Solo
+from .examination import is_examined
 from .identity import Identity, from_environment
 from .link import Link
 from .loaders import shield_loaders
@@ -82,7 +83,8 @@ def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> S
         # Before any rank acts on it: those without one would not take part.
         agree(collective, {"a checkpoint_dir is given": identity.run_dir is not None})
     if identity.socket is None and identity.run_dir is not None:
-        lock = take_lock(identity.run_dir, collective)
+        # Who only looks changes nothing, and may look at a run that goes on.
+        lock = None if is_examined() else take_lock(identity.run_dir, collective)
         store = CheckpointStore(identity.run_dir)
         resume = newest(store, collective, identity.world_size)
         # Nobody counts epochs here. Names and manifests need them all the same: where the run goes back to an earlier

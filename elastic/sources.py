@@ -21,6 +21,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSamp
 from .background_save import Background
 from .checkpoint import Position
 from .checkpoint.files import write_exclusive
+from .findings import NOTHING, OURS, SCRIPTS, STATE
 from .resuming import LOADERS, ResumePoint, check_loaders
 from .training_state import loadable, read_tensors
 
@@ -214,10 +215,10 @@ _AT_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 def knows(data: Any, *, advanced: bool) -> str:
     """What is known of where the data stand: the kind of source that a loop makes of them."""
     if hasattr(data, "left"):
-        return "all, as of Batches"
+        return OURS
     if advanced or isinstance(getattr(data, "position", None), Position):
-        return "what the script sees to"
-    return "a state of each rank" if keeps_state(data) else "nothing"
+        return SCRIPTS
+    return STATE if keeps_state(data) else NOTHING
 
 
 def source_of(

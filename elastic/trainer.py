@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from .accumulation import Accumulation
 from .background_save import background
 from .batches import Batch, Batches
-from .callbacks import Callback, Console, Logger
+from .callbacks import Callback, Console, Logger, forgetful
 from .checkpoint import Best, Position, Tracked
 from .counts import sum_over_ranks
 from .evaluator import Evaluator, Interrupted, to_device
@@ -226,6 +226,8 @@ class Trainer:
             s.track(self.track.metric, mode=self.track.mode, min_delta=self.track.min_delta)
         if s.resume is not None:
             self._load_state(state)
+        s.examination.learn_parts(self._strategy.model, self._strategy.optimizer)
+        s.examination.learn(stateless=forgetful(self.callbacks))
         self._owed = self.step > 0 and self._due(self.step, last=False) and self._evaluated != self.step
 
     def _make_batches(self, s: Session, plan: BatchPlan) -> Batches[Any]:

@@ -51,6 +51,8 @@ class TrainingState:
     def __init__(self, session: Session, *, model: nn.Module, **parts: Stateful | None) -> None:
         self._session, self._model = session, unwrapped(model)
         self._parts = {name: part for name, part in parts.items() if part is not None}
+        optimizers = [part for part in self._parts.values() if hasattr(part, "param_groups")]
+        session.examination.learn_parts(self._model, *optimizers)
 
     def files(self) -> dict[str, Any]:
         """What this rank saves, for ``background``. Tensors are the training's own.

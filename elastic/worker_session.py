@@ -36,8 +36,10 @@ from .checkpoint import (
 )
 from .collective import Collective
 from .declared import strategy_of
+from .examination import Examination
 from .exchange import Boundary, Exchange, Flags
 from .exits import EXIT_DRAINED, Drained, insist
+from .findings import Facts, loads_anywhere
 from .identity import Identity
 from .link import Link
 from .notices import Notice
@@ -47,6 +49,7 @@ from .pruning import prune
 from .reports import Reports
 from .resuming import Damaged, ResumePoint
 from .saving import Content, Saver
+from .tracking import Tracking
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +70,7 @@ class Session:
         run_dir: Where checkpoints are saved; None where they cannot be.
         resume: What to load before the first step; None: start from step 0.
         step: Optimizer steps done, those before the resume point included.
+        examination: What is known of this training, for people; ends with the first ``meet``.
     """
 
     def __init__(
@@ -93,11 +97,9 @@ class Session:
         self._keep = keep
         # What this step number is saved as. At the resume point that is the resume point itself.
         self._saved: tuple[int, Ref] | None = None if resume is None else (resume.step, resume.ref)
-        self._tracked: Tracked | None = None
-        # The best value, where there is no directory and so no checkpoint that could be the best one.
-        self._unsaved_best: Best | None = None
-        # What ``improved`` was told of the present step, and whether that makes it worth a checkpoint.
-        self._measured: tuple[int, float, bool] | None = None
+        self._tracking = Tracking(collective, self._saver)
+        facts = Facts(world_size=self.world_size, max_world_size=self.max_world_size, directory=self.can_save)
+        self.examination = Examination(self.rank, resume is None and (self.can_save or not self.alone), facts)
         self._notice = notice
         self._over = False
         self._reports = Reports(link)
@@ -158,7 +160,7 @@ class Session:
 
         None where nothing is saved, whatever ``improved`` has said.
         """
-        return None if self._saver is None else self._saver.best
+        return self._tracking.best
 
     def track(self, metric: str, *, mode: str = "min", min_delta: float = 0.0) -> None:
         """From now on the best checkpoint by this metric is known, kept, and noted in ``best.json``.
@@ -173,9 +175,7 @@ class Session:
         Raises:
             ValueError: Another mode, or a negative ``min_delta``.
         """
-        self._tracked = Tracked(metric, mode, min_delta)
-        if self._saver is not None:
-            self._saver.tracked = self._tracked
+        self._tracking.track(Tracked(metric, mode, min_delta))
 
     def improved(self, value: float) -> bool:
         """Whether the present step is the best so far by the tracked metric; if so it is saved at its end. Collective.
@@ -186,13 +186,10 @@ class Session:
         Raises:
             RuntimeError: Nothing is tracked.
         """
-        tracked = self._check_tracked()
-        if self._saver is None:
-            return self._improves_unsaved(tracked, value)
-        better = self._saver.improves(value)
+        if self._over and self._saver is None:
+            return self._tracking.measured(value, None, together=False)
         # Asked in the loop's body, it is of the step that has begun and will be counted when it ends.
-        self._measured = (self.step + self._exchange.under_way, value, better)
-        return better
+        return self._tracking.improved(value, self.step + self._exchange.under_way)
 
     def measured(self, value: float) -> bool:
         """The tracked metric of the last step that is done, for which there was no time before. Collective.
@@ -206,21 +203,14 @@ class Session:
         Raises:
             RuntimeError: Nothing is tracked.
         """
-        tracked = self._check_tracked()
-        if self._saver is None:
-            return self._improves_unsaved(tracked, value)
         if not self._over:
             self.settle()
-            value = float(self._collective.broadcast(value))
-        best = tracked.improves(value, self._saver.best)
-        if best and (saved := self._saved_here) is not None:
-            self._saver.credit(saved.name, value)
-        return best
+        return self._tracking.measured(value, self._saved_here, together=not self._over)
 
     @property
     def worth_saving(self) -> bool:
         """``improved`` said so of the step that has just ended, on all ranks."""
-        return self._measured is not None and self._measured[0] == self.step and self._measured[2]
+        return self._tracking.is_worth_saving(self.step)
 
     def steps(self, data: Iterable[T], **options: Any) -> Iterator[T]:
         """The training loop: hands out one batch per optimizer step. See ``loop.steps`` for the options."""
@@ -245,8 +235,8 @@ class Session:
         """
         self._check_open()
         own: dict[str, Any] = {"step": self.step, "resume point": None if self.resume is None else self.resume.ref.name}
-        if self._tracked is not None:
-            own["tracked metric"] = f"{self._tracked.metric} ({self._tracked.mode})"
+        if self._tracking.name is not None:
+            own["tracked metric"] = self._tracking.name
         agree(self._collective, {**own, **alike}, problem)
 
     def meet(self, ahead: int, alike: Mapping[str, Any] | None = None) -> int:
@@ -255,8 +245,12 @@ class Session:
         Args:
             ahead: Batches that this rank has.
             alike: See ``compare``, which it does, too.
+
+        Raises:
+            Examined: This is ``dalsegno doctor``. Exit code 0.
         """
         self.compare(alike or {})
+        self.examination.end()
         self._reports.begin()
         return self._exchange.meet(ahead)
 
@@ -378,9 +372,9 @@ class Session:
 
     def _content(self, strategy: str, any_world_size: bool | None, metric: float | None, **rest: Any) -> Content:
         if any_world_size is None:
-            any_world_size = strategy in ("ddp", "deepspeed-zero-0")
-        if metric is None and self._measured is not None and self._measured[0] == self.step:
-            metric = self._measured[1]
+            any_world_size = loads_anywhere(strategy)
+        if metric is None:
+            metric = self._tracking.metric_of(self.step)
         return Content(self.step, strategy=strategy, any_world_size=any_world_size, metric=metric, **rest)
 
     def drain_failed(self) -> None:
@@ -466,19 +460,6 @@ class Session:
     def _saved_here(self) -> Ref | None:
         """The present step's checkpoint, if it is saved."""
         return self._saved[1] if self._saved is not None and self._saved[0] == self.step else None
-
-    def _check_tracked(self) -> Tracked:
-        if self._tracked is None:
-            raise RuntimeError("nothing is tracked: call session.track(metric) first")
-        return self._tracked
-
-    def _improves_unsaved(self, tracked: Tracked, value: float) -> bool:
-        if not self._over:
-            value = float(self._collective.broadcast(value))
-        better = tracked.improves(value, self._unsaved_best)
-        if better:
-            self._unsaved_best = Best("", tracked.metric, tracked.mode, value)
-        return better
 
     @property
     def _wants_drain(self) -> bool:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from transformers import TrainerCallback
 
 from dalsegno.elastic import Batch, BatchPlan, MicroBatch, SaveError, Session
 from dalsegno.elastic.exchange import MAX_STEPS_APART
+from dalsegno.elastic.findings import OURS, loads_anywhere
 from dalsegno.elastic.loop import FINAL_SAVE_PAUSE_SECONDS, FINAL_SAVE_TRIES
 from dalsegno.elastic.resuming import check_strategy
 
@@ -64,6 +66,7 @@ class Run:
             size, session.world_size, args.per_device_train_batch_size, fixed_micro_batch=options.fixed_micro_batch
         )
         self.strategy = _strategy(trainer)
+        self._reshards = partial(_reshards, trainer)
         check_strategy(session.resume, self.strategy)
         self.by_samples = options.mean_over_samples
         self.loader = data.make(trainer, self.plan, session, by_samples=self.by_samples)
@@ -100,6 +103,20 @@ class Run:
         position = self.loader.position
         steps = -(-position.samples // self.plan.global_batch_size)
         return position.data_epoch, steps * self.plan.accumulation
+
+    def learn(self, args: Any, model: Any, optimizer: Any) -> None:
+        """What is worth knowing of this training before its first step."""
+        examination = self.session.examination
+        examination.learn_parts(model, optimizer)
+        examination.learn(
+            strategy=self.strategy,
+            saves=True,
+            save_every=0 if args.save_strategy == "no" else 1,
+            any_world_size=loads_anywhere(self.strategy),
+            reshards=self._reshards(),
+            data=OURS,
+            fixed_micro_batch=self.plan.fixed_micro_batch,
+        )
 
     # A step.
 
@@ -239,6 +256,7 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
         self._run = run
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.learn(args, kwargs.get("model"), kwargs.get("optimizer"))
         self._run.session.meet(_ahead(state) + 1)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

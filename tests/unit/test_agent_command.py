@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from dalsegno.agent import command
+from dalsegno.agent import command, doctor
 from dalsegno.elastic.checkpoint import Best, LocalLock
 from dalsegno.elastic.universal.journal import Journal
 from tests.support.sources import ROOT
@@ -187,7 +187,7 @@ def test_doctor_knows_what_setup_cfg_declares() -> None:
 
     declared = {extra: names(listing) for extra, listing in config["options.extras_require"].items() if extra != "dev"}
     declared[""] = names(config["options"]["install_requires"])
-    assert {extra: set(packages) for extra, packages in command._PARTS.items()} == declared
+    assert {extra: set(packages) for extra, packages in doctor.PARTS.items()} == declared
 
 
 def test_doctor_finds_nothing_wrong(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:

@@ -1,0 +1,81 @@
+"""What a session learns of its training until the first step, and who is told: the user once, or `dalsegno doctor`.
+
+Under the doctor (`VARIABLE` names a file) the findings are written down there, and the process ends before its first
+step. Else they are printed where the run begins.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from .exits import insist
+from .findings import Facts, findings, kinds_of
+
+# Names the file for the findings; set by `dalsegno doctor`.
+VARIABLE = "DALSEGNO_DOCTOR"
+
+
+class Examined(SystemExit):
+    """The doctor has what it wanted. Exit code 0, whatever the script makes of this."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def is_examined() -> bool:
+    """Whether this process runs only to be looked at."""
+    return bool(os.environ.get(VARIABLE))
+
+
+class Examination:
+    """One session's.
+
+    Args:
+        rank: Of the session; rank 0 speaks.
+        begins: The run begins here, and is more than a trial: people are told.
+        facts: What the session knows by itself.
+    """
+
+    def __init__(self, rank: int, begins: bool, facts: Facts) -> None:
+        self._speaks, self._begins, self._facts = rank == 0, begins, facts
+        self._done = False
+
+    def learn(self, **facts: Any) -> None:
+        """Something more is known: fields of `Facts`."""
+        self._facts = replace(self._facts, **facts)
+
+    def learn_parts(self, model: Any = None, *optimizers: Any) -> None:
+        """A model and its optimizers; None: not known."""
+        if model is not None and hasattr(model, "modules"):
+            self.learn(layers=kinds_of(model))
+        names = [type(_inner(optimizer)).__name__ for optimizer in optimizers if optimizer is not None]
+        self.learn(optimizers=(*self._facts.optimizers, *(n for n in names if n not in self._facts.optimizers)))
+
+    def end(self) -> None:
+        """The ranks have met, and the first step would begin.
+
+        Raises:
+            Examined: It does not: this is `dalsegno doctor`.
+        """
+        if self._done:
+            return
+        self._done = True
+        lines = [f"{about}: {text}" for about, text in findings(self._facts)]
+        if is_examined():
+            if self._speaks:
+                Path(os.environ[VARIABLE]).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            insist(0)
+            raise Examined
+        if self._speaks and self._begins:
+            for line in lines:
+                print(f"dalsegno: {line}", file=sys.stderr, flush=True)
+
+
+def _inner(optimizer: Any) -> Any:
+    """The user's own optimizer inside a framework's."""
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizer if inner is None else inner

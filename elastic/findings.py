@@ -1,0 +1,163 @@
+"""What a training is found to be before its first step, in lines for a person. Pure.
+
+Nobody should learn at the first change of the world that a change is impossible, or that it goes back to step 0.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+# Kinds of layers that make a step depend on how its samples are dealt to the ranks.
+RANDOM, BATCH_STATISTICS = "random", "batch statistics"
+# What is known of where the data stand.
+OURS, SCRIPTS, STATE, NOTHING = "all, as of Batches", "what the script sees to", "a state of each rank", "nothing"
+_NAMED = 3
+
+
+class Finding(NamedTuple):
+    """One line: what about, and what was found."""
+
+    about: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a training when its ranks meet for the first time.
+
+    Attributes:
+        strategy: As `Session.save` has it.
+        world_size, max_world_size: Ranks here, and of the largest world that this run may have.
+        directory: There is one for checkpoints.
+        saves: The script gives something to save with.
+        save_every: Steps between saves; 0: only for drains and at the end.
+        any_world_size: Its files load at any world size as they are.
+        reshards: They do, each rank taking its ranges of them.
+        data: What is known of where the data stand; empty: they were not looked at.
+        fixed_micro_batch: The cut of the global batch is the same in every world.
+        optimizers: Names of their classes.
+        layers: Kinds of layers that were seen, see `kinds_of`, each with the classes.
+        stateless: Names of callbacks that keep nothing in checkpoints.
+    """
+
+    strategy: str = "ddp"
+    world_size: int = 1
+    max_world_size: int = 1
+    directory: bool = False
+    saves: bool = False
+    save_every: int = 0
+    any_world_size: bool = True
+    reshards: bool = False
+    data: str = ""
+    fixed_micro_batch: bool = False
+    optimizers: tuple[str, ...] = ()
+    layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    stateless: tuple[str, ...] = ()
+
+
+def loads_anywhere(strategy: str) -> bool:
+    """What is known of a strategy's checkpoints where nothing is said: any number of ranks loads them as they are."""
+    return strategy in ("ddp", "deepspeed-zero-0")
+
+
+def findings(facts: Facts) -> Iterator[Finding]:
+    """All of them, the most important first."""
+    with_ = f" with {', '.join(facts.optimizers)}" if facts.optimizers else ""
+    ranks = f"{facts.world_size} rank{'s' if facts.world_size != 1 else ''}"
+    yield Finding("training", f"strategy {facts.strategy}{with_}, {ranks}")
+    yield Finding("change of the world", change_of_world(facts))
+    yield from (Finding("the same only in distribution", text) for text in in_distribution(facts))
+    yield from (Finding("not saved", text) for text in not_saved(facts))
+
+
+def change_of_world(facts: Facts) -> str:
+    """Whether this run can go on with another number of ranks, and how."""
+    if not facts.directory or not facts.saves:
+        why = (
+            "there is no checkpoint directory (dlrover-run has one)"
+            if facts.saves
+            else "nothing is given to save with (save=)"
+        )
+        return f"begins again at step 0, as does a crash: {why}"
+    if facts.data in (NOTHING, STATE):
+        return f"impossible: {data(facts)}"
+    if facts.any_world_size:
+        return "goes on as it is: the whole checkpoint loads at any number of ranks"
+    if facts.reshards:
+        return "goes on as it is: each rank takes its ranges of the checkpoint (re-shard)"
+    if facts.strategy.startswith("deepspeed-zero"):
+        return (
+            "goes on after a conversion to Universal Checkpoint: dlrover-run does it (--universal-checkpoint), "
+            "elsewhere `dalsegno convert`"
+        )
+    return (
+        f"impossible: checkpoints of strategy {facts.strategy} load with {facts.world_size} ranks only, so a change "
+        "waits for as many; say any_world_size=True if they load at any number"
+    )
+
+
+def data(facts: Facts) -> str:
+    """What is worth knowing of the place in the data; empty: nothing."""
+    if facts.data == NOTHING:
+        return "nothing says where these data stand: a resume is refused; give Batches, or steps(advanced=True)"
+    if facts.data == STATE:
+        return f"the loader's state is each rank's own: a resume needs {facts.world_size} ranks again; Batches do not"
+    return ""
+
+
+def in_distribution(facts: Facts) -> Iterator[str]:
+    """What a change of the number of ranks alters, beyond rounding."""
+    seen = dict(facts.layers)
+    if facts.max_world_size == 1 and facts.world_size == 1:
+        return
+    if RANDOM in seen:
+        yield (
+            f"{few(seen[RANDOM])}: each rank draws its own random numbers. In the same world they go on bit for bit, "
+            "after a change of its size they are others"
+        )
+    if BATCH_STATISTICS in seen and not facts.fixed_micro_batch:
+        yield (
+            f"{few(seen[BATCH_STATISTICS])}: statistics are of one micro-batch, whose size changes with the world; "
+            "fixed_micro_batch keeps it"
+        )
+
+
+def not_saved(facts: Facts) -> Iterator[str]:
+    """What a resume does not bring back."""
+    if facts.saves and facts.directory and not facts.save_every:
+        yield "steps between two changes (save_every is 0): a crash goes back to the last change, or to step 0"
+    if facts.stateless:
+        yield f"{few(facts.stateless)}: without state_dict() they begin anew at each start"
+
+
+def few(names: Iterable[str]) -> str:
+    """The first ones, and how many more."""
+    listed = list(names)
+    more = len(listed) - _NAMED
+    return ", ".join(listed[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def kinds_of(model: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Which layers of a ``torch.nn.Module`` make a step depend on how samples are dealt to ranks, by kind."""
+    found: dict[str, dict[str, None]] = {}
+    for module in model.modules():
+        name = type(module).__name__
+        if re.search(r"drop(out|path)", name, re.IGNORECASE) and _rate(module) > 0:
+            found.setdefault(RANDOM, {})[name] = None
+        elif any(_rate_of(module, key) > 0 for key in ("dropout", "dropout_p", "attention_dropout")):
+            found.setdefault(RANDOM, {})[f"dropout in {name}"] = None
+        if re.search(r"BatchNorm", name) and "Sync" not in name:
+            found.setdefault(BATCH_STATISTICS, {})[name] = None
+    return tuple((kind, tuple(names)) for kind, names in found.items())
+
+
+def _rate(module: Any) -> float:
+    return max(_rate_of(module, "p"), _rate_of(module, "drop_prob"))
+
+
+def _rate_of(module: Any, key: str) -> float:
+    value = getattr(module, key, 0.0)
+    return float(value) if isinstance(value, int | float) else 0.0
