@@ -70,8 +70,7 @@ def steps(
     Args:
         session: The process's.
         data: ``Batches``, or any iterable of batches, of which one is fetched ahead. What a loader's ``state_dict``
-            says is saved, and goes on where as many ranks resume. Others would begin anew: that is refused, see
-            ``sources``.
+            says is saved, and loads where as many ranks resume. Others would begin anew: refused, see ``sources``.
         max_steps: Of the whole run, steps before the resume point included.
         save: Writes this rank's part of a checkpoint, see ``Session.save``, or ``background(state)``: while the
             training goes on. None: nothing is saved, and a drain goes back to the last commit. The same where there

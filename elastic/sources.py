@@ -131,7 +131,7 @@ class Stateful(Unknown[T]):
         except Exception as error:  # whatever it is, the other ranks must hear of it before this one ends
             log.debug("a state that was not taken", exc_info=error)
             return f"{kind(loader)} does not go on from the state that was saved of it: {type(error).__name__}: {error}"
-        if fingerprint(self._next) == self._saved["next"]:
+        if self._saved["next"] in (None, fingerprint(self._next)):
             return ""
         if _inner(loader) is not loader:
             return f"{kind(loader)} goes on with another batch than was next: its state lacks the order; {INSTEAD}"
@@ -152,7 +152,9 @@ class Stateful(Unknown[T]):
         return batch
 
     def files(self, rank: int) -> dict[str, bytes]:
-        held = {"state": self._state, "ended": self._ended and not self._next, "next": fingerprint(self._next)}
+        # At the last step of a run the next batch was not fetched.
+        following = fingerprint(self._next) if self._next else None
+        held = {"state": self._state, "ended": self._ended and not self._next, "next": following}
         return {file_name(rank): loadable(held, f"the state of {kind(self._data)}")}
 
 

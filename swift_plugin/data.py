@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from dalsegno.elastic import Batch, Batches, BatchPlan, ElasticSampler, Order, Position
+from dalsegno.elastic.checkpoint import Cut
 from dalsegno.elastic.fetching import is_iterable
 
 IGNORED = -100
@@ -43,6 +44,16 @@ class StepLoader:
     def order(self) -> Order:
         """For the manifests of checkpoints."""
         return self._batches.order
+
+    @property
+    def cut(self) -> Cut:
+        """The same."""
+        return self._batches.cut
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """What all ranks must have alike, by name, for ``Session.compare``."""
+        return self._batches.alike
 
     @property
     def endless(self) -> bool:

@@ -6,7 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,8 @@ class Run:
 
     def __init__(self, trainer: Any, session: Session, options: Options) -> None:
         args = trainer.args
+        # Before anything meets in a collective. Rank 0's global batch counts for all, see below.
+        session.compare(_alike(trainer, options, begins=session.resume is None))
         size = global_batch_size(options, args.per_device_train_batch_size, args.gradient_accumulation_steps, session)
         # Rank 0's: nodes may have different numbers of ranks, and so different ideas of the largest world.
         size = round(session.sum(size if session.rank == 0 else 0))
@@ -157,6 +160,7 @@ class Run:
                 self.writing,
                 position=self.loader.position,
                 order=self.loader.order,
+                cut=self.loader.cut,
                 strategy=self.strategy,
                 metric=state.best_metric if state.best_global_step == step else None,
                 keep=self.keep,
@@ -257,7 +261,7 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.learn(args, kwargs.get("model"), kwargs.get("optimizer"))
-        self._run.session.meet(_ahead(state) + 1)
+        self._run.session.meet(_ahead(state) + 1, self._run.loader.alike)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._run.session.begin_step(_ahead(state))
@@ -276,6 +280,31 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
             self._run.session.report(float(logs["loss"]))
+
+
+# Arguments of the Trainer that make another training, or other collectives, of a rank that has another value.
+_COMPARED = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "seed", "data_seed", "dataloader_drop_last"),
+    *("train_sampling_strategy", "train_dataloader_shuffle", "max_steps", "num_train_epochs"),
+    *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"),
+    *("save_strategy", "save_steps", "eval_strategy", "eval_steps", "logging_strategy", "logging_steps"),
+    *("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
+)
+
+
+def _alike(trainer: Any, options: Options, *, begins: bool) -> dict[str, Any]:
+    """What all ranks must have been told alike, by name, see ``Session.compare``."""
+    args, dataset = trainer.args, trainer.train_dataset
+    alike = {name: getattr(args, name) for name in _COMPARED if hasattr(args, name)}
+    if options.global_batch_size is None and begins:
+        alike["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+    return {
+        # Enumerations as people write them.
+        **{name: str(value.value) if isinstance(value, Enum) else value for name, value in alike.items()},
+        **asdict(options),
+        "strategy": _strategy(trainer),
+        "length of the data set": len(dataset) if hasattr(dataset, "__len__") else None,
+    }
 
 
 def _refuse_epochs(args: Any) -> None:
