@@ -93,7 +93,7 @@ class Accumulation:
                     if self._defer is not None:
                         stack.enter_context(self._defer())
                 stack.callback(micro.close)
-                if micro.loss_scale == 0.0:
+                if micro.silent:
                     self._zero(micro, stack)
                 yield micro
 

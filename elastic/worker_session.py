@@ -34,7 +34,7 @@ from .checkpoint import (
     inventory,
     retirable,
 )
-from .collective import Collective
+from .collective import Collective, Pending
 from .declared import strategy_of
 from .exchange import Boundary, Exchange, Flags
 from .exits import EXIT_DRAINED, Drained, insist
@@ -127,6 +127,13 @@ class Session:
         """The sum of ``value`` over all ranks, the same bits on every rank. Collective."""
         return self._collective.sum(value)
 
+    def start_sum(self, value: int) -> Pending:
+        """Begins the exact sum of whole numbers over all ranks, which ``wait()`` gives as a list of one. Collective.
+
+        What lies between takes its time off the wait. `Batches` does so where it is given ``reduce=session.sum``.
+        """
+        return self._collective.start_sum([value])
+
     def report(self, loss: float) -> None:
         """Tells the loss of the present step, for people who watch the run."""
         self._reports.loss = float(loss)
@@ -144,7 +151,7 @@ class Session:
         For what lies between two steps and takes longer than a leaver has: cut it short, save with ``drain=True``, then
         ``leave_drained``, or ``drain_failed`` where the save failed.
         """
-        return self.sum(float(self._wants_drain)) > 0
+        return self._collective.max([int(self._wants_drain)])[0] > 0
 
     @property
     def best(self) -> Best | None:

@@ -188,7 +188,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         micro = run.next_micro()
         # The slice's factor makes it a part of the step's mean: nothing is left to divide by.
         self.current_gradient_accumulation_steps = 1
-        if micro.loss_scale == 0.0:
+        if micro.silent:
             micro.zero_gradients(model.parameters())
         loss = super().training_step(model, inputs, *args, **kwargs)
         run.computed()
