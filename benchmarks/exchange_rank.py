@@ -39,6 +39,23 @@ def with_session_every_step(s: Session, seconds: float) -> None:
     s.end_step()
 
 
+def with_tokens(s: Session, seconds: float) -> None:
+    s.begin_step(ahead=1 << 30)
+    summed = s.start_sum(1000)
+    work(seconds / 2)  # the first forward pass
+    summed.wait()
+    work(seconds / 2)
+    s.end_step()
+
+
+def with_tokens_before(s: Session, seconds: float) -> None:
+    s.begin_step(ahead=1 << 30)
+    s.sum(1000)
+    work(seconds / 2)
+    work(seconds / 2)  # alike: a sleep takes longer than it is told
+    s.end_step()
+
+
 def with_all_reduce(s: Session, seconds: float) -> None:
     work(seconds)
     dist.all_reduce(torch.zeros(1))
@@ -48,6 +65,8 @@ WAYS: dict[str, Callable[[Session, float], None]] = {
     "nothing": with_nothing,
     "session": with_session,
     "session, data of unknown length": with_session_every_step,
+    "session, means over tokens": with_tokens,
+    "session, tokens summed before": with_tokens_before,
     "all-reduce": with_all_reduce,
 }
 

@@ -14,7 +14,7 @@ notes with it) and modules that nothing wraps.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
@@ -54,8 +54,7 @@ class Accumulation:
         self._engine = hasattr(model, "is_gradient_accumulation_boundary")
         self._sharded = [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
         self._defer = _deferring(model, self._sharded)
-        # A compiled model passes on what it is asked for.
-        self._static_graph = bool(getattr(model, "static_graph", False))
+        self._static_graph = has_static_graph(model)
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
         tell(model, optimizers)
@@ -87,13 +86,13 @@ class Accumulation:
                 self._compare(micro, batch)
             with ExitStack() as stack:
                 self._open = stack
-                learns_graph = self._static_graph and batch.handed_out == 1
-                if not micro.is_last and not learns_graph and (self._engine or self._defer is not None):
+                must_synchronise = micro.is_last or (self._static_graph and batch.handed_out == 1)
+                if not must_synchronise and (self._engine or self._defer is not None):
                     self.deferrals += 1
                     if self._defer is not None:
                         stack.enter_context(self._defer())
                 stack.callback(micro.close)
-                if micro.loss_scale == 0.0:
+                if micro.silent:
                     self._zero(micro, stack)
                 yield micro
 
@@ -121,6 +120,21 @@ class Accumulation:
     def _before_optimizer(self, *_: Any) -> None:
         if self._batch is not None and self._batch.handed_out:
             self._batch.check_complete()
+
+
+def has_static_graph(model: nn.Module) -> bool:
+    """Whether it is ``DistributedDataParallel(static_graph=True)``, perhaps compiled."""
+    return bool(getattr(model, "static_graph", False))  # a compiled model passes on what it is asked for
+
+
+@contextmanager
+def synchronised(model: Any) -> Iterator[None]:
+    """Has ``DistributedDataParallel`` synchronise, also within its ``no_sync``, which somebody else has entered."""
+    before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = before
 
 
 def _deferring(model: nn.Module, sharded: list[nn.Module]) -> Callable[[], AbstractContextManager[Any]] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -13,6 +14,7 @@ import torch
 from . import rng
 from .agreement import PART
 from .checkpoint import Order, Position
+from .collective import Done
 from .fetching import Loading, Maker, Part, is_iterable
 from .micro_batch import MicroBatch
 from .plan import BatchPlan, Slice
@@ -47,7 +49,6 @@ class Batch(Generic[T]):
         sample_ids: This rank's real samples.
         position: Where the global batch begins.
         position_after: The run's position once this step is done.
-        tokens: Real tokens of the whole global batch, with token means; else 0. Known once ``micro_batches`` began.
         handed_out: Micro-batches that ``micro_batches`` has given so far.
         scale: ``"ddp"`` or ``"deepspeed"``: what the factors are made for.
         abandoned: The loop over ``micro_batches`` was left before it came to its end.
@@ -58,12 +59,20 @@ class Batch(Generic[T]):
     sample_ids: tuple[int, ...]
     position: Position
     position_after: Position
-    tokens: int = 0
     handed_out: int = 0
     scale: str = "ddp"
     abandoned: bool = False
     _parts: list[tuple[Part, T]] = field(default_factory=list, repr=False)
     _owner: Batches[T] | None = field(default=None, repr=False)
+    _total: _Total | None = field(default=None, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of the whole global batch, with token means; else 0, as before ``micro_batches`` has begun.
+
+        They are summed while the first forward pass computes; whoever asks before waits for that.
+        """
+        return 0 if self._total is None else self._total.value
 
     @property
     def accumulation(self) -> int:
@@ -102,6 +111,19 @@ class Batch(Generic[T]):
             self._owner.trained(self)
 
 
+class _Total:
+    """A sum over the ranks that is waited for once, when it is needed."""
+
+    def __init__(self, pending: Any) -> None:
+        self._pending, self._value = pending, 0
+
+    @property
+    def value(self) -> int:
+        if self._pending is not None:
+            self._value, self._pending = int(self._pending.wait()[0]), None
+        return self._value
+
+
 class Batches(Generic[T]):
     """Iterates over ``Batch`` objects from the sampler's position on.
 
@@ -129,7 +151,8 @@ class Batches(Generic[T]):
         seed: See above.
         count_tokens: For token means: real tokens in ``data``. Factors are then by tokens instead of samples. With a
             plan that pads it is called with the rows' mask as second argument, and must not count the others.
-        reduce: For token means: sums a number over all ranks (``session.sum``).
+        reduce: For token means: sums a number over all ranks (``session.sum``, which is begun before the first forward
+            pass and waited for behind it; another function is called before).
         loader_options: For ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
 
     Raises:
@@ -249,11 +272,8 @@ class Batches(Generic[T]):
     def micro_batches(self, batch: Batch[T], parts: list[tuple[Part, T]]) -> Iterator[MicroBatch[T]]:
         """See ``Batch.micro_batches``."""
         tokens = self._tokens(batch, parts)
-        total = float(batch.n) if tokens is None else float(batch.tokens)
         for index, (part, data) in enumerate(parts):
-            weight = float(part.slice.n if tokens is None else tokens[index])
-            # A step without any real token has nothing to learn from.
-            scale = self._plan.loss_scale(weight, total, self._scale) if total else 0.0
+            weight = part.slice.n if tokens is None else tokens[index]
             if self._seed is not None:
                 rng.seed_micro_batch(self._seed, batch.step, part.slice.number)
             batch.handed_out = index + 1
@@ -262,7 +282,8 @@ class Batches(Generic[T]):
                 () if part.slice.filler else part.sample_ids,
                 part.slice.n,
                 part.slice.number,
-                scale,
+                # A slice without a real token has nothing to learn from, whatever the others have.
+                functools.partial(self._loss_scale, batch, weight) if weight else 0.0,
                 is_last=index == len(parts) - 1,
                 rows=part.slice.rows,
                 tokens=None if tokens is None else tokens[index],
@@ -277,20 +298,24 @@ class Batches(Generic[T]):
                 micro.close()
         self.trained(batch)
 
+    def _loss_scale(self, batch: Batch[T], weight: int) -> float:
+        total = batch.n if self._count_tokens is None else batch.tokens
+        return self._plan.loss_scale(float(weight), float(total), self._scale)
+
     def trained(self, batch: Batch[T]) -> None:
         """All of ``batch`` is computed: that is where the training stands now."""
         self._steps_done = batch.step
         self._sampler.seek(batch.position_after)
 
     def _tokens(self, batch: Batch[T], parts: list[tuple[Part, T]]) -> list[int] | None:
-        """Real tokens of each part, and with all ranks' those of the batch; None without token means. Collective."""
+        """Real tokens of each part, and begins to sum all ranks'; None without token means. Collective."""
         if self._count_tokens is None or self._reduce is None:
             return None
         found = []
         for part, data in parts:
             mask = (torch.arange(part.slice.rows) < part.slice.n,) if self._plan.pad else ()
             found.append(0 if part.slice.filler else int(self._count_tokens(data, *mask)))
-        batch.tokens = round(self._reduce(float(sum(found))))
+        batch._total = _Total(_begun(self._reduce, sum(found)))
         return found
 
     def _count_left(self) -> int | None:
@@ -312,6 +337,12 @@ def _check_place(resume: Any) -> None:
             f"the checkpoint of step {resume.step} has no place in the data, so Batches cannot go on there: save with "
             "position= and order= of Batches, go on with the data that it was trained on, or start a new run"
         )
+
+
+def _begun(reduce: Callable[[float], float], value: int) -> Any:
+    """Begins a sum, if it is the session's; else it is made now."""
+    start = getattr(getattr(reduce, "__self__", None), "start_sum", None)
+    return Done([round(reduce(float(value)))]) if start is None else start(value)
 
 
 def _check_agreement(dataset: Any, sampler: ElasticSampler, plan: BatchPlan, options: dict[str, Any]) -> None:

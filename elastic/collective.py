@@ -37,6 +37,10 @@ class Collective(Protocol):
         """Begins an element-wise maximum over the ranks."""
         ...
 
+    def start_sum(self, values: Sequence[int]) -> Pending:
+        """Begins an element-wise sum over the ranks, exact below 2**63."""
+        ...
+
     def max(self, values: Sequence[int]) -> list[int]: ...
 
     def sum(self, value: float) -> float:
@@ -56,7 +60,9 @@ class Collective(Protocol):
     def close(self) -> None: ...
 
 
-class _Done:
+class Done:
+    """One that is over."""
+
     def __init__(self, values: Sequence[int]) -> None:
         self._values = list(values)
 
@@ -70,7 +76,10 @@ class Solo:
     rank, world_size = 0, 1
 
     def start_max(self, values: Sequence[int]) -> Pending:
-        return _Done(values)
+        return Done(values)
+
+    def start_sum(self, values: Sequence[int]) -> Pending:
+        return Done(values)
 
     def max(self, values: Sequence[int]) -> list[int]:
         return list(values)
@@ -110,20 +119,19 @@ class GlooCollective:
         self._closed = False
 
     def start_max(self, values: Sequence[int]) -> Pending:
-        import torch
-        import torch.distributed as dist
+        return self._start(values, "MAX")
 
-        tensor = torch.tensor(list(values), dtype=torch.int64)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-        return _Reduction(self._connected().allreduce([tensor], options), tensor, self._timeout)
+    def start_sum(self, values: Sequence[int]) -> Pending:
+        return self._start(values, "SUM")
 
     def max(self, values: Sequence[int]) -> list[int]:
         return self.start_max(values).wait()
 
     def sum(self, value: float) -> float:
+        import torch
+
         # Gathered and added in rank order: every rank gets the same bits, whatever algorithm gloo uses.
-        return float(sum(self.gather(value)))
+        return float(sum(part.item() for part in self._all_gather(torch.tensor([value], dtype=torch.float64))))
 
     def broadcast(self, message: Any) -> Any:
         # Messages are short, so the one gather that everybody takes part in is as good as a real broadcast.
@@ -151,6 +159,15 @@ class GlooCollective:
         self._group = None
         self._store = None
         self._closed = True
+
+    def _start(self, values: Sequence[int], operation: str) -> Pending:
+        import torch
+        import torch.distributed as dist
+
+        tensor = torch.tensor(list(values), dtype=torch.int64)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, operation))
+        return _Reduction(self._connected().allreduce([tensor], options), tensor, self._timeout)
 
     def _all_gather(self, tensor: Any) -> list[Any]:
         import torch

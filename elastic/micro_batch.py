@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -21,7 +21,7 @@ class MicroBatch(Generic[T]):
         sample_ids: Its own real samples; none for a filler.
         n: Their number. They are the first n rows.
         number: Number of the micro-batch in the global batch.
-        loss_scale: Multiply the mean loss of the n real rows by it.
+        factor: The `loss_scale`, or what gives it, once, when it is asked for.
         is_last: The last one of this rank's step: gradients are to be synchronised in its backward pass.
         rows: Rows in ``data``; more than n in a filler, and in a short micro-batch of a plan with ``pad``.
         tokens: With token means: its real tokens; else None.
@@ -32,12 +32,28 @@ class MicroBatch(Generic[T]):
     sample_ids: tuple[int, ...]
     n: int
     number: int
-    loss_scale: float
+    factor: float | Callable[[], float]
     is_last: bool
     rows: int
     tokens: int | None = None
     padded: bool = False
     _hooks: list[Any] = field(default_factory=list, repr=False)
+
+    @property
+    def loss_scale(self) -> float:
+        """Multiply the mean loss of the n real rows by it.
+
+        With token means it is known when all ranks' tokens are summed, which goes on while the first forward pass
+        computes: ask for it behind that, as `scale` does.
+        """
+        if callable(self.factor):
+            self.factor = self.factor()
+        return self.factor
+
+    @property
+    def silent(self) -> bool:
+        """Its `loss_scale` is 0: it counts for nothing. Known without waiting."""
+        return not callable(self.factor) and self.factor == 0.0
 
     @property
     def filler(self) -> bool:
@@ -97,7 +113,7 @@ class MicroBatch(Generic[T]):
                 where a mean over tokens is wanted.
         """
         self._check(loss)
-        if self.loss_scale != 0.0:
+        if not self.silent:
             return (self.mean(loss) if loss.dim() else loss) * self.loss_scale
         self.zero_gradients(parameters)
         return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0).sum() * 0.0

@@ -34,7 +34,7 @@ from .checkpoint import (
     Ref,
     Tracked,
 )
-from .collective import Collective
+from .collective import Collective, Pending
 from .declared import strategy_of
 from .examination import Examination
 from .exchange import Boundary, Exchange, Flags
@@ -131,6 +131,13 @@ class Session:
         """The sum of ``value`` over all ranks, the same bits on every rank. Collective."""
         return self._collective.sum(value)
 
+    def start_sum(self, value: int) -> Pending:
+        """Begins the exact sum of whole numbers over all ranks, which ``wait()`` gives as a list of one. Collective.
+
+        What lies between takes its time off the wait. `Batches` does so where it is given ``reduce=session.sum``.
+        """
+        return self._collective.start_sum([value])
+
     def gather(self, message: Any) -> list[Any]:
         """Every rank's ``message`` (plain JSON values), in rank order, on every rank. Collective."""
         return self._collective.gather(message)
@@ -152,7 +159,7 @@ class Session:
         For what lies between two steps and takes longer than a leaver has: cut it short, save with ``drain=True``, then
         ``leave_drained``, or ``drain_failed`` where the save failed.
         """
-        return self.sum(float(self._wants_drain)) > 0
+        return self._collective.max([int(self._wants_drain)])[0] > 0
 
     @property
     def best(self) -> Best | None:

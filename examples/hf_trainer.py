@@ -74,6 +74,7 @@ def main() -> None:
     parser.add_argument("--log-every", type=int, default=1)
     parser.add_argument("--dropout", type=float, default=0.0)
     parser.add_argument("--fixed-micro-batch", action="store_true")
+    parser.add_argument("--static-graph", action="store_true", help="of DistributedDataParallel")
     parser.add_argument("--save-total-limit", type=int)
     parser.add_argument("--universal-checkpoint", action="store_true", help="accepted: dlrover-run may add it")
     flags = parser.parse_args()
@@ -124,6 +125,7 @@ def main() -> None:
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
             deepspeed=deepspeed,
+            ddp_static_graph=flags.static_graph,
         ),
         train_dataset=Blocks(0, flags.samples),
         eval_dataset=Blocks(flags.samples, flags.samples + 24),

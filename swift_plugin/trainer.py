@@ -18,6 +18,7 @@ import transformers.trainer as upstream
 from transformers.trainer_callback import ExportableState
 
 from dalsegno.elastic import session
+from dalsegno.elastic.accumulation import has_static_graph, synchronised
 from dalsegno.elastic.strategies import resume_rates
 
 from . import data, refusals
@@ -188,9 +189,12 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         micro = run.next_micro()
         # The slice's factor makes it a part of the step's mean: nothing is left to divide by.
         self.current_gradient_accumulation_steps = 1
-        if micro.loss_scale == 0.0:
+        if micro.silent:
             micro.zero_gradients(model.parameters())
-        loss = super().training_step(model, inputs, *args, **kwargs)
+        first = run.batch is not None and run.batch.handed_out == 1
+        # The Trainer puts off all but the last; see `Accumulation`.
+        with synchronised(model) if first and has_static_graph(model) else contextlib.nullcontext():
+            loss = super().training_step(model, inputs, *args, **kwargs)
         run.computed()
         return loss
 

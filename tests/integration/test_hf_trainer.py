@@ -86,6 +86,18 @@ def test_zero_through_changes_of_the_world(
 
 
 @pytest.mark.full
+def test_a_static_graph_through_changes_of_the_world(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """The Trainer itself would put off its first backward pass, which torch does not survive."""
+    job = clusters(training=training("--static-graph"), nnodes="1:3")
+    job.open("a")
+    job.start("b", "c")
+    job.wait_world(3, steps=3, after=1)
+    job.finish()
+    job.assert_lost({})
+    job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.full
 def test_dropout_with_fixed_micro_batches(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The generators are set for each micro-batch: the same masks at every world size."""
     dropped = training("--dropout=0.2", "--fixed-micro-batch", steps=30)

@@ -23,7 +23,7 @@ Results = list[dict[str, Any]]
 def run(world: int, cases: list[dict[str, Any]], out: Path) -> list[Results]:
     """The results of each case, of all ranks."""
     out.mkdir(exist_ok=True)
-    given = [{"port": free_port(), **case} for case in cases]
+    given = [{"port": free_port(), "port again": free_port(), **case} for case in cases]
     done = run_world(world, [engines_worker.__file__, json.dumps(given), str(out)], seconds=90 + 5 * len(cases))
     assert not any(code for code, _ in done), "\n".join(output for _, output in done)
     ranks = [json.loads((out / f"result-{rank}.json").read_text()) for rank in range(world)]
@@ -62,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     "join": {**DDP, "join": True},
     "fp16": {**DDP, "hook": "fp16"},
     "power-sgd": {**DDP, "hook": "power-sgd"},
+    "tokens": {"do": "tokens"},
 }
 SAVES: dict[str, dict[str, Any]] = {
     "lambda": {"stage": 2, "save": "lambda"},
@@ -169,9 +170,10 @@ def test_an_optimizer_that_does_not_fit_zero_is_refused(seen: Seen) -> None:
 
 
 @brings(
-    "DeepSpeed ZeRO with an optimizer that looks at whole parameters, and `zero_allow_untested_optimizer` in your config",
+    "DeepSpeed ZeRO with an optimizer that looks at whole parameters, where your config allows it",
     Comes.SAID,
-    "you have said that you want it: another curve in every world. Its checkpoints are converted where that can be done",
+    "with `zero_allow_untested_optimizer` you have said that you want it: another curve in every world. Its "
+    "checkpoints are converted where that can be done",
     "an element-wise optimizer, or DDP",
 )
 def test_whoever_allows_it_is_told_once(seen: Seen) -> None:
@@ -324,3 +326,19 @@ def test_one_file_of_each_rank_is_told_once(seen: Seen) -> None:
     assert [len(rank["said"]) for rank in ranks] == [1, 0]
     assert "shard-rank*.pt" in ranks[0]["said"][0]
     assert [rank["made"] for rank in ranks] == [3, 3]
+
+
+@brings(
+    "means over tokens (`Batches(count_tokens=..., reduce=s.sum)`)",
+    Comes.ROUNDED,
+    "the tokens of a global batch are summed as whole numbers, the same on all ranks, while the first forward pass "
+    "computes",
+)
+def test_tokens_are_summed_while_the_model_computes(seen: Seen) -> None:
+    """Exactly, in any order with the session's own exchange; and the updates are those of the whole batch."""
+    for world, size in ((seen.two, 2), (seen.three, 3)):
+        for rank in world["tokens"]:
+            assert max(rank["errors"]) < 1e-6
+            assert rank["under way"] == [True] * len(rank["errors"]), "it is not waited for before the forward pass"
+            assert rank["sum"] == size * 2**60 + sum(range(size))
+        assert len({rank["double"] for rank in world["tokens"]}) == 1, "the same bits on every rank"

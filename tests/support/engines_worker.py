@@ -331,6 +331,52 @@ def declared(case: dict[str, Any]) -> dict[str, Any]:
     return {"made": made, "refused": refused, "sealed": shapes, "left": left}
 
 
+def tokens(case: dict[str, Any]) -> dict[str, Any]:
+    """Means over tokens, summed by a session in the middle of its exchange: how far weights are from the batch's."""
+    s = new_session(case)
+    module, reference = model(), model()
+    wrapped = nn.parallel.DistributedDataParallel(module)
+    optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (module, reference))
+    accumulate = Accumulation(wrapped, optimizer)
+    sampler, points = ElasticSampler(64, GLOBAL_BATCH, seed=2), Points()
+    batches: Batches[Tensor] = Batches(
+        points,
+        sampler,
+        BatchPlan(GLOBAL_BATCH, s.world_size, 2),
+        s.rank,
+        data_epochs=1,
+        count_tokens=lambda batch: int((batch[:, 0] > 0).sum()),
+        reduce=s.sum,
+    )
+    errors, under_way = [], []
+    for batch in s.steps(batches):
+        for micro in accumulate(batch):
+            loss = token_mean(wrapped, micro.data)
+            if batch.handed_out == 1:
+                assert batch._total is not None
+                under_way.append(batch._total._pending is not None)
+            micro.scale(loss).backward()
+        whole = torch.stack([points[i] for i in sampler.batch_at(batch.position).sample_ids])
+        assert batch.tokens == int((whole[:, 0] > 0).sum())
+        token_mean(reference, whole).backward()
+        for one in (optimizer, other):
+            one.step()
+            one.zero_grad()
+        errors.append(apart(module, reference))
+    close_session(case)
+    s = new_session({**case, "port": case["port again"]})
+    s.begin_step()
+    (found,) = s.start_sum(2**60 + s.rank).wait()
+    s.end_step()
+    return {"errors": errors, "under way": under_way, "sum": found, "double": s.sum(0.1 * (s.rank + 1)).hex()}
+
+
+def token_mean(module: nn.Module, batch: Tensor) -> Tensor:
+    """The mean over rows that count; 0 / 0 where none does."""
+    losses = ((module(batch[:, :7]) - batch[:, 7:]) ** 2).mean(1)
+    return losses[batch[:, 0] > 0].mean()
+
+
 def fit(case: dict[str, Any]) -> dict[str, Any]:
     """A Trainer with a ``strategy`` and an ``optimizer``: losses, or why it refused, and after how many steps."""
     strategies: dict[str, Any] = {
@@ -395,6 +441,7 @@ CASES: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "fsdp": fsdp,
     "declared": declared,
     "fit": fit,
+    "tokens": tokens,
 }
 
 

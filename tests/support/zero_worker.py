@@ -13,7 +13,7 @@ Run by torchrun-like environment variables; one JSON object in ``argv[1]`` says 
   ``"sizes"`` only those of them that DeepSpeed's converter survives;
   ``"outside"`` one that the optimizer does not know; ``"even"`` has groups of which every rank owns something, which
   stock DeepSpeed needs;
-- ``optimizer``: ``"adamw"``, ``"amsgrad"`` or ``"sgd"`` with momentum.
+- ``optimizer``: ``"adamw"``, ``"amsgrad"``, ``"nadam"`` or ``"sgd"`` with momentum.
 """
 
 from __future__ import annotations
@@ -131,6 +131,7 @@ def groups(model: Model, kind: str) -> list[dict[str, Any]]:
 OPTIMIZERS: dict[str, Any] = {
     "adamw": torch.optim.AdamW,
     "amsgrad": lambda groups: torch.optim.AdamW(groups, amsgrad=True),
+    "nadam": torch.optim.NAdam,
     "sgd": lambda groups: torch.optim.SGD(groups, lr=0.01, momentum=0.9),
 }
 
@@ -246,7 +247,9 @@ def held(engine: Any) -> dict[str, Any]:
         if hasattr(parameter, "ds_id"):
             part = safe_get_local_fp32_param(parameter)
             start = part.numel() * dist.get_rank()
-            states = {key: safe_get_local_optimizer_state(parameter, key) for key in ("exp_avg", "exp_avg_sq")}
+            gathered = next(iter(inner.state.values()))
+            keys = [key for key, value in gathered.items() if getattr(value, "ndim", 0) > 0]
+            states = {key: safe_get_local_optimizer_state(parameter, key) for key in keys}
             entry = {"fp32": part, **states}
         elif getattr(parameter, "_hp_mapping", None) is not None:
             mapping, start = parameter._hp_mapping, parameter._hp_mapping.lp_fragment_address.start

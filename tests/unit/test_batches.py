@@ -103,6 +103,43 @@ def test_token_means_weigh_by_real_tokens_of_all_ranks() -> None:
     assert all(scale == (0.0 if filler else pytest.approx(tokens * 4 / total)) for scale, filler, tokens in scales)
 
 
+class Sums:
+    """As a session: a sum that can be begun, and says when it is waited for."""
+
+    def __init__(self, events: list[str]) -> None:
+        self.events = events
+
+    def sum(self, value: float) -> float:
+        raise AssertionError("it blocks")
+
+    def start_sum(self, value: int) -> Sums:
+        self.events.append(f"begin {value}")
+        return self
+
+    def wait(self) -> list[int]:
+        self.events.append("wait")
+        return [24]
+
+
+def test_tokens_are_summed_behind_the_first_forward_pass() -> None:
+    """Begun with the step, waited for once, when the first loss is scaled; never for what counts for nothing."""
+    events: list[str] = []
+    made = make(8, 2, 2, 0, count_tokens=lambda data: 3, reduce=Sums(events).sum)
+    batch = next(iter(made))
+    assert batch.tokens == 0
+    for part in batch.micro_batches:
+        assert not part.silent
+        events.append("forward")
+        assert float(part.scale(torch.tensor(1.0))) == 3 * 2 / 24
+    assert events == ["begin 6", "forward", "wait", "forward"]
+    assert batch.tokens == 24
+    events.clear()
+    for part in next(iter(make(8, 2, 2, 0, count_tokens=lambda data: 0, reduce=Sums(events).sum))).micro_batches:
+        assert part.silent
+        assert float(part.scale(torch.tensor(math.nan))) == 0.0
+    assert events == ["begin 0"]
+
+
 def test_slice_without_a_real_token_leaves_no_nan() -> None:
     """The mean over no tokens is NaN; it must not reach the gradient of the step."""
     batch = next(iter(make(4, 1, 1, 0, count_tokens=lambda data: int(data[0, 0]) % 2, reduce=lambda value: value)))

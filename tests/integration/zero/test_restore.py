@@ -66,6 +66,12 @@ CHANGES = {
     "outside": ({"stage": 2, "world": 2, "model": "outside"}, 1),
     "sgd": ({"stage": 2, "world": 2, "optimizer": "sgd"}, 3),
     "amsgrad": ({"stage": 1, "world": 2, "optimizer": "amsgrad"}, 3),
+    "sgd-zero3-bf16": ({"stage": 3, "world": 2, "optimizer": "sgd", "config": BF16}, 3),
+    "sgd-zero3-sub-groups": ({**CASES["zero3-sub-groups"], "optimizer": "sgd"}, 3),
+    "amsgrad-zero3-fp16": ({"stage": 3, "world": 2, "optimizer": "amsgrad", "config": FP16}, 1),
+    "nadam-zero1-bf16": ({**CASES["zero1-bf16-gradients-in-fp32"], "optimizer": "nadam"}, 3),
+    "sgd-zero3-offload": ({**CASES["zero3-offload"], "optimizer": "sgd"}, 3),
+    "nadam-zero3": ({"stage": 3, "world": 3, "optimizer": "nadam"}, 2),
     **{case: (task, 3 if task["world"] == 2 else 2) for case, task in CASES.items()},
 }
 DEFAULT = ("names", "names-zero3", "outside", "zero1-bf16-gradients-in-fp32", "zero3-bf16", "zero3-sub-groups")
