@@ -112,7 +112,8 @@ class GlooCollective:
         import torch
         import torch.distributed as dist
 
-        tensor = torch.tensor(list(values), dtype=torch.int64)
+        # Here and below the CPU is named: a script may have set another default device.
+        tensor = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
         return _Reduction(self._connected().allreduce([tensor], options), tensor, self._timeout)
@@ -132,8 +133,8 @@ class GlooCollective:
         import torch
 
         data = json.dumps(message, allow_nan=True).encode()
-        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64))
-        padded = torch.zeros(max(int(size.item()) for size in sizes), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+        padded = torch.zeros(max(int(size.item()) for size in sizes), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = self._all_gather(padded)
         return [json.loads(part[: int(size.item())].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
