@@ -86,7 +86,7 @@ $(FARM): build/typing/dalsegno/%:
 lint: $(VENV)/.installed $(FARM)
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
-	$(PY) -m mypy build/typing/dalsegno tests/gpu
+	$(PY) -m mypy build/typing/dalsegno tests/gpu benchmarks/gpu.py benchmarks/gpu_rank.py
 
 format: $(VENV)/.installed
 	$(PY) -m ruff check --fix

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import changes, checksums, convert, exchange, peers, rendezvous, reshard, sampler, saving
+from benchmarks import changes, checksums, convert, exchange, gpu, peers, rendezvous, reshard, sampler, saving
 
 BENCHMARKS: dict[str, Callable[[], int]] = {
     "checksums": checksums.main,
@@ -18,9 +18,14 @@ BENCHMARKS: dict[str, Callable[[], int]] = {
     "changes": changes.main,
     "peers": peers.main,
     "rendezvous": rendezvous.main,
+    "gpu": gpu.main,
 }
 # Those that take flags of their own.
-WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {"convert": convert.main, "rendezvous": rendezvous.main}
+WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {
+    "convert": convert.main,
+    "gpu": gpu.main,
+    "rendezvous": rendezvous.main,
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -131,7 +131,9 @@ class GlooCollective:
         import torch
 
         # Gathered and added in rank order: every rank gets the same bits, whatever algorithm gloo uses.
-        return float(sum(part.item() for part in self._all_gather(torch.tensor([value], dtype=torch.float64))))
+        return float(
+            sum(part.item() for part in self._all_gather(torch.tensor([value], dtype=torch.float64, device="cpu")))
+        )
 
     def broadcast(self, message: Any) -> Any:
         # Messages are short, so the one gather that everybody takes part in is as good as a real broadcast.
@@ -141,8 +143,8 @@ class GlooCollective:
         import torch
 
         data = json.dumps(message, allow_nan=True).encode()
-        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64))
-        padded = torch.zeros(max(int(size.item()) for size in sizes), dtype=torch.uint8)
+        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+        padded = torch.zeros(max(int(size.item()) for size in sizes), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = self._all_gather(padded)
         return [json.loads(part[: int(size.item())].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
@@ -164,7 +166,7 @@ class GlooCollective:
         import torch
         import torch.distributed as dist
 
-        tensor = torch.tensor(list(values), dtype=torch.int64)
+        tensor = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, operation))
         return _Reduction(self._connected().allreduce([tensor], options), tensor, self._timeout)

@@ -142,9 +142,9 @@ class Counts:
         if self._world_size == 1:
             return [message]
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64))
+        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
         lengths = [int(size.item()) for size in sizes]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded = torch.zeros(max(lengths), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = data
         parts = self._all_gather(padded)
         return [json.loads(part[:n].numpy().tobytes()) for part, n in zip(parts, lengths, strict=True)]

@@ -112,11 +112,11 @@ class _Room:
     """
 
     def __init__(self) -> None:
-        self._all = torch.empty(0)
+        self._all = torch.empty(0, device="cpu")
 
     def of(self, size: int, dtype: torch.dtype) -> Tensor:
         if self._all.dtype != dtype or self._all.numel() < size:
-            self._all = torch.empty(size, dtype=dtype)
+            self._all = torch.empty(size, dtype=dtype, device="cpu")
         return self._all[:size]
 
 
@@ -264,7 +264,7 @@ def load_parameters(engine: Any, values: Values) -> None:
         for name, parameter in engine.module.named_parameters():
             if parameter.requires_grad and FP32 in values.states(name):
                 shape = getattr(parameter, "ds_shape", parameter.shape)
-                whole = torch.empty(values.size(name), dtype=values.dtype(name, FP32))
+                whole = torch.empty(values.size(name), dtype=values.dtype(name, FP32), device="cpu")
                 values.read(name, FP32, 0, whole)
                 _copy(parameter, whole.reshape(shape))
 
@@ -295,10 +295,16 @@ def repair_groups(engine: Any, directory: Path) -> None:
 
 
 def separate_steps(engine: Any) -> None:
-    """Clones every ``step``: a tensor shared between groups would count once per group."""
-    for state in getattr(torch_optimizer(engine), "state", {}).values():
+    """Clones every ``step``: a tensor shared between groups would count once per group.
+
+    It was read on the CPU; optimizers that count on the card (``fused``, ``capturable``) get it there.
+    """
+    optimizer = torch_optimizer(engine)
+    on_card = any(group.get("fused") or group.get("capturable") for group in getattr(optimizer, "param_groups", ()))
+    for parameter, state in getattr(optimizer, "state", {}).items():
         if isinstance(state.get("step"), Tensor):
-            state["step"] = state["step"].clone()
+            own = state["step"].clone()
+            state["step"] = own.to(parameter.device, torch.float32) if on_card else own
 
 
 def restore_unpartitioned(engine: Any, directory: Path) -> None:

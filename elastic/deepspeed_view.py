@@ -98,7 +98,7 @@ def _nested(common: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """For stage 3, which wants the step here: from a parameter's own file or from the group, where some count."""
     groups = common["param_groups"]
     steps = sorted((directory / ZERO).rglob("step.pt"))
-    step = load(steps[0]) if steps else groups[0].get("step", torch.tensor(0.0))
+    step = load(steps[0]) if steps else groups[0].get("step", torch.tensor(0.0, device="cpu"))
     return {**common, NESTED: {"state": {0: {"step": step}}, "param_groups": groups}}
 
 

@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 
 from . import rng
 from .counts import Counts, Finish, Measured, Totals
+from .fetching import begun
 
 _OWN_OPTIONS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn", "generator")
 
@@ -156,7 +157,7 @@ class Evaluator:
         loader = DataLoader(
             self._dataset, batch_sampler=deal, collate_fn=self._collate, generator=generator, **self._options
         )
-        for data, share in zip(loader, deal.shares(), strict=True):
+        for data, share in zip(begun(loader), deal.shares(), strict=True):
             yield data, share.filler
 
     def _of_iterable(self, rank: int, world_size: int) -> Iterator[tuple[Any, bool]]:

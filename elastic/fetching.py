@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
 from torch.utils.data._utils import worker as torch_worker
 
@@ -114,11 +115,11 @@ class Loading(Generic[T]):
             stream = Stream(
                 self._dataset, self._sampler, self._plan, self._rank, self._maker, position, self._data_epochs
             )
-            yield from self._loader(stream, generator)
+            yield from begun(self._loader(stream, generator))
             return
         asked: deque[Part] = deque()
         loader = self._loader(Fetcher(self._dataset, self._maker), generator, sampler=self._ask(position, asked))
-        for data in loader:
+        for data in begun(loader):
             # Data come in the order in which they were asked for, also from many workers.
             yield asked.popleft(), data
 
@@ -138,6 +139,12 @@ class Loading(Generic[T]):
                 asked.append(part)
                 yield part
             position = whole.position_after
+
+
+def begun(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Its iterator. What torch draws with our generator then is on the CPU, wherever the script makes its tensors."""
+    with torch.device("cpu"):
+        return iter(loader)
 
 
 class Fetcher(Dataset[T]):

@@ -99,7 +99,7 @@ class HostBuffers:
         key = storage.data_ptr(), storage.nbytes(), tensor.device
         if key not in memo:
             memo[key] = self._copy_storage(storage)
-        view = torch.empty(0, dtype=tensor.dtype)
+        view = torch.empty(0, dtype=tensor.dtype, device="cpu")
         return view.set_(memo[key], tensor.storage_offset(), tensor.size(), tensor.stride())
 
     def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
@@ -131,9 +131,9 @@ class HostBuffers:
     def _buffer(self, count: int, *, pinned: bool) -> torch.Tensor:
         if pinned and self._pins:
             try:
-                return torch.empty(count, dtype=torch.uint8, pin_memory=True)
+                return torch.empty(count, dtype=torch.uint8, device="cpu", pin_memory=True)
             except RuntimeError as error:
                 # A save in pageable memory is better than none.
                 self._pins = False
                 log.warning("saves are copied more slowly: no memory can be pinned (%s)", str(error).split("\n")[0])
-        return torch.empty(count, dtype=torch.uint8)
+        return torch.empty(count, dtype=torch.uint8, device="cpu")

@@ -143,7 +143,7 @@ class Form:
             for group, values in gathered.items()
         }
         groups = range(len(self.source.steps[0]))
-        return scalars or {group: {"step": torch.tensor(0.0)} for group in groups}
+        return scalars or {group: {"step": torch.tensor(0.0, device="cpu")} for group in groups}
 
     def _groups(self) -> list[Mapping[str, Any]]:
         groups = self.source.parameter_groups
@@ -154,4 +154,4 @@ class Form:
         step = self.source.steps[0][group]
         if step is not None or not (self.source.reset and self.source.adam):
             return step
-        return torch.tensor(0.0)
+        return torch.tensor(0.0, device="cpu")

@@ -139,7 +139,7 @@ class ShardedValues:
 def fill(target: Tensor, extents: Iterable[Extent], start: int, dtype: torch.dtype) -> None:
     """Reads elements ``[start, start + len(target))`` of values that lie in ``extents``, one after the other."""
     if target.device.type != "cpu" or target.dtype != dtype or not target.is_contiguous():
-        values = torch.empty(target.shape, dtype=dtype)
+        values = torch.empty(target.shape, dtype=dtype, device="cpu")
         fill(values, extents, start, dtype)
         target.copy_(values)
         return

@@ -68,9 +68,7 @@ def lacks(device: str) -> str:
     if version < OLDEST:
         return f"torch {torch.__version__} is older than {OLDEST[0]}.{OLDEST[1]}"
     if device == "cuda" and torch.version.cuda is None:
-        return (
-            f"{sys.executable} has torch {torch.__version__}, no CUDA build (PYTHON=... names the Python that has it)"
-        )
+        return f"torch {torch.__version__} of {sys.executable} is no CUDA build (PYTHON=... names one that has it)"
     if device == "cuda" and not torch.cuda.is_available():
         return "no card here"
     return ""

@@ -32,9 +32,10 @@ PATIENCE = 240.0
 
 needs_card = pytest.mark.skipif(CARDS == 0, reason="no card here: make test-gpu")
 needs_two = pytest.mark.skipif(CARDS < 2, reason=f"NCCL wants a card for each rank, and here are {CARDS}")
-needs_deepspeed = pytest.mark.skipif(
-    importlib.util.find_spec("deepspeed") is None, reason="DeepSpeed is not installed, and test-gpu does not build it"
-)
+_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
+needs_deepspeed = pytest.mark.skipif(not _DEEPSPEED, reason="DeepSpeed is not installed, nor built by test-gpu")
+# What is forked from a process that has imported everything (DeepSpeed, too) might hide what starts CUDA.
+EXECUTED = DEVICE == "cuda" or not _DEEPSPEED
 
 
 def free_port() -> int:
@@ -51,7 +52,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 class Executed:
-    """A training process started as a user does it: what is forked from a warm one might hide what starts CUDA."""
+    """A training process started as a user does it."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
@@ -89,7 +90,7 @@ def run(
                 MASTER_PORT=str(free_port()),
                 **variables,
             )
-            ranks.append(Executed(command, own) if DEVICE == "cuda" else Rank(command, own))
+            ranks.append(Executed(command, own) if EXECUTED else Rank(command, own))
         deadline = time.monotonic() + PATIENCE
         ended = [rank.wait(max(0.1, deadline - time.monotonic())) for rank in ranks]
     finally:

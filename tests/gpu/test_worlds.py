@@ -40,10 +40,10 @@ class OnCards(Training):
 
 
 class Alone(Undisturbed):
-    """Executed: a process that is forked from a warm one might not be able to start CUDA."""
+    """Executed, where nothing is forked."""
 
     def history(self, training: Training) -> dict[int, KeptStep]:
-        if DEVICE != "cuda":
+        if not scenes.EXECUTED:
             return super().history(training)
         if training not in self._known:
             place = Path(tempfile.mkdtemp(dir=self._directory))
@@ -57,7 +57,7 @@ class Alone(Undisturbed):
 @pytest.fixture
 def job(tmp_path: Path) -> Iterator[Cluster]:
     """On a card every agent is executed, as a user does it."""
-    more: dict[str, Any] = {"executed": 99} if DEVICE == "cuda" else {}
+    more: dict[str, Any] = {"executed": 99} if scenes.EXECUTED else {}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     told = {"DALSEGNO_TEST_STEPS": "4", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": path}
     with Cluster(tmp_path / "job", OnCards(), nnodes="1:2", universal=False, agent_environment=told, **more) as one:

@@ -53,6 +53,7 @@ How = Run | Scene | Elsewhere | Name
 
 _NETWORK = "installs from the network, for minutes; CI does it on a bare machine"
 _HOURS = "measures for a long time, on a machine that does nothing else"
+_CARD = "shows nothing without a card, and says so"
 _PROGRAM = "names a program, with no arguments of a training"
 _INSIDE = "how one part of the product starts another"
 _STEPS = "--steps=4 --save-every=2"
@@ -110,6 +111,13 @@ COMMANDS: dict[str, How] = {
     "make lint": Elsewhere("`make test` begins with it", "lint"),
     "make format": Run(),
     "make bench": Elsewhere(_HOURS, "bench"),
+    "make test-gpu": Elsewhere(_CARD, "test-gpu"),
+    "make test-gpu PYTHON=...": Elsewhere(_CARD, "test-gpu PYTHON=python3"),
+    "make bench-gpu": Elsewhere(_CARD, "bench-gpu"),
+    "make bench-gpu PYTHON=...": Elsewhere(_CARD, "bench-gpu PYTHON=python3"),
+    "make test-gpu PYTHON=/opt/torch/bin/python": Elsewhere(_CARD, "test-gpu PYTHON=python3"),
+    "make bench-gpu PYTHON=/opt/torch/bin/python": Elsewhere(_CARD, "bench-gpu PYTHON=python3"),
+    "make test-gpu FLAGS=--device=cpu": Elsewhere("`make test` runs the same tests on the CPU", "test-gpu"),
     "make protos": Elsewhere(
         "needs the generators of the network, which `make test` installs",
         "tests/unit/test_protos.py::test_generated_code_is_up_to_date",
@@ -125,6 +133,8 @@ COMMANDS: dict[str, How] = {
     "python -m benchmarks peers": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks [NAME ...]": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks sampler": Elsewhere(_HOURS, "bench"),
+    "python -m benchmarks gpu": Elsewhere(_CARD, "bench-gpu"),
+    "python -m benchmarks gpu --device=cpu --sizes=0.05": Run("--repeats=1 --saves=1", says="standby", full=True),
     "python -m benchmarks.reshard": Run("--megabytes=20 --repeats=1", full=True),
     "python -m benchmarks.convert --directory DIR": Run("--megabytes=20 --repeats=1", replaced={"DIR": "."}, full=True),
     "python -m benchmarks.convert_once WAY": Elsewhere(_INSIDE, "bench"),

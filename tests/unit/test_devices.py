@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +16,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dalsegno.elastic import Counts, Session, counts, process_group, rng
+from dalsegno.elastic import (
+    Batches,
+    BatchPlan,
+    Counts,
+    ElasticSampler,
+    Evaluator,
+    Session,
+    counts,
+    process_group,
+    rng,
+)
+from dalsegno.elastic.collective import GlooCollective
 from dalsegno.elastic.evaluator import to_device
 from dalsegno.elastic.process_group import shared_cards
 from dalsegno.elastic.staging import HostBuffers
@@ -173,3 +186,50 @@ def test_a_save_goes_on_where_nothing_can_be_pinned(caplog: pytest.LogCaptureFix
     buffers = HostBuffers()
     assert [buffers._buffer(64, pinned=True).numel() for _ in range(2)] == [64, 64]
     assert [line.split(":")[0] for line in caplog.messages] == ["saves are copied more slowly"]
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[None]:
+    """A script that has called ``torch.set_default_device``: tensors that name no device are not on the CPU."""
+    torch.set_default_device("meta")
+    yield
+    torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("elsewhere")
+def test_a_default_device_does_not_move_what_is_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The session's collectives, copies for saves, generators and loaders stay on the CPU."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        port = server.getsockname()[1]
+    for name, value in {"RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}.items():
+        monkeypatch.setenv(name, str(value))
+    group = GlooCollective(0, 1, 0)
+    assert group.gather({"a": [1, 2]}) == [{"a": [1, 2]}]
+    assert group.max([3, -1]) == [3, -1]
+    group.close()
+    tensor = torch.arange(4.0, device=CPU)
+    assert HostBuffers().copy({"a": tensor})["a"].tolist() == [0, 1, 2, 3]
+    rng.restore(rng.capture())
+    data = [torch.full((2,), float(index), device=CPU) for index in range(6)]
+    batches: Any = Batches(data, ElasticSampler(6, 3, shuffle=False), BatchPlan(3, 1, 3), 0, data_epochs=1)
+    assert [micro.data[:, 0].tolist() for batch in batches for micro in batch.micro_batches] == [[0, 1, 2], [3, 4, 5]]
+    measured = Evaluator(data, lambda model, rows: {"sum": (rows.sum(), len(rows))}, batch_size=4)
+    assert measured.run(torch.nn.Identity(), device=CPU) == {"sum": 5.0}
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_zeros_count_of_steps_goes_where_the_optimizer_counts(fused: bool) -> None:
+    """It is read on the CPU; a fused optimizer's kernel would take its address for one of the card's."""
+    from dalsegno.elastic.deepspeed_loading import separate_steps
+
+    parameters = [torch.nn.Parameter(torch.zeros(2, device="meta")) for _ in range(2)]
+    optimizer = torch.optim.AdamW(parameters)
+    optimizer.param_groups[0]["fused"] = fused
+    shared = torch.tensor(4.0)
+    for parameter in parameters:
+        optimizer.state[parameter]["step"] = shared
+    separate_steps(SimpleNamespace(optimizer=optimizer))
+    steps = [optimizer.state[parameter]["step"] for parameter in parameters]
+    assert [step.device.type for step in steps] == ["meta" if fused else "cpu"] * 2
+    assert steps[0] is not steps[1]
