@@ -8,6 +8,7 @@ other iterable nobody can say where it stands, so a run resumes only where the s
 from __future__ import annotations
 
 import copy
+import io
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,8 +23,9 @@ from .background_save import Background
 from .checkpoint import Position
 from .checkpoint.files import write_exclusive
 from .findings import NOTHING, OURS, SCRIPTS, STATE
+from .replicas import loadable
 from .resuming import LOADERS, ResumePoint, check_loaders
-from .training_state import loadable, read_tensors
+from .training_state import read_tensors
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +157,10 @@ class Stateful(Unknown[T]):
         # At the last step of a run the next batch was not fetched.
         following = fingerprint(self._next) if self._next else None
         held = {"state": self._state, "ended": self._ended and not self._next, "next": following}
-        return {file_name(rank): loadable(held, f"the state of {kind(self._data)}")}
+        loadable(held, f"the state of {kind(self._data)}")
+        content = io.BytesIO()
+        torch.save(held, content)
+        return {file_name(rank): content.getvalue()}
 
 
 def fingerprint(batch: Any) -> str:
