@@ -238,7 +238,8 @@ def hugging_face(case: Case) -> None:
     from dalsegno.swift_plugin.trainer import elastic_class
 
     case.open()
-    config = LlamaConfig(16, 16, 16, num_hidden_layers=1, num_attention_heads=2, use_cache=False)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)
     args = TrainingArguments(
         output_dir=str(case.directory / "out"),
         per_device_train_batch_size=case.here("micro", 3),
