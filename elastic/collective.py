@@ -101,7 +101,7 @@ class Solo:
 
 
 class GlooCollective:
-    """A gloo group of all ranks, connected at the first use.
+    """A gloo group of all ranks, connected at the first use, and again at the first one after ``close``.
 
     Args:
         rank: As in ``RANK``.
@@ -116,7 +116,7 @@ class GlooCollective:
         self._timeout = timedelta(seconds=timeout)
         self._group: Any = None
         self._store: Any = None
-        self._closed = False
+        self._left = 0
 
     def start_max(self, values: Sequence[int]) -> Pending:
         return self._start(values, "MAX")
@@ -153,14 +153,14 @@ class GlooCollective:
         self.max([0])
 
     def close(self) -> None:
-        """Leaves the group, for good. Call ``barrier`` before: a peer in the middle of something would see it go.
+        """Leaves the group. Call ``barrier`` before: a peer in the middle of something would see its connection go.
 
         Its threads are joined here. One that still had to take the interpreter's lock while Python ends would abort the
         process (exit code -6, "terminate called without an active exception").
         """
         self._group = None
         self._store = None
-        self._closed = True
+        self._left += 1
 
     def _start(self, values: Sequence[int], operation: str) -> Pending:
         import torch
@@ -184,8 +184,6 @@ class GlooCollective:
     def _connected(self) -> Any:
         if threading.current_thread() is not threading.main_thread():
             raise RuntimeError("the session's collectives belong to the main thread")
-        if self._closed:
-            raise RuntimeError("this session is over: the ranks have parted, nothing is left to agree on")
         if self._group is None:
             import torch.distributed as dist
             from torch.distributed.rendezvous import rendezvous
@@ -194,7 +192,8 @@ class GlooCollective:
             store, rank, world_size = next(iter(rendezvous("env://", timeout=self._timeout)))
             if (rank, world_size) != (self.rank, self.world_size):
                 raise RuntimeError(f"rank {rank} of {world_size} in the environment, the session is {self.rank}")
-            prefixed = dist.PrefixStore(f"dalsegno/{self._epoch}", store)  # type: ignore[attr-defined]
+            # After a run's end ranks may meet again, for a last sum; the store still has the addresses of before.
+            prefixed = dist.PrefixStore(f"dalsegno/{self._epoch}/{self._left}", store)  # type: ignore[attr-defined]
             self._store = store
             self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, self._timeout)
             log.debug("the session's group of %d ranks stands after %.3f s", world_size, time.monotonic() - began)

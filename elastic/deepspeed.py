@@ -112,6 +112,8 @@ def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> 
 
 def _check_environment() -> None:
     """DeepSpeed takes its device from LOCAL_RANK, which not everything that starts ranks sets."""
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # which DeepSpeed reads as well, but late
+        os.environ.setdefault("LOCAL_RANK", os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
         os.environ.setdefault("LOCAL_RANK", "0")

@@ -28,7 +28,7 @@ from .identity import ResumeOrder
 
 log = logging.getLogger(__name__)
 
-LOADERS = "loaders"
+LOADERS = "loader-states"
 """Below it, in a checkpoint, lies the state of each rank's data loader (``sources``)."""
 
 

@@ -250,12 +250,16 @@ def test_contents_are_compared_before_the_seal(came: dict[str, Came], name: str,
         ("second trainer", "this session is over: its run was drained or finished, at step 2"),
         ("second loop", "this session is over: its run was drained or finished, at step 2"),
         ("second elsewhere", "and trains that run alone, not one in"),
-        ("second sum", "this session is over: the ranks have parted"),
     ],
 )
 def test_a_process_trains_one_run(came: dict[str, Came], name: str, said: str) -> None:
     """The second one says so at once, instead of ending as if it had trained."""
     assert said in came[name].refused
+
+
+def test_ranks_may_sum_after_a_run(came: dict[str, Came]) -> None:
+    """What a script evaluates at last is summed over the same ranks, in a group of its own."""
+    assert [rank["steps"] for rank in came["second sum"].ranks] == [[[3, 3]], [[3, 3]]]
 
 
 @brings(

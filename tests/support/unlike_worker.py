@@ -212,7 +212,7 @@ def twice(case: Case) -> None:
         case.directory = case.directory / "other"
         trained(case)
     elif case.here("second") == "sum":
-        sessions.session().sum(1.0)
+        case.steps.append([int(sessions.session().sum(case.rank + 1.0)) for _ in range(2)])
     else:
         s = case.open()
         case.loop(s, case.batches(s))
@@ -238,7 +238,8 @@ def hugging_face(case: Case) -> None:
     from dalsegno.swift_plugin.trainer import elastic_class
 
     case.open()
-    config = LlamaConfig(16, 16, 16, num_hidden_layers=1, num_attention_heads=2, use_cache=False)
+    sizes = {"vocab_size": 16, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    config = LlamaConfig(**sizes, num_attention_heads=2, use_cache=False)
     args = TrainingArguments(
         output_dir=str(case.directory / "out"),
         per_device_train_batch_size=case.here("micro", 3),

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import xxhash
 
 from dalsegno.agent import command
 from dalsegno.elastic.checkpoint import (
     Best,
     CheckpointDamaged,
     CheckpointName,
+    Cut,
     Damage,
     Manifest,
     Order,
@@ -43,7 +45,8 @@ def full(directory: Path) -> Manifest:
     (directory / "model.pt").write_bytes(b"weights")
     best = Best("step-2.e1.1", "loss", "min", 0.25)
     order = Order(7, 1000, 16, True, 2)
-    manifest = manifest_for(directory, best=best, keep=3, order=order, shape=Shape(2, "deepspeed-zero-2", False, True))
+    shape, cut = Shape(2, "deepspeed-zero-2", False, True), Cut(True, False, 4, True, -5)
+    manifest = manifest_for(directory, best=best, keep=3, order=order, shape=shape, cut=cut)
     seal(directory, manifest)
     return manifest
 
@@ -105,6 +108,24 @@ def test_a_manifest_of_version_1_reads_as_it_was_written(tmp_path: Path) -> None
     tail = summed[summed.rindex(b',"checksum"') :]
     with pytest.raises(ValueError, match=r"checksum|canonical"):
         Manifest.from_bytes(RECORDED.read_bytes()[:-2] + tail)
+
+
+def test_a_cut_is_written_where_there_is_one_and_read_strictly(tmp_path: Path) -> None:
+    """A manifest without it is what it was before, byte for byte; one that says nonsense of it is refused."""
+    manifest = full(tmp_path / "step-4.e2.1")
+    assert Manifest.from_bytes(manifest.to_bytes()).cut == Cut(True, False, 4, True, -5)
+    assert b'"cut"' not in replace(manifest, cut=None).to_bytes()
+    by_world = replace(manifest, cut=Cut(False, True))
+    assert Manifest.from_bytes(by_world.to_bytes()) == by_world
+    for was, now in (
+        (b'"seed":-5', b'"seed":0.5'),
+        (b'"micro_batch_size":4', b'"micro_batch_size":-4'),
+        (b'"pad"', b'"p"'),
+    ):
+        changed = manifest.to_bytes().replace(was, now)
+        body = changed[: changed.rindex(b',"checksum"')]
+        with pytest.raises(ValueError, match=r"seed is not|not a count|cut has keys"):
+            Manifest.from_bytes(body + b',"checksum":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n')
 
 
 def test_a_form_of_an_old_checkpoint_has_a_checksum(tmp_path: Path) -> None:
