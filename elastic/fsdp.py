@@ -85,13 +85,13 @@ class FSDP(Strategy):
         resume = setting.session.resume
         mesh = init_device_mesh(setting.device.type, (setting.session.world_size,))
 
-        def apply(module: nn.Module, became: Mapping[Tensor, Tensor]) -> None:
-            options = dict(self._options)
-            if options.get("ignored_params"):
-                options["ignored_params"] = {became.get(p, p) for p in options["ignored_params"]}
-            fully_shard(module, mesh=mesh, **options)
+        options = dict(self._options)
+        ignored = options.pop("ignored_params", None) or ()
 
-        shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None)
+        def apply(module: nn.Module, ignored: set[Tensor]) -> None:
+            fully_shard(module, mesh=mesh, **options, **({"ignored_params": ignored} if ignored else {}))
+
+        shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None, ignored=ignored)
         self.model = model
         self.optimizer = make_optimizer(model)
         check_sharded(self.optimizer)

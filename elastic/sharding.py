@@ -24,40 +24,68 @@ _UNCLEAR = ("init_weights", "_init_weights", "_reset_parameters")
 def shard(
     model: nn.Module,
     blocks: tuple[type[nn.Module], ...],
-    apply: Callable[[nn.Module, dict[Tensor, Tensor]], Any],
+    apply: Callable[[nn.Module, set[Tensor]], Any],
     device: torch.device,
     *,
     init: Init | None,
     same: bool,
+    ignored: Iterable[Tensor] = (),
 ) -> None:
     """Moves and shards each block, then the rest. Collective.
 
     Args:
         model: On any device, or on meta, wholly or in part.
         blocks: Classes of the blocks.
-        apply: Shards one module, and takes what became of parameters that were on meta.
+        apply: Shards one module; takes what became of ``ignored``.
         device: Of this rank.
         init: Fills a model that was on meta; None: its ``reset_parameters``, or that of each of its modules.
         same: Every rank gets rank 0's values first: a model made without a seed would be rows of different models.
+        ignored: Parameters that stay whole.
 
     Raises:
-        ValueError: Nothing is known to fill a tensor of the meta device, or ``init`` has left one as it was.
+        ValueError: Nothing is known to fill a tensor of the meta device, or ``init`` has left one as it was; or a
+            parameter is in two blocks.
     """
     if any(tensor.device.type == "meta" for tensor in _all(model)):
         init = init or _reset(model)
-    done: set[int] = set()
-    became: dict[Tensor, Tensor] = {}
-    for unit in _units(model, blocks):
-        modules = [module for module in unit.modules() if id(module) not in done]
-        done.update(map(id, modules))
-        fresh = _real(modules, device, became)
+    units = list(_with_modules(model, blocks))
+    _check_ties(model, units)
+    kept = {tensor: tensor for tensor in ignored}
+    for unit, modules in units:
+        became = _real(modules, device)
+        kept.update((tensor, became[tensor]) for tensor in kept.keys() & became.keys())
+        # Of what is sharded nothing else may hold the whole.
+        fresh = set(became.values())
+        del became
         if fresh and init is not None:
             _fill(model, fresh, init)
+        del fresh
         if same:
             for tensor in _direct(modules):
                 if not hasattr(tensor, "to_local"):
                     dist.broadcast(tensor.detach(), 0)
-        apply(unit, became)
+        apply(unit, set(kept.values()))
+
+
+def _with_modules(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
+    """The blocks with the modules that no inner block has."""
+    done: set[int] = set()
+    for unit in _units(model, blocks):
+        modules = [module for module in unit.modules() if id(module) not in done]
+        done.update(map(id, modules))
+        yield unit, modules
+
+
+def _check_ties(model: nn.Module, units: Iterable[tuple[nn.Module, list[nn.Module]]]) -> None:
+    where: dict[Tensor, int] = {}
+    for number, (_, modules) in enumerate(units):
+        for tensor in _direct(modules):
+            if isinstance(tensor, nn.Parameter) and where.setdefault(tensor, number) != number:
+                names = [name for name, one in model.named_parameters(remove_duplicate=False) if one is tensor]
+                raise ValueError(
+                    f"{' and '.join(names)} are one parameter in several blocks, and sharding would make them several:"
+                    " give FSDP(blocks=...) such that one block has all of them"
+                )
 
 
 def _units(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
@@ -75,9 +103,9 @@ def _units(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> Iterator[nn
     yield model
 
 
-def _real(modules: Iterable[nn.Module], device: torch.device, became: dict[Tensor, Tensor]) -> set[Tensor]:
-    """Puts what these modules hold themselves on the device; those that had no values yet, as NaN or 0."""
-    fresh: set[Tensor] = set()
+def _real(modules: Iterable[nn.Module], device: torch.device) -> dict[Tensor, Tensor]:
+    """Puts what these modules hold themselves on the device; those that had no values yet, as NaN or 0: returned."""
+    became: dict[Tensor, Tensor] = {}
     for module in modules:
         for held in (module._parameters, module._buffers):
             for name, tensor in held.items():
@@ -88,9 +116,8 @@ def _real(modules: Iterable[nn.Module], device: torch.device, became: dict[Tenso
                     continue
                 if tensor not in became:
                     became[tensor] = _empty(tensor, device)
-                    fresh.add(became[tensor])
                 held[name] = became[tensor]  # type: ignore[assignment]  # tied tensors stay tied
-    return fresh
+    return became
 
 
 def _empty(tensor: Tensor, device: torch.device) -> Tensor:

@@ -141,19 +141,16 @@ def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
         state: Its state; tensors may be of a file that is mapped.
         cast: Tensors of an optimizer take its parameters' dtype, as torch has it; else they keep their own.
     """
-    groups = getattr(part, "param_groups", None)
-    held = getattr(part, "state", None)
-    if groups is None or not isinstance(held, Mapping) or "state" not in state:
+    if not hasattr(part, "param_groups") or not isinstance(getattr(part, "state", None), Mapping):
         part.load_state_dict(owned(state))
         return
     part.load_state_dict(state)
+    groups, held = part.param_groups, part.state  # type: ignore[attr-defined]  # torch makes new ones
     numbers = [number for group in state["param_groups"] for number in group["params"]]
     for number, parameter in zip(numbers, (p for group in groups for p in group["params"]), strict=True):
         saved, loaded = state["state"].get(number, {}), held.get(parameter)
         if loaded is not None:
-            held[parameter] = {  # type: ignore[index]
-                key: _as_saved(value, saved.get(key), cast) for key, value in loaded.items()
-            }
+            held[parameter] = {key: _as_saved(value, saved.get(key), cast) for key, value in loaded.items()}
 
 
 def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from fractions import Fraction
 from pathlib import Path
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
-from dalsegno.elastic import TrainingState, background
-from dalsegno.elastic.training_state import check_same_names
+from dalsegno.elastic import SaveError, TrainingState, background
+from dalsegno.elastic.training_state import check_same_names, read_tensors
 from dalsegno.elastic.worker_session import Session
 from tests.unit.test_best import start
 
@@ -116,6 +117,108 @@ def test_what_another_script_saved_is_refused(tmp_path: Path) -> None:
     with start(tmp_path) as session:
         list(session.steps([1, 2], max_steps=2, save=lambda path: (path / "own.pt").write_bytes(b"x") and None))
     assert "step-2.e0.1 has no model.pt: it was not saved by TrainingState" in refusal(tmp_path, parts())
+
+
+def mapped(name: str) -> bool:
+    return any(name in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+class Average:
+    """A part that keeps the tensors that it is given."""
+
+    def __init__(self) -> None:
+        self.kept: Any = {"shadow": [torch.ones(300, 300)]}
+
+    def state_dict(self) -> Any:
+        return self.kept
+
+    def load_state_dict(self, state: Any) -> None:
+        self.kept = state
+
+
+def test_what_was_loaded_has_nothing_of_the_file(tmp_path: Path) -> None:
+    """Files are mapped, so that each rank reads what it copies; afterwards they may be deleted or cut."""
+    saved(tmp_path, {**parts(width=400), "average": Average()})
+    held: list[Any] = []
+    real = torch.Tensor.copy_
+    with start(tmp_path) as session, pytest.MonkeyPatch.context() as patch:
+        made = {**parts(width=400), "average": Average()}
+        patch.setattr(torch.Tensor, "copy_", lambda *a, **o: held.append(mapped("model.pt")) or real(*a, **o))
+        assert TrainingState(session, **made).load()
+    assert True in held, "it was read as a whole"
+    gc.collect()
+    assert not mapped(".pt")
+    assert made["optimizer"].state[made["model"][0].weight]["exp_avg"].abs().sum() > 0
+
+
+def test_moments_keep_the_dtype_that_they_were_saved_with(tmp_path: Path) -> None:
+    """fp32 beside bf16 weights, as some optimizers have them: torch would make them bf16 with every resume."""
+
+    def made() -> dict[str, Any]:
+        torch.manual_seed(1)
+        model = nn.Linear(4, 4).bfloat16()
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+
+    first = made()
+    weight = first["model"].weight
+    first["optimizer"].state[weight] = {"momentum_buffer": torch.randn(4, 4)}
+    with start(tmp_path) as session:
+        list(session.steps([1], save=TrainingState(session, **first).write))
+    second = made()
+    with start(tmp_path) as session:
+        TrainingState(session, **second).load()
+    found = second["optimizer"].state[second["model"].weight]["momentum_buffer"]
+    assert torch.equal(found, first["optimizer"].state[weight]["momentum_buffer"])
+    third = made()
+    with start(tmp_path) as session:
+        TrainingState(session, **third).load(cast=True)
+    assert third["optimizer"].state[third["model"].weight]["momentum_buffer"].dtype is torch.bfloat16
+
+
+def test_what_torch_wrote_in_its_old_format_is_read(tmp_path: Path) -> None:
+    """It cannot be mapped."""
+    torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert read_tensors(tmp_path / "old.pt")["a"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: nn.DataParallel(torch.compile(model))])
+def test_names_do_not_depend_on_what_is_around_the_model(tmp_path: Path, wrap: Any) -> None:
+    """Nor those of a checkpoint that an earlier version saved with the wrapper's prefix."""
+    made = parts()
+    with start(tmp_path / "a") as session:
+        list(session.steps([1], save=TrainingState(session, **{**made, "model": wrap(made["model"])}).write))
+    with start(tmp_path / "a") as session:
+        assert TrainingState(session, **parts()).load()
+    prefixed = wrap(made["model"]).state_dict()
+    assert not prefixed.keys() & made["model"].state_dict().keys()
+
+    def earlier(path: Path) -> None:
+        TrainingState(session, **made).write(path)
+        torch.save(prefixed, path / "model.pt")
+
+    with start(tmp_path / "b") as session:
+        list(session.steps([1], save=earlier))
+    with start(tmp_path / "b") as session:
+        made = parts()
+        assert TrainingState(session, **{**made, "model": wrap(made["model"])}).load()
+
+
+def test_a_state_that_goes_wrong_later_is_not_saved(tmp_path: Path) -> None:
+    """The rehearsal saw it well; each save looks at the small parts again, and no tensor is copied for it."""
+    average = Average()
+    average.kept["large"] = torch.empty(1 << 33, dtype=torch.uint8, device="cpu")  # never touched
+    with start(tmp_path) as session:
+        state = TrainingState(session, **parts(), average=average)
+        state.rehearse()
+        steps = session.steps(range(9), save=state.write, save_every=2)
+        average.kept["shadow"].append(lambda: 1)
+        with pytest.raises(SaveError, match="could not be saved: TypeError: the state of average has more than plain"):
+            list(steps)
+        average.kept["shadow"].pop()
+        assert "average" in state.files()["training.pt"]
+        average.kept["shadow"].append(Fraction(1, 2))
+        with pytest.raises(TypeError, match=r"the state of average has more .*it holds a fractions.Fraction"):
+            state.files()
 
 
 @pytest.mark.parametrize("value", [Fraction(1, 2), lambda: 1])
