@@ -104,7 +104,7 @@ class HostBuffers:
 
     def _copy_storage(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         count, device = storage.nbytes(), storage.device
-        from_card = device.type == "cuda"
+        from_card = _is_card(device)
         free = self._free.get((count, from_card))
         buffer = free.pop() if free else self._buffer(count, pinned=from_card)
         self._used.append((from_card, buffer))
@@ -137,3 +137,7 @@ class HostBuffers:
                 self._pins = False
                 log.warning("saves are copied more slowly: no memory can be pinned (%s)", str(error).split("\n")[0])
         return torch.empty(count, dtype=torch.uint8, device="cpu")
+
+
+def _is_card(device: torch.device) -> bool:
+    return device.type == "cuda"

@@ -120,3 +120,38 @@ def touches_card(pid: int) -> bool:
         return False
     told = subprocess.run(line, capture_output=True, text=True, timeout=60, check=True).stdout
     return str(pid) in told.split()
+
+
+# Where there is no card, one is made up, as far as it is asked who it is.
+_SHARING = """
+import json, sys, types
+import torch, torch.distributed as dist
+from dalsegno.elastic.process_group import init_process_group
+if sys.argv[1] == "cpu":
+    torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid="the only card")
+else:
+    torch.cuda.set_device(0)
+init_process_group(torch.device("cuda", 0))
+sums = []
+for device in ("cpu", sys.argv[1]):
+    value = torch.ones(3, device=device)
+    dist.all_reduce(value)
+    sums.append(value.tolist())
+print(json.dumps({"backend": dist.get_backend_config(), "sums": sums}))
+dist.destroy_process_group()
+"""
+
+
+def share_one_card() -> list[str]:
+    """Two ranks make the process group of a training on one card, and sum over it; what each wrote."""
+    told = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    made = [
+        Executed(["-c", _SHARING, DEVICE], environment(RANK=str(rank), LOCAL_RANK=str(rank), **told)) for rank in (0, 1)
+    ]
+    try:
+        ended = [rank.wait(150) for rank in made]
+    finally:
+        for rank in made:
+            rank.close()
+    assert [code for code, _ in ended] == [0, 0], ended
+    return [output for _, output in ended]

@@ -233,3 +233,15 @@ def test_zeros_count_of_steps_goes_where_the_optimizer_counts(fused: bool) -> No
     steps = [optimizer.state[parameter]["step"] for parameter in parameters]
     assert [step.device.type for step in steps] == ["meta" if fused else "cpu"] * 2
     assert steps[0] is not steps[1]
+
+
+def test_deepspeed_wants_a_card_for_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine goes by LOCAL_RANK alone: refused with one line before anything is made."""
+    import deepspeed.accelerator
+
+    from dalsegno.elastic.deepspeed_strategy import DeepSpeed
+
+    accelerator = SimpleNamespace(device_name=lambda number=None: "cuda", device_count=lambda: 1)
+    monkeypatch.setattr(deepspeed.accelerator, "get_accelerator", lambda: accelerator)
+    with pytest.raises(ValueError, match=r"local rank 1, and 1 card here: .*--nproc-per-node=gpu"):
+        DeepSpeed().start(2, 1, None)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections import namedtuple
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from dalsegno.elastic import background, saving
+from dalsegno.elastic import background, saving, staging
 from dalsegno.elastic.background_save import check_paths
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Tracked, verify
 from dalsegno.elastic.collective import Solo
@@ -61,6 +62,54 @@ def test_a_copy_is_equal_apart_and_tied_alike(tmp_path: Path) -> None:
     whole[3] = 99
     assert part[1] == 99
     assert (tmp_path / "copied.pt").stat().st_size < 1.1 * (tmp_path / "original.pt").stat().st_size
+
+
+class Told:
+    """A stream, or an event of one: notes what it is asked to do, in order."""
+
+    def __init__(self, name: str, order: list[str]) -> None:
+        self.name, self.order = name, order
+
+    def wait_stream(self, other: Told) -> None:
+        self.order.append(f"{self.name} waits for {other.name}")
+
+    def record(self, stream: Told) -> None:
+        self.order.append(f"the end is recorded on {stream.name}")
+
+    def synchronize(self) -> None:
+        self.order.append("the host waits")
+
+
+def test_a_cards_copy_lies_between_what_was_asked_before_and_what_is_asked_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order of what is asked of a card; that it keeps to it is shown on one, in `tests/gpu`."""
+    order: list[str] = []
+    training, own = Told("the training", order), Told("the copy", order)
+
+    @contextmanager
+    def used(stream: Told) -> Iterator[None]:
+        order.append(f"on {stream.name}")
+        yield
+        order.append(f"no more on {stream.name}")
+
+    monkeypatch.setattr(staging, "_is_card", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: own)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: training)
+    monkeypatch.setattr(torch.cuda, "stream", used)
+    monkeypatch.setattr(torch.cuda, "Event", lambda blocking: Told("the end", order))
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: order.append(f"kept for {stream.name}"))
+    buffers = HostBuffers()
+    for _ in range(2):
+        order.clear()
+        copied = buffers.copy({"a": torch.ones(3), "b": torch.zeros(5)})
+        each = ["on the copy", "no more on the copy", "kept for the copy"]
+        before, after = "the copy waits for the training", "the training waits for the copy"
+        assert order == [before, *each, *each, after, "the end is recorded on the copy"]
+        buffers.wait()
+        assert order[-1] == "the host waits"
+        assert (copied["a"].tolist(), copied["b"].tolist()) == ([1] * 3, [0] * 5)
+        buffers.release()
 
 
 def test_memory_is_used_again_but_not_while_it_is_read() -> None:
@@ -171,6 +220,31 @@ def test_files_stay_below_the_checkpoint_and_off_the_sessions_own(path: str) -> 
     """A path that leads elsewhere is refused with its name."""
     with pytest.raises(ValueError, match=r"path below|choose another name"):
         check_paths({path: 1})
+
+
+def test_nothing_is_written_before_it_is_copied(tmp_path: Path) -> None:
+    """The thread waits for the copy, and a card that fails meanwhile fails the save."""
+    from dalsegno.elastic.background_save import Flight
+
+    copied = threading.Event()
+
+    def wait() -> None:
+        assert copied.wait(30)
+
+    flight = Flight(tmp_path, 0, 1, {"model.pt": b"0"}, wait, lambda entries: "", lambda count: None, nullcontext())
+    assert not flight.wait(0.1)
+    assert not list(tmp_path.iterdir())
+    copied.set()
+    assert flight.written() is None
+    flight.cancel()
+
+    def fail() -> None:
+        raise RuntimeError("an illegal memory access")
+
+    failed = Flight(tmp_path, 0, 1, {"other.pt": b"0"}, fail, lambda entries: "", lambda count: None, nullcontext())
+    assert "illegal memory access" in str(failed.written())
+    assert failed.failed
+    assert not (tmp_path / "other.pt").exists()
 
 
 def test_all_parts_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
