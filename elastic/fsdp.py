@@ -89,7 +89,8 @@ class FSDP(Strategy):
         ignored = options.pop("ignored_params", None) or ()
 
         def apply(module: nn.Module, ignored: set[Tensor]) -> None:
-            fully_shard(module, mesh=mesh, **options, **({"ignored_params": ignored} if ignored else {}))
+            more: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
+            fully_shard(module, mesh=mesh, **options, **more)
 
         shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None, ignored=ignored)
         self.model = model

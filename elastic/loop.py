@@ -94,8 +94,7 @@ def steps(
             final save failed again and again.
         Drained: See above.
     """
-    advanced = advanced or position is not None
-    strategy = strategy_of(save, strategy)
+    advanced, strategy = advanced or position is not None, strategy_of(save, strategy)
     options = {
         "order": order or getattr(data, "order", None),
         "cut": cut or getattr(data, "cut", None),
@@ -104,9 +103,7 @@ def steps(
         "create_directory": create_directory,
     }
     _compare(session, data, options, max_steps, save, save_every, advanced=advanced)
-    given, save = save, _saving(session, save, save_every)
-    if save is not None:
-        check_strategy(session.resume, strategy)
+    given, save = save, _saving(session, save, save_every, strategy)
     source = _source(session, data, options, advanced=advanced)
     if save is not None:
         save = _saved_too(session, data, source, save, options, advanced=advanced)
@@ -216,12 +213,14 @@ def _learn(
 
 
 def _saving(
-    session: Session, save: Callable[[Path], None] | Background | None, save_every: int
+    session: Session, save: Callable[[Path], None] | Background | None, save_every: int, strategy: str
 ) -> Callable[[Path], None] | Background | None:
     """What the loop saves with; None: it saves nothing, which one line says where the script wanted it."""
     if session.can_save:
         if save_every and save is None:
             raise ValueError(f"save_every={save_every}, and nothing to save with: give save=, or leave save_every out")
+        if save is not None:
+            check_strategy(session.resume, strategy)
         return save
     if save is not None and session.rank == 0:
         log.warning("nothing will be saved: %s", NO_DIRECTORY)

@@ -145,6 +145,7 @@ COMMANDS: dict[str, How] = {
         "a synopsis", "tests/integration/zero/test_convert_command.py::test_a_checkpoint_of_deepspeeds"
     ),
     "dalsegno scale": Name(_PROGRAM),
+    "dalsegno doctor": Name(_PROGRAM),
     "dalsegno status | checkpoints | convert | doctor": Name(_PROGRAM),
     "python -m dalsegno.elastic.universal": Elsewhere(
         _INSIDE, "tests/integration/zero/test_conversion.py::test_killed_and_followed"

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler
+from dalsegno.elastic.examination import Examination
+from dalsegno.elastic.findings import Facts
 from dalsegno.elastic.loop import steps
 from tests.unit.test_batches import Numbers
 
@@ -187,14 +189,16 @@ def test_a_batch_that_was_left_is_an_error_before_the_next_one() -> None:
 class Alone:
     """As much of a session as the training loop asks for, in a world of one."""
 
-    rank, resume, can_save = 0, None, True
+    rank, world_size, resume, can_save = 0, 1, None, True
 
     def __init__(self) -> None:
+        self.examination = Examination(0, False, Facts())
         self.step, self.saved = 0, 0
 
     def meet(self, ahead: int) -> int:
         return ahead
 
+    def compare(self, alike: Any, *, problem: str = "") -> None: ...
     def restore_rng(self, seed: int | None) -> None: ...
     def begin_step(self, ahead: int) -> None: ...
     def abandon_step(self) -> None: ...

@@ -42,6 +42,7 @@ class Devices:
         self.states = [torch.full((16,), 10 + device, dtype=torch.uint8) for device in range(2)]
         self.current: int | None = current
         monkeypatch.setattr(torch.cuda, "is_available", lambda: self.current is not None)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: self.current is not None)
         monkeypatch.setattr(torch.cuda, "get_rng_state", self.get)
         monkeypatch.setattr(torch.cuda, "set_rng_state", self.set)
 

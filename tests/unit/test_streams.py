@@ -18,9 +18,11 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dalsegno.elastic import Batches, BatchPlan, Boundary, ElasticSampler, Position
 from dalsegno.elastic.collective import Solo
+from dalsegno.elastic.examination import Examination
 from dalsegno.elastic.exchange import Exchange, Flags
 from dalsegno.elastic.fetching import Fetcher, Maker
 from dalsegno.elastic.fetching import Stream as Parts
+from dalsegno.elastic.findings import Facts
 from dalsegno.elastic.loop import steps as training_steps
 
 
@@ -148,10 +150,13 @@ def test_what_is_left_of_an_unknown_length_is_known_one_batch_ahead() -> None:
 class Alone:
     """As much of a session as the training loop asks for: the real exchange, in a world of one."""
 
-    rank, resume, can_save, worth_saving = 0, None, False, False
+    rank, world_size, resume, can_save, worth_saving = 0, 1, None, False, False
 
     def __init__(self) -> None:
+        self.examination = Examination(0, False, Facts())
         self.step, self.finished, self._exchange = 0, False, Exchange(Solo(), interval=0.0)
+
+    def compare(self, alike: Any, *, problem: str = "") -> None: ...
 
     def meet(self, ahead: int) -> int:
         return self._exchange.meet(ahead)
