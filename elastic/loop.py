@@ -9,7 +9,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .agreement import PART
 from .background_save import Background
 from .batches import Batch
 from .checkpoint import Cut, Order, Position, Ref
@@ -23,10 +22,10 @@ from .saving import SaveError
 from .sources import (
     Source,
     Stateful,
+    alike_of,
     check_place,
     kind,
     knows,
-    part_of,
     saved_with,
     say_what_cannot_resume,
     source_of,
@@ -131,11 +130,9 @@ def _compare(
         "strategy": options["strategy"],
         "any_world_size": options["any_world_size"],
         "what is known of where the data stand": knows(data, advanced=advanced),
-        # What data of ours say of themselves.
-        **getattr(data, "alike", {"order": None if order is None else asdict(order)}),
+        "order": None if order is None or hasattr(data, "alike") else asdict(order),
+        **alike_of(data),
     }
-    if (part := part_of(data)) is not None:
-        alike[PART] = part
     session.compare(alike)
     # From here on what is refused is refused on all ranks, as they have the same in their hands.
     if save_every < 0 or (max_steps is not None and max_steps < 0):

@@ -19,6 +19,7 @@ import torch
 import xxhash
 from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
+from .agreement import PART
 from .background_save import Background
 from .checkpoint import Position
 from .checkpoint.files import write_exclusive
@@ -336,9 +337,12 @@ def saved_with(
     return Saved(write, source, rank)
 
 
-def part_of(data: Any) -> list[int] | None:
-    """Which part of how many a torch ``DistributedSampler`` in a loader gives this rank, for ``agreement``."""
+def alike_of(data: Any) -> dict[str, Any]:
+    """What data say of themselves that all ranks must have alike: ``Batches``, or torch's ``DistributedSampler``."""
+    if hasattr(data, "alike"):
+        return dict(data.alike)
     sampler = getattr(_inner(data), "sampler", None)
     if not isinstance(sampler, DistributedSampler):
-        return None
-    return [sampler.rank, sampler.num_replicas]
+        return {}
+    named = {f"{name} of the DistributedSampler": getattr(sampler, name) for name in ("seed", "shuffle", "epoch")}
+    return {**named, "length of the data set": sampler.total_size, PART: [sampler.rank, sampler.num_replicas]}

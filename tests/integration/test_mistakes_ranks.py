@@ -120,6 +120,11 @@ UNLIKE = {
     "own loop": ("own_loop", {"seed": [3, 4]}, "seed of the order is 3 on rank 0, 4 on rank 1"),
     "own names": ("own_loop", {"told": False, "rate": [0.1, 0.2]}, "learning rate is 0.1 on rank 0, 0.2 on rank 1"),
     "spread": ("foreign", {"loader": "spread", "rank": [0, 0]}, "rank 0 has 0 of 2; rank 1 has 0 of 2"),
+    "spread otherwise": (
+        "foreign",
+        {"loader": "spread", "seed": [3, 4]},
+        "seed of the DistributedSampler is 3 on rank 0",
+    ),
     "two things": (
         "ours",
         {"seed": [3, 4], "max_steps": [4, 5]},

@@ -145,7 +145,9 @@ def foreign(case: Case) -> None:
 def loader(case: Case) -> Any:
     data, workers = list(range(LENGTH)), case.here("workers", 0)
     kind = case.here("loader", "plain")
-    spread = DistributedSampler(data, case.here("plan_world", case.world), case.here("rank", case.rank), seed=3)
+    spread = DistributedSampler(
+        data, case.here("plan_world", case.world), case.here("rank", case.rank), seed=case.here("seed", 3)
+    )
     if kind == "spread":
         return DataLoader(data, batch_size=3, sampler=spread, num_workers=workers)
     if kind == "bar":
