@@ -88,7 +88,8 @@ class FSDP(Strategy):
         ignored = options.pop("ignored_params", None) or ()
 
         def apply(module: nn.Module, ignored: set[Tensor]) -> None:
-            fully_shard(module, mesh=mesh, **options, **({"ignored_params": ignored} if ignored else {}))
+            chosen = {**options, "ignored_params": ignored} if ignored else options
+            fully_shard(module, mesh=mesh, **chosen)
 
         shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None, ignored=ignored)
         self.model = model

@@ -6,6 +6,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -79,11 +80,13 @@ def steps(
     save = _saving(session, save, save_every)
     if save is not None:
         check_strategy(session.resume, strategy)
+    rehearsal = partial(rehearse, session, save)
     order = order or getattr(data, "order", None)
     _check_data(session, data, order, moves=position is None)
     source = _source(data)
     run = _Run(
         session,
+        rehearsal,
         save=save,
         save_every=save_every,
         position=position,
@@ -162,6 +165,7 @@ class _Run:
     def __init__(
         self,
         session: Session,
+        rehearsal: Callable[[], None],
         *,
         save: Callable[[Path], None] | Background | None,
         save_every: int,
@@ -172,11 +176,8 @@ class _Run:
         self._session, self._write, self._every = session, save, save_every
         self._position_of, self._metric, self._options = position, metric, options
         self._position = Position() if session.resume is None else session.resume.position
-        self._new = session.resume is None
-
-    def rehearse(self) -> None:
-        """Could what is to be saved be loaded again? Collective, before the first step."""
-        rehearse(self._session, self._write)
+        # Could what is to be saved be loaded again? Collective.
+        self.rehearse, self._new = rehearsal, session.resume is None
 
     def took(self, batch: Any) -> None:
         """The batch was trained: the run's position is the one after it.
