@@ -89,8 +89,8 @@ class FSDP(Strategy):
         ignored = options.pop("ignored_params", None) or ()
 
         def apply(module: nn.Module, ignored: set[Tensor]) -> None:
-            more: dict[str, Any] = {"ignored_params": ignored} if ignored else {}
-            fully_shard(module, mesh=mesh, **options, **more)
+            chosen = {**options, "ignored_params": ignored} if ignored else options
+            fully_shard(module, mesh=mesh, **chosen)
 
         shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None, ignored=ignored)
         self.model = model

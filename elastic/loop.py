@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -107,7 +108,8 @@ def steps(
     if save is not None:
         save = _saved_too(session, data, source, save, options, advanced=advanced)
     _learn(session, given, save, save_every, options, knows(data, advanced=advanced))
-    run = _Run(session, save=save, save_every=save_every, position=position, metric=metric, options=options)
+    rehearsal = partial(rehearse, session, None if save is None else given)
+    run = _Run(session, rehearsal, save=save, save_every=save_every, position=position, metric=metric, options=options)
     return _loop(session, source, run, max_steps, seed)
 
 
@@ -257,6 +259,7 @@ class _Run:
     def __init__(
         self,
         session: Session,
+        rehearsal: Callable[[], None],
         *,
         save: Callable[[Path], None] | Background | None,
         save_every: int,
@@ -267,11 +270,8 @@ class _Run:
         self._session, self._write, self._every = session, save, save_every
         self._position_of, self._metric, self._options = position, metric, options
         self._position = Position() if session.resume is None else session.resume.position
-        self._new = session.resume is None
-
-    def rehearse(self) -> None:
-        """Could what is to be saved be loaded again? Collective, before the first step."""
-        rehearse(self._session, self._write)
+        # Could what is to be saved be loaded again? Collective.
+        self.rehearse, self._new = rehearsal, session.resume is None
 
     def took(self, batch: Any) -> None:
         """The batch was trained: the run's position is the one after it.

@@ -154,6 +154,28 @@ def test_what_could_not_be_saved_or_stepped_is_refused_before_the_first_step(tmp
 
 
 @brings(
+    "an optimizer that keeps objects, or, with FSDP, tensors that are not sharded as their parameter is",
+    Comes.REFUSED,
+    "it makes its state in its first step, so it is seen right behind that",
+    "another optimizer; or DDP, which takes tensors of any shape",
+)
+def test_what_an_optimizer_makes_in_its_first_step_is_seen_then(tmp_path: Path) -> None:
+    """Long before the first save, on both ranks; a tensor is well where the optimizer is whole."""
+    made = {**TRAINER, "steps": 3}
+    cases = [
+        {**made, "optimizer": "whole", "strategy": "fsdp"},
+        {**made, "optimizer": "object", "strategy": "fsdp"},
+        {**made, "optimizer": "object"},
+        {**made, "optimizer": "whole"},
+    ]
+    whole, object_too, in_ddp, well = run(tmp_path, 2, cases)
+    assert_refused(whole, r"SaveError: .*could not be saved: TypeError: Remembers keeps 'kept' of .* as a plain", [1])
+    assert_refused(object_too, r"SaveError: .*TypeError: shared\.pt has more than plain .* it holds a pathlib", [1])
+    assert_refused(in_ddp, r"SaveError: .*TypeError: the state of optimizer has more than plain .* a pathlib", [1])
+    assert_refused(well, "^$", [1, 2, 3])
+
+
+@brings(
     "a `save=` of your own that fails for want of neither disk nor memory",
     Comes.REFUSED,
     "it would fail at every save, and the run end without a checkpoint. It cannot be tried before the first step",
