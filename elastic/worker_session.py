@@ -128,10 +128,7 @@ class Session:
         return self._collective.sum(value)
 
     def start_sum(self, value: int) -> Pending:
-        """Begins the exact sum of whole numbers over all ranks, which ``wait()`` gives as a list of one. Collective.
-
-        What lies between takes its time off the wait. `Batches` does so where it is given ``reduce=session.sum``.
-        """
+        """Begins the exact sum of whole numbers over all ranks, which ``wait()`` gives as a list of one. Collective."""
         return self._collective.start_sum([value])
 
     def report(self, loss: float) -> None:
@@ -294,8 +291,7 @@ class Session:
                 checkpoints are sealed in order of step.
             position: Where the data goes on.
             order: Of the sampler; a run that resumes must agree with it.
-            strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own. What
-                ``elastic.deepspeed.save`` made knows its own.
+            strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
             any_world_size: The files load at any world size as they are; default: what is known of ``strategy``.
             metric: The run's tracked metric; rank 0's counts. Default: what ``improved`` was told of this step.
             create_directory: ``path`` exists when ``write`` is called; default: not for DeepSpeed, which makes it.
@@ -484,8 +480,8 @@ class Session:
             # Sizes do not matter here: what is damaged may go as well, now that a newer one is sealed.
             mine = self._identity.job_id, self._identity.run_id
             found = [m for m in inventory(self._store.run_dir, check_sizes=False) if (m.job_id, m.run_id) == mine]
-            used = () if self.resume is None else (self.resume.path.name, *_names(self.resume.universal))
-            gone = retirable(found, self._keep, used)
+            used = () if self.resume is None else (self.resume.path, self.resume.universal)
+            gone = retirable(found, self._keep, tuple(path.name for path in used if path is not None))
             if gone.left:
                 log.warning("%s: of steps that the run has made again since it went back", ", ".join(gone.left))
             failures = self._store.prune([*gone.left, *gone.old])
@@ -498,7 +494,3 @@ class Session:
     def _check_open(self) -> None:
         if self._over:
             raise RuntimeError("this session is over: the run was drained or finished")
-
-
-def _names(path: Path | None) -> tuple[str, ...]:
-    return () if path is None else (path.name,)
