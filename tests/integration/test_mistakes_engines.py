@@ -47,6 +47,7 @@ CASES: dict[str, dict[str, Any]] = {
     **{f"fsdp {name}": {"do": "fsdp", "optimizer": name, "sharded": True, "steps": 5} for name in ("muon", "lamb")},
     **{f"whole {name}": {"do": "fsdp", "optimizer": name, "sharded": False, "steps": 5} for name in ("muon", "lamb")},
     "static": {**DDP, "options": {"static_graph": True}},
+    "static, again": {**DDP, "options": {"static_graph": True}, "again": 3},
     "static, view": {**DDP, "options": {"static_graph": True, "gradient_as_bucket_view": True}},
     "static trainer": {
         **DEEPSPEED,
@@ -236,6 +237,16 @@ def test_ddp_accumulates_alike_with_its_options(seen: Seen, name: str) -> None:
         steps = len(result["errors"])
         kept = 2 if "static_graph" in CASES[name].get("options", {}) else 1
         assert result["deferrals"] == steps * max(0, accumulation - kept)
+
+
+@brings(
+    "`DDP(static_graph=True)` where micro-batches are accumulated, resumed in the same world",
+    Comes.BITWISE,
+    "every step synchronises at the same places, also the first one of a process",
+)
+def test_a_static_graph_is_learned_anew_bit_by_bit(seen: Seen) -> None:
+    for world in (seen.two, seen.three):
+        assert world["static, again"][0]["weights"] == world["static"][0]["weights"]
 
 
 def test_the_trainer_takes_a_static_graph(seen: Seen) -> None:
