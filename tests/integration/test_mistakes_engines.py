@@ -46,6 +46,8 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp": {**DEEPSPEED, "strategy": "fsdp", "optimizer": "adafactor"},
     **{f"fsdp {name}": {"do": "fsdp", "optimizer": name, "sharded": True, "steps": 5} for name in ("muon", "lamb")},
     **{f"whole {name}": {"do": "fsdp", "optimizer": name, "sharded": False, "steps": 5} for name in ("muon", "lamb")},
+    "flat lamb": {"do": "fsdp", "optimizer": "lamb", "sharded": True, "flat": True, "steps": 5},
+    "flat adamw": {"do": "fsdp", "optimizer": "adamw", "sharded": True, "flat": True, "steps": 5},
     "static": {**DDP, "options": {"static_graph": True}},
     "static, again": {**DDP, "options": {"static_graph": True}, "again": 3},
     "static, view": {**DDP, "options": {"static_graph": True, "gradient_as_bucket_view": True}},
@@ -215,6 +217,20 @@ def test_optimizers_see_whole_parameters_in_fsdp(seen: Seen) -> None:
     for world in (seen.two, seen.three):
         assert world["fsdp lamb"][0]["losses"] == pytest.approx(world["whole lamb"][0]["losses"], rel=1e-6)
         assert world["fsdp muon"][0]["losses"] == pytest.approx(world["whole muon"][0]["losses"], rel=4e-3)
+
+
+@brings(
+    "FSDP1 (`FullyShardedDataParallel`) with an optimizer that looks at whole parameters, or that nobody knows",
+    Comes.SAID,
+    "it is given flat parts of the model, cut where the number of ranks says: another curve in every world",
+    "FSDP2 (`fully_shard`), or an element-wise optimizer",
+)
+def test_flat_shards_are_told_of(seen: Seen) -> None:
+    two, three = seen.two["flat lamb"], seen.three["flat lamb"]
+    assert [len(rank["said"]) for rank in two] == [1, 0], "rank 0, once"
+    assert "FullyShardedDataParallel gives Lamb flat parts of the model" in two[0]["said"][0]
+    assert two[0]["losses"] != pytest.approx(three[0]["losses"], rel=1e-5), "the reason for it"
+    assert seen.two["flat adamw"][0]["said"] == []
 
 
 @brings(

@@ -278,16 +278,21 @@ HOOKS = {"power-sgd": power_sgd, "fp16": fp16_compress}
 
 
 def fsdp(case: dict[str, Any]) -> dict[str, Any]:
-    """FSDP2 with an optimizer: the losses of some steps, which are those of DDP if it sees whole parameters."""
+    """FSDP2 (or ``flat``, FSDP1) with an optimizer: losses, which are those of DDP if it sees whole parameters."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     rank, world = dist.get_rank(), dist.get_world_size()
     module = model()
-    if case["sharded"]:
+    if case.get("flat"):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        module = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+    elif case["sharded"]:
         fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
     parameters = [p for p in module.parameters() if p.dim() == 2 or case["optimizer"] != "muon"]
     optimizer = OPTIMIZERS[case["optimizer"]](parameters)
+    Accumulation(module, optimizer)
     losses = []
     for step in range(case["steps"]):
         inputs, wanted = data(step)
