@@ -310,7 +310,7 @@ def load_weights(engine: Any, directory: Path) -> None:
             load_whole_model(engine, saved)
             return
         try:
-            form = Form(open_source(saved), stage)
+            form = Form(open_source(saved, ours=True), stage)
         except ConversionError as error:
             raise RuntimeError(f"the weights of {saved} cannot be read: {error}") from error
         with form.source:
@@ -353,7 +353,7 @@ def _opened(resume: Resume, saved: Path, stage: int) -> Iterator[tuple[Path, Val
             yield view, UniversalValues(view / ZERO)
     elif resume.reshard:
         try:
-            form = Form(open_source(saved), stage)
+            form = Form(open_source(saved, ours=True), stage)
         except ConversionError as error:
             raise RuntimeError(_not_here(resume, str(error))) from error
         with form.source, resharded_view(saved, form) as view:

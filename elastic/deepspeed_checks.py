@@ -99,21 +99,31 @@ def is_tried() -> bool:
 
 def _why_not_dealt_out(engine: Any) -> str | None:
     """Why what the optimizer gathers cannot be dealt out to other ranks; None: as far as is known, it can."""
+    if (unknown := _unknown(engine)) is not None:
+        return f"{unknown}, of which nobody knows that it treats every weight by itself"
     optimizer = torch_optimizer(engine)
     name = type(optimizer).__name__
-    if not is_elementwise(optimizer):
-        return f"{name}, of which nobody knows that it treats every weight by itself"
     kinds = set()
     for flat, state in optimizer.state.items():
         gathered = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
         kinds.add(frozenset(gathered))
-        if any(value.numel() != flat.numel() for value in gathered.values()):
+        # SuperOffload knows its flat parts by their numbers.
+        if isinstance(flat, Tensor) and any(value.numel() != flat.numel() for value in gathered.values()):
             return f"{name}, which gathers something else than one value for each weight"
     if len(kinds) > 1:
         return f"{name}, which gathers other things for one parameter group than for another"
     others = {key for kind in kinds for key in kind} - set(ADAM_STATES)
     if others and int(engine.zero_optimization_stage()) == 3 and not loads_any_state(engine):
         return f"{name}: DeepSpeed loads only Adam's moments here"
+    return None
+
+
+def _unknown(engine: Any) -> str | None:
+    """The name of an optimizer, the script's or one below it, that is not known to be element-wise; None: they are."""
+    inner = torch_optimizer(engine)
+    for optimizer in (getattr(engine, "basic_optimizer", None) or inner, inner):
+        if not is_elementwise(optimizer):
+            return type(optimizer).__name__
     return None
 
 
@@ -125,17 +135,13 @@ def tell(engine: Any) -> None:
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     if rank != 0:
         return
-    optimizer = torch_optimizer(engine)
     changes = (
         "When the world changes, its checkpoints are converted to universal files first; where that cannot be done, "
         f"the run stays at {world} ranks"
     )
-    if not is_elementwise(optimizer):
+    if (unknown := _unknown(engine)) is not None:
         log.warning(
-            "%s: %s. If it does not, the loss curve is another one at every world size. %s",
-            type(optimizer).__name__,
-            _PARTS,
-            changes,
+            "%s: %s. If it does not, the loss curve is another one at every world size. %s", unknown, _PARTS, changes
         )
     elif (reason := why_not_reshard(engine)) is not None:
         log.warning("no re-sharding with %s. %s", reason, changes)

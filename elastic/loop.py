@@ -108,7 +108,7 @@ def steps(
     if save is not None:
         save = _saved_too(session, data, source, save, options, advanced=advanced)
     _learn(session, given, save, save_every, options, knows(data, advanced=advanced))
-    rehearsal = partial(rehearse, session, None if save is None else given)
+    rehearsal = partial(rehearse, session, given if session.can_save else None)
     run = _Run(session, rehearsal, save=save, save_every=save_every, position=position, metric=metric, options=options)
     return _loop(session, source, run, max_steps, seed)
 

@@ -64,7 +64,10 @@ def check_sharded(optimizer: Any) -> None:
 
 def source_of_step(optimizer: Any) -> str:
     """``"module.Class"`` of whom the optimizer's ``step`` is, whatever torch has wrapped around it."""
-    step = inspect.unwrap(type(optimizer).step)
+    step: Any = getattr(type(optimizer), "step", None)
+    if step is None:  # a stand-in, as DeepSpeed has one where there is nothing to train
+        return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    step = inspect.unwrap(step)
     return f"{step.__module__}.{step.__qualname__.rpartition('.')[0]}"
 
 

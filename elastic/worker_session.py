@@ -132,10 +132,7 @@ class Session:
         return self._collective.sum(value)
 
     def start_sum(self, value: int) -> Pending:
-        """Begins the exact sum of whole numbers over all ranks, which ``wait()`` gives as a list of one. Collective.
-
-        What lies between takes its time off the wait. `Batches` does so where it is given ``reduce=session.sum``.
-        """
+        """Begins the exact sum of whole numbers over all ranks, which ``wait()`` gives as a list of one. Collective."""
         return self._collective.start_sum([value])
 
     def gather(self, message: Any) -> list[Any]:
@@ -321,8 +318,7 @@ class Session:
             position: Where the data goes on.
             order: Of the sampler; a run that resumes must agree with it.
             cut: Of ``Batches``; the same.
-            strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own. What
-                ``elastic.deepspeed.save`` made knows its own.
+            strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
             any_world_size: The files load at any world size as they are; default: what is known of ``strategy``.
             metric: The run's tracked metric; rank 0's counts. Default: what ``improved`` was told of this step.
             create_directory: ``path`` exists when ``write`` is called; default: not for DeepSpeed, which makes it.

@@ -17,7 +17,7 @@ import torch
 import transformers.trainer as upstream
 from transformers.trainer_callback import ExportableState
 
-from dalsegno.elastic import session
+from dalsegno.elastic import session, wrappers
 from dalsegno.elastic.accumulation import has_static_graph, synchronised
 from dalsegno.elastic.strategies import resume_rates
 
@@ -126,6 +126,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             prepared = super()._prepare_for_training(*args, **kwargs)
         if self.is_deepspeed_enabled:
             _check_engine(self.model_wrapped, allowed=self._run.any_optimizer)
+        else:
+            wrappers.tell(self.model_wrapped, ())
         scheduler = self.lr_scheduler
         if self._run.session.resume is not None and isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
             resume_rates(self.optimizer, scheduler)

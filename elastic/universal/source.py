@@ -79,6 +79,7 @@ class Source:
         model: Rank 0's model states, as in their file, memory-mapped.
         model_files: Names of all model-state files, rank 0's first.
         reset: What the optimizer had gathered is left out.
+        ours: `elastic.deepspeed` will load it, which takes what any optimizer gathers.
         files: The ranks' optimizer files and rank 0's model states, open.
     """
 
@@ -91,6 +92,7 @@ class Source:
     model: Mapping[str, Any]
     model_files: tuple[str, ...]
     reset: bool
+    ours: bool
     files: tuple[TorchFile, ...]
 
     def __enter__(self) -> Source:
@@ -111,11 +113,6 @@ class Source:
         # A stock DeepSpeed's loader of stage 3 wants Adam's moments of any optimizer.
         wants_moments = self.stage == 3 and gathered == (FP32,) and (self.adam or not self.ours)
         return (FP32, *ADAM_STATES) if wants_moments or (self.reset and self.adam) else gathered
-
-    @property
-    def ours(self) -> bool:
-        """Whether `elastic.deepspeed` will load it, which takes what any optimizer gathers."""
-        return OPTIMIZER_NOTE in self.model
 
     @property
     def adam(self) -> bool:
@@ -152,12 +149,13 @@ _INNER = {1: "base_optimizer_state", 2: "base_optimizer_state", 3: "optimizer_st
 _FLAT = {1: "single_partition_of_fp32_groups", 2: "single_partition_of_fp32_groups", 3: "fp32_flat_groups"}
 
 
-def open_source(directory: Path, *, reset_optimizer: bool = False) -> Source:
+def open_source(directory: Path, *, reset_optimizer: bool = False, ours: bool = False) -> Source:
     """Opens a sharded checkpoint and checks that it is complete.
 
     Args:
         directory: The checkpoint.
         reset_optimizer: Leave out what the optimizer has gathered, or lost: it will start anew.
+        ours: `elastic.deepspeed` is about to load it. Else the checkpoint's `OPTIMIZER_NOTE` says whether it will.
 
     Raises:
         SourceBad: Files, ranges or states are missing or disagree.
@@ -173,7 +171,7 @@ def open_source(directory: Path, *, reset_optimizer: bool = False) -> Source:
         _check_ranks(found, model)
         _let_open(len(found.optimizer))
         ranks = [opened.enter_context(_open(directory / name)) for name in found.optimizer]
-        source = _read(model, ranks, model_file, found, reset_optimizer)
+        source = _read(model, ranks, model_file, found, reset_optimizer, ours or OPTIMIZER_NOTE in model)
         _check(source)
         opened.pop_all()
         return source
@@ -208,7 +206,12 @@ def _check_ranks(found: Files, model: Mapping[str, Any]) -> None:
 
 
 def _read(
-    model: Mapping[str, Any], ranks: Sequence[TorchFile], model_file: TorchFile, found: Files, reset_optimizer: bool
+    model: Mapping[str, Any],
+    ranks: Sequence[TorchFile],
+    model_file: TorchFile,
+    found: Files,
+    reset_optimizer: bool,
+    ours: bool,
 ) -> Source:
     loaded = [file.content["optimizer_state_dict"] for file in ranks]
     # DeepSpeed's BF16_Optimizer, which it takes for stage 1 with gradients accumulated in fp32, does not say.
@@ -230,6 +233,7 @@ def _read(
         model=model,
         model_files=found.model,
         reset=reset_optimizer,
+        ours=ours,
         files=(*ranks, model_file),
     )
 

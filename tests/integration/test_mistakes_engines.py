@@ -46,7 +46,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp": {**DEEPSPEED, "strategy": "fsdp", "optimizer": "adafactor"},
     **{f"fsdp {name}": {"do": "fsdp", "optimizer": name, "sharded": True, "steps": 5} for name in ("muon", "lamb")},
     **{f"whole {name}": {"do": "fsdp", "optimizer": name, "sharded": False, "steps": 5} for name in ("muon", "lamb")},
+    "flat lamb": {"do": "fsdp", "optimizer": "lamb", "sharded": True, "flat": True, "steps": 5},
+    "flat adamw": {"do": "fsdp", "optimizer": "adamw", "sharded": True, "flat": True, "steps": 5},
     "static": {**DDP, "options": {"static_graph": True}},
+    "static, again": {**DDP, "options": {"static_graph": True}, "again": 3},
     "static, view": {**DDP, "options": {"static_graph": True, "gradient_as_bucket_view": True}},
     "static trainer": {
         **DEEPSPEED,
@@ -217,6 +220,20 @@ def test_optimizers_see_whole_parameters_in_fsdp(seen: Seen) -> None:
 
 
 @brings(
+    "FSDP1 (`FullyShardedDataParallel`) with an optimizer that looks at whole parameters, or that nobody knows",
+    Comes.SAID,
+    "it is given flat parts of the model, cut where the number of ranks says: another curve in every world",
+    "FSDP2 (`fully_shard`), or an element-wise optimizer",
+)
+def test_flat_shards_are_told_of(seen: Seen) -> None:
+    two, three = seen.two["flat lamb"], seen.three["flat lamb"]
+    assert [len(rank["said"]) for rank in two] == [1, 0], "rank 0, once"
+    assert "FullyShardedDataParallel gives Lamb flat parts of the model" in two[0]["said"][0]
+    assert two[0]["losses"] != pytest.approx(three[0]["losses"], rel=1e-5), "the reason for it"
+    assert seen.two["flat adamw"][0]["said"] == []
+
+
+@brings(
     "`DDP(static_graph=True)` where micro-batches are accumulated",
     Comes.ROUNDED,
     "torch's first backward pass must not be put off there: each step's first micro-batch is synchronised too, which "
@@ -236,6 +253,16 @@ def test_ddp_accumulates_alike_with_its_options(seen: Seen, name: str) -> None:
         steps = len(result["errors"])
         kept = 2 if "static_graph" in CASES[name].get("options", {}) else 1
         assert result["deferrals"] == steps * max(0, accumulation - kept)
+
+
+@brings(
+    "`DDP(static_graph=True)` where micro-batches are accumulated, resumed in the same world",
+    Comes.BITWISE,
+    "every step synchronises at the same places, also the first one of a process",
+)
+def test_a_static_graph_is_learned_anew_bit_by_bit(seen: Seen) -> None:
+    for world in (seen.two, seen.three):
+        assert world["static, again"][0]["weights"] == world["static"][0]["weights"]
 
 
 def test_the_trainer_takes_a_static_graph(seen: Seen) -> None:

@@ -6,6 +6,7 @@ its function in ``do``; see `CASES`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import logging
@@ -213,17 +214,25 @@ class Sometimes(nn.Module):
 
 
 def ddp(case: dict[str, Any]) -> dict[str, Any]:
-    """DDP with ``options``, a ``hook``, compiled or within ``join``: how far weights are from the whole batch's."""
+    """DDP with ``options``, a ``hook``, compiled or within ``join``: how far weights are from the whole batch's.
+
+    After step ``again`` all is made anew from what there is, as by a process that resumes.
+    """
     world = dist.get_world_size()
     options = case.get("options", {})
     make = Sometimes if "find_unused_parameters" in options or "static_graph" in options else model
     module, reference = make(), make()
-    wrapped: Any = nn.parallel.DistributedDataParallel(module, **options)
-    if case.get("hook"):
-        HOOKS[case["hook"]](wrapped)
-    called: Any = torch.compile(wrapped, backend="eager") if case.get("compiled") else wrapped
-    optimizer, other = (torch.optim.SGD(one.parameters(), lr=0.1, momentum=0.9) for one in (module, reference))
-    accumulate = Accumulation(called, optimizer)
+
+    def wrap() -> tuple[Any, Any, torch.optim.Optimizer, Accumulation]:
+        wrapped: Any = nn.parallel.DistributedDataParallel(module, **options)
+        if case.get("hook"):
+            HOOKS[case["hook"]](wrapped)
+        called: Any = torch.compile(wrapped, backend="eager") if case.get("compiled") else wrapped
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        return wrapped, called, optimizer, Accumulation(called, optimizer)
+
+    wrapped, called, optimizer, accumulate = wrap()
+    other = torch.optim.SGD(reference.parameters(), lr=0.1, momentum=0.9)
     sampler = ElasticSampler(64, GLOBAL_BATCH, seed=2)
     batches: Batches[Tensor] = Batches(
         Points(), sampler, BatchPlan(GLOBAL_BATCH, world, case.get("micro", 2)), dist.get_rank(), data_epochs=1
@@ -240,7 +249,12 @@ def ddp(case: dict[str, Any]) -> dict[str, Any]:
                 one.step()
                 one.zero_grad()
             errors.append(apart(module, reference))
-    return {"errors": errors, "deferrals": accumulate.deferrals}
+            if batch.step == case.get("again"):
+                module, state = copy.deepcopy(module), optimizer.state_dict()
+                wrapped, called, optimizer, accumulate = wrap()
+                optimizer.load_state_dict(state)
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in module.parameters())
+    return {"errors": errors, "deferrals": accumulate.deferrals, "weights": weights.hex()}
 
 
 def apart(one: nn.Module, other: nn.Module) -> float:
@@ -264,16 +278,21 @@ HOOKS = {"power-sgd": power_sgd, "fp16": fp16_compress}
 
 
 def fsdp(case: dict[str, Any]) -> dict[str, Any]:
-    """FSDP2 with an optimizer: the losses of some steps, which are those of DDP if it sees whole parameters."""
+    """FSDP2 (or ``flat``, FSDP1) with an optimizer: losses, which are those of DDP if it sees whole parameters."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     rank, world = dist.get_rank(), dist.get_world_size()
     module = model()
-    if case["sharded"]:
+    if case.get("flat"):
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        module = FullyShardedDataParallel(module, device_id=torch.device("cpu"), use_orig_params=True)
+    elif case["sharded"]:
         fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
     parameters = [p for p in module.parameters() if p.dim() == 2 or case["optimizer"] != "muon"]
     optimizer = OPTIMIZERS[case["optimizer"]](parameters)
+    Accumulation(module, optimizer)
     losses = []
     for step in range(case["steps"]):
         inputs, wanted = data(step)

@@ -114,6 +114,20 @@ def test_a_layout_that_is_not_known_is_refused(sources: Sources, tmp_path: Path)
         load(tmp_path / "out", 1, 2, source)
 
 
+def test_one_that_was_saved_without_the_note(sources: Sources, tmp_path: Path) -> None:
+    """By an earlier version of ours: whoever re-shards is ours, whatever a converter may know."""
+    made, saved = sources.get(3, 2, optimizer="sgd")
+    source = tmp_path / made.name
+    shutil.copytree(made, source)
+    for path in source.glob("*_model_states.pt"):
+        content = torch.load(path, weights_only=False)
+        del content[OPTIMIZER_NOTE]
+        torch.save(content, path)
+    assert_all(load(tmp_path / "out", 3, 3, source, optimizer="sgd"), saved)
+    with pytest.raises(EnvironmentFailed, match="knows only Adam's moments; use ZeRO-2, or save and load with"):
+        open_source(source)
+
+
 def in_8_bits(group: int, state: dict[str, Any]) -> None:
     state["absmax1"] = torch.ones(1)
 
