@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections import Counter
 from datetime import timedelta
 from typing import Any
@@ -84,8 +85,7 @@ def _init_on_cards(device: torch.device) -> None:
 
     store, rank, world_size = next(iter(rendezvous("env://", timeout=TIMEOUT)))
     store = dist.PrefixStore("dalsegno/training", store)  # type: ignore[attr-defined]  # as HashStore
-    uuid = str(torch.cuda.get_device_properties(device).uuid)
-    shared = shared_cards(store, rank, world_size, uuid)
+    shared = shared_cards(store, rank, world_size, _name(device))
     dist.init_process_group(
         _backend(device, shared=shared),
         store=store,
@@ -93,6 +93,12 @@ def _init_on_cards(device: torch.device) -> None:
         world_size=world_size,
         device_id=None if shared else device,
     )
+
+
+def _name(device: torch.device) -> str:
+    """What no other card is called; where torch does not say it, as none that another process could share."""
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return f"{socket.gethostname()}/{os.getpid()}" if uuid is None else str(uuid)
 
 
 def _backend(device: torch.device, *, shared: bool) -> str | None:

@@ -144,4 +144,6 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
+    # It runs beside trainings, and its libraries look for cards where there are any.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.exit(main())

@@ -19,26 +19,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HOME = ROOT / "build" / "venv-gpu"
 OLDEST = (2, 11)
-# What is imported, and what to install for it.
-NEEDED = {
-    "google.protobuf": "protobuf>=5.29,<8",
-    "grpc": "grpcio>=1.71.2",
-    "numpy": "numpy",
-    "pytest": "pytest",
-    "pytest_timeout": "pytest-timeout",
-    "rich": "rich>=13",
-    "setuptools": "setuptools>=77",
-    "xxhash": "xxhash>=3",
-}
-MISSING = """
-import importlib.util, sys
-def found(name):
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ImportError:
-        return False
-print(*[name for name in sys.argv[1:] if not found(name)])
-"""
+NEEDED = (
+    "grpcio>=1.71.2",
+    "numpy",
+    "protobuf>=5.29,<8",
+    "pytest",
+    "pytest-timeout",
+    "rich>=13",
+    "setuptools>=64",
+    "xxhash>=3",
+)
+# Packages of the PyTorch that is tested, by how they begin: they stay as they are.
+KEPT = ("torch", "nvidia", "triton", "numpy")
 
 
 def main() -> int:
@@ -83,21 +75,19 @@ def prepare() -> str:
     theirs = dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib"))
     ours = Path(_told(python, "import sysconfig; print(sysconfig.get_path('purelib'))"))
     (ours / "borrowed.pth").write_text("".join(f"{path}\n" for path in theirs))
-    missing = _told(python, MISSING, *NEEDED).split()
-    wanted = [NEEDED[name] for name in missing]
-    if wanted and _pip(python, *wanted, "--constraint", str(_keep(python))):
-        return f"{', '.join(wanted)} cannot be installed; a folder of wheels will do: PIP_NO_INDEX=1 PIP_FIND_LINKS=..."
+    # Of what is there already pip asks nobody.
+    if _pip(python, *NEEDED, "--constraint", str(_keep(python))):
+        return f"not all of {', '.join(NEEDED)} is there; a folder of wheels will do: PIP_NO_INDEX=1 PIP_FIND_LINKS=..."
     if _pip(python, "--no-deps", "--no-index", "--no-build-isolation", "--editable", str(ROOT)):
         return "this checkout cannot be installed into build/venv-gpu: see above"
     return ""
 
 
 def _keep(python: Path) -> Path:
-    """Constraints: what is there stays as it is."""
+    """Constraints for pip."""
     listed = "import importlib.metadata as m; [print(d.name + '==' + d.version) for d in m.distributions()]"
     path = HOME / "keep.txt"
-    lines = {line for line in _told(python, listed).splitlines() if not line.startswith("dalsegno==")}
-    path.write_text("\n".join(sorted(lines)) + "\n")
+    path.write_text("".join(f"{line}\n" for line in _told(python, listed).splitlines() if line.startswith(KEPT)))
     return path
 
 
@@ -106,8 +96,8 @@ def _pip(python: Path, *arguments: str) -> int:
     return subprocess.run([*line, *arguments], check=False).returncode
 
 
-def _told(python: Path, code: str, *arguments: str) -> str:
-    line = [str(python), "-c", code, *arguments]
+def _told(python: Path, code: str) -> str:
+    line = [str(python), "-c", code]
     return subprocess.run(line, capture_output=True, text=True, check=True, timeout=120).stdout.strip()
 
 

@@ -17,6 +17,7 @@ from tests.gpu.scenes import CARDS, DEVICE, at_step, environment, needs_deepspee
 pytestmark = pytest.mark.timeout(280)
 
 STEPS, SAVED = 6, 3
+CARDS_HERE = ",".join(map(str, range(max(1, CARDS))))
 Cases = list[dict[str, Any]]
 PLAIN: Cases = [
     {"strategy": "ddp", "precision": "fp32", "loaders": True},
@@ -135,14 +136,39 @@ def test_zero_of_a_card_converts_and_reshards(tmp_path: Path) -> None:
     assert sorted(map(int, two[0][0]["losses"])) == list(range(SAVED + 1, STEPS + 1))
 
 
-def test_conversion_leaves_cards_alone(tmp_path: Path) -> None:
-    """It runs beside trainings: not a byte of a card's memory is its own."""
-    told = "import dalsegno.elastic.universal, json, os, torch; print(json.dumps(torch.cuda.is_initialized())); input()"
-    line = [sys.executable, "-c", told]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(line, env=environment(), stdin=pipe, stdout=pipe, text=True, cwd=tmp_path) as process:
-        assert process.stdout is not None
-        assert json.loads(process.stdout.readline()) is False
+# The converter as it is executed, with all that it imports; then it says what it sees, and waits.
+CONVERTER = """
+import json, os, runpy, sys, torch
+sys.argv = ["universal", "--standby"]
+try:
+    runpy.run_module("dalsegno.elastic.universal", run_name="__main__")
+except SystemExit as end:
+    said = {"code": end.code, "started": torch.cuda.is_initialized(), "cards": torch.cuda.device_count()}
+    said["visible"] = os.environ["CUDA_VISIBLE_DEVICES"]
+    os.write(int(os.environ["SAY"]), json.dumps(said).encode())
+os.read(int(os.environ["HELD"]), 1)
+"""
+
+
+@needs_deepspeed
+def test_a_converter_leaves_cards_alone() -> None:
+    """It runs beside trainings: it sees no card, and not a byte of its memory is on one."""
+    held, let_go = os.pipe()
+    answer, say = os.pipe()
+    told = environment(HELD=str(held), SAY=str(say), CUDA_VISIBLE_DEVICES=CARDS_HERE)
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONVERTER], env=told, stdin=subprocess.DEVNULL, pass_fds=[held, say]
+    )
+    try:
+        os.close(say)
+        # Nothing comes of one that has died.
+        said = json.loads(os.read(answer, 4096) or b"null")
+        assert said == {"code": 0, "started": False, "cards": 0, "visible": ""}
         assert not touches_card(process.pid)
-        process.communicate("\n", timeout=60)
-    assert os.waitstatus_to_exitcode(process.returncode) == 0
+        os.close(let_go)
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait(60)
+        os.close(held)
+        os.close(answer)

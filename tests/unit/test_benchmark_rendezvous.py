@@ -85,6 +85,13 @@ def test_waits_are_summed_up() -> None:
     assert spread([i / 1000 for i in range(1000, 0, -1)]) == {"count": 1000, "p50": 0.501, "p99": 0.991, "max": 1.0}
 
 
+def test_without_a_card_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The benchmark of cards is one of all, also where there is none."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert command.main(["gpu"]) == 0
+    assert "no card here: nothing was measured" in capsys.readouterr().out
+
+
 def test_flags_go_to_their_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
     """`python -m benchmarks rendezvous --nodes 10` is that benchmark's own command line; other names take none."""
     given: list[list[str]] = []
