@@ -112,6 +112,8 @@ class EmbeddedMaster:
         self._address = ""
         # It answered when it was asked last.
         self._served = False
+        # Why it could not even be asked; empty: it could.
+        self._unasked = ""
         # Of a claim whose master was gone when this agent came: what it served may know more than its store.
         self.abandoned_generation = 0
         self._threads = [
@@ -258,12 +260,16 @@ class EmbeddedMaster:
             text = f"the job was served on {claim.host}; watching for {self._watch:.0f} s whether it still is"
             self._say_once(text, False)
         elif waited >= self._patience:
+            why = (
+                f"has not answered for {self._patience:.0f} s; it is not replaced while it lives, as its disk may hang"
+            )
             raise MasterError(
-                f"{master} and has not answered for {self._patience:.0f} s; it is not replaced while it lives, as its"
-                " disk may hang; if it never comes back, end it (kill -9), and an agent starts the next"
+                f"{master} and {self._unasked or why}; if it never comes back, end it (kill -9), and an agent starts"
+                " the next"
             )
         elif waited >= _SILENCE:
-            self._say_once(f"{master} and does not answer: its disk or this machine is slow; waiting for it", True)
+            why = "does not answer: its disk or this machine is slow"
+            self._say_once(f"{master} and {self._unasked or why}; waiting for it", True)
         # The answer of another process makes no event, and over a network file system neither does its claim.
         self._closing.wait(_LOOK_PAUSE)
 
@@ -290,8 +296,11 @@ class EmbeddedMaster:
         try:
             credentials = self.credentials()
         except TokenLostError as error:
-            logger.warning("the master cannot be asked: %s", error)
+            if not self._unasked:
+                logger.warning("the master cannot be asked: %s", error)
+            self._unasked = f"cannot be asked: {error}"
             return grpc.StatusCode.UNAUTHENTICATED
+        self._unasked = ""
         with credentials.channel(address) as channel:
             try:
                 request = control_pb2.StatusRequest(job_id=self._job_id, protocol=PROTOCOL)

@@ -183,8 +183,10 @@ class ClaimLedger:
         for agent in living:
             if agent.started_at is None:
                 return f"{agent.label} still looks for a master"
-            if not agent.site.reaches(newest.site):
-                if not self._has_said(agent):
+            # Or it has no token to show, and cannot see whom it would have to end for another one.
+            shut_out = not self._is_known(newest) and not agent.site.sees(newest.site)
+            if shut_out or not agent.site.reaches(newest.site):
+                if agent.beat_of is not newest and not self._has_said(agent):
                     return f"{agent.label} cannot reach {newest.label} and says nothing"
             elif agent.beat_of is not newest or now - agent.beat_at > RECENT:
                 return f"{agent.label} is not served by {newest.label}"
