@@ -16,6 +16,8 @@ SIMULATOR ?= $(PY)
 RUNS ?= 2000
 # The same with the shells: driver, client, threads, loops.
 SHELL_RUNS ?= 60
+# Embedded masters and their claims, on machines and in containers.
+CLAIM_RUNS ?= 100
 COUNT ?= 1000
 # Process tests mostly wait. Each pytest process has its share of them, and helps the others out at the end.
 TEST_JOBS ?= 2
@@ -109,6 +111,7 @@ wheel: $(VENV)/.installed
 simulate: $(VENV)/.installed
 	$(SIMULATOR) -m tests.simulation --seed $(SEED) --runs $(RUNS)
 	$(SIMULATOR) -m tests.simulation --shells --seed $(SEED) --runs $(SHELL_RUNS)
+	$(SIMULATOR) -m tests.simulation --claims --seed $(SEED) --runs $(CLAIM_RUNS)
 
 fuzz: $(VENV)/.installed
 	for what in calls frames directives damages; do $(PY) -m tests.fuzz $$what --seed $(SEED) --count $(COUNT); done
@@ -120,6 +123,7 @@ test: lint wheel tools
 # The schedules were all run by `simulate`: the test of the simulator itself needs few.
 test test-all: export SIM_RUNS ?= 100
 test test-all: export SIM_SHELL_RUNS ?= 5
+test test-all: export SIM_CLAIM_RUNS ?= 5
 # Inputs of each fuzzer; the tests themselves say how many are a quick look.
 test-all: export FUZZ_COUNT ?= 100000
 
@@ -129,7 +133,7 @@ test-all: DONE = $(CURDIR)/build/passed/$(TREE)
 test-all: lint wheel tools
 	@mkdir -p build/passed
 	@[ -n "$(TREE)" -a -e "$(DONE).simulated" ] || \
-		$(MAKE) --no-print-directory simulate RUNS=100000 SHELL_RUNS=1500 SIMULATOR=$(WHEEL_VENV)/bin/python
+		$(MAKE) --no-print-directory simulate RUNS=100000 SHELL_RUNS=1500 CLAIM_RUNS=5000 SIMULATOR=$(WHEEL_VENV)/bin/python
 	@[ -z "$(TREE)" ] || touch "$(DONE).simulated"
 	$(PYTEST) --full --repeat 20 $(if $(TREE),--resume "$(DONE)")
 

@@ -14,17 +14,16 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from urllib.parse import quote
 
 from dalsegno.elastic.checkpoint.files import move_over
 
 from .machine import Machine, Place
 from .private import open_private
 
-__all__ = ["Claim", "ClaimFile", "LockTimeout", "RenewerLock"]
+__all__ = ["Claim", "ClaimFile", "LockTimeout"]
 
 # flock has no wait with a deadline.
 _LOCK_PAUSE = 0.05
@@ -133,6 +132,7 @@ class ClaimFile:
 
         Raises:
             LockTimeout: another process is writing it, for much longer than that takes.
+            LocksUnavailable, OSError: see `bump`.
         """
         with self._lock(_WRITE_LOCK, _WRITE_TIMEOUT, closing):
             self._replace(claim)
@@ -145,22 +145,25 @@ class ClaimFile:
                 file.flush()
                 os.fsync(file.fileno())
             move_over(aside, self.path)
+        except OSError as error:
+            # The same text each time: the name aside is another one with every attempt.
+            raise OSError(error.errno, error.strerror or str(error), str(self.path)) from error
         finally:
             aside.unlink(missing_ok=True)
 
-    def bump(self, renewed: Callable[[Claim], bool]) -> bool:
-        """Moves the counter of a claim that is `renewed` by the caller. False: it is not, or is locked just now.
+    def bump(self, before: Claim) -> Claim | None:
+        """Moves the counter of a claim that is as it was `before`; returns it. None: it is not, or is locked just now.
 
         Raises:
             LocksUnavailable: nothing can be locked here; without locks a newer claim could be written over.
             OSError: the file system fails.
         """
         with self._try_lock(_WRITE_LOCK) as held:
-            claim = self.read() if held else None
-            if claim is None or not renewed(claim):
-                return False
-            self._replace(replace(claim, counter=claim.counter + 1))
-            return True
+            if not held or self.read() != before:
+                return None
+            moved = replace(before, counter=before.counter + 1)
+            self._replace(moved)
+            return moved
 
     def starting(self, timeout: float, closing: threading.Event) -> contextlib.AbstractContextManager[None]:
         """Held while a master is looked for or started. The kernel frees it when the holder dies.
@@ -189,30 +192,3 @@ class ClaimFile:
         finally:
             if free is not None:
                 free()
-
-
-class RenewerLock:
-    """Held by the one agent of a place that moves the counter; freed by the kernel with its process."""
-
-    def __init__(self, directory: Path, place: Place, machine: Machine | None = None) -> None:
-        self._machine = machine or Machine()
-        # Elsewhere another agent renews its own place's claim.
-        name = ".".join(quote(part, safe="") for part in (place.host, place.pid_ns, place.net_ns) if part)
-        self._path = directory / f"renewer.{name}.lock"
-        self._free: Callable[[], None] | None = None
-
-    def try_hold(self) -> bool:
-        """Whether this process holds it now.
-
-        Raises:
-            LocksUnavailable, OSError: see `ClaimFile.bump`.
-        """
-        if self._free is None:
-            self._free = self._machine.lock(self._path)
-        return self._free is not None
-
-    def release(self) -> None:
-        """Lets another agent take over."""
-        if self._free is not None:
-            self._free()
-            self._free = None

@@ -19,10 +19,10 @@ import grpc
 
 from dalsegno.protos import control_pb2, control_pb2_grpc
 
-from .claim import Claim, ClaimFile, LockTimeout, RenewerLock
+from .claim import Claim, ClaimFile, LockTimeout
 from .connection import PROTOCOL, RETRIED, Credentials, code_of
 from .machine import LocksUnavailable, Machine
-from .private import check_private
+from .private import NotPrivateError, check_private
 from .spawning import COMMAND, MasterError, TokenLostError, make_token, read_token, start_master
 
 __all__ = ["EmbeddedMaster", "MasterError"]
@@ -41,8 +41,14 @@ _LOOK_PAUSE = 0.5
 _DEATH_TIMEOUT = 6.0
 # Between two attempts after one failed.
 _RETRY_PAUSE = 1.0
-# What somebody answers who is not our master: UNAUTHENTICATED, or of another job.
-_STRANGERS = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.INVALID_ARGUMENT)
+# What somebody answers who is not our master: one of another job, or another program's server on the port that it had.
+_STRANGERS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNKNOWN,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -98,13 +104,16 @@ class EmbeddedMaster:
         self._machine = machine or Machine()
         self._place = self._machine.place()
         self._claims = ClaimFile(directory, self._machine)
-        self._renewer = RenewerLock(directory, self._place, self._machine)
+        # As it was when it was looked at last.
+        self._known: Claim | None = None
         self._children: list[subprocess.Popen[str]] = []
         self._missing = threading.Event()
         self._closing = threading.Event()
         self._address = ""
         # It answered when it was asked last.
         self._served = False
+        # Why it could not even be asked; empty: it could.
+        self._unasked = ""
         # Of a claim whose master was gone when this agent came: what it served may know more than its store.
         self.abandoned_generation = 0
         self._threads = [
@@ -152,7 +161,6 @@ class EmbeddedMaster:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
-        self._renewer.release()
 
     # ---- threads ----------------------------------------------------------------------------------------------------
 
@@ -183,8 +191,10 @@ class EmbeddedMaster:
             # A master that we started and that ended would stay a zombie.
             self._children = [child for child in self._children if child.poll() is None]
             try:
-                if self._renewer.try_hold():
-                    self._claims.bump(self._renews)
+                # Where another agent moves it, that is enough. One that is stopped moves nothing, and holds no lock.
+                before, self._known = self._known, self._claims.read()
+                if self._known is not None and self._known == before and self._renews(before):
+                    self._known = self._claims.bump(before)
                 said = ""
             except Exception as error:
                 # Whatever it is, the next attempt may do better; a claim that stands still is taken over.
@@ -250,12 +260,16 @@ class EmbeddedMaster:
             text = f"the job was served on {claim.host}; watching for {self._watch:.0f} s whether it still is"
             self._say_once(text, False)
         elif waited >= self._patience:
+            why = (
+                f"has not answered for {self._patience:.0f} s; it is not replaced while it lives, as its disk may hang"
+            )
             raise MasterError(
-                f"{master} and has not answered for {self._patience:.0f} s; it is not replaced while it lives, as its"
-                " disk may hang; if it never comes back, end it (kill -9), and an agent starts the next"
+                f"{master} and {self._unasked or why}; if it never comes back, end it (kill -9), and an agent starts"
+                " the next"
             )
         elif waited >= _SILENCE:
-            self._say_once(f"{master} and does not answer: its disk or this machine is slow; waiting for it", True)
+            why = "does not answer: its disk or this machine is slow"
+            self._say_once(f"{master} and {self._unasked or why}; waiting for it", True)
         # The answer of another process makes no event, and over a network file system neither does its claim.
         self._closing.wait(_LOOK_PAUSE)
 
@@ -282,8 +296,11 @@ class EmbeddedMaster:
         try:
             credentials = self.credentials()
         except TokenLostError as error:
-            logger.warning("the master cannot be asked: %s", error)
+            if not self._unasked:
+                logger.warning("the master cannot be asked: %s", error)
+            self._unasked = f"cannot be asked: {error}"
             return grpc.StatusCode.UNAUTHENTICATED
+        self._unasked = ""
         with credentials.channel(address) as channel:
             try:
                 request = control_pb2.StatusRequest(job_id=self._job_id, protocol=PROTOCOL)
@@ -323,6 +340,13 @@ class EmbeddedMaster:
                 return True
         except (LockTimeout, LocksUnavailable) as error:
             raise MasterError(str(error)) from error
+        except NotPrivateError:
+            raise
+        except OSError as error:
+            raise MasterError(
+                f"no master can be started ({error.strerror or error}): its token, log, store and claim are in"
+                f" {self._directory}, which needs room and must be ours to write"
+            ) from error
 
     def _is_as_it_was(self, now: Claim | None, before: Claim | None, standing: _Standing) -> bool:
         if now is None or before is None:
@@ -371,6 +395,17 @@ class EmbeddedMaster:
             self._place.pid_ns,
             self._place.net_ns,
         )
-        self._claims.write(claim, self._closing)
+        self._publish(claim, process)
         self._found(started.address)
         logger.info("the embedded master: process %d at %s, generation %d", claim.pid, claim.address, claim.generation)
+
+    def _publish(self, claim: Claim, process: subprocess.Popen[str]) -> None:
+        """Writes the claim of a master that was just started, or ends it again.
+
+        Nobody would find it, and the next attempt would start another one beside it.
+        """
+        try:
+            self._claims.write(claim, self._closing)
+        except (LockTimeout, LocksUnavailable, OSError):
+            process.kill()
+            raise

@@ -61,7 +61,6 @@ def steps(
     """One batch per optimizer step; the body of the ``for`` is the step. All ranks leave the loop at the same step.
 
     The call is collective: what all ranks must have alike is compared, and they begin together or not at all.
-
     Ends when ``max_steps`` are done or some rank has no more data: a last save if the last step is not saved, then the
     agent is told that the training finished. If the world is about to change, the ranks save at one boundary and the
     process ends with ``Drained`` (exit code 83). A ``break`` is the script's own affair; call ``session.finish()``

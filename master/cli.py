@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import select
 import signal
 import sys
 import time
@@ -99,6 +100,9 @@ async def _serve(options: argparse.Namespace) -> int:
     try:
         # Both ports before the start: one that cannot be had must not supersede a master that serves well.
         edge = _edge(server, options, token)
+        if options.embedded and _is_unwanted():
+            log.info("whoever started this master is gone: ending, as nobody would find it")
+            return EXIT_OK
         await server.start()
         if edge is not None:
             edge.start()
@@ -213,6 +217,16 @@ def _announce(server: ControlServer, edge: Edge | None, remark: str) -> None:
     # Whoever started an embedded master may be gone already.
     with contextlib.suppress(BrokenPipeError):
         print(line, flush=True)
+
+
+def _is_unwanted() -> bool:
+    """Whether nobody is left to read the first line, and to write the claim by which agents find this master.
+
+    It would supersede the next one, which serves them.
+    """
+    poll = select.poll()
+    poll.register(1, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _hear_signals(server: ControlServer, lifetime: Lifetime | None) -> None:

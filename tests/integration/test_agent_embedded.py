@@ -14,9 +14,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 
 from dalsegno.agent import embedded
@@ -25,6 +27,7 @@ from dalsegno.agent.connection import PROTOCOL
 from dalsegno.agent.embedded import EmbeddedMaster, MasterError
 from dalsegno.agent.machine import Machine
 from dalsegno.agent.processes import Status, is_same_process, process_state, start_time
+from dalsegno.agent.spawning import make_token
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from tests.support.master_process import settings
 
@@ -128,6 +131,72 @@ def test_the_counter_moves_and_somebody_takes_it_over(jobs: Jobs) -> None:
     first.close()
     begin = jobs.claim().counter
     wait_for(lambda: jobs.claim().counter >= begin + 2)
+
+
+def test_a_stopped_agent_does_not_keep_the_renewal(jobs: Jobs) -> None:
+    """Ctrl-Z in the terminal of the one that moved the counter: to others the master looks as served as it is."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, str(jobs.directory)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline()
+        begin = jobs.claim().counter
+        wait_for(lambda: jobs.claim().counter > begin)
+        jobs.view().start()
+        os.kill(holder.pid, signal.SIGSTOP)
+        wait_for(lambda: process_state(holder.pid) == "T")
+        begin = jobs.claim().counter
+        wait_for(lambda: jobs.claim().counter >= begin + 2)
+    finally:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_master_without_a_claim_is_ended(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its claim cannot be written: nobody would find it, and every attempt would leave one more."""
+    started = []
+
+    def refuse(claims: ClaimFile, claim: Claim, closing: threading.Event) -> None:
+        started.append(claim)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(claims.path))
+
+    monkeypatch.setattr(ClaimFile, "write", refuse)
+    with pytest.raises(MasterError, match=r"no master can be started \(No space left on device\): .* needs room"):
+        jobs.view().start()
+    (claim,) = started
+    wait_for(lambda: not is_same_process(claim.pid, claim.start_time))
+
+
+def test_a_master_whose_starter_is_gone_serves_nobody(jobs: Jobs) -> None:
+    """It would supersede the next one, and be found by nobody: it ends before it takes a generation."""
+    jobs.directory.mkdir(mode=0o700)
+    make_token(jobs.directory)
+    reads, writes = os.pipe()
+    os.close(reads)
+    words = [*embedded.COMMAND, "--host", "127.0.0.1", "--port", "0", "--job-id", "job", "--embedded"]
+    words += ["--store", f"sqlite:///{jobs.directory / 'master.sqlite'}", "--token-file", str(jobs.directory / "token")]
+    try:
+        assert subprocess.run(words, stdout=writes, timeout=60, check=False).returncode == 0
+    finally:
+        os.close(writes)
+    jobs.view().start()
+    assert jobs.claim().generation == 1
+
+
+def test_another_programs_server_is_not_the_master(jobs: Jobs) -> None:
+    """The master has ended, and its port is that of somebody who speaks gRPC, and does not know our calls."""
+    view = jobs.view()
+    view.start()
+    before = jobs.claim()
+    os.kill(before.pid, signal.SIGKILL)
+    server = grpc.server(ThreadPoolExecutor(1))
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    try:
+        jobs.claims.write(replace(before, address=f"127.0.0.1:{port}"), threading.Event())
+        view.missing()
+        wait_for(lambda: jobs.claim().generation == 2)
+    finally:
+        server.stop(None).wait(10)
 
 
 def test_the_master_outlives_the_agent_that_started_it(jobs: Jobs) -> None:
@@ -471,6 +540,22 @@ def test_a_lost_token_is_made_anew_and_its_master_with_it(jobs: Jobs) -> None:
     assert not is_same_process(before.pid, before.start_time)
     assert len({view.credentials().token for view in views}) == 1
     assert [text for text in jobs.said if "put aside as token.damaged-1" in text] == jobs.said
+
+
+def test_who_lost_the_token_and_cannot_see_the_master_says_so(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has nothing to show, and may not end a process that it does not see: not a word of slow disks."""
+    monkeypatch.setattr(embedded, "_LEAST_WATCH", 5.0)
+    monkeypatch.setattr(embedded, "_SILENCE", 0.3)
+    jobs.view().start()
+    before = jobs.claim()
+    place = replace(Machine().place(), pid_ns="pid:[1]")
+    monkeypatch.setattr(Machine, "place", lambda self: place)
+    (jobs.directory / "token").write_bytes(b"")
+    with pytest.raises(MasterError, match=r"lives and cannot be asked: .*token is damaged; .*kill -9"):
+        jobs.view(patience=1.0).start()
+    assert len(jobs.said) == 1
+    assert "slow" not in jobs.said[0]
+    assert jobs.claim().is_of(before)
 
 
 @pytest.mark.parametrize("damage", [b"garbage" * 1000, b"SQLite format 3\0" + b"\xff" * 5000, None])

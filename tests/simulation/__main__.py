@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 
-from .run import replay, simulate_all
+from .run import CLAIMS, DECISIONS, SHELLS, replay, simulate_all
 
 
 def main() -> int:
@@ -17,19 +17,25 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1, help="of the first schedule")
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--processes", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--shells", action="store_true", help="with the product's shells, not only its decisions")
+    parser.set_defaults(mode=DECISIONS)
+    what = parser.add_mutually_exclusive_group()
+    for mode, text in (
+        (SHELLS, "with the product's shells, not only its decisions"),
+        (CLAIMS, "embedded masters and their claims, on virtual machines and containers"),
+    ):
+        what.add_argument(f"--{mode}", action="store_const", dest="mode", const=mode, help=text)
     parser.add_argument("--trace", action="store_true", help="replay the one schedule of --seed, line by line")
     parser.add_argument("--most-failures", type=int, default=10, help="stop after that many failing seeds")
     options = parser.parse_args()
     if options.trace:
-        lines, outcome = replay(options.seed, options.shells)
+        lines, outcome = replay(options.seed, options.mode)
         print("\n".join(lines))
         print(outcome.failure or "every invariant held")
         return 1 if outcome.failure else 0
     began = time.monotonic()
     failures: Counter[str] = Counter()
     done = 0
-    for outcome in simulate_all(range(options.seed, options.seed + options.runs), options.processes, options.shells):
+    for outcome in simulate_all(range(options.seed, options.seed + options.runs), options.processes, options.mode):
         done += 1
         if outcome.failure:
             failures[outcome.name] += 1
@@ -39,7 +45,8 @@ def main() -> int:
     seconds = time.monotonic() - began
     print(f"{done} schedules in {seconds:.1f} s, {sum(failures.values())} failed {dict(failures) or ''}")
     if failures:
-        print(f"replay one with: python -m tests.simulation {'--shells ' if options.shells else ''}--trace --seed N")
+        mode = "" if options.mode == DECISIONS else f"--{options.mode} "
+        print(f"replay one with: python -m tests.simulation {mode}--trace --seed N")
     return 1 if failures else 0
 
 

@@ -10,11 +10,15 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
+from .claim_plan import claim_plan_of
+from .claims import World
 from .plan import plan_of
 from .world import Simulation
 
 logger = logging.getLogger(__name__)
 
+# What is simulated: decisions alone, with the shells around them, or embedded masters and their claims.
+DECISIONS, SHELLS, CLAIMS = "decisions", "shells", "claims"
 # Schedules in which much happens.
 WARM_UP = (416, 47, 105)
 
@@ -40,12 +44,18 @@ def warm_up() -> None:
             logger.debug("seed %d: %s", seed, error)
 
 
-def simulate(seed: int, shells: bool = False) -> Outcome:
-    """One schedule."""
-    if shells:
+def _made(seed: int, mode: str, tracing: bool = False) -> Simulation | World:
+    if mode == CLAIMS:
+        return World(claim_plan_of(seed), tracing)
+    if mode == SHELLS:
         warm_up()
+    return Simulation(plan_of(seed, shells=mode == SHELLS), tracing)
+
+
+def simulate(seed: int, mode: str = DECISIONS) -> Outcome:
+    """One schedule."""
     try:
-        return Outcome(seed, Simulation(plan_of(seed, shells)).run())
+        return Outcome(seed, _made(seed, mode).run())
     except AssertionError as error:
         return Outcome(seed, "", str(error), getattr(error, "name", type(error).__name__))
     except Exception as error:
@@ -54,22 +64,20 @@ def simulate(seed: int, shells: bool = False) -> Outcome:
         return Outcome(seed, "", f"{error!r} at {frame.name}:{frame.lineno}", type(error).__name__)
 
 
-def replay(seed: int, shells: bool = False) -> tuple[list[str], Outcome]:
+def replay(seed: int, mode: str = DECISIONS) -> tuple[list[str], Outcome]:
     """One schedule with every line of its trace."""
-    if shells:
-        warm_up()
-    simulation = Simulation(plan_of(seed, shells), tracing=True)
+    made = _made(seed, mode, tracing=True)
     try:
-        return simulation.lines, Outcome(seed, simulation.run())
+        return made.lines, Outcome(seed, made.run())
     except Exception:
-        return simulation.lines, Outcome(seed, "", traceback.format_exc())
+        return made.lines, Outcome(seed, "", traceback.format_exc())
 
 
-def simulate_all(seeds: range, processes: int, shells: bool = False) -> Iterator[Outcome]:
+def simulate_all(seeds: range, processes: int, mode: str = DECISIONS) -> Iterator[Outcome]:
     """Many schedules, in order of their seeds."""
-    one = partial(simulate, shells=shells)
+    one = partial(simulate, mode=mode)
     if processes == 1:
         yield from map(one, seeds)
         return
     with ProcessPoolExecutor(processes) as pool:
-        yield from pool.map(one, seeds, chunksize=4 if shells else 20)
+        yield from pool.map(one, seeds, chunksize=20 if mode == DECISIONS else 4)

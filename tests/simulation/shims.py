@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from random import Random
 from typing import Any
 from unittest import mock
@@ -115,8 +115,8 @@ _TIME = Shim(time, monotonic=monotonic, time=monotonic, perf_counter=monotonic, 
 
 
 @contextlib.contextmanager
-def installed(kernel: Kernel, seed: int) -> Iterator[None]:
-    """While it lasts, the shells run on `kernel`'s clock and threads."""
+def installed(kernel: Kernel, seed: int, modules: Sequence[types.ModuleType] = MODULES) -> Iterator[None]:
+    """While it lasts, these modules run on `kernel`'s clock and threads."""
     drawn = Random(f"product {seed}")
     others = {
         "threading": _THREADING,
@@ -133,7 +133,7 @@ def installed(kernel: Kernel, seed: int) -> Iterator[None]:
         "sys": Shim(sys, stderr=Terminal()),
     }
     with contextlib.ExitStack() as stack:
-        for module in MODULES:
+        for module in modules:
             for name, other in others.items():
                 if isinstance(getattr(module, name, None), types.ModuleType):
                     stack.enter_context(mock.patch.object(module, name, other))

@@ -6,18 +6,23 @@ import itertools
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from tests.conftest import ROOT
 
+from .claim_plan import claim_plan_of
+from .claim_plants import CLAIM_PLANTS
 from .file_plants import FILE_PLANTS
 from .plan import plan_of
-from .plants import PLANTS, planted
-from .run import replay, simulate, simulate_all
+from .plants import PLANTS, Plant, planted
+from .run import CLAIMS, SHELLS, replay, simulate, simulate_all
 from .shell_plants import SHELL_PLANTS
 
 SHELL_RUNS = int(os.environ.get("SIM_SHELL_RUNS", "40"))
+CLAIM_RUNS = int(os.environ.get("SIM_CLAIM_RUNS", "40"))
 RUNS = int(os.environ.get("SIM_RUNS", "2000"))
 FIRST_SEED = int(os.environ.get("SIM_SEED", "1"))
 
@@ -32,17 +37,25 @@ def test_every_schedule_keeps_the_invariants() -> None:
 def test_every_schedule_of_the_shells_keeps_the_invariants() -> None:
     """The same with driver, watchers, service, client, mailbox, effects, console and loop as they are."""
     seeds = range(FIRST_SEED, FIRST_SEED + SHELL_RUNS)
-    outcomes = simulate_all(seeds, min(2, os.cpu_count() or 1), shells=True)
+    outcomes = simulate_all(seeds, min(2, os.cpu_count() or 1), SHELLS)
     failures = [f"seed {o.seed} --shells: {o.failure}" for o in outcomes if o.failure]
     assert failures == []
 
 
-def test_a_seed_of_the_shells_is_a_schedule() -> None:
+def test_every_schedule_of_claims_keeps_the_invariants() -> None:
+    """Embedded masters as agents find, start and replace them, on machines and in containers that end and come."""
+    seeds = range(FIRST_SEED, FIRST_SEED + CLAIM_RUNS)
+    outcomes = simulate_all(seeds, min(2, os.cpu_count() or 1), CLAIMS)
+    failures = [f"seed {o.seed} --claims: {o.failure}" for o in outcomes if o.failure]
+    assert failures == []
+
+
+@pytest.mark.parametrize(("mode", "seeds"), [(SHELLS, (5, 105, 158)), (CLAIMS, (11, 35, 81))])
+def test_a_seed_of_threads_is_a_schedule(mode: str, seeds: tuple[int, ...]) -> None:
     """Threads take turns as the seed says, whatever the machine does meanwhile."""
-    seeds = (5, 105, 158)
-    here = [simulate(seed, shells=True).digest for seed in seeds]
+    here = [simulate(seed, mode).digest for seed in seeds]
     assert all(here)
-    assert [replay(seed, shells=True)[1].digest for seed in seeds] == here
+    assert [replay(seed, mode)[1].digest for seed in seeds] == here
 
 
 def test_a_seed_is_a_schedule() -> None:
@@ -87,16 +100,28 @@ def test_a_planted_bug_is_seen(name: str) -> None:
     pytest.fail(f"{plant.seeds} schedules show only {sorted(found - {''})}, not {sorted(plant.caught)}")
 
 
+def _is_seen(plant: Plant, mode: str, suiting: Iterator[int]) -> None:
+    """Within the plant's number of schedules; and without it they keep the invariants."""
+    tried = []
+    with planted(plant):
+        for seed in itertools.islice(suiting, plant.seeds):
+            tried.append((seed, simulate(seed, mode).name))
+            if tried[-1][1] in plant.caught:
+                break
+    assert tried[-1][1] in plant.caught, f"{len(tried)} schedules show only {tried}"
+    assert [seed for seed, _ in tried if simulate(seed, mode).failure] == []
+
+
 @pytest.mark.parametrize("name", SHELL_PLANTS)
 def test_a_bug_planted_in_the_shells_is_seen(name: str) -> None:
     """With the bug an invariant that it breaks fails within its number of seeds; without it all hold."""
     plant = SHELL_PLANTS[name]
-    seeds = (seed for seed in itertools.count(plant.first) if plant.is_shown_by(plan_of(seed, shells=True)))
-    tried = []
-    with planted(plant):
-        for seed in itertools.islice(seeds, plant.seeds):
-            tried.append((seed, simulate(seed, shells=True).name))
-            if tried[-1][1] in plant.caught:
-                break
-    assert tried[-1][1] in plant.caught, f"{len(tried)} schedules show only {tried}"
-    assert [seed for seed, _ in tried if simulate(seed, shells=True).failure] == []
+    seeds = itertools.count(plant.first)
+    _is_seen(plant, SHELLS, (seed for seed in seeds if plant.is_shown_by(plan_of(seed, shells=True))))
+
+
+@pytest.mark.parametrize("name", CLAIM_PLANTS)
+def test_a_bug_planted_in_embedded_masters_is_seen(name: str) -> None:
+    """The same for who may replace whom."""
+    plant: Any = CLAIM_PLANTS[name]
+    _is_seen(plant, CLAIMS, (seed for seed in itertools.count(1) if plant.is_shown_by(claim_plan_of(seed))))

@@ -1,4 +1,4 @@
-"""Claims: what they say, who may renew them, and what becomes of locks that cannot be had."""
+"""Claims: what they say, how their counter moves, and what becomes of locks that cannot be had."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.claim import Claim, ClaimFile, RenewerLock
-from dalsegno.agent.machine import LocksUnavailable, Place
+from dalsegno.agent import claim
+from dalsegno.agent.claim import Claim, ClaimFile
+from dalsegno.agent.machine import LocksUnavailable, Machine, Place
 
 HERE = Place("host", "boot", "pid:[1]", "net:[1]")
 CLAIM = Claim("host", "boot", 1, 2, 3, 9, "127.0.0.1:1", "pid:[1]", "net:[1]")
@@ -80,33 +81,35 @@ def test_a_damaged_claim_holds_nothing(tmp_path: Path, text: bytes) -> None:
     assert ClaimFile(tmp_path).read() is None
 
 
-def test_only_the_masters_own_place_moves_the_counter(tmp_path: Path) -> None:
-    """Each place has a lock of its own, and asks whether the claim is its own to renew."""
+def test_a_counter_moves_from_where_it_was_seen(tmp_path: Path) -> None:
+    """Of two who saw the same one moves it; who saw another claim changes nothing."""
     file = ClaimFile(tmp_path)
     file.write(CLAIM, threading.Event())
-    elsewhere = replace(HERE, pid_ns="pid:[2]")
-    locks = [RenewerLock(tmp_path, place) for place in (HERE, HERE, elsewhere)]
-    assert [lock.try_hold() for lock in locks] == [True, False, True]
-    assert not file.bump(lambda claim: claim.is_seen_from(elsewhere))
-    assert file.bump(lambda claim: claim.is_seen_from(HERE))
-    assert file.read() == replace(CLAIM, counter=10)
-    for lock in locks:
-        lock.release()
+    moved = replace(CLAIM, counter=10)
+    assert [file.bump(CLAIM), file.bump(CLAIM), file.bump(replace(moved, pid=7))] == [moved, None, None]
+    assert file.read() == moved
 
 
-def test_a_host_name_is_no_path(tmp_path: Path) -> None:
-    """Whatever sethostname was given."""
-    lock = RenewerLock(tmp_path, replace(HERE, host="../a/b"))
-    assert lock.try_hold()
-    lock.release()
-    (made,) = tmp_path.iterdir()
-    assert made.name.startswith("renewer.")
+def test_a_claim_that_cannot_be_written_names_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text with every attempt: people and logs are told once."""
+
+    def refuse(path: object, *args: object, **named: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+
+    monkeypatch.setattr(claim, "open", refuse, raising=False)
+    said = set()
+    for _ in range(2):
+        with pytest.raises(OSError, match="quota") as failed:
+            ClaimFile(tmp_path).write(CLAIM, threading.Event())
+        said.add(str(failed.value))
+    assert len(said) == 1
+    assert str(tmp_path / "claim.json") in said.pop()
 
 
 @pytest.mark.parametrize("number", [*NO_LOCKS, errno.EIO])
 def test_a_lock_that_cannot_be_had_leaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     """On every path, however often it is tried; where the mount has no locks at all the line says what to do."""
-    file, renewer = ClaimFile(tmp_path), RenewerLock(tmp_path, HERE)
+    file, machine = ClaimFile(tmp_path), Machine()
     file.write(CLAIM, threading.Event())
 
     def refuse(fd: int, operation: int) -> None:
@@ -115,15 +118,15 @@ def test_a_lock_that_cannot_be_had_leaks_nothing(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(fcntl, "flock", refuse)
     expected = LocksUnavailable if number in NO_LOCKS else OSError
     for _ in range(20):
-        with pytest.raises(expected) as renewed:
-            renewer.try_hold()
+        with pytest.raises(expected) as refused:
+            machine.lock(tmp_path / "lock")
         with pytest.raises(expected):
-            file.bump(lambda claim: True)
+            file.bump(CLAIM)
         with pytest.raises(expected), file.starting(1.0, threading.Event()):
             pass
     assert descriptors_below(tmp_path) == []
     if number in NO_LOCKS:
-        assert "--master HOST:PORT" in str(renewed.value)
-        assert len(str(renewed.value).splitlines()) == 1
+        assert "--master HOST:PORT" in str(refused.value)
+        assert len(str(refused.value).splitlines()) == 1
     monkeypatch.undo()
     assert file.read() == CLAIM
