@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="seconds that the script may take to its first step (default: 600)",
     )
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
     parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a training script; none: only the installation")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own")
 
@@ -64,7 +65,7 @@ def doctor(options: argparse.Namespace) -> int:
     """
     if options.script is None:
         return _installation()
-    if not Path(options.script).is_file():
+    if not options.module and not Path(options.script).is_file():
         raise ValueError(f"the script {options.script} does not exist (working directory: {os.getcwd()})")
     if options.nproc_per_node < 1 or not options.timeout > 0:
         raise ValueError("--nproc-per-node is at least 1, and --timeout more than 0")
@@ -132,7 +133,8 @@ def _examine(options: argparse.Namespace) -> int:
 def _command(options: argparse.Namespace) -> list[str]:
     ranks = options.nproc_per_node
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    return [sys.executable, *torchrun, options.script, *options.arguments]
+    module = ["-m"] if options.module else []
+    return [sys.executable, *torchrun, *module, options.script, *options.arguments]
 
 
 def _run(command: list[str], environment: dict[str, str], timeout: float) -> int | None:

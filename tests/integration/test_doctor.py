@@ -79,6 +79,12 @@ def test_a_script_without_a_session(tmp_path: Path) -> None:
     assert "train.py ended without session().steps()" in said
 
 
+def test_a_module(tmp_path: Path) -> None:
+    code, said = doctor(tmp_path, "-m", "train", "--lr=1", script="import sys; print(sys.argv[1:])")
+    assert code == 1
+    assert "['--lr=1']" in said
+
+
 def test_a_script_that_fails(tmp_path: Path) -> None:
     code, said = doctor(tmp_path, "train.py", script="raise ValueError('no data')")
     assert code == 1
