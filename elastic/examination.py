@@ -37,11 +37,15 @@ class Examination:
     Args:
         rank: Of the session; rank 0 speaks.
         begins: The run begins here, and is more than a trial: people are told.
-        facts: What the session knows by itself.
+        world_size, max_world_size, directory: See `Facts`. The doctor says how it is under ``dlrover-run``, which has a
+            directory, and where the world may change.
     """
 
-    def __init__(self, rank: int, begins: bool, facts: Facts) -> None:
-        self._speaks, self._begins, self._facts = rank == 0, begins, facts
+    def __init__(self, rank: int, begins: bool, world_size: int, max_world_size: int, directory: bool) -> None:
+        if is_examined():
+            max_world_size, directory = max(world_size + 1, max_world_size), True
+        self._speaks, self._begins = rank == 0, begins
+        self._facts = Facts(world_size=world_size, max_world_size=max_world_size, directory=directory)
         self._done = False
 
     def learn(self, **facts: Any) -> None:

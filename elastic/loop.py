@@ -106,7 +106,7 @@ def steps(
     source = _source(session, data, options, advanced=advanced)
     if save is not None:
         save = _saved_too(session, data, source, save, options, advanced=advanced)
-    _learn(session, given, save, save_every, options, knows(data, advanced=advanced))
+    _learn(session, given if save is None else save, save_every, options, knows(data, advanced=advanced))
     rehearsal = partial(rehearse, session, given if session.can_save else None)
     run = _Run(session, rehearsal, save=save, save_every=save_every, position=position, metric=metric, options=options)
     return _loop(session, source, run, max_steps, seed)
@@ -188,7 +188,6 @@ def _saved_too(
 
 def _learn(
     session: Session,
-    given: Callable[[Path], None] | Background | None,
     save: Callable[[Path], None] | Background | None,
     save_every: int,
     options: Mapping[str, Any],
@@ -198,14 +197,14 @@ def _learn(
     strategy, anywhere, cut = options["strategy"], options["any_world_size"], options["cut"]
     session.examination.learn(
         strategy=strategy,
-        saves=given is not None,
+        saves=save is not None,
         save_every=save_every,
         any_world_size=loads_anywhere(strategy) if anywhere is None else anywhere,
         reshards=bool(getattr(save, "reshards", False)),
         data=data,
         fixed_micro_batch=cut is not None and cut.micro_batch_size is not None,
     )
-    engine = getattr(given, "engine", None)
+    engine = getattr(save, "engine", None)
     if engine is not None:
         session.examination.learn_parts(engine.module, engine.basic_optimizer)
 

@@ -39,7 +39,7 @@ from .declared import strategy_of
 from .examination import Examination
 from .exchange import Boundary, Exchange, Flags
 from .exits import EXIT_DRAINED, Drained, insist
-from .findings import Facts, loads_anywhere
+from .findings import loads_anywhere
 from .identity import Identity
 from .link import Link
 from .notices import Notice
@@ -98,8 +98,8 @@ class Session:
         # What this step number is saved as. At the resume point that is the resume point itself.
         self._saved: tuple[int, Ref] | None = None if resume is None else (resume.step, resume.ref)
         self._tracking = Tracking(collective, self._saver)
-        facts = Facts(world_size=self.world_size, max_world_size=self.max_world_size, directory=self.can_save)
-        self.examination = Examination(self.rank, resume is None and (self.can_save or not self.alone), facts)
+        begins = resume is None and (self.can_save or not self.alone)
+        self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
         self._notice = notice
         self._over = False
         self._reports = Reports(link)

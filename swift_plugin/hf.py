@@ -14,14 +14,16 @@ import os
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from dalsegno.elastic.examination import is_examined
+
 from .options import Options
 
 T = TypeVar("T")
 
 
 def under_dlrover_run() -> bool:
-    """Whether an agent started this process."""
-    return bool(os.environ.get("DALSEGNO_SOCKET"))
+    """Whether an agent started this process, or ``dalsegno doctor``, which looks how it would be then."""
+    return bool(os.environ.get("DALSEGNO_SOCKET")) or is_examined()
 
 
 def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler
 from dalsegno.elastic.examination import Examination
-from dalsegno.elastic.findings import Facts
 from dalsegno.elastic.loop import steps
 from tests.unit.test_batches import Numbers
 
@@ -192,7 +191,7 @@ class Alone:
     rank, world_size, resume, can_save = 0, 1, None, True
 
     def __init__(self) -> None:
-        self.examination = Examination(0, False, Facts())
+        self.examination = Examination(0, False, 1, 1, False)
         self.step, self.saved = 0, 0
 
     def meet(self, ahead: int) -> int:

@@ -68,8 +68,8 @@ def test_data_that_nobody_follows() -> None:
 
 def test_people_are_told_once_by_rank_0_where_the_run_begins(capsys: pytest.CaptureFixture[str]) -> None:
     for rank, begins in ((1, True), (0, False), (0, True)):
-        look = Examination(rank, begins, SAVES)
-        look.learn(strategy="fsdp", world_size=2)
+        look = Examination(rank, begins, 2, 4, True)
+        look.learn(strategy="fsdp", saves=True, save_every=1)
         look.learn_parts(nn.Linear(2, 2), None)
         look.end()
         look.end()
@@ -85,6 +85,6 @@ def test_the_doctor_gets_them_and_the_process_ends(tmp_path: Path, monkeypatch: 
     for rank in (1, 0):
         assert not (tmp_path / "found").exists()
         with pytest.raises(SystemExit) as left:
-            Examination(rank, False, SAVES).end()
+            Examination(rank, False, 1, 1, False).end()
         assert left.value.code == 0
     assert (tmp_path / "found").read_text().startswith("training: strategy ddp, 1 rank\nchange of the world: ")

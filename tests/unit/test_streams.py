@@ -22,7 +22,6 @@ from dalsegno.elastic.examination import Examination
 from dalsegno.elastic.exchange import Exchange, Flags
 from dalsegno.elastic.fetching import Fetcher, Maker
 from dalsegno.elastic.fetching import Stream as Parts
-from dalsegno.elastic.findings import Facts
 from dalsegno.elastic.loop import steps as training_steps
 
 
@@ -153,7 +152,7 @@ class Alone:
     rank, world_size, resume, can_save, worth_saving = 0, 1, None, False, False
 
     def __init__(self) -> None:
-        self.examination = Examination(0, False, Facts())
+        self.examination = Examination(0, False, 1, 1, False)
         self.step, self.finished, self._exchange = 0, False, Exchange(Solo(), interval=0.0)
 
     def compare(self, alike: Any, *, problem: str = "") -> None: ...
