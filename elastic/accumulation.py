@@ -35,7 +35,7 @@ class Accumulation:
 
     ``DistributedDataParallel(static_graph=True)`` learns the graph from its first backward pass and fails (an internal
     assertion of torch's) if that one is put off. So there each step's first micro-batch is synchronised too: of each
-    step, so that a process that resumes adds up in the same order as one that never stopped.
+    step, so that a process that resumes synchronises where one that never stopped does.
 
     Args:
         model: What the training calls: a wrapper, a DeepSpeed engine, or a plain module, which stays as it is.

@@ -50,6 +50,9 @@ CASES: dict[str, dict[str, Any]] = {
     "flat adamw": {"do": "fsdp", "optimizer": "adamw", "sharded": True, "flat": True, "steps": 5},
     "static": {**DDP, "options": {"static_graph": True}},
     "static, again": {**DDP, "options": {"static_graph": True}, "again": 3},
+    "plain": DDP,
+    "plain, again": {**DDP, "again": 3},
+    "unused, again": {**DDP, "options": {"find_unused_parameters": True}, "again": 3},
     "static, view": {**DDP, "options": {"static_graph": True, "gradient_as_bucket_view": True}},
     "static trainer": {
         **DEEPSPEED,
@@ -256,13 +259,23 @@ def test_ddp_accumulates_alike_with_its_options(seen: Seen, name: str) -> None:
 
 
 @brings(
-    "`DDP(static_graph=True)` where micro-batches are accumulated, resumed in the same world",
+    "DDP, also with a static graph, resumed in the same world of two ranks; with `find_unused_parameters=True` of any",
     Comes.BITWISE,
-    "every step synchronises at the same places, also the first one of a process",
+    "a resumed process synchronises where one that never stopped does, and adds up in the same order",
 )
-def test_a_static_graph_is_learned_anew_bit_by_bit(seen: Seen) -> None:
-    for world in (seen.two, seen.three):
-        assert world["static, again"][0]["weights"] == world["static"][0]["weights"]
+@brings(
+    "DDP resumed in the same world of three ranks or more",
+    Comes.ROUNDED,
+    "after a process's first step torch lays the gradients out anew, and where a gradient lies says in which order the "
+    "ranks' are added up: that one step is rounded otherwise",
+    "`find_unused_parameters=True`, with which torch does not, where every bit matters",
+)
+def test_ddp_made_anew(seen: Seen) -> None:
+    """As by a process that resumes."""
+    for name in ("plain", "static", "unused"):
+        assert seen.two[f"{name}, again"][0]["weights"] == seen.two[name][0]["weights"], name
+        assert max(seen.three[f"{name}, again"][0]["errors"]) < 1e-6
+    assert seen.three["unused, again"][0]["weights"] == seen.three["unused"][0]["weights"]
 
 
 def test_the_trainer_takes_a_static_graph(seen: Seen) -> None:
