@@ -82,7 +82,7 @@ def test_two_ranks_go_on_bit_for_bit(tmp_path: Path) -> None:
     assert_same(cases, whole, run(tmp_path / "second", 2, resumed(tmp_path, cases)))
     if CARDS:
         assert [rank["current"] for rank in whole[0]] == [0, 1 % CARDS], "bound by local rank"
-        assert [rank["backend"] for rank in whole[0]] == ["gloo" if CARDS == 1 else "cpu:gloo,cuda:nccl"] * 2
+        assert ["nccl" in rank["backend"] for rank in whole[0]] == [CARDS > 1] * 2
 
 
 @needs_deepspeed

@@ -126,7 +126,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         "current": torch.cuda.current_device() if device.type == "cuda" else None,
         "started cuda": cuda_started() and not before,
         "pid": os.getpid(),
-        "backend": dist.get_backend() if dist.is_initialized() else None,
+        "backend": dist.get_backend_config() if dist.is_initialized() else "",
         "evaluated": trainer.metrics["loss"].hex(),
     }
 
