@@ -14,7 +14,7 @@ from .batches import Batch
 from .checkpoint import Cut, Order, Position, Ref
 from .exchange import MAX_STEPS_APART, Boundary
 from .resuming import check_strategy
-from .sampler import check_cut, check_order
+from .sampler import check_order
 from .saving import SaveError
 from .sources import (
     Source,
@@ -82,8 +82,8 @@ def steps(
 
     Raises:
         ValueError: The ranks were not started alike; ``max_steps`` or ``save_every`` below 0; there is a directory, and
-            ``save_every`` without ``save``; the resume point is another strategy's, or of another order or cut, or the
-            data do not begin where it ended.
+            ``save_every`` without ``save``; the resume point is another strategy's, or of another order, or the data do
+            not begin where it ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
         SaveError: The script's ``save`` has a mistake, or the final save failed again and again.
         Drained: See above.
@@ -143,13 +143,11 @@ def _what(save: Callable[[Path], None] | Background | None) -> str:
 
 def _source(session: Session, data: Iterable[T], options: Mapping[str, Any], *, advanced: bool) -> Source[T]:
     """The data, at the place where the run goes on."""
-    resume, order, cut = session.resume, options["order"], options["cut"]
+    resume, order = session.resume, options["order"]
     if resume is None or session.step != resume.step:  # not the first loop of this process
         return source_of(data, None, session.rank, session.world_size, advanced=advanced)
     if order is not None and resume.manifest.order is not None:
         check_order(resume.manifest.order, order)
-    if cut is not None:
-        check_cut(resume.manifest.cut, cut)
     place = getattr(data, "position", None)
     if not advanced and isinstance(place, Position):
         check_place(place, resume)
