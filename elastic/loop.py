@@ -18,7 +18,7 @@ from .exchange import MAX_STEPS_APART, Boundary
 from .findings import loads_anywhere
 from .rehearsal import rehearse
 from .resuming import check_strategy
-from .sampler import check_cut, check_order
+from .sampler import check_order
 from .saving import SaveError
 from .sources import (
     Source,
@@ -86,7 +86,7 @@ def steps(
     Raises:
         ValueError: The ranks were not started alike; ``max_steps`` or ``save_every`` below 0; there is a directory, and
             ``save_every`` without ``save``; ``save`` calls a DeepSpeed engine that is not of ``strategy``; the resume
-            point is another strategy's, or of another order or cut, or the data do not begin where it ended.
+            point is another strategy's, or of another order, or the data do not begin where it ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
         SaveError: The script's ``save`` has a mistake: what ``TrainingState`` and the `Trainer` save is tried before
             the first step, but for the tensors' values and without writing; other functions at the first save. Or the
@@ -148,13 +148,11 @@ def _what(save: Callable[[Path], None] | Background | None) -> str:
 
 def _source(session: Session, data: Iterable[T], options: Mapping[str, Any], *, advanced: bool) -> Source[T]:
     """The data, at the place where the run goes on."""
-    resume, order, cut = session.resume, options["order"], options["cut"]
+    resume, order = session.resume, options["order"]
     if resume is None or session.step != resume.step:  # not the first loop of this process
         return source_of(data, None, session.rank, session.world_size, advanced=advanced)
     if order is not None and resume.manifest.order is not None:
         check_order(resume.manifest.order, order)
-    if cut is not None:
-        check_cut(resume.manifest.cut, cut)
     place = getattr(data, "position", None)
     if not advanced and isinstance(place, Position):
         check_place(place, resume)

@@ -150,6 +150,8 @@ ALL = {
     "other strategies in a save": Told("own_loop", {"strategy": ["ddp", "own"]}),
     "kinds of lists": Told("foreign", {"loader": "list"}),
     "second trainer": Told("twice", {"second": "trainer"}),
+    "second unsaved": Told("twice", {"second": "trainer", "directory": False}),
+    "second loop unsaved": Told("twice", {"second": "loop", "directory": False}),
     "second elsewhere": Told("twice", {"second": "elsewhere"}),
     "second loop": Told("twice", {"second": "loop"}),
     "second sum": Told("twice", {"second": "sum"}),
@@ -254,6 +256,8 @@ def test_contents_are_compared_before_the_seal(came: dict[str, Came], name: str,
     [
         ("second trainer", "this session is over: its run was drained or finished, at step 2"),
         ("second loop", "this session is over: its run was drained or finished, at step 2"),
+        ("second unsaved", "this session is over: its run was drained or finished, at step 2"),
+        ("second loop unsaved", "this session is over: its run was drained or finished, at step 2"),
         ("second elsewhere", "and trains that run alone, not one in"),
     ],
 )

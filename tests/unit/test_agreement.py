@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +11,13 @@ import torch
 
 from dalsegno.elastic import BatchPlan
 from dalsegno.elastic.agreement import PART, Unlike, agree, differences, missing_part
-from dalsegno.elastic.checkpoint import Cut, Order
+from dalsegno.elastic.checkpoint import SHARDED, Cut, Order, Position
 from dalsegno.elastic.collective import Solo
+from dalsegno.elastic.opening import check_world
+from dalsegno.elastic.resuming import ResumePoint
 from dalsegno.elastic.sampler import check_cut
-from dalsegno.elastic.sources import Stateful, fingerprint
+from dalsegno.elastic.sources import Stateful, file_name, fingerprint
+from tests.unit.test_checkpoint import manifest_for
 
 
 class Table(Solo):
@@ -149,9 +153,25 @@ def test_a_state_is_that_of_the_last_batch_taken(ahead: int, caplog: pytest.LogC
     assert [again.take(), again.take()] == [4, 5]
     assert again.ahead(1) == 0
     assert not caplog.records
-    over: Stateful[int] = Stateful(Numbers(), saved(5, ahead=1))
+    broken = Numbers()
+    broken.load_state_dict = None  # type: ignore[assignment,method-assign]
+    # Accelerate's begins anew when it is told of its end.
+    over: Stateful[int] = Stateful(broken, saved(5, ahead=1))
     assert over.go_on() == ""
     assert over.ahead(1) == 0
+
+
+def test_loaders_states_of_another_world_are_refused_under_an_agent(tmp_path: Path) -> None:
+    """Whatever the shape claims, and with the reason that a person can act on."""
+    directory = tmp_path / "step-4.e2.1"
+    (directory / file_name(0)).parent.mkdir(parents=True)
+    (directory / file_name(0)).write_bytes(b"state")
+    manifest = manifest_for(directory)
+    assert manifest.shape.any_world_size
+    resume = ResumePoint(4, Position(), SHARDED, directory, None, manifest)
+    check_world(resume, 2)
+    with pytest.raises(RuntimeError, match="data loader of each of 2 ranks, and there are 3: start 2"):
+        check_world(resume, 3)
 
 
 def test_a_loader_that_goes_on_with_another_batch_is_said(caplog: pytest.LogCaptureFixture) -> None:
