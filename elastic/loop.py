@@ -70,9 +70,8 @@ def steps(
             ``save``; the resume point is another strategy's, or of another order of samples, or the data do not begin
             where it ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
-        SaveError: The script's ``save`` has a mistake: what ``TrainingState`` and the `Trainer` save is tried before
-            the first step, but for the tensors' values and without writing; other functions at the first save. Or the
-            final save failed again and again.
+        SaveError: The script's ``save`` has a mistake (before the first step, where ``rehearsal`` sees it, else at the
+            first save), or the final save failed again and again.
         Drained: See above.
     """
     if save_every < 0 or (max_steps is not None and max_steps < 0):
@@ -80,13 +79,12 @@ def steps(
     save = _saving(session, save, save_every)
     if save is not None:
         check_strategy(session.resume, strategy)
-    rehearsal = partial(rehearse, session, save)
     order = order or getattr(data, "order", None)
     _check_data(session, data, order, moves=position is None)
     source = _source(data)
     run = _Run(
         session,
-        rehearsal,
+        partial(rehearse, session, save),
         save=save,
         save_every=save_every,
         position=position,
