@@ -88,9 +88,8 @@ def steps(
             ``save_every`` without ``save``; ``save`` calls a DeepSpeed engine that is not of ``strategy``; the resume
             point is another strategy's, or of another order, or the data do not begin where it ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
-        SaveError: The script's ``save`` has a mistake: what ``TrainingState`` and the `Trainer` save is tried before
-            the first step, but for the tensors' values and without writing; other functions at the first save. Or the
-            final save failed again and again.
+        SaveError: The script's ``save`` has a mistake (before the first step, where ``rehearsal`` sees it, else at the
+            first save), or the final save failed again and again.
         Drained: See above.
     """
     advanced, strategy = advanced or position is not None, strategy_of(save, strategy)
