@@ -117,7 +117,9 @@ COMMANDS: dict[str, How] = {
     "make bench-gpu PYTHON=...": Elsewhere(_CARD, "bench-gpu PYTHON=python3"),
     "make test-gpu PYTHON=/opt/torch/bin/python": Elsewhere(_CARD, "test-gpu PYTHON=python3"),
     "make bench-gpu PYTHON=/opt/torch/bin/python": Elsewhere(_CARD, "bench-gpu PYTHON=python3"),
-    "make test-gpu FLAGS=--device=cpu": Elsewhere("`make test` runs the same tests on the CPU", "test-gpu"),
+    "make test-gpu PYTHON=.venv/bin/python FLAGS=--device=cpu": Elsewhere(
+        "`make test` runs the same tests on the CPU", "test-gpu PYTHON=python3"
+    ),
     "make protos": Elsewhere(
         "needs the generators of the network, which `make test` installs",
         "tests/unit/test_protos.py::test_generated_code_is_up_to_date",
