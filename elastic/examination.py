@@ -7,7 +7,6 @@ step. Else they are printed where the run begins.
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,7 @@ class Examination:
             raise Examined
         if self._speaks and self._begins:
             for line in lines:
-                print(f"dalsegno: {line}", file=sys.stderr, flush=True)
+                print(f"dalsegno: {line}", flush=True)  # the agent shows what is printed, not what is logged
 
 
 def _inner(optimizer: Any) -> Any:

@@ -118,7 +118,7 @@ COMMANDS: dict[str, How] = {
     "make test-gpu PYTHON=/opt/torch/bin/python": Elsewhere(_CARD, "test-gpu PYTHON=python3"),
     "make bench-gpu PYTHON=/opt/torch/bin/python": Elsewhere(_CARD, "bench-gpu PYTHON=python3"),
     "make test-gpu PYTHON=.venv/bin/python FLAGS=--device=cpu": Elsewhere(
-        "make test runs the same tests on the CPU", "test-gpu PYTHON=python3"
+        "`make test` runs the same tests on the CPU", "test-gpu PYTHON=python3"
     ),
     "make protos": Elsewhere(
         "needs the generators of the network, which `make test` installs",

@@ -73,7 +73,7 @@ def test_people_are_told_once_by_rank_0_where_the_run_begins(capsys: pytest.Capt
         look.learn_parts(nn.Linear(2, 2), None)
         look.end()
         look.end()
-    lines = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "dalsegno: training: strategy fsdp, 2 ranks"
     assert len(lines) == 2
 
