@@ -11,7 +11,7 @@ from .claim_plan import populate
 from .machines import THEM, US, Computer, Namespace, Site
 
 if TYPE_CHECKING:
-    from .claims import Master, World
+    from .claims import Agent, Master, World
 
 T = TypeVar("T")
 # What another program's server answers to our call.
@@ -127,15 +127,27 @@ def kill_agents(world: World) -> None:
 def kill_starter(world: World) -> None:
     """In the middle of starting a master."""
     kill_master(world)
+    _when_one_starts(world, lambda agent: agent.end())
 
-    def look(left: int) -> None:
-        starter = pick(world, [agent for agent in world.living() if agent.starts is not None])
-        if starter is not None:
-            world.clock.after(world.random.uniform(0.0, 2.0), starter.end)
-        elif left:
-            world.clock.after(0.2, look, left - 1)
 
-    look(60)
+def freeze_starter(world: World) -> None:
+    """In the middle of starting a master, with the lock for it; longer than others wait for that, now and then."""
+    kill_master(world)
+
+    def freeze(agent: Agent) -> None:
+        if agent.runs:
+            agent.freeze()
+            world.clock.after(world.random.choice((2.0, 20.0, 100.0)), agent.thaw)
+
+    _when_one_starts(world, freeze)
+
+
+def _when_one_starts(world: World, call: Callable[[Agent], None], looks: int = 60) -> None:
+    starter = pick(world, [agent for agent in world.living() if agent.starts is not None])
+    if starter is not None:
+        world.clock.after(world.random.uniform(0.0, 2.0), call, starter)
+    elif looks:
+        world.clock.after(0.2, _when_one_starts, world, call, looks - 1)
 
 
 def freeze_agent(world: World) -> None:
@@ -304,6 +316,7 @@ FAULTS: dict[str, Callable[[World], None]] = {
         kill_agent,
         kill_agents,
         kill_starter,
+        freeze_starter,
         freeze_agent,
         freeze_all,
         leave,

@@ -23,6 +23,7 @@ HAPPENINGS = (
     "kill_agent",
     "kill_agents",
     "kill_starter",
+    "freeze_starter",
     "freeze_agent",
     "freeze_all",
     "freeze_all",

@@ -114,6 +114,13 @@ def shared_kernel(plan: ClaimPlan) -> bool:
     return len({machines[site] for site in used}) < len(used)
 
 
+def pods(plan: ClaimPlan) -> bool:
+    """Agents reach a master whose process they don't see."""
+    kinds = [(number, kind) for number, kinds in enumerate(plan.machines) for kind in kinds]
+    used = {kinds[site] + (site,) for site, _ in plan.agents}
+    return any(a[0] == b[0] and a != b and a[1] == "pod" and b[1] in ("pod", "machine") for a in used for b in used)
+
+
 def crowded(plan: ClaimPlan) -> bool:
     """Several agents live on the same machine or in the same container."""
     sites = [site for site, _ in plan.agents]
@@ -132,7 +139,14 @@ CLAIM_PLANTS: dict[str, Plant] = dict(
         _plant(Claim, "is_reached_from", takes_another_boot_for_this_one, KILLED, WELL, seeds=40, suits=has("reboot")),
         _plant(embedded, "_REPLACED", replaces_whoever_does_not_answer, REPLACED, seeds=20, suits=has("slow_master")),
         _plant(embedded, "_STRANGERS", takes_a_stranger_for_the_master, WELL, seeds=40, suits=has("reuse_port")),
-        _plant(EmbeddedMaster, "_renews", vouches_only_for_what_it_sees, VOUCHED, seeds=100, suits=shared_kernel),
+        _plant(
+            EmbeddedMaster,
+            "_renews",
+            vouches_only_for_what_it_sees,
+            VOUCHED,
+            seeds=40,
+            suits=lambda plan: pods(plan) and has("kill_agents", "kill_agent", "leave")(plan),
+        ),
         _plant(
             ClaimFile,
             "bump",
