@@ -82,8 +82,10 @@ def test_the_first_probe_and_token_count(tmp_path: Path, refused: list[str]) -> 
 def test_a_claim_moves(tmp_path: Path, refused: list[str]) -> None:
     """Its counter is seen to move, also by one who reads in the middle of a write."""
     claims = ClaimFile(tmp_path)
-    claims.write(Claim("host", "boot", 1, 2, 3, 9, "127.0.0.1:1"), threading.Event())
-    assert claims.bump(lambda claim: claim.host == "host")
+    before = Claim("host", "boot", 1, 2, 3, 9, "127.0.0.1:1")
+    claims.write(before, threading.Event())
+    assert claims.bump(before) is not None
+    assert claims.bump(before) is None, "it is not as it was"
     claim = claims.read()
     assert claim is not None
     assert claim.counter == 10
