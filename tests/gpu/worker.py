@@ -42,7 +42,8 @@ def make_strategy(case: Mapping[str, Any]) -> Strategy:
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         policy = MixedPrecisionPolicy(param_dtype=TYPES[precision], reduce_dtype=torch.float32)
-        return FSDP(blocks=(Block,), **({} if precision == "fp32" else {"mp_policy": policy}))
+        options: dict[str, Any] = {} if precision == "fp32" else {"mp_policy": policy}
+        return FSDP(blocks=(Block,), **options)
     return DDP()
 
 

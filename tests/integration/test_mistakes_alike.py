@@ -1,0 +1,91 @@
+"""What is the same only in distribution after a change of the world, and what keeps it exact: with real ranks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.support import alike_worker as worker
+from tests.support.mistakes import Comes, brings
+from tests.support.zero_runs import run_world
+
+pytestmark = pytest.mark.timeout(240)
+
+STOP = 3
+
+
+def losses(world: int, directory: Path, model: str, *, fixed: bool = False) -> dict[int, float]:
+    """Of the steps that this start makes: to the end, or where nothing is there yet, to the stop."""
+    told = {"model": model, "fixed": fixed, "directory": str(directory), "stop": STOP}
+    if directory.exists():
+        told["stop"] = worker.STEPS
+    output = run_world(world, [worker.__file__, json.dumps(told)])[0][1]
+    (line,) = [line for line in output.splitlines() if line.startswith("losses ")]
+    return {int(step): loss for step, loss in json.loads(line.removeprefix("losses ")).items()}
+
+
+def curves(tmp_path: Path, model: str, *, fixed: bool = False) -> tuple[Mapping[int, float], Mapping[int, float]]:
+    """Two ranks to step 3, then on: by two ranks again, and by one."""
+    begun = tmp_path / "begun"
+    losses(2, begun, model, fixed=fixed)
+    found = []
+    for world in (2, 1):
+        shutil.copytree(begun, tmp_path / f"by-{world}")
+        found.append(losses(world, tmp_path / f"by-{world}", model, fixed=fixed))
+    for curve in found:
+        assert sorted(curve) == list(range(STOP + 1, worker.STEPS + 1))
+    return found[0], found[1]
+
+
+def whole(tmp_path: Path, model: str, *, fixed: bool = False) -> dict[int, float]:
+    """Two ranks without a stop."""
+    told = {"model": model, "fixed": fixed, "directory": str(tmp_path / "whole"), "stop": worker.STEPS}
+    output = run_world(2, [worker.__file__, json.dumps(told)])[0][1]
+    return {int(k): v for k, v in json.loads(output.split("losses ")[1].splitlines()[0]).items() if int(k) > STOP}
+
+
+@brings(
+    "dropout, stochastic depth and whatever else a model draws at random, resumed by as many ranks",
+    Comes.BITWISE,
+    "each rank's generators (Python's, NumPy's, torch's, its card's) are saved with every checkpoint and go on",
+)
+@brings(
+    "the same, resumed by another number of ranks",
+    Comes.ALIKE,
+    "each rank draws by itself, and there are other ranks with other samples: the generators are seeded anew from the"
+    " seed, the step and the rank",
+    "`fixed_micro_batch=True`: micro-batches are the same in every world, and the generators are set for each of them",
+)
+def test_random_draws(tmp_path: Path) -> None:
+    same, other = curves(tmp_path, "dropout")
+    assert same == whole(tmp_path, "dropout")
+    assert all(abs(same[step] - other[step]) > 1e-4 for step in same)
+
+
+@brings(
+    "BatchNorm and other statistics of a micro-batch, resumed by another number of ranks",
+    Comes.ALIKE,
+    "a rank's micro-batches have other samples there, and perhaps another size; and of the running statistics rank 0's"
+    " are saved",
+    "`fixed_micro_batch=True` keeps what is computed in training; or LayerNorm, GroupNorm",
+)
+def test_statistics_of_a_micro_batch(tmp_path: Path) -> None:
+    same, other = curves(tmp_path, "statistics")
+    assert same == whole(tmp_path, "statistics")
+    assert any(abs(same[step] - other[step]) > 1e-5 for step in same)
+
+
+@brings(
+    "dropout, BatchNorm and losses of a micro-batch as a whole, with `fixed_micro_batch=True`",
+    Comes.ROUNDED,
+    "each global batch is cut into the same micro-batches in every world, and the generators are set for each of them",
+)
+@pytest.mark.parametrize("model", list(worker.MODELS))
+def test_fixed_micro_batches(tmp_path: Path, model: str) -> None:
+    same, other = curves(tmp_path, model, fixed=True)
+    assert same == pytest.approx(whole(tmp_path, model, fixed=True), rel=1e-5)
+    assert other == pytest.approx(same, rel=1e-5)
