@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import deepspeed
@@ -16,9 +15,8 @@ from torch import Tensor
 
 from .deepspeed_loading import knows_universal_files, loads_any_state, torch_optimizer, whole_parameters
 from .optimizers import is_elementwise
+from .remarks import remark
 from .universal.source import ADAM_STATES
-
-log = logging.getLogger(__name__)
 
 # Versions of DeepSpeed in which re-sharding was tried.
 TRIED = ((0, 19),)
@@ -140,8 +138,8 @@ def tell(engine: Any) -> None:
         f"the run stays at {world} ranks"
     )
     if (unknown := _unknown(engine)) is not None:
-        log.warning(
+        remark(
             "%s: %s. If it does not, the loss curve is another one at every world size. %s", unknown, _PARTS, changes
         )
     elif (reason := why_not_reshard(engine)) is not None:
-        log.warning("no re-sharding with %s. %s", reason, changes)
+        remark("no re-sharding with %s. %s", reason, changes)

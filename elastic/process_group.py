@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 from collections import Counter
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-log = logging.getLogger(__name__)
+from .remarks import remark
 
 # Tensors of both kinds, also where torch's own default is NCCL alone.
 BOTH = "cpu:gloo,cuda:nccl"
@@ -71,7 +70,7 @@ def shared_cards(store: Any, rank: int, world_size: int, card: str) -> bool:
         cards = [bytes(answer).decode() for answer in store.multi_get([f"card/{peer}" for peer in range(world_size)])]
         most, different = max(Counter(cards).values()), len(set(cards))
         if most > 1:
-            log.warning(
+            remark(
                 "%d ranks share %d card%s, up to %d on one: gloo takes NCCL's place, and training is slow. Start as "
                 "many workers on each node as it has cards of its own: --nproc-per-node=gpu, CUDA_VISIBLE_DEVICES",
                 *(world_size, different, "" if different == 1 else "s", most),

@@ -40,6 +40,7 @@ from .collective import Collective
 from .declared import DDP, contradiction, of_each_rank
 from .identity import Identity
 from .link import Link
+from .remarks import remark
 from .save_errors import Cause, describe, is_fatal, kept, problem
 from .saving_reports import Count, SavingReports, bytes_below
 from .staging import HostBuffers
@@ -283,7 +284,7 @@ class Saver:
         own = [path for path in paths if PurePosixPath(path).parts[0] not in (rng.DIRECTORY, PARTS)]
         each = of_each_rank(own, self._identity.world_size)
         if each is not None and self._identity.rank == 0:
-            log.warning(
+            remark(
                 "each rank has saved a file of its own, %s, and strategy='ddp' says that any number of ranks loads "
                 "them: if they hold parts of the model or of the optimizer, give save or steps any_world_size=False",
                 each,
@@ -388,9 +389,7 @@ class Saver:
         if all(PurePosixPath(entry.path).parts[0] == rng.DIRECTORY for entry in entries) and not self._noted_empty:
             self._noted_empty = True
             if self._identity.rank == 0:
-                log.warning(
-                    "save wrote nothing below the path it was given: %s holds no weights, only generators", name
-                )
+                remark("save wrote nothing below the path it was given: %s holds no weights, only generators", name)
         return tuple(sorted(entries, key=lambda entry: entry.path))
 
     def _manifest(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:

@@ -24,6 +24,7 @@ from .background_save import Background
 from .checkpoint import Position
 from .checkpoint.files import write_exclusive
 from .findings import NOTHING, OURS, SCRIPTS, STATE
+from .remarks import remark
 from .replicas import loadable
 from .resuming import LOADERS, ResumePoint, check_loaders
 from .training_state import read_tensors
@@ -138,7 +139,7 @@ class Stateful(Unknown[T]):
             return ""
         if _inner(loader) is not loader:
             return f"{kind(loader)} goes on with another batch than was next: its state lacks the order; {INSTEAD}"
-        log.warning(
+        remark(
             "%s goes on with another batch than was next: right if its data set draws at random, else samples come "
             "twice or never, because its state lacks the order (a sampler without a state); then %s",
             kind(loader),
@@ -292,13 +293,13 @@ def _saved(resume: ResumePoint, rank: int, world_size: int, what: str) -> Any:
 def say_what_cannot_resume(source: Source[Any], data: Any, world_size: int) -> None:
     """Once, at the start of a run: nobody should hear of it at the first change."""
     if isinstance(source, Stateful):
-        log.warning(
+        remark(
             "%s has a state for each rank: this run goes on with %d ranks only; with Batches it would with any number",
             kind(data),
             world_size,
         )
     elif isinstance(source, Unknown) and source.ahead(1) and source.place is None:
-        log.warning(
+        remark(
             "%s cannot be resumed: nothing says where it stands, and a run that goes on from a checkpoint would train "
             "its first samples again, which is refused; %s",
             kind(data),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
@@ -10,8 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from .optimizers import is_elementwise
-
-log = logging.getLogger(__name__)
+from .remarks import remark
 
 # What approximates the gradients of each rank by itself: by the modules that bring it, or by what it gathers.
 _APPROXIMATE = ("powerSGD_hook", "post_localSGD_hook", "quantization_hooks")
@@ -21,7 +19,7 @@ def tell(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Warns of what `remarks` finds."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
         for line in remarks(model, optimizers):
-            log.warning("%s", line)
+            remark("%s", line)
 
 
 def remarks(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str]:

@@ -1,0 +1,19 @@
+"""What people should know of their training, and nothing is wrong with."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+log = logging.getLogger(__name__)
+
+
+def remark(text: str, *values: object) -> None:
+    """One line in the log and, under ``dlrover-run``, on its console: that shows what workers print, not what they log.
+
+    Args:
+        text, values: As for ``logging``.
+    """
+    log.warning(text, *values)
+    if os.environ.get("DALSEGNO_SOCKET"):
+        print(f"dalsegno: {text % values if values else text}", flush=True)
