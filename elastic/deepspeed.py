@@ -38,6 +38,7 @@ from dalsegno.elastic.checkpoint import UNIVERSAL
 
 from .deepspeed_checks import can_reshard, tell, why_not_reshard
 from .deepspeed_loading import (
+    check_groups,
     load_parameters,
     load_whole_model,
     own_loading,
@@ -326,6 +327,8 @@ def loads_by_values(resume: Resume) -> bool:
 def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
     saved = engine_directory(resume.path)
     directory = saved if resume.universal is None else resume.universal
+    if not isinstance(engine.module, PipelineModule):
+        check_groups(engine, saved)
     with _opened(resume, saved, int(engine.zero_optimization_stage())) as (view, values):
         with nullcontext() if values is None else own_loading(engine, values, view):
             loaded, client_state = engine.load_checkpoint(str(view.parent), tag=view.name, load_module_strict=strict)

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .deepspeed_view import COMMON, NESTED, ZERO, model_state_files
+from .optimizers import check_parameters
 from .universal.forms import NUMBERS
 from .universal.loading import load
 from .universal.source import ADAM_STATES, FP32
@@ -336,6 +337,19 @@ def restore_unpartitioned(engine: Any, directory: Path) -> None:
                 _copy(parameter, value)
             elif parameter.requires_grad:
                 raise RuntimeError(f"{name} requires gradients, and no optimizer knows it: the checkpoint has no value")
+
+
+def check_groups(engine: Any, directory: Path) -> None:
+    """The optimizer trains what it trained when this was saved, in the same order. (At stage 0 nothing says so.)
+
+    Raises:
+        RuntimeError: It does not.
+    """
+    files = model_state_files(directory, int(getattr(engine, "checkpoint_mp_rank", 0)))
+    saved = load(files[0], mmap=True).get("param_shapes")
+    if saved is not None and int(engine.zero_optimization_stage()) > 0:
+        here = [name for group in engine._get_zero_param_shapes() for name in group]
+        check_parameters([name for group in saved for name in group], here)
 
 
 def _unpartitioned(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import SHARDED
+from .optimizers import check_parameters
 from .replicas import check_unsharded, check_whole, loadable, unwrapped, without_prefixes
 from .worker_session import Session
 
@@ -66,10 +67,21 @@ class TrainingState:
         if self._session.rank != 0:
             return {}
         kept = {name: {"type": _kind(part), "state": _state_of(name, part)} for name, part in self._parts.items()}
+        for name, names in self._trained().items():
+            kept[name]["parameters"] = names
         for name, part in self._parts.items():
             check = check_unsharded if hasattr(part, "param_groups") else loadable
             check(kept[name], f"the state of {name}")
         return {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
+
+    def _trained(self) -> dict[str, list[str]]:
+        """Of each optimizer its parameters by name, in the order of its groups; those of no name are left out."""
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        return {
+            name: [names[p] for group in groups for p in group["params"] if p in names]
+            for name, part in self._parts.items()
+            if (groups := getattr(part, "param_groups", None)) is not None
+        }
 
     def rehearse(self) -> None:
         """Asks for all that would be saved, without writing it.
@@ -118,6 +130,10 @@ class TrainingState:
                 f"{resume.ref.name} was saved with {_named(had)}, this training has {_named(have)}: it would go on"
                 " otherwise than it began; make the same ones, or start a new run"
             )
+        for name, names in self._trained().items():
+            # Earlier versions did not say.
+            if "parameters" in kept[name]:
+                _same_parameters(resume.ref.name, kept[name]["parameters"], names)
         try:
             # What is no tensor of the model's is kept by it as it comes.
             self._model.load_state_dict(
@@ -131,6 +147,13 @@ class TrainingState:
             except (ValueError, KeyError, RuntimeError) as error:
                 raise ValueError(f"the {name} in {resume.ref.name} does not fit this one: {error}") from error
         return True
+
+
+def _same_parameters(checkpoint: str, saved: Sequence[str], here: Sequence[str]) -> None:
+    try:
+        check_parameters(saved, here)
+    except RuntimeError as error:
+        raise ValueError(f"{checkpoint}: {error}") from error
 
 
 def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,3 +90,36 @@ def test_fixed_micro_batches(tmp_path: Path, model: str) -> None:
     same, other = curves(tmp_path, model, fixed=True)
     assert same == pytest.approx(whole(tmp_path, model, fixed=True), rel=1e-5)
     assert other == pytest.approx(same, rel=1e-5)
+
+
+@brings(
+    "parameter groups in another order than they were saved in, with any strategy",
+    Comes.REFUSED,
+    "states and hyperparameters go by their place in the optimizer: each would get another one's momentum",
+    "make the groups as they were, from lists in a fixed order, not from sets",
+)
+@brings(
+    "other parameters trained than when the checkpoint was saved: frozen, unfrozen, added",
+    Comes.REFUSED,
+    "the optimizer's states belong to other parameters",
+    "freeze and group them as they were, or start a new run from the weights",
+)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "deepspeed"])
+def test_other_groups_than_were_saved(tmp_path: Path, strategy: str) -> None:
+    """In the same world; on all ranks, before a step. The same groups go on."""
+    told = {"model": "dropout", "fixed": False, "strategy": strategy, "stop": STOP}
+    begun = tmp_path / "begun"
+
+    def start(groups: list[int], directory: Path, stop: int) -> list[tuple[int, str]]:
+        each = {**told, "groups": groups, "directory": str(directory), "stop": stop}
+        return run_world(2, [worker.__file__, json.dumps(each)])
+
+    start([0, 3], begun, STOP)
+    for name, groups, says in (("turned", [3, 0], "another order"), ("fewer", [0], "other parameters|other than")):
+        shutil.copytree(begun, tmp_path / name)
+        for code, output in start(groups, tmp_path / name, worker.STEPS):
+            assert code != 0, output
+            assert re.search(f"ValueError.*({says}|groups with other parameters)", output), output
+            assert '"4"' not in output, "a step was made"
+    ended = start([0, 3], begun, worker.STEPS)
+    assert '"6"' in ended[0][1], ended[0][1]

@@ -1,6 +1,7 @@
 """A Trainer with something random, or with statistics of a micro-batch, that is stopped and goes on in another world.
 
-``argv[1]``: ``{"model", "fixed", "directory", "stop"}``; it prints ``losses {step: loss}`` of rank 0.
+``argv[1]``: ``{"model", "fixed", "directory", "stop"}``, perhaps ``strategy``, and ``groups``: the layers whose
+parameters the optimizer trains, in that order, a group each. It prints ``losses {step: loss}`` of rank 0.
 """
 
 from __future__ import annotations
@@ -33,6 +34,13 @@ class Losses(Callback):
             raise SystemExit(0)
 
 
+def groups(model: nn.Module, layers: list[int]) -> Any:
+    """All parameters, or those of some layers by themselves."""
+    names = dict(model.named_parameters())
+    groups = [[p for name, p in names.items() if f"{layer}." in name] for layer in layers]
+    return [{"params": group, "lr": 0.05} for group in groups] or list(names.values())
+
+
 def main() -> None:
     told = json.loads(sys.argv[1])
     torch.manual_seed(7)
@@ -43,7 +51,8 @@ def main() -> None:
     trainer = Trainer(
         model,
         data,
-        optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9),
+        optimizer=lambda model: torch.optim.SGD(groups(model, told.get("groups", [])), lr=0.05, momentum=0.9),
+        strategy=told.get("strategy", "ddp"),
         loss=lambda model, batch: nn.functional.mse_loss(model(batch[0]), batch[1]),
         global_batch_size=16,
         # As large as the world asks for, where it cuts.
