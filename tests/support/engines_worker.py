@@ -335,7 +335,7 @@ def declared(case: dict[str, Any]) -> dict[str, Any]:
         options["create_directory"] = True
     made = 0
     try:
-        for _ in s.steps(range(3), save=ways[case["save"]], save_every=1, **options):
+        for _ in s.steps(range(3), save=ways[case["save"]], save_every=1, advanced=True, **options):
             made += 1
             outputs = engine(torch.ones(2, 7))
             engine.backward(outputs.mean())

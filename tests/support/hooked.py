@@ -145,10 +145,9 @@ def save_in_background() -> None:
 
 def be_strange() -> None:
     """What a version of DeepSpeed that came after the save may be like: only loading finds out."""
-    import dalsegno.elastic.deepspeed
-    from dalsegno.elastic import deepspeed_loading
+    from dalsegno.elastic import deepspeed_checks, deepspeed_loading
 
-    assert dalsegno.elastic.deepspeed.whole_parameters is deepspeed_loading.whole_parameters
+    assert deepspeed_checks.whole_parameters is deepspeed_loading.whole_parameters
     deepspeed_loading.whole_parameters = lambda engine: False
 
 
