@@ -30,6 +30,17 @@ def is_examined() -> bool:
     return bool(os.environ.get(VARIABLE))
 
 
+def refuse_to_go_on() -> None:
+    """Under the doctor nothing is trained or written, however often a script tries again.
+
+    Raises:
+        Examined: This is the doctor.
+    """
+    if is_examined():
+        insist(0)
+        raise Examined
+
+
 class Examination:
     """One session's.
 
@@ -65,6 +76,7 @@ class Examination:
             Examined: It does not: this is `dalsegno doctor`.
         """
         if self._done:
+            refuse_to_go_on()
             return
         self._done = True
         lines = [f"{about}: {text}" for about, text in findings(self._facts)]

@@ -52,6 +52,7 @@ class TrainingState:
     def __init__(self, session: Session, *, model: nn.Module, **parts: Stateful | None) -> None:
         self._session, self._model = session, unwrapped(model)
         self._parts = {name: part for name, part in parts.items() if part is not None}
+        self._loaded = False
         optimizers = [part for part in self._parts.values() if hasattr(part, "param_groups")]
         session.examination.learn_parts(self._model, *optimizers)
 
@@ -89,6 +90,9 @@ class TrainingState:
         Raises:
             TypeError, ValueError: As with ``files``, and for the model and the optimizer, too.
         """
+        resume = self._session.resume
+        if resume is not None and self._session.step == resume.step and not self._loaded:
+            raise ValueError(f"the run goes on from {resume.ref.name}: call TrainingState.load() before the first step")
         files = self.files()
         if files:
             loadable(files[MODEL_FILE], "the model's state_dict() (get_extra_state?)")
@@ -112,6 +116,7 @@ class TrainingState:
                 says which. Nothing was changed, unless only shapes or parameter groups differ.
         """
         check_whole(self._model)
+        self._loaded = True
         resume = self._session.resume
         if resume is None:
             return False

@@ -36,7 +36,7 @@ from .checkpoint import (
 )
 from .collective import Collective, Pending
 from .declared import strategy_of
-from .examination import Examination
+from .examination import Examination, refuse_to_go_on
 from .exchange import Boundary, Exchange, Flags
 from .exits import EXIT_DRAINED, Drained, insist
 from .findings import loads_anywhere
@@ -268,6 +268,7 @@ class Session:
             RuntimeError: The step before has not ended, or the session is over.
         """
         self._check_open()
+        refuse_to_go_on()
         drain = self._wants_drain
         master_seen = self._link is not None and self._link.master_seen
         failed = self._saver is not None and self._saver.failed
@@ -336,6 +337,7 @@ class Session:
             SaveError: See ``Saver.save``.
         """
         self._check_open()
+        refuse_to_go_on()
         if self._saver is None:
             raise RuntimeError(f"nowhere to save: {NO_DIRECTORY}")
         strategy = strategy_of(write, strategy)
@@ -402,6 +404,7 @@ class Session:
         """The training reached its end on all ranks: says so. Collective, and harmless when repeated."""
         if self._over:
             return
+        refuse_to_go_on()
         self.settle()
         self._reports.send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
         if self.alone:

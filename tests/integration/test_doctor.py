@@ -42,11 +42,18 @@ OWN = """
     from dalsegno.elastic import session
 
     s = session(checkpoint_dir="run")
-    try:
-        for batch in s.steps(iter(range(9)), save=lambda path: (path / "x").write_text("x"), strategy="mine"):
+    for attempt in range(3):
+        try:
+            for batch in s.steps(iter(range(9)), save=lambda path: (path / "x").write_text("x"), strategy="mine"):
+                print("a step")
+        except SystemExit:
+            print("nothing may go on")
+    for act in (lambda: s.begin_step(), lambda: s.save(lambda path: (path / "x").write_text("x")), lambda: s.finish()):
+        try:
+            act()
             print("a step")
-    except SystemExit:
-        print("nothing may go on")
+        except SystemExit:
+            pass
     sys.exit(7)
 """
 
@@ -68,6 +75,8 @@ def test_a_change_that_is_impossible_is_said_before_it_comes(tmp_path: Path) -> 
         holder.communicate()
     assert code == 0, said
     assert "a step" not in said
+    assert said.count("nothing may go on") == 3
+    assert [path.name for path in (tmp_path / "run").iterdir() if not path.name.startswith(".")] == []
     assert "change of the world: impossible: nothing says where these data stand" in said
     assert "not saved: steps between two changes" in said
 
