@@ -346,10 +346,15 @@ def check_groups(engine: Any, directory: Path) -> None:
         RuntimeError: It does not.
     """
     files = model_state_files(directory, int(getattr(engine, "checkpoint_mp_rank", 0)))
-    saved = load(files[0], mmap=True).get("param_shapes")
-    if saved is not None and int(engine.zero_optimization_stage()) > 0:
-        here = [name for group in engine._get_zero_param_shapes() for name in group]
-        check_parameters([name for group in saved for name in group], here)
+    state = load(files[0], mmap=True)
+    if state.get("param_shapes") is None or int(engine.zero_optimization_stage()) == 0:
+        return
+    saved = [name for group in state["param_shapes"] for name in group]
+    here = [name for group in engine._get_zero_param_shapes() for name in group]
+    frozen = set(state.get("frozen_param_shapes") or ())
+    # Another model is found by loading it, which says more.
+    if set(saved) <= {name for name, _ in engine.module.named_parameters()} and set(here) <= frozen.union(saved):
+        check_parameters(saved, here)
 
 
 def _unpartitioned(

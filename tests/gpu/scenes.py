@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +19,7 @@ import torch
 
 from dalsegno.elastic.checkpoint import inventory
 from tests.support import local_processes as processes
+from tests.support.ports import free_port
 from tests.support.ranks import Rank
 from tests.support.sources import ROOT
 
@@ -36,12 +36,6 @@ _DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 needs_deepspeed = pytest.mark.skipif(not _DEEPSPEED, reason="DeepSpeed is not installed, nor built by test-gpu")
 # What is forked from a process that has imported everything (DeepSpeed, too) might hide what starts CUDA.
 EXECUTED = DEVICE == "cuda" or not _DEEPSPEED
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def environment(**more: str) -> dict[str, str]:

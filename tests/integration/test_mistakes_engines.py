@@ -12,7 +12,8 @@ import pytest
 from dalsegno.elastic.universal import convert
 from tests.support import engines_worker
 from tests.support.mistakes import Comes, brings
-from tests.support.zero_runs import free_port, run_world, seal_sharded
+from tests.support.ports import free_port
+from tests.support.zero_runs import run_world, seal_sharded
 
 pytestmark = pytest.mark.timeout(300)
 

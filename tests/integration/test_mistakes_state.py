@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +12,13 @@ import pytest
 from dalsegno.elastic.checkpoint import CheckpointStore
 from tests.support import printed
 from tests.support.mistakes import Comes, brings
+from tests.support.ports import free_port
 from tests.support.zero_runs import run_world
 
 pytestmark = pytest.mark.timeout(180)
 
 WORKER = Path(__file__).parents[1] / "support" / "state_worker.py"
 TRAINER = {"kind": "trainer"}
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def run(directory: Path, world: int, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

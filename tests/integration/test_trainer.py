@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from dalsegno.elastic import ElasticSampler
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest
 from tests.support import trainer_worker as worker
 from tests.support.fake_agent import FakeAgent
+from tests.support.ports import free_port
 from tests.support.sources import ROOT
 from tests.support.zero_runs import run_world
 
@@ -28,12 +28,6 @@ pytestmark = pytest.mark.timeout(180)
 
 WORKER = Path(worker.__file__)
 STEPS = 7
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 def run(directory: Path, world: int, cases: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from dalsegno.elastic.checkpoint import Manifest, Position, Shape, describe, seal
 
+from .ports import free_port
 from .ranks import Rank, wait_all
 
 WORKER = Path(__file__).with_name("zero_worker.py")
@@ -106,12 +106,6 @@ def seal_sharded(directory: Path, *, stage: int, world: int, step: int) -> Manif
     )
     seal(directory, manifest)
     return manifest
-
-
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        return int(server.getsockname()[1])
 
 
 class Sources:

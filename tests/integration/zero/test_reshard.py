@@ -193,7 +193,7 @@ def test_what_other_optimizers_gather_is_no_damage(
 def test_another_model_is_refused(sources: Sources, tmp_path: Path, stage: int) -> None:
     """With a parameter that was not saved, and without one that was: DeepSpeed's ZeRO-3 takes no notice of that."""
     (plain, _), (more, _) = sources.get(stage, 2), sources.get(stage, 2, model="names")
-    with pytest.raises(AssertionError, match="trains other parameters than it did when it was saved: now with"):
+    with pytest.raises(AssertionError, match="the model has a parameter that was not saved"):
         load(tmp_path / "out", 1, stage, plain, model="names")
-    with pytest.raises(AssertionError, match="trains other parameters than it did when it was saved: now without"):
+    with pytest.raises(AssertionError, match=r"another model's: this one has no|Unexpected key"):
         load(tmp_path / "out", 1, stage, more)
