@@ -75,17 +75,17 @@ class Examination:
         Raises:
             Examined: It does not: this is `dalsegno doctor`.
         """
-        if self._done:
-            refuse_to_go_on()
+        if not self._done:
+            self._done = True
+            self._tell([f"{about}: {text}" for about, text in findings(self._facts)])
+        refuse_to_go_on()
+
+    def _tell(self, lines: list[str]) -> None:
+        if not self._speaks:
             return
-        self._done = True
-        lines = [f"{about}: {text}" for about, text in findings(self._facts)]
         if is_examined():
-            if self._speaks:
-                Path(os.environ[VARIABLE]).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-            insist(0)
-            raise Examined
-        if self._speaks and self._begins:
+            Path(os.environ[VARIABLE]).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        elif self._begins:
             for line in lines:
                 print(f"dalsegno: {line}", flush=True)  # the agent shows what is printed, not what is logged
 

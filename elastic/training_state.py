@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from .checkpoint import SHARDED
+from .findings import few
 from .optimizers import check_parameters
 from .replicas import check_unsharded, check_whole, loadable, unwrapped, without_prefixes
 from .worker_session import Session
@@ -239,8 +240,8 @@ def check_same_dtypes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> No
     }
     if other:
         raise ValueError(
-            f"the checkpoint was saved with another dtype: {_few(set(other.values()))}; the training would go on with"
-            " other numbers: make the model as it was, or ask for the conversion with cast=True"
+            f"the checkpoint was saved with another dtype: {few(sorted(set(other.values())))}; the training would go on"
+            " with other numbers: make the model as it was, or ask for the conversion with cast=True"
         )
 
 
@@ -259,11 +260,11 @@ def check_same_names(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Non
         return
     if not there & here:
         raise ValueError(
-            f"the checkpoint is of another model: none of its {len(there)} names ({_few(there)}) is in this one's"
-            f" {len(here)} ({_few(here)})"
+            f"the checkpoint is of another model: none of its {len(there)} names ({few(sorted(there))}) is in"
+            f" this one's {len(here)} ({few(sorted(here))})"
         )
     only = [
-        f"{_few(names)} only in the {where}"
+        f"{few(sorted(names))} only in the {where}"
         for names, where in ((there - here, "checkpoint"), (here - there, "model"))
         if names
     ]
@@ -287,8 +288,3 @@ def _kind(part: Stateful) -> str:
 
 def _named(parts: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {kind}" for name, kind in parts.items()) or "nothing beside the model"
-
-
-def _few(names: set[str]) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "")
