@@ -133,6 +133,7 @@ COMMANDS: dict[str, How] = {
     ),
     "python -m tests.unit.test_protos": Run(),
     "python -m benchmarks peers": Elsewhere(_HOURS, "bench"),
+    "python -m benchmarks rendezvous": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks [NAME ...]": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks sampler": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks gpu": Elsewhere(_CARD, "bench-gpu"),
