@@ -11,7 +11,6 @@ The lines marked ``elastic`` are what it has beyond a plain DDP script.
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import common
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, session  # elastic
+from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, TrainingState, session  # elastic
 
 
 def make_model(width: int = 64) -> nn.Module:
@@ -37,10 +36,8 @@ def main() -> None:
     torch.manual_seed(flags.seed)
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=flags.learning_rate)
-    if s.resume is not None:  # elastic
-        state = torch.load(s.resume.path / "model.pt", weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+    state = TrainingState(s, model=model, optimizer=optimizer)  # elastic: saved by rank 0, every rank has the same
+    state.load()  # elastic
     wrapped = DistributedDataParallel(model) if dist.is_initialized() else model
 
     data = common.StdlibText()
@@ -49,13 +46,12 @@ def main() -> None:
     batches: Batches[Tensor] = Batches(data, sampler, plan, s.rank, resume=s.resume)  # elastic
     accumulate = Accumulation(wrapped, optimizer)  # elastic: no_sync and its bookkeeping
 
-    def save(path: Path) -> None:
-        if s.rank == 0:  # every rank has the same
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path / "model.pt")
-
     log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
     clock = common.StepClock(flags.step_time)
-    for batch in s.steps(batches, max_steps=flags.steps, save=save, save_every=flags.save_every, seed=flags.seed):
+    steps = s.steps(  # elastic
+        batches, max_steps=flags.steps, save=state.write, save_every=flags.save_every, seed=flags.seed
+    )
+    for batch in steps:
         total = 0.0
         for micro in accumulate(batch):
             logits = wrapped(micro.data[:, :-1])

@@ -26,7 +26,7 @@ from pathlib import Path
 from examples.demo_view import Screen, View, open_screen
 from examples.history import StepLine, StepLogReader, compare, epoch_spans, kept_history, read_lines
 from examples.job_status import JobStatus, read_status
-from examples.report import Change, Scene, render
+from examples.report import Change, Scene, picture, render
 
 LIMIT = 1e-5
 EXIT_LEFT = 75
@@ -282,6 +282,7 @@ def judge(stage: Stage, undisturbed_log: Path) -> tuple[Scene, Path]:
     )
     page = stage.output / "report.html"
     page.write_text(render(scene), encoding="utf-8")
+    (stage.output / "curves.svg").write_text(picture(scene), encoding="utf-8")
     summary = {
         "spans": [asdict(span) for span in scene.spans],
         "causes": {epoch: change.cause for epoch, change in scene.changes.items()},

@@ -7,6 +7,7 @@ Standard library only.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -16,6 +17,8 @@ from examples.history import Comparison, EpochSpan, KeptStep, relative_differenc
 WIDTH, LEFT, RIGHT = 960, 70, 20
 # A difference of 0 has no place on a logarithmic axis: it is drawn on its floor.
 FLOOR = 1e-10
+# Height of the picture of the curves.
+CURVES = 380
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,22 @@ def render(scene: Scene) -> str:
     )
 
 
+def picture(scene: Scene) -> str:
+    """Both loss curves as a file of their own, on a white ground."""
+    drawn = curves(scene).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+    begin = drawn.index(">") + 1
+    # Colours as they are by day: not every program that shows pictures knows variables.
+    colours = dict(re.findall(r"--(\w+): (#\w+)", STYLE[: STYLE.index("@media")]))
+    rules = "\n".join(line for line in STYLE.splitlines() if line.startswith(("svg text", ".mark", ".undis", ".ours")))
+    rules = re.sub(r"var\(--(\w+)\)", lambda found: colours[found[1]], rules)
+    ground = f'<rect width="{WIDTH}" height="{CURVES}" fill="{colours["back"]}"/>'
+    style = f"<style>svg text {{ font: 12px sans-serif; }}\n{rules}</style>"
+    return f"{drawn[:begin]}{style}{ground}{drawn[begin:]}\n"
+
+
 def curves(scene: Scene) -> str:
     """Both loss curves in one picture: the undisturbed one wide and pale, ours thin on top of it."""
-    height, top = 380, 70
+    height, top = CURVES, 84
     entries = [*scene.kept.values(), *scene.undisturbed.values()]
     losses = [entry.loss for entry in entries if math.isfinite(entry.loss)]
     x = Axis(1, max((entry.step for entry in entries), default=2), LEFT, WIDTH - RIGHT)
@@ -110,9 +126,11 @@ def curves(scene: Scene) -> str:
         place = x(span.first_step)
         # Epochs that began at neighbouring steps have their labels below each other.
         row = next((number for number, end in enumerate(rows) if place >= end), len(rows) - 1)
-        rows[row] = place + 75
+        label = f"{span.world_size} rank{'s' if span.world_size != 1 else ''}"
+        cause = scene.changes.get(span.epoch, Change()).cause
+        label = escape(f"{cause}: {label}" if cause else label)
+        rows[row] = place + 7 * len(label)
         base = 16 + 14 * row
-        label = f"e{span.epoch}: {span.world_size} rank{'s' if span.world_size != 1 else ''}"
         parts.append(f'<line class="mark" x1="{place:.1f}" x2="{place:.1f}" y1="{base - 8}" y2="{height - 40}"/>')
         parts.append(f'<text class="note" x="{place + 3:.1f}" y="{base}">{label}</text>')
     for name, label, history in (
@@ -227,7 +245,7 @@ def _grid(x: Axis, y: Axis, height: int, x_name: str, y_name: str) -> str:
 def _legend(entries: Sequence[tuple[str, str]]) -> str:
     parts = []
     for row, (name, label) in enumerate(entries):
-        y = 84 + 20 * row
+        y = 98 + 20 * row
         parts.append(f'<line class="{name}" x1="{WIDTH - 240}" x2="{WIDTH - 205}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text class="note" x="{WIDTH - 198}" y="{y + 4}">{label}</text>')
     return "".join(parts)

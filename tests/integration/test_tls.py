@@ -214,8 +214,8 @@ def test_plain_torchrun(shell: Shell, keys: Keys, others: Keys) -> None:
 
 
 def test_the_line_of_the_readme(shell: Shell, keys: Keys) -> None:
-    """One certificate that signs itself, made as the README says, is enough for both sides."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    """One certificate that signs itself, made as the reference says, is enough for both sides."""
+    readme = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
     (line,) = re.findall(r"^    (openssl req .*)$", readme, re.MULTILINE)
     command = shlex.split(line.replace("DNS:HOST", "IP:127.0.0.1"))
     subprocess.run(command, check=True, capture_output=True, cwd=shell.directory, timeout=60)

@@ -3,7 +3,7 @@
 Pages are the Markdown files, docstrings of the product, the examples and the benchmarks, and the Makefile's help. A
 page prints *blocks* (fenced, indented, ``<pre>``) and *inline code*. Of a block that begins with a program each logical
 line is a command; a block that parses is Python; what is neither is a drawing or a format, and has to be named as such.
-Inline code is a command if it begins with a program and goes on.
+Inline code is a command if it begins with a program and goes on. A diff is two blocks, before and after.
 """
 
 from __future__ import annotations
@@ -97,9 +97,18 @@ def blocks(page: Page) -> Iterator[Block]:
     text = re.sub(r"<pre.*?</pre>", "taken", text, flags=re.DOTALL)
     for indent, language, body in re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", text, re.DOTALL | re.MULTILINE):
         del indent
+        if language == "diff":
+            yield Block(page.name, one_side(body, "-"), "python")
+            yield Block(page.name, one_side(body, "+"), "python")
+            continue
         yield Block(page.name, textwrap.dedent(body), language)
     text = re.sub(r"^( *)```.*?^\1```$", "taken", text, flags=re.DOTALL | re.MULTILINE)
     yield from _indented(page.name, text)
+
+
+def one_side(diff: str, sign: str) -> str:
+    """What stands in a diff before (`sign` is "-") or after it ("+")."""
+    return "".join(line[1:] or "\n" for line in diff.splitlines(keepends=True) if line[0] in (sign, " ", "\n"))
 
 
 def _indented(page: str, text: str) -> Iterator[Block]:

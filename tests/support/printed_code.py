@@ -75,6 +75,21 @@ def measure(model, rows): return {"loss": ((model(rows[:, :4]) - rows[:, 4:]).sq
 model = wrapped = make_model()
 optimizer = AdamW(model.parameters())
 """
+# Under dlrover-run or torchrun it is one rank of several; typed by itself it is the only one.
+DDP = (
+    """
+import os
+alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+if "RANK" not in os.environ: os.environ.update(alone)
+"""
+    + ROWS
+    + """
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DistributedSampler
+data = torch.randn(1200, 5)
+"""
+)
 LOOP = (
     ROWS
     + """
@@ -104,12 +119,26 @@ TRAINED = "assert trainer.state.global_step == 2\n"
 CODE = (
     Snippet(
         "README.md",
+        "for rows in batches:",
+        DDP,
+        "assert len(batches) == 75\n",
+    ),
+    Snippet(
+        "README.md",
+        "save=state.write, save_every=20):",
+        DDP,
+        "assert s.step == 40\nfrom dalsegno.elastic import CheckpointStore\n"
+        "assert [m.step for m in CheckpointStore(s.run_dir).sealed()] == [20, 40]\n",
+        {"max_steps=300": "max_steps=40"},
+    ),
+    Snippet(
+        "docs/deepspeed.md",
         'engine.load_checkpoint("checkpoints")',
         NO_COMPILER + GPT,
         "from pathlib import Path\nassert Path('checkpoints/latest').read_text() == 'global_step5'\n",
     ),
     Snippet(
-        "README.md",
+        "docs/deepspeed.md",
         "save=save, save_every=20,",
         GPT,
         "assert s.step == 40\nfrom dalsegno.elastic import CheckpointStore\n"

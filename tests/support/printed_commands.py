@@ -85,7 +85,9 @@ COMMANDS: dict[str, How] = {
     "dalsegno status": Scene("test_the_quickstart"),
     "dalsegno scale 1": Scene("test_the_quickstart"),
     "dalsegno scale 4": Scene("test_the_quickstart"),
-    "dalsegno checkpoints ls|verify|show DIR": Scene("test_the_quickstart"),
+    "dalsegno checkpoints ls DIR": Scene("test_the_quickstart"),
+    "dalsegno checkpoints verify DIR": Scene("test_the_quickstart"),
+    "dalsegno checkpoints show DIR": Scene("test_the_quickstart"),
     "dalsegno checkpoints prune --keep=3 DIR": Scene("test_the_quickstart"),
     "dlrover-run --nnodes=1:4 --universal-checkpoint train.py --save-dir '${save_dir}'": Scene(
         "test_a_script_without_a_session"
@@ -174,7 +176,6 @@ COMMANDS: dict[str, How] = {
     "python -m dalsegno.swift_plugin": Run(says=r"external"),
     "dlrover-run --nnodes=1:4 … -m dalsegno.swift_plugin.sft …": Scene("test_ms_swift"),
     "dlrover-run … -m dalsegno.swift_plugin.sft …": Name("in short what docs/ms-swift.md prints in full"),
-    "dlrover-run … -m dalsegno.swift_plugin.sft": Name("in short what docs/ms-swift.md prints in full"),
     "dlrover-run … -m dalsegno.swift_plugin.pt …": Elsewhere(
         "as sft, with texts", "tests/integration/test_swift.py::test_changes_of_the_world"
     ),

@@ -95,16 +95,21 @@ def test_pytorch_is_the_one_of_the_makefile() -> None:
 
 
 def test_the_elastic_lines_are_the_example_s() -> None:
-    """What the README's elastic column adds is marked in examples/train.py, call by call."""
-    plain, elastic = (block.text for block in printed.code() if block.page == "README.md")
-    example = (ROOT / "examples/train.py").read_text(encoding="utf-8")
+    """What the pages add to a plain loop is marked in the examples, call by call."""
+    # Split over lines, or a helper of the examples.
+    assert unmarked("docs/deepspeed.md", "examples/train.py") == {"elastic_deepspeed.strategy", "s.sum"}
+    assert unmarked("README.md", "examples/ddp.py") == set()
+
+
+def unmarked(page: str, script: str) -> set[str]:
+    """Calls of ours that the page's second block has beyond its first, and no line of the script marked `elastic`."""
+    plain, elastic = (block.text for block in printed.code() if block.page == page)
+    example = (ROOT / script).read_text(encoding="utf-8")
     marked = [line for line in example.splitlines() if "# elastic" in line]
     calls = set(re.findall(r"([\w.]+)\(", elastic)) - set(re.findall(r"([\w.]+)\(", plain))
-    ours = {call for call in calls if call.split(".")[0] in ("elastic_deepspeed", "s", "session", "micro")}
+    ours = {call for call in calls if call.split(".")[0] in ("elastic_deepspeed", "s", "session", "micro", "state")}
     ours |= {call for call in calls if call[0].isupper()} - {"Gpt"}
-    missing = {call for call in ours if not any(f"{call}(" in line for line in marked)}
-    # Split over lines, or a helper of the examples.
-    assert missing == {"elastic_deepspeed.strategy", "s.sum"}
+    return {call for call in ours if not any(f"{call}(" in line for line in marked)}
 
 
 # The extractor itself.
@@ -137,6 +142,15 @@ y = 1 &lt; 2
 </pre>
 
     one -> two
+
+```diff
+ a = 1
+-b = f(a)
++if a:
++    b = g(a)
+
+ c = b
+```
 """
 
 
@@ -148,6 +162,8 @@ def test_the_extractor_finds_what_a_reader_sees() -> None:
     commands = [printed.logical_lines(block.text) for block in blocks if printed.kind(block) == "commands"]
     assert sorted(commands) == [["A=1 torchrun --y z", "python w.py"], ["dalsegno deep"], ["pip fenced"]]
     assert sorted(block.text.strip() for block in blocks if printed.kind(block) == "python") == [
+        "a = 1\nb = f(a)\n\nc = b",
+        "a = 1\nif a:\n    b = g(a)\n\nc = b",
         "x = f()\npython = 3",
         "y = 1 < 2",
     ]

@@ -1,4 +1,4 @@
-"""The README tells the truth about what can be checked: flags with their defaults, exit codes, files it links to."""
+"""The pages tell the truth about what can be checked: flags with their defaults, exit codes, files they link to."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from dalsegno.agent.arguments import build_parser
 from dalsegno.master.cli import _parser as master_parser
 from tests.support.sources import ROOT
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-TABLE = README[README.index("| flag |") : README.index("| exit code |")]
+REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+TABLE = REFERENCE[REFERENCE.index("| flag |") : REFERENCE.index("| exit code |")]
 
 
 def our_flags() -> list[argparse.Action]:
@@ -41,7 +41,7 @@ def test_no_flag_is_invented() -> None:
 
 def test_flags_and_variables_of_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each flag in its table exists; each variable beside it does the same, and the flag wins."""
-    table = README[README.index("| flag of `dlrover-master` |") :].split("\n\n")[0]
+    table = REFERENCE[REFERENCE.index("| flag of `dlrover-master` |") :].split("\n\n")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines()[2:]]
     pairs = []
     for flags, variables in rows:
@@ -61,12 +61,25 @@ def test_flags_and_variables_of_the_master(monkeypatch: pytest.MonkeyPatch) -> N
 def test_exit_codes_are_the_agent_s() -> None:
     """The table of exit codes has those that dlrover-run ends with."""
     for name in ("EXIT_USAGE", "EXIT_LEFT", "EXIT_LEFT_UNSAVED"):
-        assert f"| {getattr(events, name)} | dlrover-run |" in README
+        assert f"| {getattr(events, name)} | dlrover-run |" in REFERENCE
+
+
+def test_the_readme_is_short() -> None:
+    """It says what this is, shows it, and points on; the rest has pages of its own."""
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").split()) <= 1100
+
+
+def anchors(page: Path) -> set[str]:
+    """Where links into a page may lead: its headings as GitHub spells them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 def test_links_lead_somewhere() -> None:
-    """Files that the README and docs link to exist."""
+    """Files and headings that the README and docs link to exist."""
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
     for page in pages:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page.read_text(encoding="utf-8")):
-            assert (page.parent / target).exists(), f"{page.relative_to(ROOT)} links to {target}"
+        for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", page.read_text(encoding="utf-8")):
+            there = page.parent / target if target else page
+            assert there.exists(), f"{page.relative_to(ROOT)} links to {target}"
+            assert not anchor or anchor in anchors(there), f"{page.relative_to(ROOT)} links to {target}#{anchor}"

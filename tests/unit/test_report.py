@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 import pytest
 
 from examples.history import compare, epoch_spans, kept_history
-from examples.report import Axis, Change, Scene, render
+from examples.report import Axis, Change, Scene, picture, render
 from tests.unit.test_history import world
 
 
@@ -50,6 +50,16 @@ def test_both_curves_have_every_step() -> None:
     lines = {line.get("class"): (line.get("points") or "").split() for line in parse(render(scene())).iter("polyline")}
     assert {name: len(points) for name, points in lines.items()} == {"undisturbed": 20, "ours": 20}
     assert lines["ours"] == lines["undisturbed"]
+
+
+def test_the_picture_stands_by_itself() -> None:
+    """Both curves and why each world began, in one file that any program can draw."""
+    drawn = picture(scene())
+    tree = ElementTree.fromstring(drawn)
+    space = "{http://www.w3.org/2000/svg}"
+    assert {line.get("class") for line in tree.iter(f"{space}polyline")} == {"undisturbed", "ours"}
+    assert "node-c joined: 4 ranks" in [text.text for text in tree.iter(f"{space}text")]
+    assert "var(" not in drawn
 
 
 def test_epochs_and_costs_are_shown() -> None:
