@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, TypeVar
 from google.protobuf import json_format
 
 from dalsegno.protos import control_pb2 as pb
-from tests.support import local_processes as processes
+from tests.support.jobs import local_processes as processes
 
 __all__ = ("PATIENCE", "Cluster", "SceneFailed", "World")
 

@@ -81,7 +81,7 @@ def shape(nbytes: int) -> dict[str, int]:
 
 def _make(folder: Path, stage: int, model: dict[str, int]) -> tuple[Path, int]:
     """A sealed checkpoint, and how many parameters it has."""
-    from tests.support.zero_runs import run_worker, seal_sharded
+    from tests.support.workers.zero_runs import run_worker, seal_sharded
 
     source = folder / f"zero{stage}" / f"step-{STEP}.e1.0"
     task = {"stage": stage, "save": str(source), "out": str(source.parent), **model}

@@ -44,7 +44,7 @@ def _measure(ranks: int, seconds: float, steps: int) -> list[dict[str, Any]]:
 
 
 def _run(ranks: int, way: str, seconds: float, steps: int) -> float:
-    from tests.support.zero_runs import run_worker
+    from tests.support.workers.zero_runs import run_worker
 
     with tempfile.TemporaryDirectory() as out:
         task = {"way": way, "seconds": seconds, "steps": steps, "out": out}

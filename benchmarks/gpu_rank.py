@@ -21,8 +21,8 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 from dalsegno.elastic import TrainingState, background, session  # noqa: E402
-from dalsegno.elastic.process_group import init_process_group  # noqa: E402
-from dalsegno.elastic.strategies import own_device  # noqa: E402
+from dalsegno.elastic.rank.process_group import init_process_group  # noqa: E402
+from dalsegno.elastic.trainer.strategies import own_device  # noqa: E402
 
 _IMPORTED = time.monotonic()
 

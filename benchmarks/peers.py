@@ -28,7 +28,7 @@ from pathlib import Path
 
 from benchmarks.results import report
 from examples.history import StepLine, StepLogReader
-from tests.support import local_processes as processes
+from tests.support.jobs import local_processes as processes
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "examples" / "ddp.py"

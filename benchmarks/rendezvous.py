@@ -37,8 +37,8 @@ from typing import Any
 
 from benchmarks.cluster import PATIENCE, Cluster, SceneFailed, World
 from benchmarks.results import report
-from dalsegno.agent.config import DEFAULT_SETTINGS
-from dalsegno.master.listening import RECONNECT
+from dalsegno.agent.shell.config import DEFAULT_SETTINGS
+from dalsegno.master.brain.listening import RECONNECT
 from dalsegno.protos import control_pb2 as pb
 
 # Seconds: from the last Join to the world, from a loss noticed to the next world, and what may be added to the time in

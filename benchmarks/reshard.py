@@ -74,7 +74,7 @@ def _measure(folder: Path, model: dict[str, Any], repeats: int) -> list[dict[str
 
 
 def _make(folder: Path, ranks: int, model: dict[str, Any]) -> Path:
-    from tests.support.zero_runs import run_worker, seal_sharded
+    from tests.support.workers.zero_runs import run_worker, seal_sharded
 
     path = folder / str(ranks) / f"step-{STEP}.e1.0"
     run_worker(ranks, {"save": str(path), "out": str(path.parent), **model}, worker=WORKER, seconds=PATIENCE)
@@ -83,7 +83,7 @@ def _make(folder: Path, ranks: int, model: dict[str, Any]) -> Path:
 
 
 def _load(folder: Path, model: dict[str, Any], **task: Any) -> float:
-    from tests.support.zero_runs import run_worker
+    from tests.support.workers.zero_runs import run_worker
 
     results = run_worker(RANKS, {"out": str(folder), **model, **task}, worker=WORKER, seconds=PATIENCE)
     return max(float(result["seconds"]) for result in results)

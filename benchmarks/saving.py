@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.results import report
 from dalsegno.elastic import background, session
-from dalsegno.elastic.background_save import Background
+from dalsegno.elastic.saving.background_save import Background
 
 BYTES = 512 << 20
 FILES = 16

@@ -23,9 +23,9 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from dalsegno.agent.connection import PROTOCOL, RETRIED, channel_options
-from dalsegno.agent.master_client import CALL_TIMEOUT
-from dalsegno.agent.pace import Pace
+from dalsegno.agent.control.connection import PROTOCOL, RETRIED, channel_options
+from dalsegno.agent.control.master_client import CALL_TIMEOUT
+from dalsegno.agent.control.pace import Pace
 from dalsegno.protos import control_pb2 as pb
 
 __all__ = ("Node", "Observer")

@@ -9,28 +9,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .accumulation import Accumulation
-    from .background_save import background
-    from .batches import Batch, Batches
-    from .callbacks import Callback, EarlyStopping
     from .checkpoint import CheckpointStore, Order, Position, Tracked
-    from .counts import Counts
-    from .deepspeed_strategy import DeepSpeed
-    from .evaluator import Evaluator
-    from .exchange import Boundary
-    from .exits import EXIT_BAD_CHECKPOINT, EXIT_DRAINED, BadResumePoint, Drained
-    from .fsdp import FSDP
-    from .micro_batch import MicroBatch
-    from .plan import BatchPlan
-    from .resuming import ResumePoint
-    from .rng import sample_generator
-    from .sampler import ElasticSampler
-    from .saving import SaveError
-    from .sessions import session
-    from .strategies import DDP, Strategy
-    from .trainer import Trainer
-    from .training_state import TrainingState
-    from .worker_session import Session
+    from .data.batches import Batch, Batches
+    from .data.counts import Counts
+    from .data.evaluator import Evaluator
+    from .data.micro_batch import MicroBatch
+    from .data.plan import BatchPlan
+    from .data.sampler import ElasticSampler
+    from .rank.exchange import Boundary
+    from .rank.exits import EXIT_BAD_CHECKPOINT, EXIT_DRAINED, BadResumePoint, Drained
+    from .rank.rng import sample_generator
+    from .saving.background_save import background
+    from .saving.resuming import ResumePoint
+    from .saving.saving import SaveError
+    from .trainer.callbacks import Callback, EarlyStopping
+    from .trainer.deepspeed_strategy import DeepSpeed
+    from .trainer.fsdp import FSDP
+    from .trainer.strategies import DDP, Strategy
+    from .trainer.trainer import Trainer
+    from .training.accumulation import Accumulation
+    from .training.entry import session
+    from .training.session import Session
+    from .training.training_state import TrainingState
 
 __all__ = (
     "DDP",
@@ -67,37 +67,37 @@ __all__ = (
 )
 
 _MODULES = {
-    "DDP": "strategies",
-    "EXIT_BAD_CHECKPOINT": "exits",
-    "EXIT_DRAINED": "exits",
-    "FSDP": "fsdp",
-    "Accumulation": "accumulation",
-    "BadResumePoint": "exits",
-    "Batch": "batches",
-    "BatchPlan": "plan",
-    "Batches": "batches",
-    "Boundary": "exchange",
-    "Callback": "callbacks",
+    "DDP": "trainer.strategies",
+    "EXIT_BAD_CHECKPOINT": "rank.exits",
+    "EXIT_DRAINED": "rank.exits",
+    "FSDP": "trainer.fsdp",
+    "Accumulation": "training.accumulation",
+    "BadResumePoint": "rank.exits",
+    "Batch": "data.batches",
+    "BatchPlan": "data.plan",
+    "Batches": "data.batches",
+    "Boundary": "rank.exchange",
+    "Callback": "trainer.callbacks",
     "CheckpointStore": "checkpoint",
-    "Counts": "counts",
-    "DeepSpeed": "deepspeed_strategy",
-    "Drained": "exits",
-    "EarlyStopping": "callbacks",
-    "ElasticSampler": "sampler",
-    "Evaluator": "evaluator",
-    "MicroBatch": "micro_batch",
+    "Counts": "data.counts",
+    "DeepSpeed": "trainer.deepspeed_strategy",
+    "Drained": "rank.exits",
+    "EarlyStopping": "trainer.callbacks",
+    "ElasticSampler": "data.sampler",
+    "Evaluator": "data.evaluator",
+    "MicroBatch": "data.micro_batch",
     "Order": "checkpoint",
     "Position": "checkpoint",
-    "ResumePoint": "resuming",
-    "SaveError": "saving",
-    "Session": "worker_session",
-    "Strategy": "strategies",
+    "ResumePoint": "saving.resuming",
+    "SaveError": "saving.saving",
+    "Session": "training.session",
+    "Strategy": "trainer.strategies",
     "Tracked": "checkpoint",
-    "Trainer": "trainer",
-    "TrainingState": "training_state",
-    "background": "background_save",
-    "sample_generator": "rng",
-    "session": "sessions",
+    "Trainer": "trainer.trainer",
+    "TrainingState": "training.training_state",
+    "background": "saving.background_save",
+    "sample_generator": "rank.rng",
+    "session": "training.entry",
 }
 
 

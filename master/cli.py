@@ -21,17 +21,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dalsegno.protos.text import one_line
 
-from .auth import TOKEN_VARIABLE, AuthError, TlsFiles, check_exposure, is_loopback, read_token
-from .descriptors import raise_limit
-from .door import MOST_SETTING
-from .job_brain import JobBrain
-from .lifetime import Lifetime
-from .server import BindError, ControlServer, ServerOptions
-from .store import Store, StoreDamaged, StoreError, Superseded, open_store
-from .watchdog import HANG_TIMEOUT, Watchdog
+from .brain.door import MOST_SETTING
+from .record.descriptors import raise_limit
+from .record.store import Store, StoreDamaged, StoreError, Superseded, open_store
+from .server.auth import TOKEN_VARIABLE, AuthError, TlsFiles, check_exposure, is_loopback, read_token
+from .server.job_brain import JobBrain
+from .server.lifetime import Lifetime
+from .server.server import BindError, ControlServer, ServerOptions
+from .server.watchdog import HANG_TIMEOUT, Watchdog
 
 if TYPE_CHECKING:
-    from .http import Edge
+    from .http.edge import Edge
 
 __all__ = ("main",)
 
@@ -191,7 +191,7 @@ def _edge(server: ControlServer, options: argparse.Namespace, token: str | None)
     if options.http_port is None:
         return None
     try:
-        from .http import Edge
+        from .http.edge import Edge
     except ImportError as error:
         raise UsageError(f"--http-port needs the extra `http`: pip install 'dalsegno[http]' ({error})") from error
     try:

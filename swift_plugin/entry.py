@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass, make_dataclass
 from typing import Any
 
-from .hf import under_dlrover_run
+from .hf.plain import under_dlrover_run
 from .swift_hooks import NAME, install
 
 

@@ -20,11 +20,11 @@ from swift.callbacks.base import TrainerCallback
 from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
 
-from .checkpoints import is_foreign, trainers
-from .data import silenced
-from .hf import under_dlrover_run
-from .options import Options, from_environment
-from .trainer import SIZES, ElasticTrainer
+from .hf.checkpoints import is_foreign, trainers
+from .hf.data import silenced
+from .hf.options import Options, from_environment
+from .hf.plain import under_dlrover_run
+from .hf.trainer import SIZES, ElasticTrainer
 
 NAME = "dalsegno"
 """For ``--callbacks``."""

@@ -1,6 +1,6 @@
 """Which checkpoints of a run without a master may go. Pure: the caller logs and deletes.
 
-Under a master its record decides (``master/checkpoints.py``), by the same rules.
+Under a master its record decides (``master/brain/checkpoints.py``), by the same rules.
 """
 
 from __future__ import annotations

@@ -27,8 +27,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TextIO
 
-from dalsegno.elastic.checkpoint.files import Meter
-
+from ..checkpoint.files import Meter
 from .conversion import Watch, Wish, convert
 from .effort import MEMORY_BYTES, THREADS, Effort
 from .errors import EXIT_READY, ConversionError

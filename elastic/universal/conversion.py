@@ -9,18 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
 
-from dalsegno.elastic.checkpoint import (
-    UNIVERSAL,
-    CheckpointDamaged,
-    CheckpointName,
-    FileEntry,
-    Manifest,
-    seal,
-    verify,
-)
-from dalsegno.elastic.checkpoint.files import checksum, place_file
-from dalsegno.elastic.checkpoint.manifest import VERSION
-
+from ..checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, FileEntry, Manifest, seal, verify
+from ..checkpoint.files import checksum, place_file
+from ..checkpoint.manifest import VERSION
 from .effort import Effort
 from .errors import ConversionError, EnvironmentFailed, SourceBad
 from .journal import Journal, take_over

@@ -19,9 +19,9 @@ from pathlib import Path
 from threading import Lock
 from types import TracebackType
 
-from dalsegno.elastic.checkpoint import CheckpointDamaged, FileEntry, Manifest, verify_files
-from dalsegno.elastic.checkpoint.files import place_file
-from dalsegno.elastic.checkpoint.reading import NotRegular, open_regular, read_regular
+from ..checkpoint import CheckpointDamaged, FileEntry, Manifest, verify_files
+from ..checkpoint.files import place_file
+from ..checkpoint.reading import NotRegular, open_regular, read_regular
 
 JOURNAL = "JOURNAL.jsonl"
 VERSION = 1

@@ -14,9 +14,8 @@ from typing import Any, BinaryIO, cast
 import torch
 import xxhash
 
-from dalsegno.elastic.checkpoint import FileEntry
-from dalsegno.elastic.checkpoint.files import place_file
-
+from ..checkpoint import FileEntry
+from ..checkpoint.files import place_file
 from .journal import Journal
 from .records import Frame
 

@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from dalsegno.elastic.checkpoint import MANIFEST, UNIVERSAL, CheckpointName, FileEntry, Manifest, is_checkpoint_name
-from dalsegno.elastic.checkpoint.files import checksums, fsync_tree, list_files, replace_file, write_exclusive
-
+from ..checkpoint import MANIFEST, UNIVERSAL, CheckpointName, FileEntry, Manifest, is_checkpoint_name
+from ..checkpoint.files import checksums, fsync_tree, list_files, replace_file, write_exclusive
 from .conversion import Watch, Wish, engine_part, produce, seal_form, typed_failures, verified
 from .errors import EnvironmentFailed, SourceBad
 from .journal import JOURNAL, ForeignJournal, Journal, keep_finished

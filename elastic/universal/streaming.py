@@ -18,8 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dalsegno.elastic.checkpoint import FileEntry
-
+from ..checkpoint import FileEntry
 from .effort import Effort
 from .errors import SourceBad
 from .forms import PARAM, ZERO, Form

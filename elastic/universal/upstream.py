@@ -21,8 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dalsegno.elastic.checkpoint.files import CANNOT, list_files, place_file
-
+from ..checkpoint.files import CANNOT, list_files, place_file
 from .archive import Packed, refuse_packed
 from .errors import EnvironmentFailed, SourceBad
 from .forms import PARAM, ZERO

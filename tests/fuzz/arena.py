@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from dalsegno.protos import control_pb2 as pb
-from tests.support.master_process import MasterProcess, master_process
+from tests.support.jobs.master_process import MasterProcess, master_process
 
 from .calls import FAMILIES, SERVICE, Call, Rogue, Scene, registration
 from .good_agents import KEEP, Broken, GoodAgent

@@ -10,17 +10,17 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from dalsegno.agent import command
-from dalsegno.agent import private as private_files
-from dalsegno.agent.claim import ClaimFile
-from dalsegno.agent.embedded import EmbeddedMaster
-from dalsegno.agent.spawning import TokenLostError
-from dalsegno.agent.storage import JobDirectory, StorageError
+from dalsegno.agent.commands import dalsegno
+from dalsegno.agent.control.claim import ClaimFile
+from dalsegno.agent.control.embedded import EmbeddedMaster
+from dalsegno.agent.control.spawning import TokenLostError
+from dalsegno.agent.storage import private as private_files
+from dalsegno.agent.storage.job_directory import JobDirectory, StorageError
 from dalsegno.elastic.checkpoint import CheckpointStore, inspect, is_checkpoint_name
 from dalsegno.elastic.checkpoint import files as checkpoint_files
-from dalsegno.elastic.collective import Solo
-from dalsegno.elastic.resuming import newest
-from dalsegno.master.store import SqliteStore, StoreError
+from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.saving.resuming import newest
+from dalsegno.master.record.store import SqliteStore, StoreError
 
 from .damages import JOB, RECORD, RUNS, Template, damage
 from .good_agents import Broken
@@ -100,7 +100,7 @@ def _run(*arguments: str) -> tuple[int, str]:
     """A command as a person gives it; its exit code, and all that it said."""
     output = io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-        code = command.run(arguments)
+        code = dalsegno.run(arguments)
     if code not in (0, 1, 2):
         raise Broken(f"{' '.join(arguments[:2])} ended with {code}")
     return code, output.getvalue()

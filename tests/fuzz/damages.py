@@ -27,7 +27,7 @@ from dalsegno.elastic.checkpoint import (
     is_checkpoint_name,
     seal,
 )
-from dalsegno.master.store import SqliteStore
+from dalsegno.master.record.store import SqliteStore
 
 __all__ = ["AREAS", "JOB", "RECORD", "RUNS", "Template", "damage"]
 

@@ -6,10 +6,10 @@ import math
 import random
 from pathlib import Path
 
-from dalsegno.agent import decisions
-from dalsegno.agent import events as ev
-from dalsegno.agent.master_checks import problem_of
-from dalsegno.agent.worker_env import place_of, worker_environment
+from dalsegno.agent.control.master_checks import problem_of
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.decisions import handling
+from dalsegno.agent.processes.worker_env import place_of, worker_environment
 from dalsegno.protos import control_pb2 as pb
 
 from .good_agents import Broken
@@ -77,11 +77,11 @@ def _order(rng: random.Random) -> pb.Directive:
     return directive
 
 
-def _registered() -> decisions.AgentState:
-    state = decisions.fresh(decisions.AgentSettings(nproc=NPROC))
-    state, _ = decisions.handle(state, ev.Started(), 0.0)
+def _registered() -> handling.AgentState:
+    state = handling.fresh(handling.AgentSettings(nproc=NPROC))
+    state, _ = handling.handle(state, ev.Started(), 0.0)
     reply = pb.RegisterReply(generation=1, node="b", run_id="run-0001")
-    return decisions.handle(state, ev.Registered(INCARNATION, reply), 0.0)[0]
+    return handling.handle(state, ev.Registered(INCARNATION, reply), 0.0)[0]
 
 
 def fuzz_directives(seed: int, count: int) -> tuple[str, int]:
@@ -97,14 +97,14 @@ def fuzz_directives(seed: int, count: int) -> tuple[str, int]:
             believed += 1
             now += 1.0
             try:
-                state, actions = decisions.handle(state, ev.Directed(directive), now)
+                state, actions = handling.handle(state, ev.Directed(directive), now)
                 _check(state, actions, now)
             except Exception as error:
                 return f"seed {seed}, number {number}: {type(error).__name__}: {error} after {directive}", believed
     return "", believed
 
 
-def _check(state: decisions.AgentState, actions: list[ev.Action], now: float) -> None:
+def _check(state: handling.AgentState, actions: list[ev.Action], now: float) -> None:
     if len(actions) > _MOST_ACTIONS:
         raise Broken(f"one directive made {len(actions)} actions")
     if state.wake is not None and not math.isfinite(state.wake):
@@ -113,7 +113,7 @@ def _check(state: decisions.AgentState, actions: list[ev.Action], now: float) ->
     for _ in range(3):
         if state.wake is None or state.wake > now or state.ended:
             break
-        state, _actions = decisions.handle(state, ev.Tick(), now)
+        state, _actions = handling.handle(state, ev.Tick(), now)
     else:
         raise Broken("it is woken again and again without time passing")
     for action in actions:

@@ -24,10 +24,10 @@ from typing import Any
 from google.protobuf import text_format
 from google.protobuf.message import DecodeError
 
-from dalsegno.agent import decisions
-from dalsegno.agent import events as ev
-from dalsegno.agent.mailbox import Mailbox
-from dalsegno.agent.worker_link import MAX_FRAME, WorkerLink
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.decisions import handling
+from dalsegno.agent.processes.worker_link import MAX_FRAME, WorkerLink
+from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.protos import control_pb2, worker_pb2
 from tests.conftest import ROOT
 
@@ -129,7 +129,7 @@ def deed_of(rng: random.Random) -> Deed:
 # A good worker: a step every hundredth of a second, and it says each time it sees the drain flag change.
 _WORKER = """
 import os, sys, time
-from dalsegno.elastic.link import Link
+from dalsegno.elastic.rank.link import Link
 from dalsegno.protos import worker_pb2
 epoch, rank, local = map(int, sys.argv[2:5])
 hello = worker_pb2.Hello(protocol=1, epoch=epoch, rank=rank, local_rank=local, pid=os.getpid())
@@ -220,7 +220,7 @@ class Agent:
             if event is None:
                 continue
             try:
-                self.state, actions = decisions.handle(self.state, event, time.monotonic())
+                self.state, actions = handling.handle(self.state, event, time.monotonic())
             except Exception as error:
                 self.problems.append(f"{type(error).__name__}: {error} after {event}")
                 raise
@@ -271,13 +271,13 @@ def _descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def _running() -> decisions.AgentState:
+def _running() -> handling.AgentState:
     """The state of an agent whose world trains."""
-    state = decisions.fresh(decisions.AgentSettings(nproc=NPROC))
+    state = handling.fresh(handling.AgentSettings(nproc=NPROC))
     place = control_pb2.Place(node="n", incarnation="i", group_rank=1, first_rank=FIRST_RANK, nproc=NPROC)
     state.node, state.incarnation, state.run_id, state.started = "n", "i", "run-0001", EPOCH
     state.world = control_pb2.World(epoch=EPOCH, run_id="run-0001", nodes=2, world_size=7, place=place)
-    state.workers, state.phase = decisions.Workers.RUNNING, control_pb2.PHASE_RUNNING
+    state.workers, state.phase = handling.Workers.RUNNING, control_pb2.PHASE_RUNNING
     return state
 
 

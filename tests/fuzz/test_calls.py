@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.master_process import eventually
+from tests.support.jobs.master_process import eventually
 
 from .arena import Arena, fuzz
 from .calls import FAMILIES

@@ -18,10 +18,10 @@ import pytest
 import torch
 
 from dalsegno.elastic.checkpoint import inventory
-from tests.support import local_processes as processes
-from tests.support.ports import free_port
-from tests.support.ranks import Rank
-from tests.support.sources import ROOT
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.ports import free_port
+from tests.support.pages.sources import ROOT
+from tests.support.workers.ranks import Rank
 
 # "cuda": `make test-gpu` has found a card. Else everything runs on the CPU: what of it is not CUDA's is shown there.
 DEVICE = os.environ.get("DALSEGNO_TEST_DEVICE", "cpu")
@@ -120,7 +120,7 @@ def touches_card(pid: int) -> bool:
 _SHARING = """
 import json, sys, types
 import torch, torch.distributed as dist
-from dalsegno.elastic.process_group import init_process_group
+from dalsegno.elastic.rank.process_group import init_process_group
 if sys.argv[1] == "cpu":
     torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(uuid="the only card")
 else:

@@ -7,8 +7,8 @@ import json
 import pytest
 import torch
 
-from dalsegno.elastic import rng
-from dalsegno.elastic.strategies import own_device
+from dalsegno.elastic.rank import rng
+from dalsegno.elastic.trainer.strategies import own_device
 from tests.gpu.scenes import CARDS, DEVICE, needs_card, needs_two
 
 pytestmark = pytest.mark.timeout(120)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from dalsegno.elastic.staging import HostBuffers
+from dalsegno.elastic.saving.staging import HostBuffers
 from tests.gpu.scenes import DEVICE, needs_card
 
 pytestmark = pytest.mark.timeout(120)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.lifeline import Lifeline
-from dalsegno.agent.standby import Assignment
-from dalsegno.agent.standby_pool import StandbyPool, modules_of
+from dalsegno.agent.processes.lifeline import Lifeline
+from dalsegno.agent.processes.nursery import Assignment
+from dalsegno.agent.processes.standby_pool import StandbyPool, modules_of
 from tests.gpu import scenes
 from tests.gpu.scenes import DEVICE, environment, needs_card, touches_card
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(200)
 SCRIPT = """
 import torch
 from dalsegno.elastic import Trainer, session
-from dalsegno.elastic.strategies import own_device
+from dalsegno.elastic.trainer.strategies import own_device
 import json, os, sys
 before = torch.cuda.is_initialized()
 s = session()

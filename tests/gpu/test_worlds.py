@@ -17,8 +17,8 @@ import pytest
 from examples.history import KeptStep, StepLogReader, kept_history
 from tests.gpu import scenes
 from tests.gpu.scenes import DEVICE, environment, needs_two
-from tests.support.cluster import HOOKED, Cluster, Training, Undisturbed
-from tests.support.sources import ROOT
+from tests.support.jobs.cluster import HOOKED, Cluster, Training, Undisturbed
+from tests.support.pages.sources import ROOT
 
 pytestmark = pytest.mark.timeout(290)
 

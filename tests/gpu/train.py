@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, TrainingState, background, session
-from dalsegno.elastic.process_group import init_process_group
-from dalsegno.elastic.strategies import own_device
+from dalsegno.elastic.rank.process_group import init_process_group
+from dalsegno.elastic.trainer.strategies import own_device
 
 
 def main() -> None:

@@ -19,11 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dalsegno.elastic import Callback, Evaluator, Trainer, sessions
-from dalsegno.elastic.deepspeed_strategy import DeepSpeed
-from dalsegno.elastic.fsdp import FSDP
-from dalsegno.elastic.strategies import DDP, Strategy
-from tests.support.trainer_worker import GLOBAL_BATCH, LENGTH, MICRO, Block, Model, Points, make_optimizer
+from dalsegno.elastic import Callback, Evaluator, Trainer
+from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
+from dalsegno.elastic.trainer.fsdp import FSDP
+from dalsegno.elastic.trainer.strategies import DDP, Strategy
+from dalsegno.elastic.training import entry
+from tests.support.workers.trainer_worker import GLOBAL_BATCH, LENGTH, MICRO, Block, Model, Points, make_optimizer
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -142,8 +143,8 @@ def main() -> None:
     for case in arguments.cases:
         # A session is one per process, and its group needs a store that nobody used before.
         os.environ["MASTER_PORT"] = str(case["port"])
-        while sessions._sessions:
-            sessions._sessions.pop().close()
+        while entry._sessions:
+            entry._sessions.pop().close()
         results.append(train(case))
     (arguments.out / f"result-{rank}.json").write_text(json.dumps(results))
     if dist.is_initialized():

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.support import forked
-from tests.support.cluster import Cluster, Undisturbed
-from tests.support.shell import Shell
+from tests.support.forks import forked
+from tests.support.jobs.cluster import Cluster, Undisturbed
+from tests.support.jobs.shell import Shell
 
 FAILED = pytest.StashKey[bool]()
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from dalsegno.elastic.checkpoint import inventory
-from tests.support.cluster import Cluster, Training, Undisturbed
-from tests.support.faults import run_directory
+from tests.support.jobs.cluster import Cluster, Training, Undisturbed
+from tests.support.jobs.faults import run_directory
 
 from .test_membership import Clusters
 
 pytestmark = pytest.mark.timeout(300)
-PLAIN = Path(__file__).resolve().parents[1] / "support" / "plain_deepspeed.py"
+PLAIN = Path(__file__).resolve().parents[1] / "support" / "workers" / "plain_deepspeed.py"
 
 
 def adopted(job: Cluster, after: int = 0) -> int:

@@ -21,22 +21,22 @@ from pathlib import Path
 import grpc
 import pytest
 
-from dalsegno.agent import embedded
-from dalsegno.agent.claim import Claim, ClaimFile
-from dalsegno.agent.connection import PROTOCOL
-from dalsegno.agent.embedded import EmbeddedMaster, MasterError
-from dalsegno.agent.machine import Machine
-from dalsegno.agent.processes import Status, is_same_process, process_state, start_time
-from dalsegno.agent.spawning import make_token
+from dalsegno.agent.control import embedded
+from dalsegno.agent.control.claim import Claim, ClaimFile
+from dalsegno.agent.control.connection import PROTOCOL
+from dalsegno.agent.control.embedded import EmbeddedMaster, MasterError
+from dalsegno.agent.control.machine import Machine
+from dalsegno.agent.control.spawning import make_token
+from dalsegno.agent.processes.proc import Status, is_same_process, process_state, start_time
 from dalsegno.protos import control_pb2, control_pb2_grpc
-from tests.support.master_process import settings
+from tests.support.jobs.master_process import settings
 
 pytestmark = pytest.mark.timeout(120)
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from dalsegno.agent.embedded import EmbeddedMaster
+from dalsegno.agent.control.embedded import EmbeddedMaster
 master = EmbeddedMaster(Path(sys.argv[1]), "job", 2.0)
 master.start()
 print(master.addresses()[0], flush=True)
@@ -46,7 +46,7 @@ time.sleep(300)
 CONTAINED = """
 import sys
 from pathlib import Path
-from dalsegno.agent import embedded
+from dalsegno.agent.control import embedded
 embedded._LEAST_WATCH = 5.0
 try:
     master = embedded.EmbeddedMaster(Path(sys.argv[1]), "job", 5.0)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.arguments import parse
-from dalsegno.agent.cli import default_job_id
-from dalsegno.agent.processes import is_same_process, process_state, start_time
-from tests.support import forked
-from tests.support.forked import Forked
-from tests.support.forked_agents import DLROVER_RUN, start_agent
-from tests.support.master_process import master_process
+from dalsegno.agent.commands.arguments import parse
+from dalsegno.agent.commands.dlrover_run import default_job_id
+from dalsegno.agent.processes.proc import is_same_process, process_state, start_time
+from tests.support.forks import forked
+from tests.support.forks.forked import Forked
+from tests.support.forks.forked_agents import DLROVER_RUN, start_agent
+from tests.support.jobs.master_process import master_process
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -146,13 +146,13 @@ def test_a_script_that_does_not_know_our_flag(programs: Programs, monkeypatch: p
     """It is told in one line, and started again without the flag; one that knows it keeps it."""
     code = """
 import os, sys, time
-from dalsegno.agent import elastic_agent, events as ev
+from dalsegno.agent.shell import elastic_agent; from dalsegno.agent.decisions import events as ev
 from dalsegno.protos import control_pb2 as pb
 # The world resumes from universal files, whatever the master says.
 original = elastic_agent.ElasticAgent._arguments
 elastic_agent.ElasticAgent._arguments = lambda self, world: original(
     self, pb.World(epoch=world.epoch, resume=pb.ResumePoint(form=pb.FORM_UNIVERSAL)))
-from dalsegno.agent.cli import main
+from dalsegno.agent.commands.dlrover_run import main
 main()
 """
     for name, flag in (("knows", "parser.add_argument('--universal-checkpoint', action='store_true')"), ("strict", "")):
@@ -241,7 +241,7 @@ def test_status_of_an_embedded_job(programs: Programs) -> None:
     script = programs.directory / "wait.py"
     script.write_text("import time\ntime.sleep(60)\n")
     agent = programs.agent("agent", "--drain-timeout", "2", str(script))
-    command = [sys.executable, "-m", "dalsegno.agent.command", "status", "--checkpoint-dir", "ck"]
+    command = [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", "status", "--checkpoint-dir", "ck"]
 
     def status() -> str:
         done = subprocess.run(command, cwd=programs.directory, capture_output=True, text=True, timeout=30, check=False)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.lifeline import LIFELINE_VARIABLE, Lifeline
-from dalsegno.agent.processes import is_same_process, start_time
+from dalsegno.agent.processes.lifeline import LIFELINE_VARIABLE, Lifeline
+from dalsegno.agent.processes.proc import is_same_process, start_time
 
 # A worker with a forked child, a child with a session of its own, and a grandchild of that.
 WORKER = """
@@ -32,7 +32,7 @@ time.sleep(300)
 
 AGENT = """
 import os, subprocess, sys, time
-from dalsegno.agent.lifeline import Lifeline
+from dalsegno.agent.processes.lifeline import Lifeline
 lifeline = Lifeline()
 out, worker, register = sys.argv[1], sys.argv[2], sys.argv[3] == "register"
 child = subprocess.Popen([sys.executable, "-c", worker, out], start_new_session=True,
@@ -172,7 +172,7 @@ def test_closing_while_the_keeper_is_replaced_ends_everything(
 @pytest.mark.timeout(60)
 def test_closing_after_the_keeper_has_died_ends_everything(lifeline: Lifeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one that dies is replaced after a pause only; closing does not wait for it."""
-    monkeypatch.setattr("dalsegno.agent.lifeline._RESPAWN_PAUSE", 300.0)
+    monkeypatch.setattr("dalsegno.agent.processes.lifeline._RESPAWN_PAUSE", 300.0)
     child, first = sleeper(), lifeline.keeper_pid
     lifeline.add_group(child.pid)
     os.kill(first, signal.SIGKILL)

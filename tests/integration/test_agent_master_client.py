@@ -14,9 +14,9 @@ from typing import Any
 import grpc
 import pytest
 
-from dalsegno.agent import client_threads, master_client
-from dalsegno.agent.connection import PROTOCOL, Connector, Credentials
-from dalsegno.agent.master_client import Listener, MasterClient
+from dalsegno.agent.control import client_threads, master_client
+from dalsegno.agent.control.connection import PROTOCOL, Connector, Credentials
+from dalsegno.agent.control.master_client import Listener, MasterClient
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
 

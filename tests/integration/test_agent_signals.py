@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.events import EXIT_LEFT
-from tests.support.master_process import eventually
+from dalsegno.agent.decisions.events import EXIT_LEFT
+from tests.support.jobs.master_process import eventually
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("hang_ups")]
 
@@ -35,7 +35,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
     def begin(*flags: str, through: tuple[str, ...] = ()) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [*through, sys.executable, "-m", "dalsegno.agent.cli", *flags, "train.py"],
+            [*through, sys.executable, "-m", "dalsegno.agent.commands.dlrover_run", *flags, "train.py"],
             cwd=tmp_path,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

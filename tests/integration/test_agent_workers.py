@@ -20,15 +20,16 @@ from typing import Any
 import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
-from dalsegno.agent import events as ev
-from dalsegno.agent import standby, workers
-from dalsegno.agent.elastic_agent import ElasticAgent
-from dalsegno.agent.lifeline import Lifeline
-from dalsegno.agent.mailbox import Mailbox
-from dalsegno.agent.processes import process_state, start_time
-from dalsegno.agent.standby_pool import ALWAYS, StandbyPool, modules_of
-from dalsegno.agent.worker_link import WorkerLink
-from dalsegno.agent.workers import Script, WorkersContext
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.processes import nursery as standby
+from dalsegno.agent.processes import workers
+from dalsegno.agent.processes.lifeline import Lifeline
+from dalsegno.agent.processes.proc import process_state, start_time
+from dalsegno.agent.processes.standby_pool import ALWAYS, StandbyPool, modules_of
+from dalsegno.agent.processes.worker_link import WorkerLink
+from dalsegno.agent.processes.workers import Script, WorkersContext
+from dalsegno.agent.shell.elastic_agent import ElasticAgent
+from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.protos import worker_pb2
 
 pytestmark = pytest.mark.timeout(120)
@@ -44,7 +45,8 @@ if __name__ == "__main__":
         nine = pool.apply(square, (3,))
     print(json.dumps({"argv": sys.argv, "path": sys.path[0], "env": dict(os.environ), "cwd": os.getcwd(), "nine": nine,
                       "where": WHERE, "nice": os.getpriority(os.PRIO_PROCESS, 0), "pid": os.getpid(),
-                      "standby": "dalsegno.agent.standby" in sys.orig_argv, "file": globals().get("__file__")}))
+                      "standby": "dalsegno.agent.processes.nursery" in sys.orig_argv,
+                      "file": globals().get("__file__")}))
     sys.exit(int(os.environ.get("CODE", "0")))
 """
 
@@ -548,7 +550,7 @@ def test_a_worker_is_signalled_under_its_own_number_only(node: Node, monkeypatch
     context.start()
     assert node.exits.get(timeout=30)[:2] == (0, 0)
     signalled: list[int] = []
-    monkeypatch.setattr("dalsegno.agent.workers.kill_group", lambda pid, signum=9: signalled.append(pid))
+    monkeypatch.setattr("dalsegno.agent.processes.workers.kill_group", lambda pid, signum=9: signalled.append(pid))
     context._running[0].ended.clear()
     context.stop(0)
     assert signalled == []

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from dalsegno.protos import control_pb2
-from tests.support.cluster import Cluster, Training, Undisturbed
-from tests.support.faults import UNLIMITED, limit_files, run_directory
+from tests.support.jobs.cluster import Cluster, Training, Undisturbed
+from tests.support.jobs.faults import UNLIMITED, limit_files, run_directory
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, verify
-from tests.support.fake_agent import FakeAgent
+from tests.support.workers.fake_agent import FakeAgent
 
 pytestmark = pytest.mark.timeout(120)
 

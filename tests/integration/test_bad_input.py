@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.connection import PROTOCOL
-from tests.support.master_process import master_process
-from tests.support.shell import Shell, expect_one_line
+from dalsegno.agent.control.connection import PROTOCOL
+from tests.support.jobs.master_process import master_process
+from tests.support.jobs.shell import Shell, expect_one_line
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -22,9 +22,9 @@ SMALL = ("--steps=3", "--save-every=0", "--global-batch-size=4")
 # A client of tomorrow: the same agent, which says that it speaks a newer protocol.
 NEWER = """
 import sys
-from dalsegno.agent import connection
+from dalsegno.agent.control import connection
 connection.PROTOCOL = 99
-from dalsegno.agent.cli import main
+from dalsegno.agent.commands.dlrover_run import main
 sys.argv[0] = "dlrover-run"
 main()
 """

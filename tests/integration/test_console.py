@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.outlet import Outlet
-from tests.support.cluster import DLROVER_RUN
-from tests.support.master_process import eventually
+from dalsegno.agent.shell.outlet import Outlet
+from tests.support.jobs.cluster import DLROVER_RUN
+from tests.support.jobs.master_process import eventually
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sources import ROOT
+from tests.support.pages.sources import ROOT
 
 pytestmark = pytest.mark.timeout(180)
 DALSEGNO = str(Path(sysconfig.get_path("scripts")) / "dalsegno")

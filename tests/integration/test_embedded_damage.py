@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from dalsegno.agent import embedded
-from tests.support import local_processes as processes
-from tests.support.cluster import Cluster, Training, Undisturbed
-from tests.support.master_process import eventually
-from tests.support.shell import Shell, expect_one_line
+from dalsegno.agent.control import embedded
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import Cluster, Training, Undisturbed
+from tests.support.jobs.master_process import eventually
+from tests.support.jobs.shell import Shell, expect_one_line
 
 pytestmark = pytest.mark.timeout(300)
 

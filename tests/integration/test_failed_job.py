@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support import local_processes as processes
-from tests.support.cluster import Cluster, Training, Undisturbed
-from tests.support.faults import run_directory
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import Cluster, Training, Undisturbed
+from tests.support.jobs.faults import run_directory
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,9 +11,9 @@ import pytest
 
 from dalsegno.elastic.checkpoint import Manifest
 from dalsegno.protos import control_pb2
-from tests.support import local_processes as processes
-from tests.support.cluster import TRAIN, Cluster, Node, Training, Undisturbed
-from tests.support.faults import (
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import TRAIN, Cluster, Node, Training, Undisturbed
+from tests.support.jobs.faults import (
     DAMAGES,
     UNLIMITED,
     Service,

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.support import curve_worker, gradient_worker
-from tests.support.zero_runs import run_world
+from tests.support.workers import curve_worker, gradient_worker
+from tests.support.workers.zero_runs import run_world
 
 WORLDS = [1, 2, 3, 4]
 STRATEGIES = ["ddp", "fsdp1", "fsdp2", "zero0", "zero1", "zero2", "zero3"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.cluster import HF, Cluster, Training, Undisturbed, change_worlds
+from tests.support.jobs.cluster import HF, Cluster, Training, Undisturbed, change_worlds
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -21,7 +21,7 @@ Clusters = Callable[..., Cluster]
 def training(*extra: str, steps: int = 60) -> Training:
     """Data epochs of 10 steps, the last of which is short: 152 samples, 16 at a time."""
     flags = ("--max-micro-batch-size=3", "--samples=152", *extra)
-    return Training(HF, steps, 10, extra=flags, needs_agent=True, preloaded="tests.support.preloaded_hf")
+    return Training(HF, steps, 10, extra=flags, needs_agent=True, preloaded="tests.support.forks.preloaded_hf")
 
 
 def trainer_state(job: Cluster, step: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from dalsegno.protos import control_pb2 as pb
-from tests.support.master_process import (
+from tests.support.jobs.master_process import (
     Agent,
     MasterProcess,
     command,

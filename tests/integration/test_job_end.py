@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from dalsegno.protos import control_pb2
-from tests.support import local_processes as processes
-from tests.support.cluster import Cluster, Training, Undisturbed
-from tests.support.faults import Service, run_directory, wait_until
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import Cluster, Training, Undisturbed
+from tests.support.jobs.faults import Service, run_directory, wait_until
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from dalsegno.protos import control_pb2
-from tests.support import local_processes as processes
-from tests.support.cluster import TRAIN, Cluster, Training, Undisturbed
-from tests.support.faults import (
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import TRAIN, Cluster, Training, Undisturbed
+from tests.support.jobs.faults import (
     Service,
     flip_byte,
     held_conversions,
@@ -23,7 +23,7 @@ from tests.support.faults import (
     run_directory,
     wait_held_converter,
 )
-from tests.support.proxy import proxy
+from tests.support.jobs.proxy import proxy
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -16,8 +16,8 @@ import grpc
 import pytest
 
 from dalsegno.protos import control_pb2 as pb
-from tests.support.certificates import Authority
-from tests.support.master_process import Agent, command, eventually, master_process, open_world, settings
+from tests.support.jobs.certificates import Authority
+from tests.support.jobs.master_process import Agent, command, eventually, master_process, open_world, settings
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -113,7 +113,7 @@ def test_the_death_of_an_agent_process_is_heard(tmp_path: Path) -> None:
     """SIGKILL of a process that watches: its node is dropped long before the node-timeout."""
     watcher = (
         "import sys\n"
-        "from tests.support.master_process import Agent, settings\n"
+        "from tests.support.jobs.master_process import Agent, settings\n"
         "agent = Agent(sys.argv[1], 'b')\n"
         "agent.register(settings((2, 3)))\n"
         "for directive in agent.watch(): print('seen', flush=True)\n"

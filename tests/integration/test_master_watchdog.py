@@ -13,7 +13,15 @@ import grpc
 import pytest
 
 from dalsegno.protos import control_pb2 as pb
-from tests.support.master_process import Agent, MasterProcess, command, master_process, open_world, serving, settings
+from tests.support.jobs.master_process import (
+    Agent,
+    MasterProcess,
+    command,
+    master_process,
+    open_world,
+    serving,
+    settings,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -22,7 +30,7 @@ SECONDS = 3
 
 HANGING = """
 import sys, threading
-from dalsegno.master import cli, driver
+from dalsegno.master import cli; from dalsegno.master.server import driver
 
 def deadlock_of_the_test(self):
     held = threading.Lock()

@@ -1,7 +1,7 @@
 """Nodes come and go, with real agents, workers and masters: the run stays the undisturbed one.
 
 Scenes of plain DDP, which converts nothing when the world's size changes, are the fast ones; ZeRO is where it matters.
-A world is never waited for by time: runs are slow until the test is in a hurry (see `tests/support/hooked.py`).
+A world is never waited for by time: runs are slow until the test is in a hurry (see `tests/support/jobs/hooked.py`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import pytest
 
 from dalsegno.elastic.checkpoint import Manifest, verify
 from dalsegno.protos import control_pb2
-from tests.support import local_processes as processes
-from tests.support.cluster import LEFT, TRAIN, Cluster, Training, Undisturbed
-from tests.support.faults import run_directory
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import LEFT, TRAIN, Cluster, Training, Undisturbed
+from tests.support.jobs.faults import run_directory
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -94,7 +94,7 @@ def test_a_scale_down_loses_nothing(clusters: Clusters, undisturbed: Undisturbed
 
 def scaled(job: Cluster, nodes: int) -> subprocess.CompletedProcess[str]:
     """What a person types in another terminal."""
-    command = [sys.executable, "-m", "dalsegno.agent.command", "scale", str(nodes), f"--job-id={job.job}"]
+    command = [sys.executable, "-m", "dalsegno.agent.commands.dalsegno", "scale", str(nodes), f"--job-id={job.job}"]
     command.append(f"--checkpoint-dir={job.checkpoints}")
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
 

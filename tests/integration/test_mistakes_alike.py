@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import alike_worker as worker
-from tests.support.mistakes import Comes, brings
-from tests.support.zero_runs import run_world
+from tests.support.pages.mistakes import Comes, brings
+from tests.support.workers import alike_worker as worker
+from tests.support.workers.zero_runs import run_world
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from dalsegno.elastic.universal import convert
-from tests.support import engines_worker
-from tests.support.mistakes import Comes, brings
-from tests.support.ports import free_port
-from tests.support.zero_runs import run_world, seal_sharded
+from tests.support.jobs.ports import free_port
+from tests.support.pages.mistakes import Comes, brings
+from tests.support.workers import engines_worker
+from tests.support.workers.zero_runs import run_world, seal_sharded
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.gpu.scenes import share_one_card
-from tests.support.mistakes import Comes, brings
+from tests.support.pages.mistakes import Comes, brings
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -13,15 +13,15 @@ import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from dalsegno.elastic.checkpoint import CheckpointStore, Cut, Manifest
-from tests.support import unlike_worker as worker
-from tests.support.forked import PRELOADED
-from tests.support.mistakes import Comes, brings
-from tests.support.zero_runs import run_world
+from tests.support.forks.forked import PRELOADED
+from tests.support.pages.mistakes import Comes, brings
+from tests.support.workers import unlike_worker as worker
+from tests.support.workers.zero_runs import run_world
 
 pytestmark = pytest.mark.timeout(240)
 
 WORKER = Path(worker.__file__)
-HF = "tests.support.preloaded_hf"
+HF = "tests.support.forks.preloaded_hf"
 
 
 @dataclass(frozen=True)

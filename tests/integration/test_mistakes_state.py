@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from dalsegno.elastic.checkpoint import CheckpointStore
-from tests.support import printed
-from tests.support.mistakes import Comes, brings
-from tests.support.ports import free_port
-from tests.support.zero_runs import run_world
+from tests.support.jobs.ports import free_port
+from tests.support.pages import printed
+from tests.support.pages.mistakes import Comes, brings
+from tests.support.workers.zero_runs import run_world
 
 pytestmark = pytest.mark.timeout(180)
 
-WORKER = Path(__file__).parents[1] / "support" / "state_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "workers" / "state_worker.py"
 TRAINER = {"kind": "trainer"}
 
 

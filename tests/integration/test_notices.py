@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import local_processes as processes
-from tests.support.cluster import Cluster, Node, Training, Undisturbed
-from tests.support.master_process import eventually
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import Cluster, Node, Training, Undisturbed
+from tests.support.jobs.master_process import eventually
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -139,7 +139,7 @@ def test_every_subset(clusters: Clusters, undisturbed: Undisturbed, number: sign
 # is no process of the tests: their threads of gRPC may come back in a forked one, and are deaf to nothing.
 PARENT = """
 import multiprocessing, signal, subprocess, sys, time
-from dalsegno.elastic.loaders import pass_over
+from dalsegno.elastic.data.loaders import pass_over
 
 def deaf(said):
     pass_over((signal.SIGTERM,))

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import printed
-from tests.support.printed_code import CODE, Snippet
-from tests.support.sources import ROOT
-from tests.support.tiny_swift import OFFLINE
-from tests.support.zero_runs import run_world
+from tests.support.pages import printed
+from tests.support.pages.printed_code import CODE, Snippet
+from tests.support.pages.sources import ROOT
+from tests.support.workers.tiny_swift import OFFLINE
+from tests.support.workers.zero_runs import run_world
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.printed_commands import COMMANDS, Run
-from tests.support.stage import Stage
-from tests.support.tiny_swift import OFFLINE
+from tests.support.jobs.stage import Stage
+from tests.support.pages.printed_commands import COMMANDS, Run
+from tests.support.workers.tiny_swift import OFFLINE
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import printed, tiny_swift
-from tests.support.printed_code import CODE, NO_COMPILER
-from tests.support.printed_commands import COMMANDS, Scene
-from tests.support.sources import ROOT
-from tests.support.stage import Stage
+from tests.support.jobs.stage import Stage
+from tests.support.pages import printed
+from tests.support.pages.printed_code import CODE, NO_COMPILER
+from tests.support.pages.printed_commands import COMMANDS, Scene
+from tests.support.pages.sources import ROOT
+from tests.support.workers import tiny_swift
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -90,9 +91,9 @@ def test_the_quickstart(stage: Stage, line: Line) -> None:
 @pytest.mark.full
 def test_a_script_without_a_session(stage: Stage, line: Line) -> None:
     """An ordinary DeepSpeed script that takes `--save-dir`: two terminals, and its own checkpoints become the run's."""
-    shutil.copy(ROOT / "tests/support/plain_deepspeed.py", stage.directory / "train.py")
+    shutil.copy(ROOT / "tests/support/workers/plain_deepspeed.py", stage.directory / "train.py")
     text = (stage.directory / "train.py").read_text(encoding="utf-8")
-    text = text.replace("Path(__file__).resolve().parents[2]", "Path(__file__).resolve().parent")
+    text = text.replace("Path(__file__).resolve().parents[3]", "Path(__file__).resolve().parent")
     (stage.directory / "train.py").write_text(text, encoding="utf-8")
     more = "--steps=60 --save-every=10 --global-batch-size=16 --seed=1 --step-time=0.5"
     command = f"{line('dlrover-run')} {more}"

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Shape, seal, verify
-from tests.support.cluster import DDP
-from tests.support.fake_agent import WORKER, FakeAgent, assert_same_curve, read_history
-from tests.support.ranks import Rank, wait_all
+from tests.support.jobs.cluster import DDP
+from tests.support.workers.fake_agent import WORKER, FakeAgent, assert_same_curve, read_history
+from tests.support.workers.ranks import Rank, wait_all
 
 pytestmark = pytest.mark.timeout(120)
 

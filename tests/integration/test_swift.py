@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from dalsegno.swift_plugin import PLUGIN
-from tests.support import tiny_swift
-from tests.support.cluster import Cluster, Training, Undisturbed, change_worlds
-from tests.support.zero_runs import run_world
+from tests.support.jobs.cluster import Cluster, Training, Undisturbed, change_worlds
+from tests.support.workers import tiny_swift
+from tests.support.workers.zero_runs import run_world
 
 pytest.importorskip("swift", reason="the extra `swift` is not installed")
 pytestmark = pytest.mark.timeout(900)
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 Clusters = Callable[..., Cluster]
 STEPS_PLUGIN = Path(tiny_swift.__file__).with_name("swift_steps.py")
 ENTRY = "dalsegno.swift_plugin"
-PRELOADED = "tests.support.preloaded_swift"
+PRELOADED = "tests.support.forks.preloaded_swift"
 
 
 @dataclass(frozen=True)

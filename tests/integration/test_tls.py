@@ -20,14 +20,14 @@ from typing import Any
 
 import pytest
 
-from dalsegno.agent.connection import Credentials
+from dalsegno.agent.control.connection import Credentials
 from dalsegno.protos import control_pb2
-from tests.support import local_processes as processes
-from tests.support.certificates import Authority, Certificate
-from tests.support.cluster import ROOT, Training, Undisturbed
-from tests.support.faults import Service
-from tests.support.master_process import master_process
-from tests.support.shell import Ended, Shell, expect_one_line
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.certificates import Authority, Certificate
+from tests.support.jobs.cluster import ROOT, Training, Undisturbed
+from tests.support.jobs.faults import Service
+from tests.support.jobs.master_process import master_process
+from tests.support.jobs.shell import Ended, Shell, expect_one_line
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -251,7 +251,7 @@ def test_the_http_edge_speaks_tls_too(tmp_path: Path, keys: Keys) -> None:
 
 def test_status_over_tls(shell: Shell, keys: Keys, others: Keys) -> None:
     """`dalsegno status` takes the same flags, and says the same when they are wrong."""
-    command = (sys.executable, "-m", "dalsegno.agent.command", "status")
+    command = (sys.executable, "-m", "dalsegno.agent.commands.dalsegno", "status")
     with master_process(shell.directory / "job.sqlite", *as_flags(keys.server(True))) as master:
         good = shell.run(f"--master={master.address}", *as_flags(keys.client(True)), command=command)
         assert (good.code, good.text) == (0, "")

@@ -18,11 +18,11 @@ from torch import nn
 
 from dalsegno.elastic import ElasticSampler
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest
-from tests.support import trainer_worker as worker
-from tests.support.fake_agent import FakeAgent
-from tests.support.ports import free_port
-from tests.support.sources import ROOT
-from tests.support.zero_runs import run_world
+from tests.support.jobs.ports import free_port
+from tests.support.pages.sources import ROOT
+from tests.support.workers import trainer_worker as worker
+from tests.support.workers.fake_agent import FakeAgent
+from tests.support.workers.zero_runs import run_world
 
 pytestmark = pytest.mark.timeout(180)
 

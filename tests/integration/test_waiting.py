@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from dalsegno.protos import control_pb2
-from tests.support import local_processes as processes
-from tests.support.cluster import Training, Undisturbed
+from tests.support.jobs import local_processes as processes
+from tests.support.jobs.cluster import Training, Undisturbed
 
 from .test_membership import Clusters, any_number
 

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent import worker_link
-from dalsegno.agent.mailbox import MailboxFull
-from dalsegno.agent.worker_link import WorkerLink
-from dalsegno.elastic import link
+from dalsegno.agent.processes import worker_link
+from dalsegno.agent.processes.worker_link import WorkerLink
+from dalsegno.agent.shell.mailbox import MailboxFull
+from dalsegno.elastic.rank import link
 from dalsegno.protos import worker_pb2
 from tests.conftest import ROOT
 
@@ -31,7 +31,7 @@ PATIENCE = 20.0
 # Waits for its turn, says who it is and makes a step; then it waits for an end of file.
 SPEAK = """
 import os, socket, struct, subprocess, sys, time
-from dalsegno.elastic import link
+from dalsegno.elastic.rank import link
 from dalsegno.protos import worker_pb2
 path, rank, step, how = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 if how != "at once":

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.agent import decisions
-from dalsegno.agent import events as ev
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.decisions import handling
 from dalsegno.protos import control_pb2
 
 from .client import Client
@@ -49,8 +49,8 @@ class SimAgent:
         self.warm = False
         self.frozen = False
         self.client = Client(self)
-        self.state = decisions.fresh(
-            decisions.AgentSettings(
+        self.state = handling.fresh(
+            handling.AgentSettings(
                 nproc=self.nproc,
                 node_name=name,
                 drain_timeout=sim.plan.settings.drain_timeout,
@@ -96,7 +96,7 @@ class SimAgent:
             self.refused_with = event.code
         if self.sim.tracing and not isinstance(event, ev.Directed | ev.Tick):
             self.sim.trace(self.label, "hears {}", short(event))
-        self.state, actions = decisions.handle(self.state, event, self.sim.clock.now + self._offset)
+        self.state, actions = handling.handle(self.state, event, self.sim.clock.now + self._offset)
         for action in actions:
             if not self.alive:
                 return

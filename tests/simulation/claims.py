@@ -20,10 +20,11 @@ from unittest import mock
 import grpc
 from google.protobuf.message import Message
 
-from dalsegno.agent import claim as claim_files
-from dalsegno.agent import embedded, private, spawning
-from dalsegno.agent.claim import Claim
-from dalsegno.agent.embedded import EmbeddedMaster, MasterError
+from dalsegno.agent.control import claim as claim_files
+from dalsegno.agent.control import embedded, spawning
+from dalsegno.agent.control.claim import Claim
+from dalsegno.agent.control.embedded import EmbeddedMaster, MasterError
+from dalsegno.agent.storage import private
 from dalsegno.elastic.checkpoint.files import move_over
 from dalsegno.protos import control_pb2
 

@@ -1,4 +1,4 @@
-"""What `agent/master_client.py` does, without its threads: outbox, pulse and watch over the simulated network."""
+"""The agent's `control/master_client.py` without its threads: outbox, pulse and watch over the simulated network."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import Message
 
-from dalsegno.agent import events as ev
+from dalsegno.agent.decisions import events as ev
 from dalsegno.protos import control_pb2
 
 from .clock import Timer

@@ -6,8 +6,8 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dalsegno.agent import events as ev
-from dalsegno.master.events import Called, Reply
+from dalsegno.agent.decisions import events as ev
+from dalsegno.master.brain.events import Called, Reply
 from dalsegno.protos import control_pb2
 
 from .flights import late_seal

@@ -6,11 +6,11 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dalsegno.agent import decisions
-from dalsegno.agent import events as ev
-from dalsegno.master.checkpoints import in_use_digests, resume_point
-from dalsegno.master.forming import QUIET_LEAST, QUIET_TIMES
-from dalsegno.master.state import Checkpoint, Job, Phase, Settings, World
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.decisions import handling
+from dalsegno.master.brain.checkpoints import in_use_digests, resume_point
+from dalsegno.master.brain.forming import QUIET_LEAST, QUIET_TIMES
+from dalsegno.master.brain.state import Checkpoint, Job, Phase, Settings, World
 from dalsegno.protos import control_pb2
 
 from .masters import decoded
@@ -495,7 +495,7 @@ class Ledger:
             self.require(self.success is False, "exit codes", f"{agent.label} exits 1, the job has not failed")
         elif code in (ev.EXIT_LEFT, ev.EXIT_LEFT_UNSAVED):
             self.require(state.leaving, "exit codes", f"{agent.label} exits {code} without a notice")
-            if code == ev.EXIT_LEFT and state.outcome is decisions.Outcome.DRAINED and state.drained is not None:
+            if code == ev.EXIT_LEFT and state.outcome is handling.Outcome.DRAINED and state.drained is not None:
                 self.left_drained.append((agent.label, state.drained.digest))
             if code == ev.EXIT_LEFT and agent.group_at_notice is not None:
                 run = agent.group_at_notice.collective

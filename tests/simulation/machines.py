@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dalsegno.agent.machine import Machine, Place
-from dalsegno.agent.processes import Status
+from dalsegno.agent.control.machine import Machine, Place
+from dalsegno.agent.processes.proc import Status
 
 if TYPE_CHECKING:
     from .claims import Agent, World

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from dalsegno.master import brain, membership
-from dalsegno.master.codec import JobCodec
-from dalsegno.master.events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
-from dalsegno.master.live import State
-from dalsegno.master.state import Job
-from dalsegno.master.turn import Turn
+from dalsegno.master.brain import brain, membership
+from dalsegno.master.brain.events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
+from dalsegno.master.brain.live import State
+from dalsegno.master.brain.state import Job
+from dalsegno.master.brain.turn import Turn
+from dalsegno.master.record.codec import JobCodec
 from dalsegno.protos import control_pb2
 
 from .clock import Timer

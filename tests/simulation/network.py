@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import Message
 
-from dalsegno.master.events import Called, Reply
+from dalsegno.master.brain.events import Called, Reply
 from dalsegno.protos import control_pb2
 
 from .clock import Clock, Timer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dalsegno.agent.state import Workers
+from dalsegno.agent.decisions.state import Workers
 
 from .real_agent import RealAgent
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from dalsegno.master.state import LEAST_NODE_TIMEOUT
+from dalsegno.master.brain.state import LEAST_NODE_TIMEOUT
 from dalsegno.protos import control_pb2
 
 HOSTS = ("host-a", "host-b", "host-c", "host-d")

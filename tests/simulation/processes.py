@@ -67,7 +67,7 @@ def waitid(kind: int, pid: int, options: int) -> None:
 
 
 def kill_group(pgid: int, signum: int = signal.SIGKILL) -> bool:
-    """Of `dalsegno.agent.processes`. A number that was reaped may be somebody else's by now."""
+    """Of `dalsegno.agent.processes.proc`. A number that was reaped may be somebody else's by now."""
     worker = _table()[pgid]
     if worker.reaped:
         return False

@@ -13,16 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from dalsegno.agent import decisions, effects, workers
-from dalsegno.agent import events as ev
-from dalsegno.agent.config import AgentConfig
-from dalsegno.agent.connection import Connector
-from dalsegno.agent.console import Console
-from dalsegno.agent.effects import Effects
-from dalsegno.agent.elastic_agent import ElasticAgent
-from dalsegno.agent.mailbox import Mailbox
-from dalsegno.agent.storage import JobDirectory, Survey
-from dalsegno.agent.workers import WorkersContext
+from dalsegno.agent.control.connection import Connector
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.decisions import handling
+from dalsegno.agent.processes import workers
+from dalsegno.agent.processes.workers import WorkersContext
+from dalsegno.agent.shell import effects
+from dalsegno.agent.shell.config import AgentConfig
+from dalsegno.agent.shell.console import Console
+from dalsegno.agent.shell.effects import Effects
+from dalsegno.agent.shell.elastic_agent import ElasticAgent
+from dalsegno.agent.shell.mailbox import Mailbox
+from dalsegno.agent.storage.job_directory import JobDirectory, Survey
 from dalsegno.protos import control_pb2
 
 from . import threads
@@ -359,9 +361,9 @@ class RealAgent:
         self.main = self.process.spawn(self._main, "main")
         sim.clock.after(sim.random.uniform(0.3, 3.0) * sim.plan.warm_factor, self.process.run, self._warmed)
 
-    def fresh_state(self) -> decisions.AgentState:
-        return decisions.fresh(
-            decisions.AgentSettings(
+    def fresh_state(self) -> handling.AgentState:
+        return handling.fresh(
+            handling.AgentSettings(
                 nproc=self.nproc,
                 node_name=self.asked_name,
                 drain_timeout=self.sim.plan.settings.drain_timeout,
@@ -373,7 +375,7 @@ class RealAgent:
     # ---- what the simulation sees ------------------------------------------------------------------------------------
 
     @property
-    def state(self) -> decisions.AgentState:
+    def state(self) -> handling.AgentState:
         return self.shell._state if self.shell is not None else self._nobody
 
     @property

@@ -13,13 +13,13 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from dalsegno.master import server
-from dalsegno.master.events import Called, Event, Reply
-from dalsegno.master.job_brain import JobBrain
-from dalsegno.master.live import State
-from dalsegno.master.server import ControlServer, ServerOptions
-from dalsegno.master.state import Job
-from dalsegno.master.store import MemoryStore, Rows, StoreError, StoreUnavailable
+from dalsegno.master.brain.events import Called, Event, Reply
+from dalsegno.master.brain.live import State
+from dalsegno.master.brain.state import Job
+from dalsegno.master.record.store import MemoryStore, Rows, StoreError, StoreUnavailable
+from dalsegno.master.server import server
+from dalsegno.master.server.job_brain import JobBrain
+from dalsegno.master.server.server import ControlServer, ServerOptions
 from dalsegno.protos import control_pb2 as pb
 
 from .loop import VirtualLoop

@@ -18,17 +18,9 @@ from random import Random
 from typing import Any
 from unittest import mock
 
-from dalsegno.agent import (
-    client_threads,
-    connection,
-    console,
-    effects,
-    elastic_agent,
-    mailbox,
-    master_client,
-    outlet,
-    workers,
-)
+from dalsegno.agent.control import client_threads, connection, master_client
+from dalsegno.agent.processes import workers
+from dalsegno.agent.shell import console, effects, elastic_agent, mailbox, outlet
 
 from . import processes, threads
 from .threads import Kernel, running

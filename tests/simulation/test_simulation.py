@@ -14,12 +14,12 @@ import pytest
 from tests.conftest import ROOT
 
 from .claim_plan import claim_plan_of
-from .claim_plants import CLAIM_PLANTS
-from .file_plants import FILE_PLANTS
 from .plan import plan_of
-from .plants import PLANTS, Plant, planted
+from .plants.brain import PLANTS, Plant, planted
+from .plants.claims import CLAIM_PLANTS
+from .plants.files import FILE_PLANTS
+from .plants.shells import SHELL_PLANTS
 from .run import CLAIMS, SHELLS, replay, simulate, simulate_all
-from .shell_plants import SHELL_PLANTS
 
 SHELL_RUNS = int(os.environ.get("SIM_SHELL_RUNS", "40"))
 CLAIM_RUNS = int(os.environ.get("SIM_CLAIM_RUNS", "40"))

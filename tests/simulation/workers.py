@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dalsegno.agent import events as ev
+from dalsegno.agent.decisions import events as ev
 from dalsegno.protos import control_pb2, worker_pb2
 
 from .disk import Sealed, digest_of

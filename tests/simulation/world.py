@@ -9,7 +9,7 @@ import logging
 from random import Random
 from typing import Any
 
-from dalsegno.master.state import Job
+from dalsegno.master.brain.state import Job
 from dalsegno.protos import control_pb2
 
 from . import real_agent, real_master, shims

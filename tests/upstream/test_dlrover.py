@@ -9,9 +9,9 @@ from __future__ import annotations
 import pytest
 
 from dalsegno.elastic import BatchPlan, ElasticSampler
-from dalsegno.master.state import Phase
+from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2
-from tests.support.masters import Driven, Node, all_join, settings
+from tests.support.jobs.masters import Driven, Node, all_join, settings
 
 READY = control_pb2.CONVERSION_STATE_READY
 ENVIRONMENT = control_pb2.CONVERSION_STATE_ENVIRONMENT

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.zero_runs import Sources
+from tests.support.workers.zero_runs import Sources
 
 
 @pytest.fixture(scope="session")

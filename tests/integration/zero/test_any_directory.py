@@ -32,9 +32,9 @@ from dalsegno.elastic.universal import (
 from dalsegno.elastic.universal.journal import JOURNAL
 from dalsegno.elastic.universal.loading import load
 from dalsegno.elastic.universal.output import Output
-from tests.support.conversions import Died, convert_halfway, die_after, files_below, target_of
-from tests.support.shards import write_shards
-from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker
+from tests.support.checkpoints.conversions import Died, convert_halfway, die_after, files_below, target_of
+from tests.support.checkpoints.shards import write_shards
+from tests.support.workers.zero_runs import STEPS, Held, Sources, read_held, run_worker
 
 pytestmark = pytest.mark.timeout(180)
 OPTIMIZER = "zero_pp_rank_{}_mp_rank_00_optim_states.pt"

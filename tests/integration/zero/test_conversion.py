@@ -32,7 +32,7 @@ from dalsegno.elastic.universal import (
 from dalsegno.elastic.universal.journal import JOURNAL
 from dalsegno.elastic.universal.loading import load
 from dalsegno.elastic.universal.output import Output
-from tests.support.conversions import (
+from tests.support.checkpoints.conversions import (
     MODULE,
     Died,
     convert_forked,
@@ -41,8 +41,8 @@ from tests.support.conversions import (
     die_after,
     target_of,
 )
-from tests.support.ranks import Rank
-from tests.support.zero_runs import Sources, seal_sharded, worker_environment
+from tests.support.workers.ranks import Rank
+from tests.support.workers.zero_runs import Sources, seal_sharded, worker_environment
 
 pytestmark = pytest.mark.timeout(180)
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from dalsegno.agent import command, convert_command
+from dalsegno.agent.commands import convert_command, dalsegno
 from dalsegno.elastic.universal import convert_directory
-from tests.support.conversions import files_below
-from tests.support.zero_runs import Sources
+from tests.support.checkpoints.conversions import files_below
+from tests.support.workers.zero_runs import Sources
 
 pytestmark = pytest.mark.timeout(120)
 Run = Callable[..., tuple[int, str, str]]
@@ -28,7 +28,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """Exit code, standard output and standard error of one command line."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        code = command.run(["convert", *map(str, arguments)])
+        code = dalsegno.run(["convert", *map(str, arguments)])
         said = capsys.readouterr()
         return code, said.out, said.err
 

@@ -11,8 +11,8 @@ import pytest
 from dalsegno.elastic.checkpoint import Manifest
 from dalsegno.elastic.universal import Wish, convert
 from dalsegno.elastic.universal.loading import load
-from tests.support.conversions import assert_equal, target_of
-from tests.support.zero_runs import Sources
+from tests.support.checkpoints.conversions import assert_equal, target_of
+from tests.support.workers.zero_runs import Sources
 
 pytestmark = pytest.mark.timeout(300)
 

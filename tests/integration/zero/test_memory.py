@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.ranks import Rank
-from tests.support.shards import write_shards
-from tests.support.zero_runs import worker_environment
+from tests.support.checkpoints.shards import write_shards
+from tests.support.workers.ranks import Rank
+from tests.support.workers.zero_runs import worker_environment
 
 MEASURED = Path(__file__).parents[2] / "support" / "measured_converter.py"
 MIB = 1 << 20

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from dalsegno.elastic.universal import EnvironmentFailed, convert, convert_directory
-from tests.support import zero_runs
-from tests.support.conversions import target_of
+from tests.support.checkpoints.conversions import target_of
+from tests.support.workers import zero_runs
 
 pytestmark = pytest.mark.timeout(300)
 WORKER = Path(zero_runs.__file__).with_name("parallel_worker.py")

@@ -12,7 +12,7 @@ import torch
 
 from dalsegno.elastic.universal import EnvironmentFailed
 from dalsegno.elastic.universal.source import OPTIMIZER_NOTE, open_source
-from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
+from tests.support.workers.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
 
 from .test_restore import CHANGES, across, assert_all
 from .test_world_changes import MORE, assert_same, resumed, undisturbed

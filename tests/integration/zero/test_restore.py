@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dalsegno.elastic.universal import EnvironmentFailed, Wish, convert, convert_directory
-from tests.support.conversions import target_of
-from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker
+from tests.support.checkpoints.conversions import target_of
+from tests.support.workers.zero_runs import STEPS, Held, Sources, read_held, run_worker
 
 from .test_equality import BF16, CASES, FP16
 

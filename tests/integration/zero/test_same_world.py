@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.zero_runs import STEPS, Sources, read_held, run_worker
+from tests.support.workers.zero_runs import STEPS, Sources, read_held, run_worker
 
 from .test_equality import BF16, CASES, FP16
 from .test_restore import assert_values

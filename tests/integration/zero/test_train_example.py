@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.zero_runs import run_world, worker_environment
+from tests.support.workers.zero_runs import run_world, worker_environment
 
 TRAIN = Path(__file__).parents[3] / "examples" / "train.py"
 FIRST, ALL = 3, 6

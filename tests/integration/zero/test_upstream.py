@@ -12,10 +12,10 @@ from deepspeed.checkpoint import ds_to_universal
 
 from dalsegno.elastic.universal import Wish, convert_directory
 from dalsegno.elastic.universal.loading import load
-from tests.support.conversions import Died, assert_equal, files_below
-from tests.support.mounts import bare_mount
-from tests.support.shards import write_shards
-from tests.support.zero_runs import Sources
+from tests.support.checkpoints.conversions import Died, assert_equal, files_below
+from tests.support.checkpoints.shards import write_shards
+from tests.support.jobs.mounts import bare_mount
+from tests.support.workers.zero_runs import Sources
 
 pytestmark = pytest.mark.timeout(180)
 THEIRS = Wish(upstream=True)

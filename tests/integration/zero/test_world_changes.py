@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dalsegno.elastic.universal import convert
-from tests.support.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
+from tests.support.workers.zero_runs import STEPS, Held, Sources, read_held, run_worker, seal_sharded
 
 MORE = 4
 GROUPS = [(0.01, 0.1), (0.02, 0.0), (0.03, 0.0)]

@@ -1,0 +1,370 @@
+"""The command line of `dlrover-run`: torchrun's flags, ours, and DLRover's where they mean something. No torch needed.
+
+Each flag is also an environment variable, PET_ and its name in capitals, as torchrun has it; the flag wins.
+`tests/unit/agent/commands/test_arguments.py` compares torchrun's part with the torch that is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from dalsegno.protos.text import name_problem
+
+from ..processes.signals import signals_of
+
+__all__ = ["UsageError", "build_parser", "ignored", "parse"]
+
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+# The master asks the same; seconds.
+LEAST_NODE_TIMEOUT = 5.0
+_TRUE = ("1", "true", "yes", "on")
+# Accepted because scripts for DLRover or torchrun carry them: name, takes a value, why it is not needed here. With ours
+# that are called the same, these are all of DLRover's.
+_IGNORED: tuple[tuple[str, bool, str], ...] = (
+    ("--precheck", True, "see --network-check"),
+    ("--network-check", False, "a node that cannot take part is noticed and named while the run goes on"),
+    ("--comm-perf-test", False, "see --network-check"),
+    ("--node-check", False, "see --network-check"),
+    ("--exclude-straggler", False, "stragglers are not looked for"),
+    ("--auto-config", False, "the batch plan follows from the world by itself"),
+    ("--auto-tunning", False, "the batch plan follows from the world by itself"),
+    ("--save-at-breakpoint", False, "every planned change saves first"),
+    ("--accelerator", True, "torch finds it"),
+    ("--training-port", True, "every epoch has a fresh store at a free port"),
+    ("--numa-affinity", False, "use --numa-binding"),
+    ("--membind-policy", True, "use --numa-binding"),
+    ("--ucp-device-type", True, "the conversion runs on the CPU"),
+    ("--node-rank", True, "the master gives the ranks"),
+    ("--master-addr", True, "use --master HOST:PORT"),
+    ("--master-port", True, "use --master HOST:PORT"),
+)
+
+
+# What shows this node to a master that is a service.
+_FOR_A_SERVICE = ("--token-file", "--tls-ca", "--tls-cert", "--tls-key")
+# Of torchrun, read by torch's launcher but by nothing that runs here: name, torch's default, why.
+_UNUSED: tuple[tuple[str, Any, str], ...] = (
+    ("rdzv-conf", "", "the rendezvous is the master's, with flags of its own such as --join-timeout and --quiet-time"),
+    ("monitor-interval", 0.1, "a worker's exit is noticed at once"),
+    ("start-method", "spawn", "workers are programs of their own"),
+    ("shutdown-timeout", None, "workers have --drain-timeout to save, and have ended then"),
+    ("run-path", False, "workers run the script that way anyway"),
+)
+
+
+class UsageError(Exception):
+    """Bad input; one line that says the cause and what to change."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Bad input is one line, not a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return value
+
+
+def _more_than_none(text: str) -> float:
+    value = _seconds(text)
+    if value == 0:
+        raise argparse.ArgumentTypeError("must be more than 0 seconds")
+    return value
+
+
+def _node_timeout(text: str) -> float:
+    value = _seconds(text)
+    if value < LEAST_NODE_TIMEOUT:
+        raise argparse.ArgumentTypeError(
+            f"an agent whose heartbeat was lost is heard again within {LEAST_NODE_TIMEOUT:g} s, so that is the least"
+        )
+    return value
+
+
+def _grow_interval(text: str) -> float:
+    return -1.0 if text == "auto" else _seconds(text)
+
+
+def _nnodes(text: str) -> str:
+    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not N or MIN:MAX, for example 1:4")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if low < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: at least 1 node is needed")
+    if high < low:
+        raise argparse.ArgumentTypeError(f"{text!r}: the maximum is below the minimum, did you mean {high}:{low}?")
+    return text
+
+
+def _count(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least {least}")
+        return int(text)
+
+    return parse
+
+
+def _nproc(text: str) -> str:
+    if text.lstrip("-").isdecimal() and int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: at least 1 worker is needed")
+    return text
+
+
+def _address(text: str) -> str:
+    for one in text.split(","):
+        host, colon, port = one.rpartition(":")
+        if not host or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
+            raise argparse.ArgumentTypeError(f"{one!r} is not HOST:PORT")
+    return text
+
+
+def _job_id(text: str) -> str:
+    if not _JOB_ID.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no job id: letters, digits, '.', '_', '-', at most 128")
+    return text
+
+
+def _node_name(text: str) -> str:
+    if problem := name_problem(text):
+        raise argparse.ArgumentTypeError(f"the name {problem}")
+    return text
+
+
+def _std(text: str) -> str:
+    if not re.fullmatch(r"[0-3]|\d+:[0-3](,\d+:[0-3])*", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither 0..3 nor RANK:0..3,…")
+    return text
+
+
+def _signals(text: str) -> str:
+    try:
+        signals_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def _log_level(text: str) -> str:
+    if text.upper() not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        raise argparse.ArgumentTypeError(f"{text!r} is none of DEBUG, INFO, WARNING, ERROR")
+    return text.upper()
+
+
+def _commas(text: str) -> list[str]:
+    return [part.replace("\0", ",") for part in text.replace(",,", "\0").split(",")]
+
+
+class _Group:
+    """Adds flags, each with its environment variable and both spellings, hyphens and underscores."""
+
+    def __init__(self, group: Any, environ: Mapping[str, str]) -> None:
+        self._group = group
+        self._environ = environ
+
+    def value(self, *flags: str, default: Any, type: Callable[[str], Any] = str, **extra: Any) -> None:
+        """A flag with a value. One from the environment is checked like one from the command line."""
+        name = flags[-1].lstrip("-").replace("-", "_")
+        given = self._environ.get(f"PET_{name.upper()}", default)
+        self._group.add_argument(*_spellings(flags), dest=name, default=given, type=type, **extra)
+
+    def switch(self, *flags: str, **extra: Any) -> None:
+        """A flag without one."""
+        name = flags[-1].lstrip("-").replace("-", "_")
+        given = self._environ.get(f"PET_{name.upper()}", "").lower() in _TRUE
+        self._group.add_argument(*_spellings(flags), dest=name, action="store_true", default=given, **extra)
+
+
+def _spellings(flags: Sequence[str]) -> list[str]:
+    found: list[str] = []
+    for flag in flags:
+        found.append(flag)
+        if flag.startswith("--") and "-" in flag[2:]:
+            found.append("--" + flag[2:].replace("-", "_"))
+    return found
+
+
+def _add_ours(group: _Group) -> None:
+    seconds = {"metavar": "SECONDS"}
+    group.value("--job-id", default=None, type=_job_id, help="the job; default: from user, script and arguments")
+    group.value(
+        "--master",
+        default=None,
+        type=_address,
+        metavar="HOST:PORT",
+        help="the job's master, several with commas (also DLROVER_MASTER_ADDR); default: an embedded one",
+    )
+    group.value("--checkpoint-dir", default="checkpoints", metavar="DIR", help="one file system that all nodes see")
+    group.switch(
+        "--universal-checkpoint",
+        help="make universal files at each change of shape, and hand this flag to the script when it resumes from them "
+        "(one with a session needs none); without it they are made only where ranks cannot load the others' shards",
+    )
+    group.value("--node-unit", default=1, type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
+    group.value("--node-name", type=_node_name, default="", metavar="NAME", help="default: the host name and a number")
+    group.value(
+        "--node-timeout", default=15.0, type=_node_timeout, help="silence after which a node is dead", **seconds
+    )
+    group.value("--drain-timeout", default=30.0, type=_more_than_none, help="notice that SIGTERM gives", **seconds)
+    group.value("--join-timeout", default=60.0, type=_more_than_none, help="time to stop workers and join", **seconds)
+    group.value("--stall-timeout", default=600.0, type=_more_than_none, help="no step for so long: stuck", **seconds)
+    group.value(
+        "--grow-interval", default=-1.0, type=_grow_interval, metavar="SECONDS|auto", help="least time between growths"
+    )
+    group.value(
+        "--grow-wait", default=300.0, type=_seconds, help="wait for a commit of a script without session", **seconds
+    )
+    group.value("--wait-for-nodes", default=-1.0, type=_seconds, help="give up waiting; default: never", **seconds)
+    group.value(
+        "--master-outage-timeout", default=60.0, type=_seconds, help="a node cut off from the master drains", **seconds
+    )
+    group.value("--quiet-time", default=1.0, type=_seconds, help="wait for more nodes at a start", **seconds)
+    group.value("--connect-timeout", default=60.0, type=_more_than_none, help="wait for the master's answer", **seconds)
+    group.value("--keep-checkpoints", default=3, type=_count(0), metavar="N", help="0: all")
+    group.value(
+        "--max-restarts", default=3, type=_count(0), metavar="N", help="failures without progress that the job survives"
+    )
+    group.value(
+        "--log-level",
+        default="INFO",
+        type=_log_level,
+        metavar="LEVEL",
+        help="of agent.log: DEBUG, INFO, WARNING, ERROR",
+    )
+    group.switch("--new-run", help="start over although the job's last run is finished or has failed")
+    group.value("--token-file", default=None, metavar="FILE", help="token for --master (or DALSEGNO_TOKEN: itself)")
+    group.value("--tls-ca", default=None, metavar="FILE", help="speak TLS; the master's authority (PEM)")
+    group.value("--tls-cert", default=None, metavar="FILE", help="this agent's certificate (PEM)")
+    group.value("--tls-key", default=None, metavar="FILE", help="its key (PEM)")
+
+
+def _add_torchrun(group: _Group) -> None:
+    group.value("--nnodes", default="1:1", type=_nnodes, metavar="N|MIN:MAX", help="number of nodes, or their range")
+    group.value("--nproc-per-node", default="1", type=_nproc, metavar="N", help="workers per node; or auto, cpu, gpu")
+    group.value("--rdzv-backend", default="dalsegno", help="only dalsegno")
+    group.value("--rdzv-endpoint", default="", metavar="HOST:PORT", help="as --master")
+    group.value("--rdzv-id", default="none", help="as --job-id")
+    group.value("--rdzv-conf", default=None, help="no effect: for plain torchrun")
+    group.switch("--standalone", help="a master of its own (the default)")
+    group.value("--monitor-interval", default=None, type=float, help="no effect: exits are events")
+    group.value("--start-method", default=None, choices=["spawn", "fork", "forkserver"], help="no effect for scripts")
+    group.value("--event-log-handler", default="null", help="as torchrun")
+    group.value("--role", default="default", help="name of the workers in logs")
+    group.switch("-m", "--module", help="run the script as a module, like python -m")
+    group.switch("--no-python", help="run the script as a program of its own")
+    group.switch("--run-path", help="no effect: workers run that way anyway")
+    group.value("--log-dir", default=None, metavar="DIR", help="default: one of its own below TMPDIR")
+    group.value("-r", "--redirects", default="2", type=_std, help="output into files: 0 none, 1 out, 2 err, 3 both")
+    group.value("-t", "--tee", default="0", type=_std, help="output into files and to the console")
+    group.value("--local-ranks-filter", default="", help="show only the output of these local ranks")
+    group.value("--duplicate-stdout-filters", default=[], type=_commas, help="as torchrun")
+    group.value("--duplicate-stderr-filters", default=[], type=_commas, help="as torchrun")
+    group.value("--local-addr", default=None, metavar="HOST", help="where other nodes reach this one")
+    group.value("--logs-specs", default=None, help="as torchrun")
+    group.value("--numa-binding", default=None, help="as torchrun")
+    group.value("--signals-to-handle", default="SIGTERM,SIGINT,SIGHUP,SIGQUIT", type=_signals, help="notices to leave")
+    group.value("--shutdown-timeout", default=None, type=int, help="no effect: workers have saved before they stop")
+    group.switch("--virtual-local-rank", help="as torchrun")
+
+
+def build_parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = _Parser(
+        prog="dlrover-run",
+        description="Elastic training that goes on from the last mark. Every flag is also an environment variable: "
+        "PET_ and its name in capitals.",
+        allow_abbrev=False,
+    )
+    _add_ours(_Group(parser.add_argument_group("elastic training"), environ))
+    _add_torchrun(_Group(parser.add_argument_group("as torchrun"), environ))
+    hidden = parser.add_argument_group("accepted, without effect")
+    for flag, takes_value, why in _IGNORED:
+        dest = "ignored_" + flag.lstrip("-").replace("-", "_")
+        if takes_value:
+            hidden.add_argument(*_spellings([flag]), dest=dest, default=None, help=why)
+        else:
+            hidden.add_argument(*_spellings([flag]), dest=dest, nargs=0, action=_Given, default=None, help=why)
+    parser.add_argument("training_script", help="the script, or the module with -m")
+    parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its own arguments")
+    return parser
+
+
+class _Given(argparse.Action):
+    """Notes that a flag without a value was there."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, True)
+
+
+def ignored(options: argparse.Namespace) -> list[str]:
+    """One line for each accepted flag that has no effect here."""
+    lines = []
+    for flag, _, why in _IGNORED:
+        if getattr(options, "ignored_" + flag.lstrip("-").replace("-", "_")) is not None:
+            lines.append(f"{flag} is not needed and has no effect: {why}")
+    lines += [f"--{flag} has no effect: {why}" for flag, _, why in _UNUSED if flag in options.unused]
+    given = [flag for flag in _FOR_A_SERVICE if getattr(options, flag[2:].replace("-", "_")) is not None]
+    if given and not options.master:
+        lines.append(f"{', '.join(given)} without --master: no effect, the embedded master has a token of its own")
+    if options.rdzv_backend not in ("dalsegno", "static", "c10d"):
+        lines.append(f"--rdzv-backend={options.rdzv_backend} has no effect: dlrover-run has a rendezvous of its own")
+    return lines
+
+
+def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
+    """Parses and checks what can be checked without torch, the network or the disk.
+
+    Raises:
+        UsageError: bad input.
+    """
+    options = build_parser(environ).parse_args(arguments)
+    options.unused = []
+    for flag, default, _ in _UNUSED:
+        name = flag.replace("-", "_")
+        given = getattr(options, name)
+        if given is None or given is False:
+            setattr(options, name, default)
+        else:
+            options.unused.append(flag)
+    if options.module and options.no_python:
+        raise UsageError("--module and --no-python exclude each other: drop one")
+    if options.rdzv_endpoint and not options.master:
+        try:
+            options.master = _address(options.rdzv_endpoint)
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"argument --rdzv-endpoint: {error}") from error
+    if not options.master and not options.standalone and environ.get("DLROVER_MASTER_ADDR"):
+        try:
+            options.master = _address(environ["DLROVER_MASTER_ADDR"])
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"environment variable DLROVER_MASTER_ADDR: {error}") from error
+    if options.standalone and options.master:
+        raise UsageError("--standalone has a master of its own: drop it, or --master")
+    if options.job_id is None and options.rdzv_id not in ("none", ""):
+        try:
+            options.job_id = _job_id(options.rdzv_id)
+        except argparse.ArgumentTypeError as error:
+            raise UsageError(f"argument --rdzv-id: {error}") from error
+    if (options.tls_cert is None) != (options.tls_key is None):
+        raise UsageError("--tls-cert and --tls-key belong together")
+    low, _, high = options.nnodes.partition(":")
+    options.min_nodes, options.max_nodes = int(low), int(high or low)
+    if -(-options.min_nodes // options.node_unit) * options.node_unit > options.max_nodes:
+        raise UsageError(
+            f"--node-unit={options.node_unit} does not fit --nnodes={options.nnodes}: worlds have a multiple of it, "
+            "and none lies between MIN and MAX"
+        )
+    return options

@@ -1,0 +1,175 @@
+"""`dalsegno convert SRC DST`: a DeepSpeed ZeRO checkpoint becomes one that loads at any world size.
+
+The converter is a process of its own, as in an agent: this one needs no torch, and whatever kills that one is told in a
+line. Killed or interrupted, the same command goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+from dalsegno.elastic.universal import Effort
+
+from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+from ..processes.proc import kill_group
+
+__all__ = ["add_arguments", "convert"]
+
+_MODULE = "dalsegno.elastic.universal"
+_EXTRA = ("torch", "deepspeed")
+# Seconds that a converter may take from its last word to its end.
+_END_WITHIN = 60.0
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument("source", type=Path, metavar="SRC", help="the checkpoint: a directory of ours or DeepSpeed's")
+    parser.add_argument("target", type=Path, metavar="DST", help="where to; begun before, it is gone on with")
+    parser.add_argument(
+        "--threads", type=int, default=Effort.threads, metavar="N", help="at work at once (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--memory",
+        type=_bytes,
+        default=Effort.memory,
+        metavar="SIZE",
+        help="of all buffers together, like 64M (default: 16M)",
+    )
+    parser.add_argument(
+        "--stage",
+        type=int,
+        choices=(1, 2, 3),
+        help="the ZeRO stage that will load it, where it is not the one that saved",
+    )
+    parser.add_argument(
+        "--reset-optimizer", action="store_true", help="keep the weights and let the optimizer start anew"
+    )
+    parser.add_argument("--upstream", action="store_true", help="use DeepSpeed's own converter, behind guards")
+    parser.add_argument(
+        "--allow", action="append", default=[], metavar="CLASS", help="a class that may be unpickled, as module.Class"
+    )
+    parser.add_argument("--no-latest", action="store_true", help="do not let latest_universal beside DST name it")
+
+
+def convert(options: argparse.Namespace) -> int:
+    """Runs one conversion; the exit code.
+
+    Raises:
+        ValueError: Nothing can be converted here; one line for a person.
+        OSError: No process can be started.
+    """
+    missing = [name for name in _EXTRA if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ValueError(f"converting needs {' and '.join(missing)}: pip install 'dalsegno[train]'")
+    if not options.source.is_dir():
+        raise ValueError(f"{options.source} is no directory")
+    Effort(options.threads, options.memory)  # says what is wrong with them
+    began = time.monotonic()
+    with tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", _MODULE, *_arguments(options)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            last = _follow(process)
+            code = process.wait(_END_WITHIN)
+        except KeyboardInterrupt:
+            print("dalsegno: interrupted; the same command goes on from here", file=sys.stderr)
+            return EXIT_FAILED
+        finally:
+            kill_group(process.pid)
+            process.wait()
+        message = str(last.get("message", "")) if "state" in last else _death(code, errors)
+    if code != 0:
+        print(f"dalsegno: error: {message}", file=sys.stderr)
+        return EXIT_FAILED
+    print(message or _summary(options.target, time.monotonic() - began))
+    return EXIT_FINISHED
+
+
+def _arguments(options: argparse.Namespace) -> list[str]:
+    arguments = ["--anywhere", "--source", str(options.source), "--target", str(options.target)]
+    for name in ("threads", "memory", "stage"):
+        value = getattr(options, name)
+        arguments += [f"--{name}", str(value)] if value is not None else []
+    for name in ("reset_optimizer", "upstream", "no_latest"):
+        arguments += [f"--{name.replace('_', '-')}"] if getattr(options, name) else []
+    for name in options.allow:
+        arguments += ["--allow", name]
+    return arguments
+
+
+def _follow(process: subprocess.Popen[str]) -> dict[str, Any]:
+    """Shows how the converter gets on, until its end; its last line."""
+    last: dict[str, Any] = {}
+    assert process.stdout is not None
+    with _bar() as bar:
+        task = bar.add_task("verifying", total=None)
+        for line in process.stdout:
+            last = json.loads(line)
+            if "bytes_total" in last:
+                bar.update(task, total=last["bytes_total"], description="converting")
+            if "bytes_done" in last:
+                bar.update(task, completed=last["bytes_done"])
+            if "files_total" in last:
+                bar.update(task, description=f"file {last['files_done']} of {last['files_total']}")
+    return last
+
+
+def _bar() -> Progress:
+    """On standard error; nothing where that is no terminal."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _death(code: int, errors: IO[bytes]) -> str:
+    """One line about a converter that said nothing at its end."""
+    if code == -signal.SIGKILL:
+        return "the converter was killed, perhaps because memory was short; the same command goes on from here"
+    if code < 0:
+        return f"the converter was ended by {signal.Signals(-code).name}; the same command goes on from here"
+    errors.seek(0)
+    lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+    reason = re.sub(r"^.*: error: ", "", lines[-1]) if lines else f"it exited with code {code}"
+    return f"the converter failed: {reason}"
+
+
+def _summary(target: Path, seconds: float) -> str:
+    for name in ("MANIFEST.json", "CONVERTED.json"):
+        if (target / name).is_file():
+            sizes = [entry["size"] for entry in json.loads((target / name).read_bytes())["files"]]
+            return f"{target}: {len(sizes)} files, {sum(sizes) / 1e6:.1f} MB, in {seconds:.1f} s"
+    return str(target)
+
+
+def _bytes(text: str) -> int:
+    """`64M` and the like in bytes."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)i?B?", text.strip(), re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size like 64M")
+    return int(match[1]) * _UNITS[match[2].upper()]

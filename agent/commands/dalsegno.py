@@ -1,0 +1,319 @@
+"""`dalsegno`: looks at a job, at checkpoints, and at the installation. Needs no torch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from dalsegno.elastic.checkpoint import (
+    CheckpointDamaged,
+    CheckpointStore,
+    DirectoryInUse,
+    LocalLock,
+    Manifest,
+    inspect,
+    inventory,
+    is_checkpoint_name,
+    lineage,
+    retirable,
+    verify,
+)
+from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.elastic.universal import is_written
+
+from ..control.grpc_logs import quiet_grpc
+from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
+from . import convert_command, doctor
+
+__all__ = ["main"]
+
+
+class _UsageError(Exception):
+    """One line for a person."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise _UsageError(f"{message} (see {self.prog} --help)")
+
+
+def _status(options: argparse.Namespace) -> int:
+    return _ask(options, "status")
+
+
+def _scale(options: argparse.Namespace) -> int:
+    return _ask(options, "scale")
+
+
+def _ask(options: argparse.Namespace, name: str) -> int:
+    with quiet_grpc():
+        from . import status
+
+    try:
+        return int(getattr(status, name)(options))
+    except (ValueError, OSError) as error:
+        raise _UsageError(str(error)) from error
+
+
+def _convert(options: argparse.Namespace) -> int:
+    try:
+        return convert_command.convert(options)
+    except (ValueError, OSError) as error:
+        raise _UsageError(str(error)) from error
+
+
+# ---- checkpoints -----------------------------------------------------------------------------------------------------
+
+
+def _say(text: str) -> None:
+    """One line, whatever the names of directories are made of."""
+    print(printable(text))
+
+
+def _run_directories(directory: Path, *, follow: bool = True) -> tuple[list[Path], int]:
+    """The run directories that a person may mean: the directory itself, or those one or two levels below.
+
+    Args:
+        directory: As the person gave it.
+        follow: Also where a link below it leads to. False: what leads out of it is said, and passed over.
+
+    Returns:
+        The directories, and the exit code so far: what cannot be read is said, and the others count.
+    """
+    if not directory.is_dir():
+        raise _UsageError(f"{directory} is no directory")
+    found, code = [], EXIT_FINISHED
+    level = [directory]
+    for depth in range(3):
+        below = []
+        for candidate in level:
+            if depth and not follow and candidate.is_symlink():
+                if directory.resolve() not in candidate.resolve().parents:
+                    code = EXIT_FAILED
+                    _say(f"{candidate}: it is a link out of {directory}: nothing was deleted there")
+                continue
+            try:
+                names = sorted(os.listdir(candidate))
+            except OSError as error:
+                code = EXIT_FAILED
+                _say(f"{candidate}: it cannot be read: {error.strerror}")
+                continue
+            if any(is_checkpoint_name(name) for name in names):
+                found.append(candidate)
+            others = [candidate / name for name in names if not name.startswith(".") and not is_checkpoint_name(name)]
+            below += [path for path in others if os.path.isdir(path)]
+        level = below
+    return found, code
+
+
+def _list(options: argparse.Namespace) -> int:
+    runs, code = _run_directories(options.directory)
+    if not runs and code == EXIT_FINISHED:
+        _say(f"no checkpoints in {options.directory}")
+    for run in runs:
+        _say(f"{run}{' (finished)' if CheckpointStore(run).finished else ''}")
+        seen = inspect(run)
+        chain = lineage(seen.sealed)
+        for manifest in seen.sealed:
+            shape = f"{manifest.shape.strategy}, {manifest.shape.world_size} ranks"
+            marks = "".join(f", {mark}" for mark in _marks(manifest, chain))
+            _say(f"  {manifest.name}  {manifest.form}, {shape}, {manifest.total_bytes / 1e6:.1f} MB{marks}")
+        for unsealed in seen.unsealed:
+            _say(f"  {unsealed.name}  not usable: {unsealed.reason}")
+    return code
+
+
+def _marks(manifest: Manifest, chain: Sequence[Manifest]) -> Iterator[str]:
+    head = chain[-1] if chain else None
+    if manifest.metric is not None:
+        yield f"metric {manifest.metric:g}"
+    if head is not None and head.best is not None and head.best.name == manifest.name:
+        yield f"best {head.best.metric} ({head.best.mode})"
+    if manifest.source is None and manifest.name not in {one.name for one in chain}:
+        yield "left when the run went back"
+
+
+class _NotOurs(Exception):
+    """Somebody else decides what is deleted of a run."""
+
+
+def _prune(options: argparse.Namespace) -> int:
+    """Deletes old checkpoints where nobody else does: those of a live job are its master's to retire."""
+    if options.keep < 1:
+        raise _UsageError(f"--keep {options.keep}: at least 1, the newest always stays")
+    runs, code = _run_directories(options.directory, follow=False)
+    if not runs and code == EXIT_FINISHED:
+        _say(f"no checkpoints in {options.directory}")
+    for run in runs:
+        try:
+            with LocalLock(run):
+                done = _prune_run(run, options)
+        except (DirectoryInUse, _NotOurs, OSError) as error:
+            done = EXIT_FAILED
+            _say(f"{run}: nothing was deleted: {error}")
+        code = code or done
+    return code
+
+
+def _prune_run(run: Path, options: argparse.Namespace) -> int:
+    found = inventory(run, check_sizes=False)
+    store = CheckpointStore(run)
+    jobs = sorted({manifest.job_id for manifest in found if manifest.job_id})
+    if len({(manifest.job_id, manifest.run_id) for manifest in found}) > 1:
+        raise _NotOurs("checkpoints of several runs are there; give each a directory of its own")
+    if jobs and not store.finished:
+        raise _NotOurs(f"job {jobs[0]} has not finished it, and prunes it itself (dlrover-run --keep-checkpoints)")
+    gone = retirable(found, options.keep)
+    if gone.old or gone.left:
+        gone = retirable(found, options.keep, damaged=_damaged(run, lineage(found), options.keep))
+    for name in store.lost_manifest(store.next_epoch()):
+        _say(f"{run / name}: it was sealed and has lost its manifest: it stays, delete it by hand")
+    names = [*gone.left, *gone.old, *store.never_sealed(store.next_epoch())]
+    written = [target for target in filter(is_checkpoint_name, os.listdir(run)) if is_written(run / target)]
+    used = {name for target in written for name in (target, target.partition(".universal.")[0])}
+    for name in sorted(used.intersection(names)):
+        _say(f"{run / name}: in use by a conversion, stays")
+    names = [name for name in names if name not in used]
+    failures = {} if options.dry_run else store.prune(names)
+    names = [name for name in names if name not in failures]
+    _say(f"{run}: {'would delete' if options.dry_run else 'deleted'} {len(names)}")
+    for name in names:
+        _say(f"  {name}")
+    for name, error in failures.items():
+        _say(f"{run / name}: it could not be deleted: {error}")
+    return EXIT_FAILED if failures else EXIT_FINISHED
+
+
+def _damaged(run: Path, chain: Sequence[Manifest], keep: int) -> list[str]:
+    """Says and returns which of the newest do not count as kept: every byte of those that do is read."""
+    damaged: list[str] = []
+    sound = 0
+    for manifest in reversed(chain):
+        if sound == keep:
+            break
+        try:
+            verify(run / manifest.name, manifest)
+        except (CheckpointDamaged, OSError) as error:
+            damaged.append(manifest.name)
+            _say(f"{run / manifest.name}: it does not count as one that is kept: {error}")
+        else:
+            sound += 1
+    return damaged
+
+
+def _verify(options: argparse.Namespace) -> int:
+    directory: Path = options.directory
+    if is_checkpoint_name(directory.name):
+        paths, code = [directory], EXIT_FINISHED
+    else:
+        runs, code = _run_directories(directory)
+        paths = [run / name for run in runs for name in sorted(filter(is_checkpoint_name, os.listdir(run)))]
+    if not paths and code == EXIT_FINISHED:
+        _say(f"no checkpoints in {directory}")
+    for path in paths:
+        try:
+            verify(path, Manifest.read(path))
+        except (CheckpointDamaged, OSError) as error:
+            code = EXIT_FAILED
+            _say(f"{path}: {error}")
+        else:
+            _say(f"{path}: intact")
+    return code
+
+
+def _show(options: argparse.Namespace) -> int:
+    try:
+        manifest = Manifest.read(options.directory)
+    except (CheckpointDamaged, OSError) as error:
+        raise _UsageError(f"{options.directory} is no sealed checkpoint: {error}") from error
+    print(json.dumps(json.loads(manifest.to_bytes()), indent=2))
+    print(f"digest {manifest.digest}")
+    return EXIT_FINISHED
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    try:
+        return doctor.doctor(options)
+    except (ValueError, OSError) as error:
+        raise _UsageError(str(error)) from error
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="dalsegno", description="Looks at an elastic training job, its checkpoints, and the installation."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    status = commands.add_parser("status", help="the job as it stands")
+    status.set_defaults(act=_status)
+    scale = commands.add_parser("scale", help="how many nodes the job's world may have, between --nnodes' two numbers")
+    scale.add_argument("nodes", type=int, metavar="N", help="with fewer than there are, the others stand by as spares")
+    scale.set_defaults(act=_scale)
+    for command in (status, scale):
+        _add_master(command)
+    checkpoints = commands.add_parser("checkpoints", help="what is in a checkpoint directory")
+    actions = checkpoints.add_subparsers(dest="action", required=True, parser_class=_Parser)
+    acts: tuple[tuple[str, Callable[[argparse.Namespace], int], str], ...] = (
+        ("ls", _list, "lists runs and checkpoints"),
+        ("verify", _verify, "compares every file with its checksum"),
+        ("prune", _prune, "deletes all but the newest and the best of runs that are finished or have no job"),
+        ("show", _show, "prints one checkpoint's manifest"),
+    )
+    for name, act, text in acts:
+        action: Any = actions.add_parser(name, help=text)
+        action.add_argument("directory", type=Path, metavar="DIR")
+        action.set_defaults(act=act)
+        if act is _prune:
+            action.add_argument("--keep", type=int, required=True, metavar="N", help="how many of each run stay")
+            action.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
+    convert = commands.add_parser("convert", help="makes a DeepSpeed checkpoint loadable at any world size")
+    convert_command.add_arguments(convert)
+    convert.set_defaults(act=_convert)
+    looks = commands.add_parser("doctor", help="the installation; or what a training script is, before its first step")
+    doctor.add_arguments(looks)
+    looks.set_defaults(act=_doctor)
+    return parser
+
+
+def _add_master(command: argparse.ArgumentParser) -> None:
+    """Which master to ask, and how it lets in."""
+    command.add_argument("--master", default=os.environ.get("DLROVER_MASTER_ADDR"), metavar="HOST:PORT")
+    command.add_argument("--job-id")
+    command.add_argument(
+        "--checkpoint-dir", default="checkpoints", metavar="DIR", help="where an embedded master lives"
+    )
+    for name in ("token-file", "tls-ca", "tls-cert", "tls-key"):
+        variable = f"PET_{name.upper().replace('-', '_')}"
+        command.add_argument(
+            f"--{name}", metavar="FILE", default=os.environ.get(variable), help="as dlrover-run's; also its variable"
+        )
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Runs one command and returns its exit code: 0 well, 1 something is wrong with what was looked at, 2 usage."""
+    try:
+        options = _parser().parse_args(arguments)
+        return int(options.act(options))
+    except _UsageError as error:
+        print(printable(f"dalsegno: error: {error}"), file=sys.stderr)
+        return EXIT_USAGE
+
+
+def main() -> None:
+    """The console script."""
+    try:
+        code = run(None)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; what is left must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = EXIT_FAILED
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    main()

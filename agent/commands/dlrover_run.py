@@ -1,0 +1,130 @@
+"""`dlrover-run`, also `dalsegno-run`: checks its command line, then runs one agent.
+
+Nothing here needs torch, so that help and bad input are answered at once; `launch` has the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import getpass
+import hashlib
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from dalsegno.protos.contract import EXIT_LEFT, EXIT_USAGE
+
+from ..control.grpc_logs import quiet_grpc
+from ..processes.signals import SignalWatch, signals_of
+from ..shell.output import Output
+from .arguments import UsageError, ignored, parse
+
+__all__ = ["default_job_id", "main", "run"]
+
+# Seconds that the line of one who leaves early may take to a terminal that does not read.
+_LAST_LINE = 1.0
+
+
+def default_job_id(options: argparse.Namespace, user: str) -> str:
+    """The same for the same user, script and script arguments, so that a second terminal finds the first."""
+    script = options.training_script
+    if not options.module and not options.no_python:
+        script = os.path.realpath(script)
+    key = "\0".join([user, script, *options.training_script_args])
+    stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem).strip(".-_") or "job"
+    return f"{stem[:64]}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
+
+
+def check_script(options: argparse.Namespace) -> None:
+    """Whether there is something to run.
+
+    Raises:
+        UsageError: there is not.
+    """
+    script = options.training_script
+    if options.no_python:
+        if shutil.which(script) is None:
+            raise UsageError(f"the program {script} does not exist or cannot be executed")
+    elif options.module:
+        # Only the top: finding a sub-module would import its parents.
+        top = script.partition(".")[0]
+        sys.path.insert(0, os.getcwd())
+        try:
+            if importlib.util.find_spec(top) is None:
+                raise UsageError(f"there is no module {top} (-m {script})")
+        finally:
+            sys.path.pop(0)
+    elif not os.path.exists(script):
+        raise UsageError(f"the script {script} does not exist (working directory: {os.getcwd()})")
+    elif not os.access(script, os.R_OK):
+        raise UsageError(f"the script {script} cannot be read")
+
+
+def check_installation() -> None:
+    """Whether the trainer's extra is installed.
+
+    Raises:
+        UsageError: it is not.
+    """
+    if importlib.util.find_spec("torch") is None:
+        raise UsageError("torch is missing; install the trainer's extra: pip install 'dalsegno[train]'")
+
+
+def leave_early(number: int, output: Output) -> NoReturn:
+    """A signal before there is an agent: no worker runs, no master knows this node, and what was started ends with it.
+
+    Not by an exception: most of that time passes inside the imports of others.
+    """
+    line = f"{signal.Signals(number).name}: left on notice; no workers were running here"
+    output.console.say(line)
+    output.console.flush(_LAST_LINE)
+    os._exit(EXIT_LEFT)
+
+
+def run(arguments: Sequence[str] | None) -> int:
+    """Runs one agent and returns its exit code (docs/contracts.md). Main thread only."""
+    with Output() as output:
+        try:
+            options = parse(arguments)
+            signals = signals_of(options.signals_to_handle)
+            with SignalWatch(signals, lambda number: leave_early(number, output)) as watch:
+                return run_checked(options, watch, output)
+        except UsageError as error:
+            output.console.say(f"error: {error}")
+            return EXIT_USAGE
+
+
+def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output) -> int:
+    """The same for a command line that can be parsed.
+
+    Raises:
+        UsageError: bad input that only now came to light.
+    """
+    check_script(options)
+    check_installation()
+    if options.job_id is None:
+        options.job_id = default_job_id(options, getpass.getuser())
+        options.job_id_is_default = True
+    with quiet_grpc():
+        from . import launch  # Imports torch: not before the checks above.
+
+    return launch.launch(options, ignored(options), watch, output)
+
+
+def main() -> None:
+    """The console script."""
+    code = run(None)
+    logging.shutdown()
+    # Everything was ended in order; what is left is a thread that reads a hanging file system, and nobody waits for it.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,158 @@
+"""`dalsegno doctor`: the installation; with a script, what that training is found to be before its first step.
+
+The script runs as it would, by itself or under torchrun, up to its first step, where its session writes down what it
+found (`dalsegno.elastic.training.findings`) and ends it. Nothing is saved, and no checkpoint is touched.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint.errors import printable
+
+from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+from ..processes.proc import kill_group
+
+__all__ = ["PARTS", "add_arguments", "doctor"]
+
+_SCRIPTS = ("dlrover-run", "dalsegno-run", "dalsegno", "dlrover-master")
+PARTS = {
+    "": ("grpcio", "protobuf", "pydantic", "xxhash", "rich"),
+    "train": ("torch", "deepspeed", "numpy"),
+    "etcd": ("aetcd",),
+    "http": ("fastapi", "uvicorn"),
+    "hf": ("accelerate", "transformers"),
+    "swift": ("ms-swift", "transformers"),
+    "log": ("tensorboard", "wandb"),
+}
+# Names the file in which the script's session writes down what it found (`dalsegno.elastic.training.examination`).
+_VARIABLE = "DALSEGNO_DOCTOR"
+# Seconds that a script has to end once it was asked to.
+_END_WITHIN = 10.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the command's arguments."""
+    parser.add_argument(
+        "--nproc-per-node", type=int, default=1, metavar="N", help="ranks of the script, under torchrun (default: 1)"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=600.0,
+        metavar="S",
+        help="seconds that the script may take to its first step (default: 600)",
+    )
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", nargs="?", metavar="SCRIPT", help="a training script; none: only the installation")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="the script's own")
+
+
+def doctor(options: argparse.Namespace) -> int:
+    """Looks, prints, and returns the exit code.
+
+    Raises:
+        ValueError: There is nothing to look at.
+    """
+    if options.script is None:
+        return _installation()
+    if not options.module and not Path(options.script).is_file():
+        raise ValueError(f"the script {options.script} does not exist (working directory: {os.getcwd()})")
+    if options.nproc_per_node < 1 or not options.timeout > 0:
+        raise ValueError("--nproc-per-node is at least 1, and --timeout more than 0")
+    return _examine(options)
+
+
+# ---- the installation ------------------------------------------------------------------------------------------------
+
+
+def _owners() -> dict[str, list[str]]:
+    """Which installed distributions declare each of our scripts."""
+    owners: dict[str, list[str]] = {name: [] for name in _SCRIPTS}
+    for point in importlib.metadata.entry_points(group="console_scripts"):
+        distribution = getattr(point, "dist", None)
+        if point.name in owners and distribution is not None:
+            owners[point.name].append(str(distribution.name))
+    return owners
+
+
+def _installation() -> int:
+    trouble = 0
+    for script, names in _owners().items():
+        where = shutil.which(script) or "not on the PATH"
+        print(f"{script}: {where}, of {', '.join(dict.fromkeys(names)) or 'nobody'}")
+        if len(set(names)) > 1:
+            trouble += 1
+            print("  several packages own it, and the last one installed wins; ours is also there as dalsegno-run")
+    for extra, names_of in PARTS.items():
+        for name in names_of:
+            try:
+                print(f"{name}: {importlib.metadata.version(name)}")
+            except importlib.metadata.PackageNotFoundError:
+                trouble += not extra
+                print(f"{name}: missing" + (f" (extra: pip install 'dalsegno[{extra}]')" if extra else ""))
+    for name in ("DLROVER_MASTER_ADDR", "DALSEGNO_SOCKET"):
+        if name in os.environ:
+            print(f"{name} is set: {os.environ[name]}")
+    return EXIT_FAILED if trouble else EXIT_FINISHED
+
+
+# ---- a script --------------------------------------------------------------------------------------------------------
+
+
+def _examine(options: argparse.Namespace) -> int:
+    with tempfile.TemporaryDirectory(prefix="dalsegno-doctor-") as directory:
+        found = Path(directory) / "findings"
+        code = _run(_command(options), {**os.environ, _VARIABLE: str(found)}, options.timeout)
+        lines = found.read_text(encoding="utf-8").splitlines() if found.is_file() else []
+    for line in lines:
+        print(printable(line))
+    if lines and code == 0:
+        return EXIT_FINISHED
+    if code is None:
+        print(f"{options.script} made no step within {options.timeout:.0f} s (--timeout): it was ended")
+    elif code:
+        print(f"{options.script} failed before its first step, with exit code {code}: its own lines say why")
+    else:
+        print(
+            f"{options.script} ended without session().steps(): dlrover-run starts such a script again at each change, "
+            "like torchrun, and where it goes on is its own affair"
+        )
+    return EXIT_FAILED
+
+
+def _command(options: argparse.Namespace) -> list[str]:
+    ranks = options.nproc_per_node
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    module = ["-m"] if options.module else []
+    return [sys.executable, *torchrun, *module, options.script, *options.arguments]
+
+
+def _run(command: list[str], environment: dict[str, str], timeout: float) -> int | None:
+    """The exit code, None: it took too long. Nothing of it is left."""
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    try:
+        return process.wait(timeout)
+    except subprocess.TimeoutExpired:
+        return None
+    finally:
+        _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Torchrun ends its ranks when it is asked to; what is left then is killed."""
+    if process.poll() is None:
+        kill_group(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_WITHIN)
+    kill_group(process.pid)
+    process.wait()

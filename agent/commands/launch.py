@@ -1,0 +1,290 @@
+"""Puts one agent together from a checked command line and runs it. Needs torch."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import run as torchrun
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.metrics import initialize_metrics
+from torch.distributed.elastic.metrics.api import MetricsConfig
+
+from dalsegno.protos import control_pb2
+
+from ..control.connection import Connector
+from ..control.credentials import TOKEN_VARIABLE, CredentialFiles, CredentialsError
+from ..control.embedded import EmbeddedMaster, MasterError
+from ..control.handshake import mismatch
+from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE, Event
+from ..processes.lifeline import Lifeline
+from ..processes.signals import SignalWatch
+from ..processes.workers import Script
+from ..shell.config import AgentConfig
+from ..shell.console import Console, make_log_dir, set_up_logging
+from ..shell.effects import Effects
+from ..shell.elastic_agent import ElasticAgent, Ending
+from ..shell.mailbox import Mailbox
+from ..shell.output import Output
+from ..shell.rendezvous import NamedRendezvous
+from ..storage.adoption import FLAG
+from ..storage.job_directory import JobDirectory, StorageError
+from .arguments import UsageError
+
+__all__ = ["launch"]
+
+# DLRover's client library, used in a script, would take our master for its own.
+_NOT_FOR_WORKERS = ("DLROVER_MASTER_ADDR", TOKEN_VARIABLE)
+
+
+def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWatch, output: Output) -> int:
+    """Runs one agent to its end. Signals are the agent's once it has a loop that can hear them.
+
+    Raises:
+        UsageError: bad input that only now came to light.
+    """
+    console = output.console
+    token = os.environ.get(TOKEN_VARIABLE)
+    for name in _NOT_FOR_WORKERS:
+        os.environ.pop(name, None)
+    directory = JobDirectory(Path(options.checkpoint_dir).absolute(), options.job_id)
+    try:
+        directory.prepare()
+        log_dir = make_log_dir(options.log_dir, options.job_id)
+    except (StorageError, OSError) as error:
+        raise UsageError(str(error)) from error
+    where = _Where(options.job_id)
+    set_up_logging(log_dir / "agent.log", where, level=logging.getLevelName(options.log_level))
+    output.divert(log_dir / "output.log")
+    for line in notices:
+        console.say(line)
+    torch_config, script = _torch_config(options, log_dir)
+    config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir)
+    source = _connect(options, token, directory, console, log_dir)
+    try:
+        ending = _run(config, directory, torch_config, script, source, console, where, watch)
+    finally:
+        source.close()
+    message = ending.message
+    if ending.code == EXIT_FAILED:
+        message = verdict(message, log_dir)
+    if message:
+        console.say(message, warning=ending.code not in (EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE))
+    return ending.code
+
+
+def verdict(reason: str, log_dir: Path) -> str:
+    """The last line of a job that failed: why, where more is, and what to do."""
+    return (
+        f"the job failed: {reason}; logs in {log_dir}; the same command tries again, from the newest checkpoint if"
+        " there is one, --new-run starts over"
+    )
+
+
+class _Where:
+    """`job/node/epoch/step` of the moment, for every line of the log."""
+
+    def __init__(self, job_id: str) -> None:
+        self.now: Callable[[], str] = lambda: f"{job_id}/-/0/0"
+
+    def __call__(self) -> str:
+        return self.now()
+
+
+class _Source:
+    """Where the master is: given by the user, or embedded."""
+
+    def __init__(self, addresses: Sequence[str], files: CredentialFiles, embedded: EmbeddedMaster | None) -> None:
+        self._addresses = tuple(addresses)
+        self._files = files
+        self.embedded = embedded
+        self.generation = embedded.abandoned_generation if embedded is not None else 0
+
+    def addresses(self) -> Sequence[str]:
+        return self.embedded.addresses() if self.embedded is not None else self._addresses
+
+    def connector(self) -> Connector:
+        embedded = self.embedded
+        if embedded is not None:
+            return Connector(embedded.addresses, embedded.credentials, embedded.missing)
+        return Connector(lambda: self._addresses, self._files.read, explain=mismatch)
+
+    def close(self) -> None:
+        if self.embedded is not None:
+            self.embedded.close()
+
+
+def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Script]:
+    """Torch's own reading of its part of the command line: processes, log files, filters."""
+    # What a newer torch's flags are called, with their defaults.
+    known = vars(torchrun.get_args_parser().parse_args([options.training_script]))
+    merged = argparse.Namespace(**{**known, **vars(options)})
+    merged.log_dir = str(log_dir)
+    merged.rdzv_backend = "dalsegno"
+    merged.rdzv_id = options.job_id
+    # A standby worker is the same interpreter running the same path.
+    merged.run_path = False
+    try:
+        torch_config, entrypoint, arguments = torchrun.config_from_args(merged)
+    except (ValueError, AssertionError, ImportError) as error:
+        raise UsageError(str(error)) from error
+    return torch_config, Script(str(entrypoint), tuple(arguments))
+
+
+def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path) -> AgentConfig:
+    settings = control_pb2.Settings(
+        min_nodes=options.min_nodes,
+        max_nodes=options.max_nodes,
+        node_unit=options.node_unit,
+        node_timeout=options.node_timeout,
+        drain_timeout=options.drain_timeout,
+        join_timeout=options.join_timeout,
+        stall_timeout=options.stall_timeout,
+        grow_interval=options.grow_interval,
+        grow_wait=options.grow_wait,
+        wait_for_nodes=options.wait_for_nodes,
+        quiet_time=options.quiet_time,
+        max_restarts=options.max_restarts,
+        # Also where the script is told so from the beginning: its own flag is the same.
+        universal_checkpoint=options.universal_checkpoint or _asks_for_universal(options.training_script_args),
+        keep_checkpoints=options.keep_checkpoints,
+    )
+    return AgentConfig(
+        job_id=options.job_id,
+        nproc=nproc,
+        settings=settings,
+        checkpoint_dir=directory.root,
+        log_dir=log_dir,
+        node_name=options.node_name,
+        local_addr=options.local_addr,
+        new_run=options.new_run,
+        master_outage_timeout=options.master_outage_timeout,
+        connect_timeout=options.connect_timeout,
+        script_flag=not _knows_us(options),
+    )
+
+
+def _asks_for_universal(arguments: Sequence[str]) -> bool:
+    """Whether the script's own arguments have the flag, as a word, with a value, or as ms-swift spells its flags."""
+    for number, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name in (FLAG, FLAG.replace("-c", "_c")):
+            value = value or "".join(arguments[number + 1 : number + 2])
+            return value.lower() not in ("false", "0", "no", "off")
+    return False
+
+
+_SWIFT_PLUGIN = "dalsegno_swift_plugin"
+
+
+def _knows_us(options: argparse.Namespace) -> bool:
+    """Whether the script has our session, which reads the environment and needs no flag.
+
+    Its text says so, or it is ms-swift, with our plugin or not: that program takes no flag that it does not know.
+    """
+    path = Path(options.training_script)
+    if any(_SWIFT_PLUGIN in argument for argument in options.training_script_args):
+        return True
+    if options.module and options.training_script.startswith("swift."):
+        return True
+    if options.module or options.no_python or not path.is_file():
+        return False
+    with open(path, encoding="utf-8", errors="replace") as file:
+        text = file.read(1 << 20)
+    return "dalsegno.elastic" in text or "dalsegno.swift_plugin" in text
+
+
+def _connect(
+    options: argparse.Namespace, token: str | None, directory: JobDirectory, console: Console, log_dir: Path
+) -> _Source:
+    """Finds the master's address, starting an embedded master if there is to be one."""
+    by_default = getattr(options, "job_id_is_default", False)
+    if options.master:
+        files = CredentialFiles.given(options, token)
+        try:
+            files.check()
+        except CredentialsError as error:
+            raise UsageError(str(error)) from error
+        if by_default:
+            console.say(
+                f"job {options.job_id} (from user, script and arguments; --job-id names another); logs in {log_dir}"
+            )
+        return _Source(options.master.split(","), files, None)
+    if by_default:
+        console.say(f"job {options.job_id} (the same command in another terminal joins it); logs in {log_dir}")
+    embedded = EmbeddedMaster(
+        directory.private, options.job_id, options.node_timeout, console.say, patience=options.connect_timeout
+    )
+    try:
+        embedded.start()
+    except (MasterError, OSError) as error:
+        embedded.close()
+        raise UsageError(str(error)) from error
+    return _Source((), CredentialFiles(), embedded)
+
+
+def _run(
+    config: AgentConfig,
+    directory: JobDirectory,
+    torch_config: Any,
+    script: Script,
+    source: _Source,
+    console: Console,
+    where: _Where,
+    watch: SignalWatch,
+) -> Ending:
+    mailbox: Mailbox[Event] = Mailbox()
+    lifeline = Lifeline()
+    address = source.addresses()[0]
+    try:
+        effects = Effects(
+            config, directory, source.connector(), address, lifeline, mailbox, console.say, source.generation
+        )
+    except OSError as error:
+        lifeline.close()
+        raise UsageError(f"{address} cannot be reached: {error.strerror or error}; check --master") from error
+    spec = WorkerSpec(
+        role=torch_config.role,
+        local_world_size=config.nproc,
+        rdzv_handler=NamedRendezvous(config.job_id),
+        entrypoint=script.entrypoint,
+        args=script.arguments,
+        max_restarts=int(config.settings.max_restarts),
+        **_later_fields(torch_config),
+    )
+    initialize_metrics(MetricsConfig(torch_config.metrics_cfg))
+    try:
+        agent = ElasticAgent(
+            spec,
+            torch_config.logs_specs,
+            config,
+            script,
+            mailbox,
+            effects,
+            lifeline,
+            watch,
+            torch_config.log_line_prefix_template,
+        )
+    except OSError as error:
+        # No place for the workers' socket, or no process can be made.
+        effects.close(0.0)
+        lifeline.close()
+        raise UsageError(str(error)) from error
+    where.now = agent.where
+    agent.run()
+    ending = agent.ending
+    if ending.code == EXIT_USAGE and config.settings.max_nodes and "no master answered" in ending.message:
+        return Ending(ending.code, f"{ending.message} ({', '.join(source.addresses()) or 'embedded'})")
+    return ending
+
+
+def _later_fields(torch_config: Any) -> dict[str, Any]:
+    """Fields of WorkerSpec that came with later versions of torch, where both sides have them."""
+    names = ("event_log_handler", "numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters")
+    wanted = (*names, "virtual_local_rank")
+    fields = WorkerSpec.__dataclass_fields__
+    return {name: getattr(torch_config, name) for name in wanted if name in fields and hasattr(torch_config, name)}

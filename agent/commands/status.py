@@ -1,0 +1,159 @@
+"""`dalsegno status` and `dalsegno scale`: a job as its master sees it, and how many nodes it may have."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos.text import one_line
+
+from ..control.claim import Claim, ClaimFile
+from ..control.connection import PROTOCOL, Credentials, code_of, detail_of
+from ..control.credentials import TOKEN_VARIABLE, CredentialFiles
+from ..control.handshake import mismatch
+from ..control.spawning import read_token
+from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+
+__all__ = ["scale", "status"]
+
+_TIMEOUT = 5.0
+# To see whether anybody listens where an embedded master was, seconds.
+_LOOK = 1.0
+# The master did answer, and the detail is the line.
+_REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+
+
+def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
+    """Address and credentials: those given, or those of the embedded master's claim.
+
+    Raises:
+        ValueError: there is none to ask, or what was given cannot be used; one line.
+        OSError: a file cannot be read.
+    """
+    if options.master:
+        files = CredentialFiles.given(options, os.environ.get(TOKEN_VARIABLE))
+        files.check()
+        return options.master.split(",")[0], files.read()
+    private = Path(options.checkpoint_dir) / ".dalsegno"
+    jobs = sorted(path.parent.name for path in private.glob("*/claim.json"))
+    job = options.job_id or _the_one(private, jobs)
+    if job is None:
+        known = f"known here: {', '.join(jobs)}"
+        if not jobs:
+            known = f"no embedded master has left a claim in {private}; --checkpoint-dir says where else"
+        raise ValueError(f"name a job with --job-id, or a master with --master HOST:PORT ({known})")
+    options.job_id = job
+    claim = ClaimFile(private / job).read()
+    if claim is None:
+        raise ValueError(f"job {job} has no embedded master's claim in {private}; use --master HOST:PORT")
+    return claim.address, Credentials(read_token(private / job))
+
+
+def _the_one(private: Path, jobs: Sequence[str]) -> str | None:
+    """The job that a person means who names none: the only one, or the only one that has a master just now."""
+    if len(jobs) > 1:
+        jobs = [job for job in jobs if _is_served(ClaimFile(private / job).read())]
+    return jobs[0] if len(jobs) == 1 else None
+
+
+def _is_served(claim: Claim | None) -> bool:
+    """Whether somebody listens there."""
+    if claim is None:
+        return False
+    host, _, port = claim.address.rpartition(":")
+    try:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK):
+            return True
+    except (OSError, ValueError):
+        return False
+
+
+def status(options: argparse.Namespace) -> int:
+    """Asks the master and prints what it says; the exit code.
+
+    Raises:
+        ValueError, OSError: see `_master_of`.
+    """
+    return _ask(options, "GetStatus", control_pb2.StatusRequest(protocol=PROTOCOL), status_lines)
+
+
+def scale(options: argparse.Namespace) -> int:
+    """Tells the master how many nodes the world may have; the exit code.
+
+    Raises:
+        ValueError, OSError: see `_master_of`.
+    """
+    if options.nodes < 1:
+        raise ValueError(f"a world has at least 1 node, not {options.nodes}")
+    return _ask(options, "Scale", control_pb2.ScaleRequest(protocol=PROTOCOL, nodes=options.nodes), scale_lines)
+
+
+def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Callable[[Any], list[str]]) -> int:
+    """One call to the job's master; prints its answer."""
+    address, credentials = _master_of(options)
+    request.job_id = options.job_id or ""
+    with credentials.channel(address) as channel:
+        try:
+            call = getattr(control_pb2_grpc.ControlStub(channel), method)
+            reply = call(request, timeout=_TIMEOUT, metadata=credentials.metadata)
+        except grpc.RpcError as error:
+            text = f"the master at {address} does not answer: {code_of(error).name}: {detail_of(error)}"
+            if not options.master and code_of(error) is grpc.StatusCode.UNAVAILABLE:
+                text = (
+                    f"nobody runs job {options.job_id} just now: its embedded master, last at {address}, is gone. The "
+                    "dlrover-run command that began it goes on with it, or begins the next run if this one is finished"
+                )
+            if code_of(error) in _REFUSED:
+                text = detail_of(error)
+            print(f"dalsegno: {one_line(mismatch(address, credentials) or text)}", file=sys.stderr)
+            return EXIT_FAILED
+    for line in lines_of(reply):
+        print(line)
+    return EXIT_FINISHED
+
+
+def counted(number: int, what: str) -> str:
+    """How many of something, in words."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def scale_lines(reply: control_pb2.ScaleReply) -> list[str]:
+    """What holds now, for a person."""
+    if reply.nodes > reply.limit:
+        return [
+            f"at most {counted(reply.limit, 'node')} from now on; {reply.nodes} save at the next step boundary, and"
+            " some stand by"
+        ]
+    return [f"at most {counted(reply.limit, 'node')} from now on; the world has {reply.nodes}"]
+
+
+def status_lines(reply: control_pb2.StatusReply) -> list[str]:
+    """A job as a person wants to see it."""
+    phase = control_pb2.Phase.Name(reply.phase).removeprefix("PHASE_").lower()
+    lines = [
+        f"job {reply.job_id}, {reply.run_id or 'no run yet'}: {phase}, epoch {reply.epoch}, step {reply.step}, "
+        f"loss {reply.loss:.4f}" + (f" ({reply.reason})" if reply.reason else "")
+    ]
+    for node in reply.nodes:
+        rank = f" {node.group_rank}" if node.role == "member" else ""
+        why = f": {node.reason}" if node.reason else ""
+        lines.append(f"  {node.role}{rank}  {node.node} on {node.host}, {counted(node.nproc, 'worker')}{why}")
+    if reply.head.ref.name:
+        lines.append(f"  newest commit: {reply.head.ref.name}, {reply.head.bytes / 1e6:.1f} MB")
+    for record in reply.history:
+        # The record of the newest epoch has the last of its steps once it is over.
+        last_step = max(record.last_step, reply.step) if record.epoch == reply.epoch else record.last_step
+        lines.append(
+            f"  epoch {record.epoch}: {record.cause}, {counted(record.nodes, 'node')}, steps {record.first_step} to "
+            f"{last_step}, paused {record.paused:.1f} s, lost {counted(record.lost_steps, 'step')}"
+        )
+    # What others have put into it cannot move the cursor; the space before it is ours.
+    return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]

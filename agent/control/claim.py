@@ -1,0 +1,194 @@
+"""The claim of an embedded master: who serves a job whose master was not started by hand (DESIGN section 5).
+
+One small file per job in the checkpoint directory, replaced as a whole. Its counter moves as long as an agent lives
+that can see the master's process, or reaches it, so that others can tell a served job from an abandoned one without
+comparing clocks. Two locks: `starting` is held by whoever starts a master, which may take long; the other only while
+the file is replaced, so that the counter moves meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint.files import move_over
+
+from ..storage.private import open_private
+from .machine import Machine, Place
+
+__all__ = ["Claim", "ClaimFile", "LockTimeout"]
+
+# flock has no wait with a deadline.
+_LOCK_PAUSE = 0.05
+_WRITE_LOCK, _START_LOCK = "claim.lock", "start.lock"
+# Seconds.
+_WRITE_TIMEOUT = 10.0
+_READS, _READ_PAUSE = 5, 0.02
+# Bytes; a claim has a few hundred.
+_MOST_READ = 1 << 16
+# Characters of a host name, an address, a namespace.
+_LONGEST = 256
+
+
+class LockTimeout(Exception):
+    """Somebody holds the claim's lock for longer than anything under it takes."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Who serves the job.
+
+    Attributes:
+        host, boot_id: the machine, and since when it is up.
+        pid, start_time: the master's process there (clock ticks since boot).
+        generation: of the master.
+        counter: moves every two seconds.
+        address: HOST:PORT.
+        pid_ns, net_ns: the master's, see `Place`; empty in claims of older versions, which did not tell them apart.
+    """
+
+    host: str
+    boot_id: str
+    pid: int
+    start_time: int
+    generation: int
+    counter: int
+    address: str
+    pid_ns: str = ""
+    net_ns: str = ""
+
+    @classmethod
+    def parse(cls, text: bytes) -> Claim:
+        """Of a claim file's content. What later versions add is passed over.
+
+        Raises:
+            ValueError, TypeError: it is no claim.
+        """
+        values = json.loads(text)
+        claim = cls(**{one.name: values[one.name] for one in fields(cls) if one.name in values})
+        for one in fields(cls):
+            value = getattr(claim, one.name)
+            if type(value).__name__ != one.type or (isinstance(value, int) and not 0 <= value < 1 << 63):
+                raise ValueError(f"a claim with {one.name} {value!r}")
+            # People are shown where the job is served.
+            if isinstance(value, str) and (len(value) > _LONGEST or not value.isprintable()):
+                raise ValueError(f"a claim with {one.name} {value[:_LONGEST]!r}")
+        return claim
+
+    def is_reached_from(self, place: Place) -> bool:
+        """Whether the address, which is a loopback one, is the master's there too."""
+        same_machine = (self.host, self.boot_id) == (place.host, place.boot_id)
+        return same_machine and _same(self.net_ns, place.net_ns)
+
+    def is_seen_from(self, place: Place) -> bool:
+        """Whether `pid` is the master's number there too, and the address its address."""
+        return self.is_reached_from(place) and _same(self.pid_ns, place.pid_ns)
+
+    def is_of(self, other: Claim | None) -> bool:
+        """Whether both are of the same master, wherever their counters are."""
+        return other is not None and replace(self, counter=0) == replace(other, counter=0)
+
+
+def _same(one: str, other: str) -> bool:
+    return one == other or not one or not other
+
+
+class ClaimFile:
+    """The claim of one job."""
+
+    def __init__(self, directory: Path, machine: Machine | None = None) -> None:
+        self._directory = directory
+        self._machine = machine or Machine()
+        self.path = directory / "claim.json"
+
+    def read(self) -> Claim | None:
+        """The claim; None when there is none, or none that can be read (then nobody holds the job by it).
+
+        Raises:
+            NotPrivateError: the file is somebody else's.
+            OSError: it cannot be read now.
+        """
+        for _ in range(_READS):
+            try:
+                with open(open_private(self.path, os.O_RDONLY), "rb") as file:
+                    return Claim.parse(file.read(_MOST_READ))
+            except FileNotFoundError:
+                return None
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                # why: half written, where the mount cannot rename; no event says when it is whole
+                time.sleep(_READ_PAUSE)
+        # A damaged disk, or another program's.
+        return None
+
+    def write(self, claim: Claim, closing: threading.Event) -> None:
+        """Replaces the claim.
+
+        Raises:
+            LockTimeout: another process is writing it, for much longer than that takes.
+            LocksUnavailable, OSError: see `bump`.
+        """
+        with self._lock(_WRITE_LOCK, _WRITE_TIMEOUT, closing):
+            self._replace(claim)
+
+    def _replace(self, claim: Claim) -> None:
+        aside = self._directory / f"claim.{secrets.token_hex(8)}"
+        try:
+            with open(aside, "x", encoding="utf-8") as file:
+                json.dump(asdict(claim), file)
+                file.flush()
+                os.fsync(file.fileno())
+            move_over(aside, self.path)
+        except OSError as error:
+            # The same text each time: the name aside is another one with every attempt.
+            raise OSError(error.errno, error.strerror or str(error), str(self.path)) from error
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def bump(self, before: Claim) -> Claim | None:
+        """Moves the counter of a claim that is as it was `before`; returns it. None: it is not, or is locked just now.
+
+        Raises:
+            LocksUnavailable: nothing can be locked here; without locks a newer claim could be written over.
+            OSError: the file system fails.
+        """
+        with self._try_lock(_WRITE_LOCK) as held:
+            if not held or self.read() != before:
+                return None
+            moved = replace(before, counter=before.counter + 1)
+            self._replace(moved)
+            return moved
+
+    def starting(self, timeout: float, closing: threading.Event) -> contextlib.AbstractContextManager[None]:
+        """Held while a master is looked for or started. The kernel frees it when the holder dies.
+
+        Raises:
+            LockTimeout: on entering: not within `timeout` seconds, or `closing` was set.
+        """
+        return self._lock(_START_LOCK, timeout, closing)
+
+    @contextlib.contextmanager
+    def _lock(self, name: str, timeout: float, closing: threading.Event) -> Iterator[None]:
+        deadline = time.monotonic() + timeout
+        while True:
+            with self._try_lock(name) as held:
+                if held:
+                    yield
+                    return
+            if time.monotonic() >= deadline or closing.wait(_LOCK_PAUSE):
+                raise LockTimeout(f"{self.path} is locked by another process for more than {timeout:.0f} s")
+
+    @contextlib.contextmanager
+    def _try_lock(self, name: str) -> Iterator[bool]:
+        free = self._machine.lock(self._directory / name)
+        try:
+            yield free is not None
+        finally:
+            if free is not None:
+                free()

@@ -1,0 +1,411 @@
+"""The embedded master: found, started and started again by the agents of the job on one machine (DESIGN section 5).
+
+Only a master that has ended or is stopped (SIGSTOP) is replaced. One that lives and does not answer waits for its disk,
+or for this machine: to kill it would cost another start, and the next one would wait for the same disk. It is waited
+for, and the person hears it once.
+"""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+
+import grpc
+
+from dalsegno.protos import control_pb2, control_pb2_grpc
+
+from ..storage.private import NotPrivateError, check_private
+from .claim import Claim, ClaimFile, LockTimeout
+from .connection import PROTOCOL, RETRIED, Credentials, code_of
+from .machine import LocksUnavailable, Machine
+from .spawning import COMMAND, MasterError, TokenLostError, make_token, read_token, start_master
+
+__all__ = ["EmbeddedMaster", "MasterError"]
+
+# Seconds.
+_LOCK_TIMEOUT = 90.0
+_ANSWER_TIMEOUT = 2.0
+# How long a living master may be silent before the person hears of it.
+_SILENCE = 6.0
+_RENEWAL = 2.0
+# A claim whose master cannot be seen is watched at least this long: over NFS its counter is seen to move late.
+_LEAST_WATCH = 10.0
+# Between two looks at a claim, and at a master that does not answer.
+_LOOK_PAUSE = 0.5
+# For the death of a process that was killed.
+_DEATH_TIMEOUT = 6.0
+# Between two attempts after one failed.
+_RETRY_PAUSE = 1.0
+# What somebody answers who is not our master: one of another job, or another program's server on the port that it had.
+_STRANGERS = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.UNIMPLEMENTED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNKNOWN,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class _Standing(Enum):
+    """How a claim's master fares, as far as can be told from here."""
+
+    SERVES = "it answers"
+    GONE = "nobody holds the job: no claim, or its process has ended"
+    STOPPED = "its process was stopped, and can hold the store's lock"
+    ESTRANGED = "its process lives and does not know the job's token: nobody can ever reach it"
+    SILENT = "its process lives, and does not answer"
+    HIDDEN = "it would be reached from here, but does not answer, and its process cannot be seen"
+    ELSEWHERE = "on another machine, or in another container: cannot be reached from here"
+
+
+_REPLACED = (_Standing.GONE, _Standing.STOPPED, _Standing.ESTRANGED)
+
+
+class EmbeddedMaster:
+    """One agent's view of its job's embedded master.
+
+    Args:
+        directory: private to the job, in the checkpoint directory.
+        job_id: of the job.
+        node_timeout: how long a claim whose master cannot be seen is watched before it counts as abandoned; at least
+            10 seconds, which is a few moves of its counter.
+        say: prints one line for the person.
+        command: starts a master.
+        patience: seconds after which a master that lives and does not answer is given up for this time.
+        machine: answers for the kernel.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        job_id: str,
+        node_timeout: float,
+        say: Callable[[str, bool], None] = lambda text, warning: None,
+        command: Sequence[str] = COMMAND,
+        patience: float = 60.0,
+        machine: Machine | None = None,
+    ) -> None:
+        self._directory = directory
+        self._job_id = job_id
+        self._watch = max(node_timeout, _LEAST_WATCH)
+        self._say = say
+        # Since the master was found last.
+        self._said: set[str] = set()
+        self._command = tuple(command)
+        # A claim that is watched must have the time to prove that it stands still.
+        self._patience = max(patience, self._watch + _SILENCE)
+        self._machine = machine or Machine()
+        self._place = self._machine.place()
+        self._claims = ClaimFile(directory, self._machine)
+        # As it was when it was looked at last.
+        self._known: Claim | None = None
+        self._children: list[subprocess.Popen[str]] = []
+        self._missing = threading.Event()
+        self._closing = threading.Event()
+        self._address = ""
+        # It answered when it was asked last.
+        self._served = False
+        # Why it could not even be asked; empty: it could.
+        self._unasked = ""
+        # Of a claim whose master was gone when this agent came: what it served may know more than its store.
+        self.abandoned_generation = 0
+        self._threads = [
+            threading.Thread(target=self._supervise, name="master-supervisor", daemon=True),
+            threading.Thread(target=self._renew, name="claim-renewal", daemon=True),
+        ]
+
+    # ---- for the agent ----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Finds the job's master or starts one, then keeps the claim renewed and the master alive.
+
+        Raises:
+            MasterError: the job is served where this agent cannot reach, its master does not answer, or none can be
+                started.
+            OSError: the directory cannot be written, or is not ours alone.
+        """
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        check_private(self._directory)
+        self._ensure()
+        for thread in self._threads:
+            thread.start()
+
+    def addresses(self) -> Sequence[str]:
+        """The present address; never blocks."""
+        return (self._address,) if self._address else ()
+
+    def credentials(self) -> Credentials:
+        """The token that all agents of the job share through the checkpoint directory.
+
+        Raises:
+            TokenLostError, OSError: it cannot be read now.
+        """
+        return Credentials(token=read_token(self._directory))
+
+    def missing(self) -> None:
+        """Somebody got no answer: the master is looked for, and replaced if it is gone."""
+        self._missing.set()
+
+    def close(self) -> None:
+        """The master lives on; it ends by itself when the job has ended or no agent is left."""
+        self._closing.set()
+        self._missing.set()
+        deadline = time.monotonic() + _ANSWER_TIMEOUT + _SILENCE
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+
+    # ---- threads ----------------------------------------------------------------------------------------------------
+
+    def _supervise(self) -> None:
+        while True:
+            self._missing.wait()
+            self._missing.clear()
+            if self._closing.is_set():
+                return
+            try:
+                self._ensure()
+            except (MasterError, OSError) as error:
+                logger.warning("no master: %s", error)
+                self._say_once(str(error), True)
+            except Exception as error:
+                # A bug of ours: without this thread nobody on this node would ever start a master again.
+                logger.exception("looking for the master failed")
+                self._say_once(f"looking for the master failed ({type(error).__name__}: {error})", True)
+            else:
+                continue
+            self._missing.set()
+            if self._closing.wait(_RETRY_PAUSE):
+                return
+
+    def _renew(self) -> None:
+        said = ""
+        while not self._closing.wait(_RENEWAL):
+            # A master that we started and that ended would stay a zombie.
+            self._children = [child for child in self._children if child.poll() is None]
+            try:
+                # Where another agent moves it, that is enough. One that is stopped moves nothing, and holds no lock.
+                before, self._known = self._known, self._claims.read()
+                if self._known is not None and self._known == before and self._renews(before):
+                    self._known = self._claims.bump(before)
+                said = ""
+            except Exception as error:
+                # Whatever it is, the next attempt may do better; a claim that stands still is taken over.
+                if str(error) != said:
+                    logger.warning("the claim cannot be renewed: %s", error)
+                    if isinstance(error, LocksUnavailable):
+                        self._say(f"the claim cannot be renewed: {error}", True)
+                said = str(error)
+
+    def _renews(self, claim: Claim) -> bool:
+        """Whether the claim's counter is ours to move: a master that cannot be seen is vouched for while it answers."""
+        answers = self._served and claim.address == self._address
+        return claim.is_seen_from(self._place) or (claim.is_reached_from(self._place) and answers)
+
+    def _say_once(self, text: str, warning: bool) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text, warning)
+
+    # ---- finding ----------------------------------------------------------------------------------------------------
+
+    def _ensure(self) -> None:
+        """Leaves a master that answers, unless this is closed meanwhile.
+
+        Raises:
+            MasterError, OSError: see `start`.
+        """
+        begin = still_since = time.monotonic()
+        watched: Claim | None = None
+        while not self._closing.is_set():
+            claim = self._claims.read()
+            standing = self._standing(claim)
+            now = time.monotonic()
+            if claim != watched:
+                if watched is not None and claim is not None and standing is _Standing.ELSEWHERE:
+                    raise self._served_elsewhere(claim)
+                watched, still_since = claim, now
+            if claim is not None and standing is _Standing.SERVES:
+                self._found(claim.address)
+                return
+            self._served = False
+            hidden = standing in (_Standing.HIDDEN, _Standing.ELSEWHERE)
+            if standing in _REPLACED or (hidden and now - still_since >= self._watch):
+                if self._replace(claim, standing):
+                    return
+            elif claim is not None:
+                self._wait_for(claim, standing, now - begin)
+
+    def _found(self, address: str) -> None:
+        self._address = address
+        self._served = True
+        self._said.clear()
+
+    def _wait_for(self, claim: Claim, standing: _Standing, waited: float) -> None:
+        """Waits a moment for a master that may live.
+
+        Raises:
+            MasterError: it has taken too long for this time.
+        """
+        where = f"process {claim.pid}" if standing is _Standing.SILENT else f"in another container of {claim.host}"
+        master = f"the master of job {self._job_id} ({where}) lives"
+        if standing is _Standing.ELSEWHERE:
+            text = f"the job was served on {claim.host}; watching for {self._watch:.0f} s whether it still is"
+            self._say_once(text, False)
+        elif waited >= self._patience:
+            why = (
+                f"has not answered for {self._patience:.0f} s; it is not replaced while it lives, as its disk may hang"
+            )
+            raise MasterError(
+                f"{master} and {self._unasked or why}; if it never comes back, end it (kill -9), and an agent starts"
+                " the next"
+            )
+        elif waited >= _SILENCE:
+            why = "does not answer: its disk or this machine is slow"
+            self._say_once(f"{master} and {self._unasked or why}; waiting for it", True)
+        # The answer of another process makes no event, and over a network file system neither does its claim.
+        self._closing.wait(_LOOK_PAUSE)
+
+    def _standing(self, claim: Claim | None) -> _Standing:
+        if claim is None:
+            return _Standing.GONE
+        if not claim.is_reached_from(self._place):
+            return _Standing.ELSEWHERE
+        answer = self._ask(claim.address)
+        if answer is None:
+            return _Standing.SERVES
+        if not claim.is_seen_from(self._place):
+            return _Standing.HIDDEN
+        # The number may be somebody else's by now, or a claim may name a stranger's process on purpose.
+        if not self._machine.is_same_process(claim.pid, claim.start_time) or not self._machine.is_ours(claim.pid):
+            return _Standing.GONE
+        if self._machine.is_stopped(claim.pid):
+            return _Standing.STOPPED
+        # It lives, so the port is its own: it has another token.
+        return _Standing.ESTRANGED if answer is grpc.StatusCode.UNAUTHENTICATED else _Standing.SILENT
+
+    def _ask(self, address: str) -> grpc.StatusCode | None:
+        """None: the job's master answers there. Otherwise why it does not."""
+        try:
+            credentials = self.credentials()
+        except TokenLostError as error:
+            if not self._unasked:
+                logger.warning("the master cannot be asked: %s", error)
+            self._unasked = f"cannot be asked: {error}"
+            return grpc.StatusCode.UNAUTHENTICATED
+        self._unasked = ""
+        with credentials.channel(address) as channel:
+            try:
+                request = control_pb2.StatusRequest(job_id=self._job_id, protocol=PROTOCOL)
+                control_pb2_grpc.ControlStub(channel).GetStatus(
+                    request, timeout=_ANSWER_TIMEOUT, metadata=credentials.metadata
+                )
+            except grpc.RpcError as error:
+                code = code_of(error)
+                return code if code in RETRIED or code in _STRANGERS else None
+            return None
+
+    def _served_elsewhere(self, claim: Claim) -> MasterError:
+        where = f"on {claim.host}"
+        if (claim.host, claim.boot_id) == (self._place.host, self._place.boot_id):
+            where = f"in another container of this machine ({claim.host}), whose loopback address is its own"
+        return MasterError(
+            f"job {self._job_id} is served by an agent {where}; to span machines or containers start a master that all"
+            " can reach (dlrover-master --host ADDRESS) and give its address with --master HOST:PORT"
+        )
+
+    # ---- starting ---------------------------------------------------------------------------------------------------
+
+    def _replace(self, claim: Claim | None, standing: _Standing) -> bool:
+        """Starts the successor of the claim's master. False: it is not as it was, look again.
+
+        Raises:
+            MasterError, OSError: see `start`.
+        """
+        try:
+            with self._claims.starting(_LOCK_TIMEOUT, self._closing):
+                now = self._claims.read()
+                if not self._is_as_it_was(now, claim, standing):
+                    return False
+                if now is not None:
+                    self._end(now, standing)
+                self._spawn(now)
+                return True
+        except (LockTimeout, LocksUnavailable) as error:
+            raise MasterError(str(error)) from error
+        except NotPrivateError:
+            raise
+        except OSError as error:
+            raise MasterError(
+                f"no master can be started ({error.strerror or error}): its token, log, store and claim are in"
+                f" {self._directory}, which needs room and must be ours to write"
+            ) from error
+
+    def _is_as_it_was(self, now: Claim | None, before: Claim | None, standing: _Standing) -> bool:
+        if now is None or before is None:
+            return now is before
+        if standing in (_Standing.HIDDEN, _Standing.ELSEWHERE):
+            # Its counter too.
+            return now == before
+        if standing is _Standing.STOPPED and not self._machine.is_stopped(now.pid):
+            return False
+        if standing is _Standing.ESTRANGED and self._standing(now) is not standing:
+            return False
+        return now.is_of(before)
+
+    def _end(self, claim: Claim, standing: _Standing) -> None:
+        """Ends a predecessor: one that answered again later would be a second master."""
+        if standing not in (_Standing.STOPPED, _Standing.ESTRANGED):
+            return
+        if self._machine.kill(claim.pid, claim.start_time):
+            logger.warning("killed the master (process %d): %s", claim.pid, standing.value)
+            deadline = time.monotonic() + _DEATH_TIMEOUT
+            # The death of a process that is not our child makes no event.
+            while self._machine.is_same_process(claim.pid, claim.start_time) and time.monotonic() < deadline:
+                self._closing.wait(0.02)
+
+    def _spawn(self, before: Claim | None) -> None:
+        """Starts a master and writes its claim; the caller holds the lock for it."""
+        if before is not None:
+            self.abandoned_generation = max(self.abandoned_generation, before.generation)
+        remark = make_token(self._directory)
+        if remark:
+            self._say(remark, True)
+        started = start_master(self._directory, self._job_id, self._command)
+        process = started.process
+        self._children.append(process)
+        if started.remark:
+            self._say(started.remark, True)
+        status = self._machine.status(process.pid)
+        claim = Claim(
+            self._place.host,
+            self._place.boot_id,
+            process.pid,
+            status.started if status is not None else 0,
+            started.generation,
+            0 if before is None else before.counter + 1,
+            started.address,
+            self._place.pid_ns,
+            self._place.net_ns,
+        )
+        self._publish(claim, process)
+        self._found(started.address)
+        logger.info("the embedded master: process %d at %s, generation %d", claim.pid, claim.address, claim.generation)
+
+    def _publish(self, claim: Claim, process: subprocess.Popen[str]) -> None:
+        """Writes the claim of a master that was just started, or ends it again.
+
+        Nobody would find it, and the next attempt would start another one beside it.
+        """
+        try:
+            self._claims.write(claim, self._closing)
+        except (LockTimeout, LocksUnavailable, OSError):
+            process.kill()
+            raise

@@ -1,0 +1,158 @@
+"""Starts an embedded master as a process of its own, and makes the token that it asks for."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import selectors
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint.files import publish
+
+from ..processes.keeper import DEAF_TO
+from ..processes.lifeline import LIFELINE_VARIABLE
+from ..processes.signals import held_back
+from ..storage.private import open_private, put_aside, read_private
+
+__all__ = ["COMMAND", "MasterError", "Started", "TokenLostError", "make_token", "read_token", "start_master"]
+
+COMMAND = (sys.executable, "-m", "dalsegno.master")
+# Seconds.
+_START_TIMEOUT = 60.0
+# What the environment variables of `dlrover-master` begin with.
+_SERVICE_VARIABLES = "DALSEGNO_MASTER_"
+# Characters; the master takes no shorter one.
+_SHORTEST_TOKEN = 16
+
+
+class MasterError(Exception):
+    """No master can be had; one line that says why and what to change."""
+
+
+class TokenLostError(ValueError):
+    """There is no token, or none that could be sent."""
+
+
+def read_token(directory: Path) -> str:
+    """The token that all agents of the job share.
+
+    Raises:
+        TokenLostError: there is none, or what is there is none.
+        NotPrivateError: others may know it.
+        OSError: it cannot be read now.
+    """
+    path = directory / "token"
+    try:
+        token = read_private(path, secret=True).decode("ascii", errors="replace").strip()
+    except FileNotFoundError as error:
+        raise TokenLostError(f"there is no {path}") from error
+    if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+        raise TokenLostError(f"{path} is damaged")
+    return token
+
+
+def make_token(directory: Path) -> str:
+    """Makes sure that there is a token; a damaged one is put aside. Returns what to tell a person; empty: nothing.
+
+    The caller holds the lock for starting a master.
+
+    Raises:
+        NotPrivateError, OSError: see `read_token`.
+    """
+    path, remark = directory / "token", ""
+    try:
+        read_token(directory)
+        return ""
+    except TokenLostError as error:
+        if os.path.lexists(path):
+            remark = f"{error}: put aside as {put_aside(path).name}; the job has a new one"
+    aside = directory / f"token.{secrets.token_hex(8)}"
+    with open(open_private(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "w", encoding="ascii") as file:
+        file.write(secrets.token_hex(32) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    try:
+        publish(aside, path)
+    finally:
+        aside.unlink()
+    return remark
+
+
+@dataclass(frozen=True)
+class Started:
+    """A master that serves: its process, and what it said first."""
+
+    process: subprocess.Popen[str]
+    address: str
+    generation: int
+    remark: str
+
+
+def start_master(directory: Path, job_id: str, command: Sequence[str] = COMMAND) -> Started:
+    """Starts a master for a job whose token is there.
+
+    Args:
+        directory: private to the job; has the master's store and log.
+        job_id: of the job.
+        command: what is run, without the master's arguments.
+
+    Raises:
+        MasterError: it did not start.
+        OSError: its log cannot be written, or no process can be made.
+    """
+    log = directory / "master.log"
+    # Not --nnodes: agents bring settings, and one that disagrees must still be able to start the job's master.
+    words = [
+        *command,
+        *("--host", "127.0.0.1", "--port", "0", "--job-id", job_id),
+        *("--store", f"sqlite:///{directory / 'master.sqlite'}"),
+        *("--token-file", str(directory / "token"), "--log-file", str(log), "--embedded"),
+    ]
+    # It outlives this agent: no lifeline, no terminal, no output but its first line.
+    # Nor does it listen to what is meant for a master that is a service.
+    ours = (LIFELINE_VARIABLE, _SERVICE_VARIABLES)
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
+    # It outlives a notice that all processes of the node are given, from its first moment on.
+    with open(open_private(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as errors, held_back(DEAF_TO):
+        begin = errors.seek(0, os.SEEK_END)
+        process = subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+            env=environment,
+            cwd="/",
+        )
+    line = _first_line(process)
+    try:
+        said = json.loads(line)
+        return Started(process, str(said["address"]), int(said["generation"]), str(said.get("remark", "")))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        process.kill()
+        process.wait()
+        raise MasterError(f"the embedded master did not start: {_last_line(log, begin)} (log: {log})") from None
+
+
+def _first_line(process: subprocess.Popen[str]) -> str:
+    """What it prints first; empty when it ends, or takes too long."""
+    assert process.stdout is not None
+    with selectors.DefaultSelector() as selector, process.stdout:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        return process.stdout.readline() if selector.select(_START_TIMEOUT) else ""
+
+
+def _last_line(log: Path, begin: int) -> str:
+    if log.stat().st_size < begin:
+        # It began a new file; what the interpreter says of its end goes on into the one from before.
+        log = log.with_name(f"{log.name}.1")
+    with open(open_private(log, os.O_RDONLY), "rb") as file:
+        file.seek(begin)
+        lines = file.read().decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,376 @@
+"""What the agent's decisions hear (events) and what they ask for (actions). Plain values, no I/O."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from dalsegno.protos import control_pb2, worker_pb2
+from dalsegno.protos.contract import EXIT_FAILED as EXIT_FAILED
+from dalsegno.protos.contract import EXIT_FINISHED as EXIT_FINISHED
+from dalsegno.protos.contract import EXIT_LEFT as EXIT_LEFT
+from dalsegno.protos.contract import EXIT_LEFT_UNSAVED as EXIT_LEFT_UNSAVED
+from dalsegno.protos.contract import EXIT_USAGE as EXIT_USAGE
+from dalsegno.protos.contract import WORKER_BAD_CHECKPOINT as WORKER_BAD_CHECKPOINT
+from dalsegno.protos.contract import WORKER_DRAINED as WORKER_DRAINED
+
+# ---- events ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Started:
+    """The agent process is up: time to register."""
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The master opened the door. The shell opens `Watch` for this incarnation before it delivers this."""
+
+    incarnation: str
+    reply: control_pb2.RegisterReply
+
+
+@dataclass(frozen=True)
+class Postponed:
+    """`Register` was answered "not yet"; the shell repeats it."""
+
+    detail: str
+
+
+@dataclass(frozen=True)
+class Refused:
+    """`Register` was answered with an error that repeating does not cure."""
+
+    code: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class Directed:
+    """A directive came in on the stream."""
+
+    directive: control_pb2.Directive
+
+
+@dataclass(frozen=True)
+class CallFailed:
+    """A call was answered with an error status. Unreachable masters are not errors: the outbox repeats."""
+
+    method: str
+    code: str
+    detail: str
+
+
+@dataclass(frozen=True)
+class LinkChanged:
+    """The master is heard (again), or no longer."""
+
+    up: bool
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A bug of ours: this agent cannot speak with its master any more."""
+
+    detail: str
+
+
+@dataclass(frozen=True)
+class WorkerSaid:
+    """A message from one of this node's ranks; `epoch` is what its Hello said."""
+
+    epoch: int
+    rank: int
+    message: worker_pb2.ToAgent
+
+
+@dataclass(frozen=True)
+class WorkerExited:
+    """One rank ended. `code` is its exit status, negative for a signal (as in `subprocess`)."""
+
+    epoch: int
+    local_rank: int
+    code: int
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class WorkersStopped:
+    """All processes of this epoch's workers are gone after `StopWorkers`."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class StartFailed:
+    """The workers of this epoch could not be started at all."""
+
+    epoch: int
+    message: str
+
+
+@dataclass(frozen=True)
+class Signalled:
+    """One of --signals-to-handle reached the agent: a notice to leave."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class StandbyWarm:
+    """All standby workers of this node have imported what they need."""
+
+
+@dataclass(frozen=True)
+class JoinPrepared:
+    """What `PrepareJoin` asked for: a fresh store, and what this node sees now. See `JoinRequest`."""
+
+    round: int
+    resume_digest: str
+    store_host: str
+    store_port: int
+    probe: str
+    inventory: tuple[control_pb2.Checkpoint, ...]
+    unusable: tuple[control_pb2.UnusableCheckpoint, ...] = ()
+
+
+@dataclass(frozen=True)
+class JoinFailed:
+    """What `PrepareJoin` asked for cannot be had now."""
+
+    round: int
+    resume_digest: str
+    message: str
+
+
+@dataclass(frozen=True)
+class ManifestRead:
+    """A sealed checkpoint as its manifest describes it; None when it cannot be read."""
+
+    name: str
+    checkpoint: control_pb2.Checkpoint | None
+    message: str = ""
+
+
+@dataclass(frozen=True)
+class ConversionUpdate:
+    """The conversion job moved, or ended. `checkpoint` describes the sealed universal form when it is READY."""
+
+    lease: int
+    state: control_pb2.ConversionState.ValueType
+    files_done: int = 0
+    files_total: int = 0
+    message: str = ""
+    checkpoint: control_pb2.Checkpoint | None = None
+    # Read, written and synced so far.
+    bytes_done: int = 0
+
+
+@dataclass(frozen=True)
+class VerificationMoved:
+    """A verification goes on: `bytes_done` bytes are read, tries that the file system spoiled included."""
+
+    number: int
+    bytes_done: int
+
+
+@dataclass(frozen=True)
+class VerificationDone:
+    """`inconclusive`: this node's file system failed, so nothing is known about the checkpoint."""
+
+    number: int
+    intact: bool
+    message: str
+    inconclusive: bool = False
+
+
+@dataclass(frozen=True)
+class Pruned:
+    refs: tuple[control_pb2.CheckpointRef, ...]
+
+
+@dataclass(frozen=True)
+class Sighted:
+    """The checkpoint that `Look` names is in sight."""
+
+    ref: control_pb2.CheckpointRef
+
+
+@dataclass(frozen=True)
+class Tick:
+    """The time that `AgentState.wake` named has come."""
+
+
+Event = (
+    Started
+    | Registered
+    | Postponed
+    | Refused
+    | Directed
+    | CallFailed
+    | LinkChanged
+    | Broken
+    | WorkerSaid
+    | WorkerExited
+    | WorkersStopped
+    | StartFailed
+    | Signalled
+    | StandbyWarm
+    | JoinPrepared
+    | JoinFailed
+    | ManifestRead
+    | ConversionUpdate
+    | VerificationMoved
+    | VerificationDone
+    | Pruned
+    | Sighted
+    | Tick
+)
+
+# ---- actions --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Register:
+    """Register with a new incarnation, until the master answers. Drops every unanswered call of the old one.
+
+    `node` is the name to ask for; empty: the master gives one.
+    """
+
+    previous_incarnation: str = ""
+    node: str = ""
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call to the master: in order, repeated until answered. The shell adds node, incarnation and request number.
+
+    `ReportProgress` is coalesced: only the newest one matters.
+    """
+
+    method: str
+    request: Message
+
+
+@dataclass(frozen=True)
+class PrepareJoin:
+    """Open a fresh store, read probe and inventory; look for `resume` for a bounded time; answer `JoinPrepared`.
+
+    A patient look answers a second time when what it first saw damaged is sound after all.
+    """
+
+    round: int
+    resume: control_pb2.CheckpointRef | None = None
+    # Keep looking until it is in sight instead (a spare that cannot see it).
+    patient: bool = False
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    world: control_pb2.World
+
+
+@dataclass(frozen=True)
+class StopWorkers:
+    """SIGTERM and `grace` seconds, then SIGKILL; 0 kills at once. Answered by `WorkersStopped`."""
+
+    epoch: int
+    grace: float = 0.0
+
+
+@dataclass(frozen=True)
+class TellWorkers:
+    """Set the flags that the workers' next exchange carries."""
+
+    drain: bool
+    master_seen: bool
+
+
+@dataclass(frozen=True)
+class ReadManifest:
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class StartConversion:
+    conversion: control_pb2.Conversion
+
+
+@dataclass(frozen=True)
+class StopConversion:
+    lease: int
+
+
+@dataclass(frozen=True)
+class Verify:
+    verification: control_pb2.Verification
+
+
+@dataclass(frozen=True)
+class Look:
+    """Look for a checkpoint that another node has committed, for a bounded time; answer `Sighted` if it is there."""
+
+    ref: control_pb2.CheckpointRef
+
+
+@dataclass(frozen=True)
+class Prune:
+    refs: tuple[control_pb2.CheckpointRef, ...]
+
+
+@dataclass(frozen=True)
+class WriteLatest:
+    """Copy the newest commit to `latest.json` for people and foreign tools."""
+
+    head: control_pb2.Checkpoint
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """Delete what epochs before `epoch` began to save and never sealed: nobody will read it."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class MarkFinished:
+    """Write `FINISHED.json` into the run's directory."""
+
+    run_id: str
+
+
+@dataclass(frozen=True)
+class Say:
+    """One line for the person at the console."""
+
+    text: str
+    warning: bool = False
+
+
+@dataclass(frozen=True)
+class Exit:
+    code: int
+    message: str = ""
+
+
+Action = (
+    Register
+    | Call
+    | PrepareJoin
+    | StartWorkers
+    | StopWorkers
+    | TellWorkers
+    | ReadManifest
+    | StartConversion
+    | StopConversion
+    | Verify
+    | Look
+    | Prune
+    | WriteLatest
+    | Sweep
+    | MarkFinished
+    | Say
+    | Exit
+)

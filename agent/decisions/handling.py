@@ -1,0 +1,389 @@
+"""The agent's decisions, pure: `handle(state, event, now) -> (state, actions)`.
+
+No I/O, no clock, no randomness: the shell (`elastic_agent.py`) and the simulator (`tests/simulation`) carry out the
+same actions. A directive is a view of what the agent should be doing, so every handler compares it with what the agent
+*is* doing and asks for the difference; hearing the same directive twice changes nothing.
+
+What happens on which failure:
+
+- a worker ends with an error: the rest of this node's workers are killed, the master is told, the agent waits;
+- the master is away: the workers go on; calls are kept and repeated; past the outage timeout the node drains if another
+  node still reaches the master;
+- the agent was declared dead ("fenced"): its workers are killed at once, and it registers anew as a new incarnation;
+- SIGTERM: the flag reaches the workers at once, with or without a master; at the end of the notice they are killed.
+"""
+
+from __future__ import annotations
+
+import copy
+
+from dalsegno.protos import control_pb2
+
+from . import directives, leaving, ranks
+from . import events as ev
+from .decision import Turn
+from .state import AgentSettings, AgentState, Outcome, Workers, fresh
+
+# Seconds: between two attempts at a Join whose store cannot be opened, and at one that did not see the directory.
+JOIN_PAUSE = 1.0
+LOOK_AGAIN = 5.0
+# How long, and how often, a node that comes back asks for a name that another one holds.
+NAME_PATIENCE = 60.0
+NAME_PAUSE = 2.0
+# The same for one that has just started: a supervisor may have been quicker than the master, which still has to notice
+# that the agent before it was killed.
+START_PATIENCE = 3.0
+START_PAUSE = 0.5
+
+__all__ = ("AgentSettings", "AgentState", "Outcome", "Workers", "fresh", "handle")
+
+
+def handle(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, list[ev.Action]]:
+    """One step of the agent. `now` is monotonic seconds. Returns the new state and what to do, in order."""
+    turn = Turn(copy.copy(state), now)
+    if not state.ended:
+        take(turn, event)
+    return turn.state, turn.actions
+
+
+def take(turn: Turn, event: ev.Event) -> None:
+    """One event to its handler."""
+    match event:
+        case ev.Started():
+            turn.register("")
+        case ev.Registered():
+            registered(turn, event)
+        case ev.Postponed():
+            postponed(turn, event.detail)
+        case ev.Refused():
+            refused(turn, event)
+        case ev.Directed():
+            directives.directed(turn, event.directive)
+        case ev.CallFailed():
+            call_failed(turn, event)
+        case ev.LinkChanged():
+            link_changed(turn, event.up)
+        case ev.Broken():
+            turn.kill_workers()
+            turn.exit(ev.EXIT_LEFT_UNSAVED, f"{event.detail}; its log has more; the same command joins again")
+        case ev.WorkerSaid():
+            ranks.worker_said(turn, event)
+        case ev.WorkerExited():
+            ranks.worker_exited(turn, event)
+        case ev.WorkersStopped():
+            ranks.workers_stopped(turn, event.epoch)
+        case ev.StartFailed():
+            ranks.start_failed(turn, event)
+        case ev.Signalled():
+            leaving.signalled(turn, event.number)
+        case ev.StandbyWarm():
+            standby_warm(turn)
+        case ev.JoinPrepared():
+            join_prepared(turn, event)
+        case ev.JoinFailed():
+            join_failed(turn, event)
+        case ev.ManifestRead():
+            manifest_read(turn, event)
+        case ev.ConversionUpdate():
+            conversion_update(turn, event)
+        case ev.VerificationMoved():
+            verification_moved(turn, event)
+        case ev.VerificationDone():
+            turn.call(
+                "ReportVerification",
+                control_pb2.VerificationReport(
+                    caller=turn.caller(),
+                    number=event.number,
+                    intact=event.intact,
+                    message=event.message,
+                    inconclusive=event.inconclusive,
+                ),
+            )
+        case ev.Sighted():
+            turn.call("ReportSighted", control_pb2.SightedRequest(caller=turn.caller(), ref=event.ref))
+        case ev.Pruned():
+            turn.state.pruning = ()
+            turn.call("ReportPruned", control_pb2.PrunedRequest(caller=turn.caller(), refs=event.refs))
+        case ev.Tick():
+            check_answer(turn)
+    if not turn.state.ended:
+        settle(turn)
+
+
+def registered(turn: Turn, event: ev.Registered) -> None:
+    """The door is open, under a name and an incarnation."""
+    state = turn.state
+    state.registering = False
+    state.answer_deadline = state.register_at = state.name_deadline = None
+    state.postponed = ""
+    state.fenced = False
+    state.incarnation = event.incarnation
+    state.node = event.reply.node
+    state.run_id = event.reply.run_id
+    state.generation = max(state.generation, event.reply.generation)
+    state.joining = None
+    state.unseen = ""
+    state.gather = None
+    state.wait = None
+    if event.reply.remark:
+        turn.do(ev.Say(event.reply.remark, True))
+    if state.warm:
+        turn.call("ReportWarm", control_pb2.WarmRequest(caller=turn.caller()))
+    if state.leaving:
+        turn.call("Leave", control_pb2.LeaveRequest(caller=turn.caller(), notice=turn.notice_left()))
+
+
+def postponed(turn: Turn, detail: str) -> None:
+    """A master is there, so it is waited for; the person hears each reason once."""
+    turn.state.answer_deadline = None
+    if detail != turn.state.postponed:
+        turn.state.postponed = detail
+        turn.do(ev.Say(detail))
+
+
+def check_answer(turn: Turn) -> None:
+    """Nobody has answered the first registration. Only when nothing else is to be heard: an answer may lie there."""
+    deadline = turn.state.answer_deadline
+    if deadline is not None and turn.now >= deadline:
+        seconds = turn.state.settings.connect_timeout
+        turn.exit(ev.EXIT_USAGE, f"no master answered within {seconds:.0f} s: is it running at that address?")
+
+
+def refused(turn: Turn, event: ev.Refused) -> None:
+    """Only a name that somebody holds is no reason to give up at once."""
+    state = turn.state
+    state.answer_deadline = None
+    taken, again = event.code == "ALREADY_EXISTS", bool(state.incarnation)
+    if taken and again and not state.settings.node_name and state.node:
+        # The name was the master's choice; it makes another.
+        state.node = ""
+        turn.register(state.incarnation)
+        return
+    if taken and state.settings.node_name:
+        if state.name_deadline is None:
+            state.name_deadline = turn.now + (NAME_PATIENCE if again else START_PATIENCE)
+            if again:
+                turn.do(ev.Say(f"{event.detail}; this node waits for it up to {NAME_PATIENCE:.0f} s", True))
+        if turn.now < state.name_deadline:
+            state.register_at = turn.now + (NAME_PAUSE if again else START_PAUSE)
+            return
+    turn.exit(ev.EXIT_USAGE, event.detail)
+
+
+def register_when_due(turn: Turn) -> None:
+    """Asks again for the user's node name, which another node held a moment ago."""
+    state = turn.state
+    if state.register_at is None:
+        return
+    if turn.now < state.register_at:
+        turn.wake_at(state.register_at)
+    else:
+        state.register_at = None
+        turn.register(state.incarnation)
+
+
+def call_failed(turn: Turn, event: ev.CallFailed) -> None:
+    """An error status to one of our calls."""
+    if event.code == "FAILED_PRECONDITION" and event.detail.startswith("fenced"):
+        turn.become_fenced(event.detail)
+    elif event.code == "FAILED_PRECONDITION" and event.method == "ReportDrained":
+        turn.state.refused = True
+    elif event.code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"):
+        turn.kill_workers()
+        turn.exit(ev.EXIT_USAGE, event.detail)
+    # Anything else speaks of a closed epoch or a lost lease: the next directive says what is wanted instead.
+
+
+def link_changed(turn: Turn, up: bool) -> None:
+    """The master is heard again, or no longer."""
+    state = turn.state
+    if up == state.link_up:
+        return
+    state.link_up = up
+    state.link_lost_at = None if up else turn.now
+    if up:
+        state.drain_for_outage = False
+        turn.do(ev.Say("the master is back"))
+    elif state.workers is Workers.RUNNING:
+        turn.do(ev.Say("the master cannot be reached; training goes on, and what it must know is kept", True))
+    else:
+        turn.do(ev.Say("the master cannot be reached; this node waits for it", True))
+
+
+def standby_warm(turn: Turn) -> None:
+    """The standby workers of this node are ready."""
+    if not turn.state.warm:
+        turn.state.warm = True
+        if turn.state.incarnation and not turn.state.registering:
+            turn.call("ReportWarm", control_pb2.WarmRequest(caller=turn.caller()))
+
+
+def prepare_join(turn: Turn) -> None:
+    """Answers the present Gather or Wait, once, when there is nothing of ours running any more."""
+    state = turn.state
+    if state.workers is not Workers.NONE or state.leaving or state.fenced or state.registering:
+        return
+    if state.outcome is Outcome.DRAINED and state.reading:
+        return  # The commit goes first.
+    wanted: tuple[int, str, bool] | None = None
+    resume: control_pb2.CheckpointRef | None = None
+    if state.gather is not None:
+        resume = state.gather.resume if state.gather.HasField("resume") else None
+        wanted = (state.gather.round, resume.digest if resume else "", False)
+    elif state.wait is not None and (state.wait.round or state.wait.HasField("look_for")):
+        resume = state.wait.look_for if state.wait.HasField("look_for") else None
+        # The master is told that it is not in sight before it is looked for without an end.
+        digest = resume.digest if resume else ""
+        wanted = (state.wait.round, digest, bool(digest) and digest == state.unseen)
+    if wanted is None:
+        return
+    if wanted == state.joining or (state.gather is None and (*wanted[:2], True) == state.joining):
+        if state.join_again_at is None and state.joined and state.link_up and is_blind(turn):
+            state.join_again_at = turn.now + LOOK_AGAIN
+        if state.join_again_at is None:
+            return
+        if turn.now < state.join_again_at:
+            turn.wake_at(state.join_again_at)
+            return
+    state.joining = wanted
+    state.joined = False
+    state.join_again_at = None
+    turn.do(ev.PrepareJoin(wanted[0], resume, patient=wanted[2]))
+
+
+def is_blind(turn: Turn) -> bool:
+    """The master wants a Join and nothing to look for, yet gives no place: the directory here is not the job's.
+
+    Only before the first commit; afterwards the order names a checkpoint to look for.
+    """
+    state = turn.state
+    wait = state.wait
+    return wait is not None and bool(wait.reason) and not wait.HasField("look_for") and not state.has_head
+
+
+def join_failed(turn: Turn, event: ev.JoinFailed) -> None:
+    """The present Join could not be prepared: it is tried again; the person hears each reason once."""
+    state = turn.state
+    if state.joining is None or (event.round, event.resume_digest) != state.joining[:2]:
+        return
+    state.join_again_at = turn.now + JOIN_PAUSE
+    if event.message != state.join_problem:
+        state.join_problem = event.message
+        turn.do(ev.Say(event.message, True))
+
+
+def join_prepared(turn: Turn, event: ev.JoinPrepared) -> None:
+    """Store, inventory and probe are ready: join, unless the order has changed meanwhile."""
+    state = turn.state
+    if state.joining is None or (event.round, event.resume_digest) != state.joining[:2]:
+        return
+    if state.leaving or state.fenced or state.registering:
+        return
+    state.joined = True
+    state.join_problem = ""
+    seen = any(entry.ref.digest == event.resume_digest for entry in event.inventory)
+    state.unseen = "" if seen else event.resume_digest
+    turn.call(
+        "Join",
+        control_pb2.JoinRequest(
+            caller=turn.caller(),
+            round=event.round,
+            resume=control_pb2.CheckpointRef(digest=event.resume_digest),
+            store_host=event.store_host,
+            store_port=event.store_port,
+            probe=event.probe,
+            inventory=event.inventory,
+            unusable=event.unusable,
+        ),
+    )
+
+
+def manifest_read(turn: Turn, event: ev.ManifestRead) -> None:
+    """A seal can be recorded now, or cannot be read."""
+    state = turn.state
+    state.reading = state.reading - {event.name}
+    if event.checkpoint is None:
+        turn.do(ev.Say(f"checkpoint {event.name} cannot be recorded: {event.message}", True))
+        return
+    turn.call(
+        "CommitCheckpoint",
+        control_pb2.CommitRequest(caller=turn.caller(event.checkpoint.epoch), checkpoint=event.checkpoint),
+    )
+
+
+def conversion_update(turn: Turn, event: ev.ConversionUpdate) -> None:
+    """The conversion job moved or ended."""
+    state = turn.state
+    if event.lease != state.lease:
+        return
+    if event.state == control_pb2.CONVERSION_STATE_READY and event.checkpoint is not None:
+        turn.call(
+            "CommitCheckpoint",
+            control_pb2.CommitRequest(caller=turn.caller(), checkpoint=event.checkpoint, lease=event.lease),
+        )
+    turn.call(
+        "ReportConversion",
+        control_pb2.ConversionReport(
+            caller=turn.caller(),
+            lease=event.lease,
+            state=event.state,
+            files_done=event.files_done,
+            files_total=event.files_total,
+            message=event.message,
+            bytes_done=event.bytes_done,
+        ),
+    )
+
+
+def verification_moved(turn: Turn, event: ev.VerificationMoved) -> None:
+    """A verification goes on; of one that was asked for earlier nobody wants to know."""
+    if event.number == turn.state.verified:
+        report = control_pb2.VerificationReport(
+            caller=turn.caller(), number=event.number, bytes_done=event.bytes_done, working=True, inconclusive=True
+        )
+        turn.call("ReportVerification", report)
+
+
+def settle(turn: Turn) -> None:
+    """What follows from the state, after every event."""
+    turn.state.wake = None
+    report_ended(turn)
+    if turn.state.answer_deadline is not None:
+        turn.wake_at(turn.state.answer_deadline)
+    register_when_due(turn)
+    ranks.check_stopping(turn)
+    if turn.state.ended:
+        return  # A fenced leaver, whose workers were the last that it waited for.
+    prepare_join(turn)
+    leaving.check_outage(turn)
+    leaving.check_leave(turn)
+    if not turn.state.ended:
+        tell_workers(turn)
+
+
+def report_ended(turn: Turn) -> None:
+    """Says once that all ranks of this node drained or finished, after the commit of what they saved last."""
+    state = turn.state
+    if state.workers is not Workers.NONE or state.reading or not state.exits:
+        return
+    if state.outcome is Outcome.FINISHED:
+        turn.call("ReportFinished", control_pb2.FinishedRequest(caller=turn.caller(), step=state.step))
+    elif state.outcome is Outcome.DRAINED:
+        turn.call(
+            "ReportDrained",
+            control_pb2.DrainedRequest(caller=turn.caller(), checkpoint=state.drained, step=state.step),
+        )
+    state.exits = ()
+    if state.outcome is Outcome.DRAINED and state.leaving and state.release_deadline is None:
+        state.release_deadline = turn.now + state.settings.release_timeout
+
+
+def tell_workers(turn: Turn) -> None:
+    """Keep the flags that the ranks see up to date."""
+    state = turn.state
+    if state.workers is not Workers.RUNNING:
+        return
+    flags = (state.leaving or state.drain_ordered or state.drain_for_outage, state.link_up)
+    if flags != state.told:
+        state.told = flags
+        turn.do(ev.TellWorkers(*flags))

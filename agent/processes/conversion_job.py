@@ -1,0 +1,217 @@
+"""The conversion of a checkpoint into its universal form, as a child process of the agent under the keeper."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+from dalsegno.elastic.checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, Manifest
+from dalsegno.protos import control_pb2
+
+from ..decisions.events import ConversionUpdate
+from .lifeline import Lifeline
+from .nursery import Assignment
+from .proc import kill_group
+from .standby_pool import StandbyProcess
+
+__all__ = ["ConversionJob"]
+
+# The converter's process (`python -m dalsegno.elastic.universal`); docs/contracts.md.
+_STATES = {
+    0: control_pb2.CONVERSION_STATE_READY,
+    65: control_pb2.CONVERSION_STATE_SOURCE_BAD,
+}
+# Seconds between two progress events; the master only wants to know that it moves, and they are kept while it is away.
+_PROGRESS_INTERVAL = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class _Converter:
+    """A running converter, started cold or out of the nursery."""
+
+    def __init__(self, process: subprocess.Popen[str] | StandbyProcess, said: IO[str], silence: int | None) -> None:
+        self._process = process
+        self._silence = silence
+        self.said = said
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def kill(self) -> None:
+        """With everything in its group."""
+        if isinstance(self._process, StandbyProcess):
+            self._process.signal_group(signal.SIGKILL)
+        else:
+            kill_group(self._process.pid)
+
+    def wait(self) -> int:
+        """Its exit status; nothing of its group lives any more. On the thread that reads `said`, or another."""
+        if not isinstance(self._process, StandbyProcess):
+            # Pool workers that outlived the converter go with it; not reaped yet, so the group's number is its own.
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
+                kill_group(self._process.pid)
+        return self._process.wait()
+
+    def hang_up(self) -> None:
+        """Waits for its end, then lets the reader of `said` come to an end too."""
+        self.wait()
+        if self._silence is not None:
+            os.close(self._silence)
+
+
+class ConversionJob:
+    """At most one conversion at a time.
+
+    Args:
+        lifeline: the process hangs on it.
+        log: where the converter's standard error goes.
+        deliver: called on a thread of the job's with progress, and once with the end of each conversion that was not
+            stopped. READY comes with the description of the sealed form.
+        module: the converter, run with `python -m`.
+    """
+
+    def __init__(
+        self,
+        lifeline: Lifeline,
+        log: Path,
+        deliver: Callable[[ConversionUpdate], None],
+        module: str = "dalsegno.elastic.universal",
+    ) -> None:
+        self._lifeline = lifeline
+        self._log = log
+        self._deliver = deliver
+        self._module = module
+        # Starts a worker that has torch in memory already, if there is a nursery: seconds on a busy machine.
+        self.nursery: Callable[[Assignment], StandbyProcess | None] | None = None
+        self._lock = threading.Lock()
+        self._converter: _Converter | None = None
+        self._lease = 0
+
+    def start(self, run_dir: Path, conversion: control_pb2.Conversion) -> None:
+        """Starts converting under a lease; a conversion of another lease is stopped first.
+
+        Raises:
+            OSError: no process can be started.
+        """
+        self.stop()
+        source = conversion.source.ref
+        target = run_dir / str(CheckpointName.parse(source.name).later(UNIVERSAL, conversion.lease))
+        arguments = ["--source", str(run_dir / source.name), "--target", str(target)]
+        arguments += ["--digest", source.digest] if source.digest else []
+        for name in conversion.earlier:
+            arguments += ["--earlier", str(run_dir / name)]
+        converter = self._adopt(arguments) or self._start_cold(arguments)
+        with self._lock:
+            self._converter, self._lease = converter, conversion.lease
+        threading.Thread(
+            target=self._follow, args=(converter, conversion.lease, target), name="conversion", daemon=True
+        ).start()
+
+    def stop(self, lease: int | None = None) -> None:
+        """Kills the conversion (of that lease) with everything it started; nothing is delivered for it any more."""
+        with self._lock:
+            converter = self._converter
+            if converter is None or lease not in (None, self._lease):
+                return
+            self._converter = None
+        converter.kill()
+        converter.wait()
+
+    def _adopt(self, arguments: list[str]) -> _Converter | None:
+        if self.nursery is None:
+            return None
+        reader, writer = os.pipe()
+        assignment = Assignment(
+            arguments=[self._module, *arguments],
+            module=True,
+            environment={**os.environ, **self._lifeline.environment()},
+            cwd=os.getcwd(),
+            # It opens our end of the pipe anew. We keep ours until it has ended, so that the reader cannot come to an
+            # end before it has begun.
+            stdout=f"/proc/{os.getpid()}/fd/{writer}",
+            stderr=str(self._log),
+        )
+        process = self.nursery(assignment)
+        if process is None:
+            os.close(reader)
+            os.close(writer)
+            return None
+        return _Converter(process, open(reader, encoding="utf-8"), writer)
+
+    def _start_cold(self, arguments: list[str]) -> _Converter:
+        with open(self._log, "ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", self._module, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+                env={**os.environ, **self._lifeline.environment()},
+            )
+        assert process.stdout is not None
+        self._lifeline.add_group(process.pid)
+        return _Converter(process, process.stdout, None)
+
+    def _follow(self, converter: _Converter, lease: int, target: Path) -> None:
+        done = total = moved = 0
+        message = ""
+        told_at = 0.0
+        end = threading.Thread(target=converter.hang_up, name="conversion-end", daemon=True)
+        end.start()
+        with converter.said:
+            for line in converter.said:
+                try:
+                    said = json.loads(line)
+                    message = str(said.get("message", message))
+                    done, total = int(said.get("files_done", done)), int(said.get("files_total", total))
+                    moved = int(said.get("bytes_done", moved))
+                except (ValueError, AttributeError, TypeError):
+                    logger.warning("the converter printed %r", line[:200])
+                    continue
+                if time.monotonic() - told_at >= _PROGRESS_INTERVAL and "state" not in said:
+                    told_at = time.monotonic()
+                    working = control_pb2.CONVERSION_STATE_WORKING
+                    self._tell(converter, ConversionUpdate(lease, working, done, total, bytes_done=moved))
+        end.join()
+        update = self._ended(lease, converter.wait(), done, total, message, target)
+        self._lifeline.drop_group(converter.pid)
+        with self._lock:
+            stopped = self._converter is not converter
+            if not stopped:
+                self._converter = None
+        if not stopped:
+            self._deliver(update)
+
+    def _tell(self, converter: _Converter, update: ConversionUpdate) -> None:
+        with self._lock:
+            current = self._converter is converter
+        if current:
+            self._deliver(update)
+
+    @staticmethod
+    def _ended(lease: int, code: int, done: int, total: int, message: str, target: Path) -> ConversionUpdate:
+        state = _STATES.get(code, control_pb2.CONVERSION_STATE_ENVIRONMENT)
+        checkpoint = None
+        if state == control_pb2.CONVERSION_STATE_READY:
+            try:
+                checkpoint = Manifest.read(target).to_proto()
+            except (CheckpointDamaged, OSError) as error:
+                state, message = control_pb2.CONVERSION_STATE_ENVIRONMENT, f"{target.name} cannot be read: {error}"
+        elif not message:
+            how = f"was killed by signal {-code}" if code < 0 else f"exited with code {code}"
+            message = f"the converter {how}"
+        return ConversionUpdate(lease, state, done, total, message, checkpoint)

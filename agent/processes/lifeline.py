@@ -1,0 +1,169 @@
+"""The agent's side of the keeper: registers process groups with it and replaces it when it dies.
+
+A node has one lifeline. Whatever the agent starts carries `environment()` and is registered with `add_group`;
+it then dies with the agent (see `keeper`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from . import keeper
+from .proc import start_time
+from .signals import held_back
+
+__all__ = ["LIFELINE_VARIABLE", "Lifeline"]
+
+LIFELINE_VARIABLE = "DALSEGNO_LIFELINE"
+# Seconds between two keepers when they die one after another; the first is replaced at once.
+_RESPAWN_PAUSE = 0.2
+# How many are told to end everything, if they die before they have.
+_LAST_KEEPERS = 3
+
+logger = logging.getLogger(__name__)
+
+
+class Lifeline:
+    """One keeper process, always alive while this object is open. Thread-safe.
+
+    Args:
+        on_respawn: called with the number of replacements so far after a dead keeper was replaced.
+    """
+
+    def __init__(self, on_respawn: Callable[[int], None] | None = None) -> None:
+        self.token = secrets.token_hex(16)
+        self._on_respawn = on_respawn
+        self._lock = threading.Lock()
+        self._groups: dict[int, int] = {}
+        self._paths: list[str] = []
+        self._closing = threading.Event()
+        self._respawns = 0
+        self._process = self._spawn()
+        self._register_all()
+        self._watcher = threading.Thread(target=self._watch, name="keeper-watch", daemon=True)
+        self._watcher.start()
+
+    @property
+    def keeper_pid(self) -> int:
+        """The process id of the present keeper."""
+        return self._process.pid
+
+    def environment(self) -> dict[str, str]:
+        """What every process of this node must carry in its environment from its start."""
+        return {LIFELINE_VARIABLE: self.token}
+
+    def add_group(self, pgid: int) -> None:
+        """Registers a process group whose leader, `pgid`, is a child of this process that was not yet reaped."""
+        started = start_time(pgid)
+        if started is None:
+            # Not reaped, so it cannot be gone; a caller that reaped first has nothing left to register.
+            return
+        with self._lock:
+            self._groups[pgid] = started
+            self._send(f"add {pgid} {started}")
+
+    def drop_group(self, pgid: int) -> None:
+        """Takes a group off the list, once all of it has ended."""
+        with self._lock:
+            if self._groups.pop(pgid, None) is not None:
+                self._send(f"drop {pgid}")
+
+    def add_path(self, path: Path) -> None:
+        """A private directory which is removed after the agent is gone."""
+        with self._lock:
+            self._paths.append(str(path))
+            self._send(f"path {path}")
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Ends everything that is still registered or carries the token, and the keeper. Bounded by `timeout` s.
+
+        Where the keeper has died, also just now, another one is started for it.
+        """
+        deadline = time.monotonic() + timeout
+        with self._lock:
+            self._closing.set()
+        for _ in range(_LAST_KEEPERS):
+            with self._lock:
+                if self._process.poll():
+                    self._replace()
+                assert self._process.stdin is not None
+                self._process.stdin.close()
+            try:
+                if self._process.wait(max(0.0, deadline - time.monotonic())) == 0:
+                    break
+            except subprocess.TimeoutExpired:
+                logger.error("the keeper (process %d) did not end within %.0f s: killed", self._process.pid, timeout)
+                self._process.kill()
+                self._process.wait()
+                break
+        self._watcher.join(timeout)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with held_back(keeper.DEAF_TO):
+            process = subprocess.Popen(
+                [sys.executable, "-I", "-S", keeper.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                # Neither a signal to the agent's group nor the keeper of an outer agent may reach this one.
+                start_new_session=True,
+                env={"LANG": os.environ.get("LANG", "C")},
+                cwd="/",
+                bufsize=0,
+            )
+        assert process.stdin is not None
+        # A stopped keeper must not stop the agent with it: a full pipe is an error, not a wait.
+        os.set_blocking(process.stdin.fileno(), False)
+        return process
+
+    def _send(self, line: str) -> None:
+        """Writes one line to the keeper; the caller holds the lock."""
+        assert self._process.stdin is not None
+        if self._process.stdin.closed:
+            return
+        try:
+            # Shorter than PIPE_BUF: written as a whole or not at all (None, as the pipe does not block).
+            written = self._process.stdin.write(os.fsencode(line + "\n"))
+        except BrokenPipeError:
+            # It died; the watcher replaces it and registers everything again.
+            logger.warning("the keeper (process %d) is gone; starting another", self._process.pid)
+            return
+        if written is None:
+            logger.error("the keeper (process %d) does not read any more; replacing it", self._process.pid)
+            self._process.kill()
+
+    def _replace(self) -> None:
+        """Starts another keeper and tells it everything; the caller holds the lock."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process = self._spawn()
+        self._respawns += 1
+        self._register_all()
+
+    def _register_all(self) -> None:
+        self._send(f"token {self.token}")
+        for pgid, started in self._groups.items():
+            self._send(f"add {pgid} {started}")
+        for path in self._paths:
+            self._send(f"path {path}")
+
+    def _watch(self) -> None:
+        while True:
+            self._process.wait()
+            if self._respawns and self._closing.wait(_RESPAWN_PAUSE):
+                return
+            with self._lock:
+                if self._closing.is_set():
+                    return  # `close` has its eye on it
+                self._replace()
+            logger.warning("keeper replaced (%d so far)", self._respawns)
+            if self._on_respawn is not None:
+                self._on_respawn(self._respawns)

@@ -1,0 +1,382 @@
+"""The nursery: a process that has imported the heavy modules once, and forks a worker whenever one is wanted.
+
+Executed as `python -u -m dalsegno.agent.processes.nursery --channel FD …` by `standby_pool`. Over the channel (a
+socket, JSON messages behind four bytes of length) it says what it has imported, takes `{"start": ID, …assignment}`, and
+tells `{"started": ID, "pid": PID}` and later `{"exited": ID, "code": STATUS}` (negative for a signal). `{"cancel": ID}`
+takes a start back that it has not carried out; it then tells `exited` alone. The forked process becomes the script as
+`python -u script.py …` or `python -u -m module …` would have run it, with the assignment's environment, arguments,
+working directory and output. End of the channel: it ends, and its workers with it.
+
+Forking is sound because nothing but imports has happened here: one thread, no CUDA, no connection. Where an import did
+start threads, or CUDA's driver, which do not survive a fork, the nursery says so (`"unforkable"`) and is not used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import importlib
+import json
+import os
+import runpy
+import selectors
+import signal
+import socket
+import struct
+import sys
+import threading
+import types
+import warnings
+from importlib.machinery import SourceFileLoader
+from typing import NoReturn
+
+__all__ = ["Assignment", "receive", "send"]
+
+_HEADER = struct.Struct(">I")
+_PR_SET_PDEATHSIG = 1
+_CUDA_NOT_INITIALIZED = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """What a worker runs.
+
+    Attributes:
+        arguments: the script's path, or the module's name, and its own arguments.
+        module: `arguments[0]` names a module.
+        environment: all of it; what the process had before is dropped.
+        cwd: the working directory.
+        stdout, stderr: files to write to instead of what the agent itself writes to.
+    """
+
+    arguments: list[str]
+    module: bool
+    environment: dict[str, str]
+    cwd: str
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+def send(channel: socket.socket, value: dict[str, object]) -> None:
+    """Writes one JSON message."""
+    data = json.dumps(value).encode()
+    channel.sendall(_HEADER.pack(len(data)) + data)
+
+
+def receive(channel: socket.socket) -> dict[str, object] | None:
+    """Reads one JSON message; None at the end of the channel."""
+    header = _read(channel, _HEADER.size)
+    data = _read(channel, *_HEADER.unpack(header)) if header else None
+    return dict(json.loads(data)) if data else None
+
+
+def _read(channel: socket.socket, count: int) -> bytes | None:
+    received = bytearray()
+    while len(received) < count:
+        data = channel.recv(count - len(received))
+        if not data:
+            return None
+        received += data
+    return bytes(received)
+
+
+def _die_with_parent(parent: int) -> None:
+    """In addition to the keeper: SIGKILL when the thread that spawned us ends (prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        raise SystemExit("the parent is gone")
+
+
+def _import_all(modules: list[str], niceness: int, failed: dict[str, str]) -> None:
+    if niceness:
+        # On Linux this is a property of the calling thread: the main thread, which is going to train, keeps its own,
+        # because a process without privileges could never take it back.
+        os.setpriority(os.PRIO_PROCESS, 0, niceness)
+    for name in modules:
+        try:
+            importlib.import_module(name.removesuffix("?"))
+        except Exception as error:  # Anything may come out of a foreign module; the script itself will say it again.
+            if not name.endswith("?"):
+                failed[name] = f"{type(error).__name__}: {error}"
+
+
+def warm_up(modules: list[str], niceness: int) -> dict[str, object]:
+    """Imports the modules, on a thread of lower priority if `niceness` says so. Returns what to report."""
+    if niceness and "torch" in modules:
+        # OpenBLAS starts its threads when numpy is imported, and they would keep the lower priority for good.
+        _import_all(["numpy"], 0, {})
+    failed: dict[str, str] = {}
+    thread = threading.Thread(target=_import_all, args=(modules, niceness, failed), name="warm-up")
+    thread.start()
+    thread.join()
+    return {"failed": failed, "unforkable": "the imports started CUDA's driver" if cuda_started() else ""}
+
+
+def cuda_started() -> bool:
+    """Whether something in this process has initialized CUDA's driver, which then works in no forked process.
+
+    Asked of the driver itself: before cuInit, cuDeviceGetCount answers CUDA_ERROR_NOT_INITIALIZED (3). Where the
+    library was never loaded, nothing can have started it.
+    """
+    with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
+        if not any("libcuda.so" in line for line in maps):
+            return False
+    count = ctypes.c_int()
+    return int(ctypes.CDLL("libcuda.so.1").cuDeviceGetCount(ctypes.byref(count))) != _CUDA_NOT_INITIALIZED
+
+
+def _redirect(path: str | None, saved: int, target: int) -> None:
+    source = saved if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    os.dup2(source, target)
+    os.close(source)
+
+
+def _report_and_end(error: BaseException) -> None:
+    """Prints the traceback as the interpreter would have, without our own frames, and exits with 1."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    _end(1)
+
+
+def _end(code: object) -> NoReturn:
+    """Ends this process as the interpreter would, but without the destructors of C++ libraries.
+
+    Threads of collective libraries meet them now and then, and abort a process that has done all its work (exit code
+    -6, "terminate called without an active exception").
+    """
+    status = 0 if code is None else code if isinstance(code, int) else 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    # What Py_FinalizeEx does first: wait for threads that are no daemons, then the handlers, then the streams.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status & 0xFF)
+
+
+def _set_first_path(path: str) -> None:
+    # With -P or PYTHONSAFEPATH the interpreter has put nothing of its own in front.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = path
+
+
+def _run_script(path: str) -> None:
+    """Runs a file as `__main__`, for good: what outlives the last line (threads, atexit) still finds its module."""
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    loader = SourceFileLoader("__main__", path)
+    with open(path, "rb") as file:
+        # Without `dont_inherit` the script would get this module's __future__ flags.
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=path, __loader__=loader, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def become(assignment: Assignment, console: tuple[int, int], fresh: bool) -> None:
+    """Turns this process into the script, with a `fresh` interpreter or in this one."""
+    os.environ.clear()
+    os.environ.update(assignment.environment)
+    os.chdir(assignment.cwd)
+    _redirect(assignment.stdout, console[0], 1)
+    _redirect(assignment.stderr, console[1], 2)
+    if fresh:
+        flags = ["-u", "-m"] if assignment.module else ["-u"]
+        os.execv(sys.executable, [sys.executable, *flags, *assignment.arguments])
+    sys.argv = list(assignment.arguments)
+    try:
+        if assignment.module:
+            _set_first_path(assignment.cwd)
+            runpy.run_module(assignment.arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            _run_script(assignment.arguments[0])
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as error:
+        _end(error.code)
+    except BaseException as error:
+        _report_and_end(error)
+    _end(None)
+
+
+class _Nursery:
+    """The serving side; `serve` returns in the nursery at its end, and in every worker with its assignment.
+
+    Args:
+        single: do not fork: become the first assignment oneself (for a nursery that turned out not to be forkable).
+        notices: signals to pass over; blocked until then.
+    """
+
+    def __init__(
+        self, channel: socket.socket, modules: list[str], niceness: int, single: bool, notices: list[int]
+    ) -> None:
+        self._channel = channel
+        # What is sent to all processes of the node is the agent's to hear; a worker has again what was there before.
+        self._before = {number: signal.signal(number, signal.SIG_IGN) for number in notices}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, notices)
+        self._single = single
+        self._workers: dict[int, object] = {}
+        self._requests: list[dict[str, object]] = []
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        for end in (self._wake_reader, self._wake_writer):
+            end.setblocking(False)
+        self._report: dict[str, object] | None = None
+        self._ready = False
+        self._imports = threading.Thread(target=self._import, args=(modules, niceness), name="imports")
+
+    def serve(self) -> Assignment | None:
+        """Takes requests from the beginning, and carries them out once the imports are done."""
+        signal.signal(signal.SIGCHLD, lambda signum, frame: None)
+        signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
+        self._imports.start()
+        with selectors.DefaultSelector() as selector:
+            for end in (self._channel, self._wake_reader):
+                selector.register(end, selectors.EVENT_READ)
+            while True:
+                for key, _ in selector.select():
+                    if key.fileobj is self._wake_reader:
+                        self._wake_reader.recv(4096)
+                        continue
+                    message = receive(self._channel)
+                    if message is None:
+                        return None
+                    if "cancel" in message:
+                        self._cancel(message["cancel"])
+                    else:
+                        self._requests.append(message)
+                self._reap()
+                if self._report is not None and not self._ready:
+                    self._settle()
+                while self._ready and self._requests:
+                    assignment = self._start(self._requests.pop(0))
+                    if assignment is not None:
+                        return assignment
+
+    def _import(self, modules: list[str], niceness: int) -> None:
+        self._report = warm_up(modules, niceness)
+        self._wake_writer.send(b"\0")
+
+    def _settle(self) -> None:
+        # Alone again: only a process of one thread is forked.
+        self._imports.join()
+        self._ready = True
+        # Shared with every worker for as long as nobody writes to it, which the collector would do.
+        gc.collect()
+        gc.freeze()
+        assert self._report is not None
+        if threading.active_count() > 1:
+            names = ", ".join(thread.name for thread in threading.enumerate()[1:])
+            self._report["unforkable"] = f"the imports left threads running ({names})"
+        send(self._channel, {"ready": self._report})
+
+    def _cancel(self, number: object) -> None:
+        """Of one that was started meanwhile the agent knows, or hears just now."""
+        left = [request for request in self._requests if request["start"] != number]
+        if len(left) < len(self._requests):
+            self._requests = left
+            send(self._channel, {"exited": number, "code": -signal.SIGKILL})
+
+    def _start(self, message: dict[str, object]) -> Assignment | None:
+        number = message.pop("start")
+        assignment = Assignment(**message)  # type: ignore[arg-type]
+        if self._single:
+            send(self._channel, {"started": number, "pid": os.getpid()})
+            self._leave()
+            return assignment
+        nursery = os.getpid()
+        reader, writer = os.pipe()
+        with warnings.catch_warnings():
+            # Python 3.12 warns of threads that libraries (OpenBLAS) keep and restart in the child themselves.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid:
+            os.close(writer)
+            # Until it has a group of its own; an end of file if it died before.
+            os.read(reader, 1)
+            os.close(reader)
+            self._workers[pid] = number
+            send(self._channel, {"started": number, "pid": pid})
+            return None
+        self._leave()
+        os.setsid()
+        _die_with_parent(nursery)
+        os.write(writer, b"\0")
+        os.close(reader)
+        os.close(writer)
+        return assignment
+
+    def _leave(self) -> None:
+        """What the worker must not keep of the nursery."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        for end in (self._channel, self._wake_reader, self._wake_writer):
+            end.close()
+        random = sys.modules.get("numpy.random")
+        if random is not None:
+            # The global generator was seeded when it was imported; workers must not share that. Python's own `random`
+            # is seeded anew in a forked process by itself.
+            random.seed()
+
+    def execs(self) -> bool:
+        """Whether a worker must begin with a fresh interpreter because of what the imports started."""
+        assert self._report is not None
+        return bool(self._report["unforkable"]) and not self._single
+
+    def _reap(self) -> None:
+        while True:
+            with contextlib.suppress(ChildProcessError):
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+                if ended is not None:
+                    # Not reaped yet: the number of its group is still its own while the rest of the group is killed.
+                    if ended.si_pid in self._workers:
+                        with contextlib.suppress(ProcessLookupError):
+                            os.killpg(ended.si_pid, signal.SIGKILL)
+                    _, status = os.waitpid(ended.si_pid, 0)
+                    number = self._workers.pop(ended.si_pid, None)
+                    if number is not None:
+                        send(self._channel, {"exited": number, "code": os.waitstatus_to_exitcode(status)})
+                    continue
+            return
+
+
+def main() -> None:
+    """The nursery's life; in a forked worker, the script's."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--channel", type=int, required=True)
+    parser.add_argument("--console", type=int, nargs=2, required=True)
+    parser.add_argument("--parent", type=int, default=0)
+    parser.add_argument("--nice", type=int, default=0)
+    parser.add_argument("--single", action="store_true")
+    parser.add_argument("--notices", type=int, nargs="*", default=[])
+    parser.add_argument("modules", nargs="*")
+    options = parser.parse_args()
+    for fd in (options.channel, *options.console):
+        os.set_inheritable(fd, False)
+    if options.parent:
+        _die_with_parent(options.parent)
+    # Lets torch look for devices without starting CUDA's driver, which would make this process useless for forking.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    console = (options.console[0], options.console[1])
+    nursery = _Nursery(
+        socket.socket(fileno=options.channel), options.modules, options.nice, options.single, options.notices
+    )
+    try:
+        assignment = nursery.serve()
+    except (BrokenPipeError, ConnectionResetError):
+        return  # The agent is gone.
+    if assignment is not None:
+        become(assignment, console, nursery.execs())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,471 @@
+"""The agent's standby workers: one nursery that forks them, or processes of their own where it cannot (`standby`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import re
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from .lifeline import Lifeline
+from .nursery import Assignment, receive, send
+from .proc import kill_group
+from .signals import held_back
+
+__all__ = ["ALWAYS", "Nursery", "StandbyPool", "StandbyProcess", "modules_of"]
+
+# The first DDP wrap imports torch._dynamo: seconds on a busy machine.
+ALWAYS = ("torch", "torch.distributed", "torch._dynamo")
+# Worth importing ahead where the script's text imports them: heavy, and silent about CUDA when they are imported.
+_HEAVY = (
+    "numpy",
+    "deepspeed",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "lightning",
+    "torchvision",
+    "dalsegno.elastic",
+    "dalsegno.swift_plugin",
+    "swift",
+)
+# What these import only when they are used, which then takes seconds; "?": silently left out where it is not there.
+_LATER = {
+    "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer?",),
+    "dalsegno.elastic": ("dalsegno.elastic.training.entry?",),
+    # Its package imports nothing by itself.
+    "transformers": ("transformers.trainer?",),
+    "dalsegno.swift_plugin": ("dalsegno.swift_plugin.hf.trainer?",),
+    "swift": ("swift.pipelines.train.sft?", "swift.trainers.seq2seq_trainer?", "dalsegno.swift_plugin.swift_hooks?"),
+}
+_IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
+# A script is text of a person's; more than this is not read to guess what it imports.
+_MAX_TEXT = 1 << 20
+# Yields to training, and still is done before the next change on a busy machine.
+_NICENESS = 15
+# Seconds; a nursery that was stopped does not read.
+_SEND_TIMEOUT = 10
+# Seconds that imports may take, on a busy machine and from a slow file system; after that they are taken for stuck.
+_IMPORT_PATIENCE = 120.0
+# Seconds to wait for one after SIGKILL; what waits for a file system that is away may be stuck in the kernel.
+_KILL_TIMEOUT = 5.0
+# As many nurseries of one agent may be stuck; then it starts no more.
+_MOST_STUCK = 2
+
+logger = logging.getLogger(__name__)
+
+
+def modules_of(script: Path | str | None) -> tuple[str, ...]:
+    """The heavy modules to import for a script.
+
+    Args:
+        script: Its file, whose text is looked at; or the name of a module, which alone counts: to find its file could
+            take imports. None: neither.
+    """
+    if isinstance(script, str):
+        # Those run ms-swift.
+        named = {script, "swift"} if script.startswith("dalsegno.swift_plugin.") else {script}
+    elif script is None or not script.is_file():
+        return ALWAYS
+    else:
+        with open(script, encoding="utf-8", errors="replace") as file:
+            named = set(_IMPORT.findall(file.read(_MAX_TEXT)))
+    wanted = [module for module in _HEAVY if any(name == module or name.startswith(f"{module}.") for name in named)]
+    later = [one for module in wanted for one in _LATER.get(module, ())]
+    if "deepspeed" in wanted and "dalsegno.elastic" in wanted:
+        later.append("dalsegno.elastic.deepspeed?")
+    return (*ALWAYS, *wanted, *later)
+
+
+class StandbyProcess:
+    """A worker out of a nursery, with the part of `subprocess.Popen`'s interface that torch uses.
+
+    It is the nursery's child, so its exit status comes over the channel, after its whole group was killed. It may not
+    exist yet: a nursery that still imports starts it afterwards.
+
+    Args:
+        cancel: asks its nursery not to start it. Whether the nursery answers: with its end, or its start where that
+            came first.
+    """
+
+    def __init__(self, cancel: Callable[[], bool]) -> None:
+        self._cancel = cancel
+        # Told to end before it was known to exist.
+        self._unwanted = False
+        # 0 until it exists.
+        self.pid = 0
+        # Its nursery was stuck: it never was, and never will be.
+        self.abandoned = False
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+
+    def poll(self) -> int | None:
+        """The exit status, None while it lives."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status.
+
+        Raises:
+            subprocess.TimeoutExpired: it still lives after `timeout` seconds.
+        """
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
+        assert self.returncode is not None
+        return self.returncode
+
+    def signal_group(self, signum: int) -> None:
+        """Signals its whole process group; one that does not exist yet never will.
+
+        It may exist before we hear of it. So it has only ended once its nursery says so; with one that still imports,
+        at once.
+        """
+        with self._lock:
+            if self.returncode is not None or self._unwanted:
+                return
+            if self.pid:
+                kill_group(self.pid, signum)
+                return
+            self._unwanted = True
+        if not self._cancel():
+            self.ended(-signum)
+
+    def started(self, pid: int) -> bool:
+        """It exists now. False: nobody wants it any more."""
+        with self._lock:
+            self.pid = pid
+            return self.returncode is None and not self._unwanted
+
+    def abandon(self) -> None:
+        """Its nursery is given up: whoever waits for it starts it another way, unless it was told to end before."""
+        with self._lock:
+            self.abandoned = self.returncode is None and not self.pid and not self._unwanted
+        self.ended(-signal.SIGKILL)
+
+    def ended(self, code: int) -> None:
+        """It is gone."""
+        with self._lock:
+            if self.returncode is None:
+                self.returncode = code
+        self._ended.set()
+
+
+class Nursery:
+    """One nursery process; with `single` it becomes its first and only worker itself.
+
+    Args:
+        process: as started by `StandbyPool`.
+        channel: our end.
+        lifeline: every worker is registered with it.
+        on_ready: called with (nursery, report) when the imports are done.
+    """
+
+    def __init__(
+        self,
+        process: subprocess.Popen[bytes],
+        channel: socket.socket,
+        lifeline: Lifeline,
+        single: bool,
+        on_ready: Callable[[Nursery, dict[str, object]], None],
+    ) -> None:
+        self.process = process
+        self.ready = threading.Event()
+        self.single = single
+        self._channel = channel
+        self._lifeline = lifeline
+        self._on_ready = on_ready
+        self._lock = threading.Lock()
+        self._number = 0
+        self._workers: dict[int, StandbyProcess] = {}
+        self._gone = False
+        threading.Thread(target=self._listen, name="nursery", daemon=True).start()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it lives; it may still be importing."""
+        return not self._gone and self.process.poll() is None
+
+    def start_worker(self, assignment: Assignment) -> StandbyProcess:
+        """Has a worker started; returns at once.
+
+        Raises:
+            OSError: the nursery is gone, or did not take the request within a few seconds.
+        """
+        with self._lock:
+            if self._gone:
+                raise BrokenPipeError("the nursery is gone")
+            self._number += 1
+            number = self._number
+            worker = self._workers[number] = StandbyProcess(lambda: self._cancel(number))
+            request: dict[str, object] = {"start": number, **dataclasses.asdict(assignment)}
+            try:
+                send(self._channel, request)
+            except OSError:
+                del self._workers[number]
+                raise
+        return worker
+
+    def _cancel(self, number: int) -> bool:
+        """Whether a worker is there or on its way, and its end will be told. Not while it only waits for imports."""
+        with self._lock:
+            if not self.single and number in self._workers:
+                try:
+                    send(self._channel, {"cancel": number})
+                except OSError as error:
+                    logger.warning("nursery %d cannot be told to start nothing: %s", self.process.pid, error)
+            return self.ready.is_set() and number in self._workers
+
+    def give_up(self) -> None:
+        """Ends it because its imports do not; what it was to start is `abandoned`."""
+        with self._lock:
+            self._gone = True
+            workers, self._workers = list(self._workers.values()), {}
+        for worker in workers:
+            worker.abandon()
+        kill_group(self.process.pid)
+        self._reap()
+
+    def end(self) -> None:
+        """Kills it, with the workers that it has."""
+        kill_group(self.process.pid)
+        if not self.single:
+            self._reap()
+
+    def _reap(self) -> None:
+        try:
+            self.process.wait(_KILL_TIMEOUT)
+        except subprocess.TimeoutExpired:
+            # The keeper still has it on its list.
+            logger.error("nursery %d did not end within %.0f s of SIGKILL", self.process.pid, _KILL_TIMEOUT)
+        else:
+            self._lifeline.drop_group(self.process.pid)
+
+    def _listen(self) -> None:
+        """Reads what it says until it is gone, on a thread of its own."""
+        with self._channel:
+            try:
+                while (message := receive(self._channel)) is not None:
+                    self._heard(message)
+            except OSError as error:
+                logger.info("nursery %d: %s", self.process.pid, error)
+            with self._lock:
+                self._gone = True
+                workers, self._workers = list(self._workers.values()), {}
+        if self.single and self.ready.is_set() and workers:
+            # It has become its worker: the agent's own child.
+            self._follow(workers[0])
+            return
+        if workers:
+            logger.warning("nursery %d is gone; its workers end with it", self.process.pid)
+        for worker in workers:
+            worker.signal_group(signal.SIGKILL)
+            worker.ended(-signal.SIGKILL)
+
+    def _heard(self, message: dict[str, object]) -> None:
+        if "ready" in message:
+            self.ready.set()
+            report = message["ready"]
+            assert isinstance(report, dict)
+            self._on_ready(self, report)
+            return
+        number = int(str(message.get("started", message.get("exited"))))
+        with self._lock:
+            worker = self._workers.get(number) if "started" in message else self._workers.pop(number, None)
+        if worker is None:
+            return  # It was given up, and is being killed.
+        if "started" in message:
+            pid = int(str(message["pid"]))
+            self._lifeline.add_group(pid)
+            if not worker.started(pid):
+                kill_group(pid)
+        else:
+            self._lifeline.drop_group(worker.pid)
+            worker.ended(int(str(message["code"])))
+
+    def _follow(self, worker: StandbyProcess) -> None:
+        pid = self.process.pid
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        # Not reaped yet, so the number of its group is still its own while the rest of the group is killed.
+        kill_group(pid)
+        code = self.process.wait()
+        self._lifeline.drop_group(pid)
+        worker.ended(code)
+
+
+class StandbyPool:
+    """Keeps what `count` workers need to start at once.
+
+    Args:
+        lifeline: every process is registered with it from its start.
+        count: how many workers are wanted (nproc per node).
+        modules: what is imported ahead.
+        log: where a nursery writes; workers write where their assignment says.
+        on_warm: called on a thread of the pool's when everything is imported, once per filling.
+        python: the interpreter.
+        fork: one nursery that forks; False: a process per worker. Falls back to that by itself.
+        patience: seconds that imports may take before a nursery is given up. Its workers start cold then.
+        notices: signals that a nursery passes over, as they may be sent to all processes of the node.
+    """
+
+    def __init__(
+        self,
+        lifeline: Lifeline,
+        count: int,
+        modules: Sequence[str],
+        log: Path,
+        on_warm: Callable[[], None],
+        python: str = sys.executable,
+        fork: bool = True,
+        notices: Sequence[int] = (),
+        patience: float = _IMPORT_PATIENCE,
+    ) -> None:
+        self._lifeline = lifeline
+        self._count = count
+        self._modules = tuple(modules)
+        self._log = log
+        self._on_warm = on_warm
+        self._python = python
+        self._fork = fork
+        self._notices = tuple(int(number) for number in notices)
+        self._patience = patience
+        self._stuck = 0
+        self._lock = threading.RLock()
+        self._nurseries: list[Nursery] = []
+        # Start nothing any more, but are the parents of living workers.
+        self._retired: list[Nursery] = []
+        self._closed = False
+
+    def fill(self, *, low_priority: bool) -> None:
+        """Starts what is missing. `low_priority`: its imports yield to the workers that train now."""
+        with self._lock:
+            if self._closed or self._stuck >= _MOST_STUCK:
+                return
+            for dead in [nursery for nursery in self._nurseries if not nursery.usable]:
+                logger.warning("a nursery ended by itself (status %s); see %s", dead.process.returncode, self._log)
+                self._nurseries.remove(dead)
+                dead.end()
+            wanted = 1 if self._fork else self._count
+            for _ in range(wanted - len(self._nurseries)):
+                self._nurseries.append(self._start(low_priority))
+
+    def warm(self) -> int:
+        """How many workers can start at once now."""
+        with self._lock:
+            ready = sum(nursery.ready.is_set() and nursery.usable for nursery in self._nurseries)
+            return ready * self._count if self._fork else ready
+
+    def start_worker(self, assignment: Assignment) -> StandbyProcess | None:
+        """Starts a worker, from the warmest process there is; None when there is none to start it from."""
+        while True:
+            with self._lock:
+                usable = sorted((one for one in self._nurseries if one.usable), key=lambda one: not one.ready.is_set())
+                if not usable:
+                    return None
+                nursery = usable[0]
+                if nursery.single:
+                    self._nurseries.remove(nursery)
+            try:
+                return nursery.start_worker(assignment)
+            except OSError as error:
+                logger.warning("nursery %d could not start a worker: %s", nursery.process.pid, error)
+                with self._lock:
+                    if nursery in self._nurseries:
+                        self._nurseries.remove(nursery)
+                nursery.end()
+
+    def start_helper(self, assignment: Assignment) -> StandbyProcess | None:
+        """Starts something that is not a worker, without taking the place of one: None where nothing is forked."""
+        with self._lock:
+            forks = self._fork and self.warm() > 0
+        return self.start_worker(assignment) if forks else None
+
+    def close(self) -> None:
+        """Ends all nurseries, with the workers that were forked from them."""
+        with self._lock:
+            self._closed = True
+            for nursery in (*self._nurseries, *self._retired):
+                nursery.end()
+            self._nurseries.clear()
+            self._retired.clear()
+
+    def _start(self, low_priority: bool) -> Nursery:
+        ours, theirs = socket.socketpair()
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT, 0))
+        console = (os.dup(1), os.dup(2))
+        # PDEATHSIG fires when the spawning thread ends; only the main thread lives as long as the agent.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        command = [
+            *(self._python, "-u", "-m", "dalsegno.agent.processes.nursery"),
+            *("--channel", str(theirs.fileno())),
+            *("--console", *map(str, console)),
+            *("--parent", str(parent)),
+            *("--nice", str(_NICENESS if low_priority else 0)),
+            *(() if self._fork else ("--single",)),
+            *("--notices", *map(str, self._notices)),
+            *("--", *self._modules),
+        ]
+        try:
+            with open(self._log, "ab") as log, held_back(self._notices):
+                process = subprocess.Popen(
+                    command,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(theirs.fileno(), *console),
+                    start_new_session=True,
+                    # Whatever modules read while they are imported (OMP_NUM_THREADS, DS_ACCELERATOR) is in here.
+                    env={**os.environ, **self._lifeline.environment()},
+                )
+        finally:
+            theirs.close()
+            for fd in console:
+                os.close(fd)
+        self._lifeline.add_group(process.pid)
+        nursery = Nursery(process, ours, self._lifeline, not self._fork, self._on_ready)
+        threading.Thread(target=self._watch_imports, args=(nursery,), name="nursery-imports", daemon=True).start()
+        return nursery
+
+    def _watch_imports(self, nursery: Nursery) -> None:
+        """Gives up a nursery whose imports are not over in time: deadlocked, endless, or from a file system away."""
+        if nursery.ready.wait(self._patience) or not nursery.usable:
+            return
+        with self._lock:
+            if self._closed or nursery.ready.is_set():
+                return
+            if nursery in self._nurseries:  # One that becomes its worker itself has left it already.
+                self._nurseries.remove(nursery)
+            self._stuck += 1
+        logger.warning(
+            "nursery %d has not imported %s within %.0f s: given up, its workers start cold; see %s",
+            *(nursery.process.pid, ", ".join(self._modules), self._patience, self._log),
+        )
+        nursery.give_up()
+        # There is nothing to wait for any more before this node takes part.
+        self._on_warm()
+
+    def _on_ready(self, nursery: Nursery, report: dict[str, object]) -> None:
+        if report["failed"]:
+            logger.warning("nursery %d could not import %s", nursery.process.pid, report["failed"])
+        with self._lock:
+            if self._closed:
+                return
+            if self._fork and report["unforkable"]:
+                # It serves those who asked already (with fresh interpreters); from now on each worker has its own.
+                logger.warning("%s: workers are not forked, but wait one by one", report["unforkable"])
+                self._fork = False
+                self._nurseries.remove(nursery)
+                self._retired.append(nursery)
+                self.fill(low_priority=True)
+                return
+            announce = self.warm() >= self._count
+        if announce:
+            self._on_warm()

@@ -1,0 +1,417 @@
+"""The agent's end of the Unix socket over which its workers speak (worker.proto, docs/contracts.md).
+
+One thread serves all connections. What a worker says is handed to a callback; what the agent wants of the workers is
+one small message, sent to every connection when it changes and to every newcomer at once.
+
+A connection speaks for one rank of the epoch that the agent started last, and one process at a time speaks for a rank:
+its worker, or a process that the worker started. Whoever says anything else is cut off, with a line in the log.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import queue
+import selectors
+import shutil
+import socket
+import struct
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from google.protobuf.message import DecodeError
+
+from dalsegno.protos import worker_pb2
+
+from ..decisions.worker_checks import checked, one_line
+from .proc import belongs_to
+
+__all__ = ["MAX_FRAME", "WorkerLink"]
+
+# Bytes; worker.proto.
+MAX_FRAME = 1 << 20
+_HEADER = struct.Struct(">I")
+# Bytes that a worker may leave unread before it is cut off: about ten thousand messages of ours.
+_MAX_UNSENT = 1 << 16
+# Connections that have not said who they are: how many there may be, for how long (seconds), and with how many bytes.
+_MAX_STRANGERS, _HELLO_TIMEOUT, _MAX_HELLO = 64, 10.0, 1024
+# How many may wait to be let in; the kernel's own limit is mostly 4096.
+_BACKLOG = 4096
+# How often a connection is read whose process seems to have a successor: more than all that one frame takes.
+_LAST_READS = 32
+# Lines that the log gets of cut connections, in so many seconds.
+_COMPLAINTS, _COMPLAINTS_SECONDS = 20, 60.0
+# Seconds until the next look at who wants in, where this process has no file descriptors left.
+_DESCRIPTORS_PAUSE = 1.0
+_PEER = struct.Struct("3i")
+# sun_path of unix(7), without the closing zero.
+_MAX_PATH = 107
+_SOCKET = "agent.sock"
+# Where TMPDIR is too long a path.
+_SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
+
+logger = logging.getLogger(__name__)
+
+Deliver = Callable[[int, int, worker_pb2.ToAgent], None]
+
+
+@dataclass
+class _Expected:
+    """The workers that the agent started last; by local rank, what tells the process of each (0: not known yet)."""
+
+    epoch: int
+    first_rank: int
+    nproc: int
+    pids: dict[int, Callable[[], int]] = field(default_factory=dict)
+    # Who speaks for a rank; owned by the serving thread.
+    speakers: dict[int, _Connection] = field(default_factory=dict)
+
+
+@dataclass
+class _Connection:
+    socket: socket.socket
+    pid: int
+    since: float
+    hello: worker_pb2.Hello | None = None
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+
+
+class _Broken(Exception):
+    """The peer does not keep to the protocol, or is gone."""
+
+
+def _private_directory(wanted: Path | None) -> Path:
+    """A directory of ours for the socket, whose path is short enough for the kernel.
+
+    Raises:
+        OSError: there is none; one line that says what to change.
+    """
+    tried = [str(wanted)] if wanted is not None else [_default_directory(), *_SHORT_DIRECTORIES]
+    reasons = []
+    for place in filter(None, tried):
+        try:
+            directory = Path(tempfile.mkdtemp(prefix="dalsegno-", dir=place))
+        except OSError as error:
+            reasons.append(f"{place}: {error.strerror or error}")
+            continue
+        if len(os.fsencode(directory / _SOCKET)) <= _MAX_PATH:
+            return directory
+        os.rmdir(directory)
+        reasons.append(f"{place}: too long a path")
+    raise OSError(f"no place for the socket of the workers ({'; '.join(reasons)}); set TMPDIR to a short, writable one")
+
+
+def _default_directory() -> str:
+    try:
+        return tempfile.gettempdir()
+    except FileNotFoundError:
+        return ""
+
+
+class WorkerLink:
+    """Serves the socket of one agent.
+
+    Args:
+        deliver: called on the serving thread with (epoch, rank, message), epoch and rank as the worker's Hello said.
+        directory: where the private directory (0700) with the socket (0600) is made; TMPDIR or a shorter one if None.
+    """
+
+    def __init__(self, deliver: Deliver, directory: Path | None = None) -> None:
+        self._deliver = deliver
+        self.directory = _private_directory(directory)
+        self.path = self.directory / _SOCKET
+        self._lock = threading.Lock()
+        self._told = worker_pb2.ToWorker()
+        self._expected: _Expected | None = None
+        self._flushes: deque[tuple[int, threading.Event]] = deque()
+        self._closing = False
+        self._connections: dict[socket.socket, _Connection] = {}
+        # Those without a Hello, the oldest first.
+        self._strangers: dict[socket.socket, _Connection] = {}
+        self._listening_again_at: float | None = None
+        self._complaints: deque[float] = deque(maxlen=_COMPLAINTS)
+        # Who waits for all messages of a process; owned by the serving thread.
+        self._waiting: dict[int, list[threading.Event]] = {}
+        self._wake_reader, self._wake_writer = socket.socketpair()
+        for end in (self._wake_reader, self._wake_writer):
+            end.setblocking(False)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        self._listener.bind(str(self.path))
+        os.chmod(self.path, 0o600)
+        self._listener.listen(_BACKLOG)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._selector.register(self._wake_reader, selectors.EVENT_READ)
+        self._thread = threading.Thread(target=self._serve, name="worker-link", daemon=True)
+        self._thread.start()
+
+    def tell(self, *, drain: bool, master_seen: bool) -> None:
+        """Sets what the workers should know; sent to all of them if it changed, and to newcomers."""
+        with self._lock:
+            told = worker_pb2.ToWorker(drain=drain, master_seen=master_seen)
+            if told == self._told:
+                return
+            self._told = told
+        self._wake()
+
+    def expect(self, epoch: int, first_rank: int, nproc: int) -> None:
+        """Whose Hello counts from now on: these ranks of this epoch. Connections of earlier ones stay."""
+        with self._lock:
+            self._expected = _Expected(epoch, first_rank, nproc)
+
+    def started(self, local_rank: int, pid: Callable[[], int]) -> None:
+        """What tells the process of one of the expected ranks: it, and what it starts, may speak for it.
+
+        It is asked with each Hello, and answers 0 while it does not know (a standby worker that is about to start).
+        """
+        with self._lock:
+            if self._expected is not None:
+                self._expected.pids[local_rank] = pid
+
+    def flush(self, pid: int, timeout: float) -> bool:
+        """Waits until all that process `pid`, which has ended, ever said was delivered. False: not within `timeout`."""
+        done = threading.Event()
+        with self._lock:
+            self._flushes.append((pid, done))
+        self._wake()
+        return done.wait(timeout)
+
+    def close(self) -> None:
+        """Ends the serving thread, cuts all connections, and removes the socket and its directory."""
+        with self._lock:
+            self._closing = True
+        self._wake()
+        self._thread.join(5.0)
+        for connection in list(self._connections.values()):
+            self._drop(connection)
+        self._selector.close()
+        for end in (self._listener, self._wake_reader, self._wake_writer):
+            end.close()
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _wake(self) -> None:
+        try:
+            self._wake_writer.send(b"\0")
+        except BlockingIOError:
+            return  # Full of earlier wake-ups that were not read yet: it will wake.
+
+    # ---- the serving thread -----------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        sent = worker_pb2.ToWorker()
+        while True:
+            for key, events in self._selector.select(self._patience()):
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._wake_reader:
+                    self._wake_reader.recv(4096)
+                else:
+                    self._serve_connection(key.data, events)
+            self._look_at_the_time()
+            with self._lock:
+                if self._closing:
+                    return
+                told, flushes = self._told, list(self._flushes)
+                self._flushes.clear()
+            if told != sent:
+                sent = told
+                for connection in list(self._connections.values()):
+                    self._send(connection, told)
+            for pid, done in flushes:
+                self._flush(pid, done)
+
+    def _patience(self) -> float | None:
+        """Seconds until the next thing that no socket tells of."""
+        times = [connection.since + _HELLO_TIMEOUT for connection in list(self._strangers.values())[:1]]
+        if self._listening_again_at is not None:
+            times.append(self._listening_again_at)
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _look_at_the_time(self) -> None:
+        now = time.monotonic()
+        for connection in list(self._strangers.values()):
+            if now < connection.since + _HELLO_TIMEOUT:
+                break
+            self._cut(connection, f"no Hello within {_HELLO_TIMEOUT:g} s")
+        if self._listening_again_at is not None and now >= self._listening_again_at:
+            self._listening_again_at = None
+            self._selector.register(self._listener, selectors.EVENT_READ)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                accepted, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                self._stop_listening(error)
+                return
+            pid, uid, _ = _PEER.unpack(accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            if uid != os.geteuid():
+                logger.warning("refused a connection of user %d", uid)
+                accepted.close()
+                continue
+            accepted.setblocking(False)
+            connection = _Connection(accepted, pid, time.monotonic())
+            self._connections[accepted] = self._strangers[accepted] = connection
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
+            with self._lock:
+                told = self._told
+            self._send(connection, told)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """The oldest of too many strangers goes, unless its Hello is there and was only not read yet."""
+        while len(self._strangers) > _MAX_STRANGERS:
+            oldest = next(iter(self._strangers.values()))
+            self._serve_connection(oldest, selectors.EVENT_READ)
+            if oldest.socket in self._strangers:
+                self._cut(oldest, f"{_MAX_STRANGERS} others came without a Hello, too")
+
+    def _stop_listening(self, error: OSError) -> None:
+        """For a moment: a listener that cannot accept would have this thread go round and round."""
+        if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            raise error
+        self._complain(f"no worker can connect for now: {error.strerror}")
+        if self._listening_again_at is None:
+            self._selector.unregister(self._listener)
+            self._listening_again_at = time.monotonic() + _DESCRIPTORS_PAUSE
+
+    def _flush(self, pid: int, done: threading.Event) -> None:
+        # It may have connected, spoken and ended since the last look.
+        self._accept()
+        if any(connection.pid == pid for connection in self._connections.values()):
+            self._waiting.setdefault(pid, []).append(done)
+        else:
+            done.set()
+
+    def _serve_connection(self, connection: _Connection, events: int) -> None:
+        if connection.socket not in self._connections:
+            return
+        try:
+            if events & selectors.EVENT_READ:
+                self._receive(connection)
+            if events & selectors.EVENT_WRITE:
+                self._write(connection)
+        except (_Broken, OSError, DecodeError, ValueError) as error:
+            self._cut(connection, str(error))
+
+    def _cut(self, connection: _Connection, why: str) -> None:
+        """Ends a connection; without a reason it ended by itself."""
+        if why:
+            self._complain(f"connection of process {connection.pid} cut: {one_line(why)}")
+        self._drop(connection)
+
+    def _complain(self, text: str) -> None:
+        """One line in the log, unless there were too many of late."""
+        now = time.monotonic()
+        if len(self._complaints) < _COMPLAINTS or now - self._complaints[0] > _COMPLAINTS_SECONDS:
+            logger.warning("%s", text)
+            self._complaints.append(now)
+
+    def _receive(self, connection: _Connection) -> None:
+        try:
+            data = connection.socket.recv(1 << 16)
+        except BlockingIOError:
+            return
+        if not data:
+            raise _Broken
+        connection.received += data
+        while len(connection.received) >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(connection.received)
+            most = MAX_FRAME if connection.hello is not None else _MAX_HELLO
+            if length > most:
+                raise _Broken(f"a frame of {length} bytes, at most {most} are allowed")
+            end = _HEADER.size + length
+            if len(connection.received) < end:
+                return
+            frame = bytes(connection.received[_HEADER.size : end])
+            del connection.received[:end]
+            self._said(connection, worker_pb2.ToAgent.FromString(frame))
+
+    def _said(self, connection: _Connection, message: worker_pb2.ToAgent) -> None:
+        if message.WhichOneof("body") == "hello":
+            self._admit(connection, message.hello)
+        elif connection.hello is None:
+            raise _Broken(f"{message.WhichOneof('body')} before Hello")
+        assert connection.hello is not None
+        self._hand_over(connection.hello.epoch, connection.hello.rank, checked(message, connection.hello.rank))
+
+    def _admit(self, connection: _Connection, hello: worker_pb2.Hello) -> None:
+        """A process says which rank it is. What it says of its own process id does not count: the kernel knows."""
+        if connection.hello is not None:
+            raise _Broken("it says Hello twice")
+        with self._lock:
+            expected = self._expected
+            process = None if expected is None else expected.pids.get(hello.rank - expected.first_rank)
+        if expected is None or hello.epoch != expected.epoch:
+            raise _Broken(f"it is of epoch {hello.epoch}, whose workers were not started last")
+        local_rank = hello.rank - expected.first_rank
+        # With --virtual-local-rank every worker's is 0.
+        if not 0 <= local_rank < expected.nproc or hello.local_rank not in (0, local_rank):
+            raise _Broken(f"rank {hello.rank}, local rank {hello.local_rank} is none of this node's")
+        worker = 0 if process is None else process()
+        if worker and not belongs_to(connection.pid, worker):
+            raise _Broken(f"it says that it is rank {hello.rank}, whose worker, process {worker}, did not start it")
+        speaker = expected.speakers.get(hello.rank)
+        if speaker is not None:
+            # Its end may be there and was only not read yet.
+            for _ in range(_LAST_READS):
+                self._serve_connection(speaker, selectors.EVENT_READ)
+            if speaker.socket in self._connections:
+                raise _Broken(f"it says that it is rank {hello.rank}, as process {speaker.pid} does")
+        expected.speakers[hello.rank] = connection
+        connection.hello = hello
+        self._strangers.pop(connection.socket, None)
+
+    def _hand_over(self, epoch: int, rank: int, message: worker_pb2.ToAgent) -> None:
+        """Nothing that a worker said is lost because whoever decides is behind."""
+        while True:
+            try:
+                self._deliver(epoch, rank, message)
+                return
+            except queue.Full as error:
+                logger.warning("the agent is behind with what its workers say: %s", error)
+                with self._lock:
+                    if self._closing:
+                        return
+
+    def _send(self, connection: _Connection, message: worker_pb2.ToWorker) -> None:
+        data = message.SerializeToString()
+        connection.unsent += _HEADER.pack(len(data)) + data
+        try:
+            if len(connection.unsent) > _MAX_UNSENT:
+                raise _Broken("it does not read")
+            self._write(connection)
+        except (_Broken, OSError) as error:
+            # A worker that is ending: what it sent before is still to be read, so the read side finds the end.
+            logger.info("cannot send to process %d: %s", connection.pid, error)
+            connection.unsent.clear()
+
+    def _write(self, connection: _Connection) -> None:
+        while connection.unsent:
+            try:
+                sent = connection.socket.send(connection.unsent)
+            except BlockingIOError:
+                break
+            del connection.unsent[:sent]
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        self._selector.modify(connection.socket, events, connection)
+
+    def _drop(self, connection: _Connection) -> None:
+        self._selector.unregister(connection.socket)
+        del self._connections[connection.socket]
+        self._strangers.pop(connection.socket, None)
+        connection.socket.close()
+        if any(other.pid == connection.pid for other in self._connections.values()):
+            return
+        for done in self._waiting.pop(connection.pid, ()):
+            done.set()

@@ -1,0 +1,396 @@
+"""Starting, watching and ending the workers of one epoch on this node.
+
+Extends torch's subprocess context: its log files, tee and error files stay; a worker may be an adopted standby
+process, every exit is an event instead of something to poll for, and every process group hangs on the keeper. Ending
+them is our own: torch's asks whether a process lives and signals it afterwards, when our watcher may have reaped it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
+from torch.numa.binding import NumaOptions
+
+from .lifeline import Lifeline
+from .nursery import Assignment
+from .proc import kill_group, start_time
+from .standby_pool import StandbyPool, StandbyProcess
+from .worker_link import WorkerLink
+
+__all__ = ["Script", "WorkersContext", "error_message"]
+
+# Seconds that a worker's last messages may take from its exit to us; its end of the socket is already closed.
+_LAST_WORDS = 5.0
+# Seconds to wait for a process after SIGKILL before it is given up as stuck in the kernel.
+_KILL_TIMEOUT = 10.0
+# Seconds that the last lines of a worker's files may take to the console.
+_OUTPUT_TIMEOUT = 2.0
+# Of a worker's errors: how much of the file's end is looked at, and how much of its last line is told.
+_TAIL_BYTES = 8192
+_LONGEST_LINE = 300
+# How a traceback ends: the exception's name, not indented, alone or with its text.
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
+
+logger = logging.getLogger(__name__)
+
+OnExit = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the workers run, as torch's launcher composes it.
+
+    Attributes:
+        entrypoint: the interpreter, or the program with `--no-python`.
+        arguments: `("-u", ["-m",] script or module, arguments of its own …)`, or those of the program.
+    """
+
+    entrypoint: str
+    arguments: tuple[str, ...]
+
+    @property
+    def module(self) -> bool:
+        """Run with `-m`."""
+        return self.arguments[1:2] == ("-m",)
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The script or module, and its own arguments."""
+        return self.arguments[2 if self.module else 1 :]
+
+    @property
+    def adoptable(self) -> bool:
+        """Whether a standby worker can become it: our interpreter, and a module or a plain file."""
+        if self.entrypoint != sys.executable or self.arguments[:1] != ("-u",):
+            return False
+        return self.module or os.path.isfile(self.own[0])
+
+    @property
+    def source(self) -> Path | str | None:
+        """What can tell what it imports: the script's file, or the module's name."""
+        if not self.adoptable:
+            return None
+        return self.own[0] if self.module else Path(self.own[0])
+
+
+class _ColdProcess:
+    """A worker that is our own child, with `StandbyProcess`'s way of being signalled.
+
+    Only `follow` reaps it. So whenever it is signalled the number of its group is still its own.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._lock = threading.Lock()
+        self._reaped = False
+
+    def signal_group(self, signum: int) -> None:
+        """Signals its whole process group while it has not been reaped."""
+        with self._lock:
+            if not self._reaped:
+                kill_group(self.pid, signum)
+
+    def follow(self) -> int:
+        """Waits for its end, kills what is left of its group, and returns its exit status."""
+        try:
+            os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
+            orphans = True
+        except ChildProcessError:
+            # Somebody else has reaped it. A new leader under that number would be somebody else's.
+            orphans = start_time(self.pid) is None
+        with self._lock:
+            if orphans:
+                kill_group(self.pid)
+            code = self._process.wait()
+            self._reaped = True
+        return code
+
+
+class _StandbyHandler(SubprocessHandler):
+    """A worker out of a nursery, in the shape in which torch keeps its workers."""
+
+    def __init__(self, process: StandbyProcess, local_rank: int) -> None:
+        # Not torch's __init__: that starts a process.
+        self._stdout = None
+        self._stderr = None
+        self.local_rank_id = local_rank
+        self.proc = process  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class _Running:
+    """One worker, until its watcher has told its exit."""
+
+    process: _ColdProcess | StandbyProcess
+    # Set once nothing of its process group is left.
+    ended: threading.Event
+    watcher: threading.Thread
+
+
+class WorkersContext(SubprocessContext):
+    """The workers of one epoch on this node.
+
+    Args:
+        script: what they run.
+        arguments: per local rank, what follows the interpreter (or program).
+        environments: per local rank, what is added to the agent's environment.
+        logs_specs: torch's choice of files for output and errors.
+        prefixes: per local rank, before each line that is shown of a file.
+        pool: standby workers to adopt; None: all are started cold.
+        lifeline: every process group is registered with it.
+        link: asked to deliver a worker's last words before its exit is told.
+        on_exit: called on a thread of its own with (local rank, exit status, message); the status is negative for a
+            signal. The worker's whole process group is dead by then.
+        extras: `numa_options` and the output filters, as torch has them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        script: Script,
+        arguments: Mapping[int, Sequence[str]],
+        environments: dict[int, dict[str, str]],
+        logs_specs: LogsSpecs,
+        prefixes: dict[int, str] | None,
+        pool: StandbyPool | None,
+        lifeline: Lifeline,
+        link: WorkerLink,
+        on_exit: OnExit,
+        numa_options: NumaOptions | None = None,
+        stdout_filters: list[str] | None = None,
+        stderr_filters: list[str] | None = None,
+    ) -> None:
+        super().__init__(
+            name=name,
+            entrypoint=script.entrypoint,
+            args={rank: tuple(own) for rank, own in arguments.items()},
+            envs=environments,
+            logs_specs=logs_specs,
+            log_line_prefixes=prefixes,
+            numa_options=numa_options,
+            duplicate_stdout_filters=stdout_filters,
+            duplicate_stderr_filters=stderr_filters,
+        )
+        self._script = script
+        # Binding to NUMA nodes happens in the command line, which an adopted process has behind it.
+        self._pool = pool if script.adoptable and numa_options is None else None
+        self._lifeline = lifeline
+        self._link = link
+        self._on_exit = on_exit
+        self._running: list[_Running] = []
+        self._lock = threading.Lock()
+        self._stopping = False
+        self._output: threading.Thread | None = None
+        self.adopted = 0
+
+    def start(self) -> None:
+        """Starts all workers. Unlike torch's, it leaves the signal handlers alone: they are the agent's.
+
+        Raises:
+            OSError: a process could not be started; those that were are ended.
+        """
+        try:
+            self._start()
+        except OSError:
+            self.stop(0)
+            raise
+        for tail in self._tail_logs:
+            tail.start()
+
+    def stop(self, grace: float) -> None:
+        """Ends all workers and waits for them; SIGKILL after `grace` seconds, at once for 0. Any thread, repeatedly.
+
+        Every exit has been told through `on_exit` when this returns, except of processes that SIGKILL did not end in
+        time: those are named in the log and given up. Takes at most 17 s more than `grace`.
+        """
+        with self._lock:
+            self._stopping = True
+        if grace > 0:
+            self._signal(signal.SIGTERM)
+            self._wait(grace)
+        self._signal(signal.SIGKILL)
+        if stuck := self._wait(_KILL_TIMEOUT):
+            logger.error("processes %s did not end within %.0f s of SIGKILL: given up", stuck, _KILL_TIMEOUT)
+        deadline = time.monotonic() + _LAST_WORDS
+        for one in self._running:
+            if one.ended.is_set():
+                one.watcher.join(max(0.0, deadline - time.monotonic()))
+        self._end_output()
+
+    def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+        """In place of torch's, whose agent calls it."""
+        self.stop(0 if death_sig == signal.SIGKILL else timeout)
+
+    def _signal(self, signum: signal.Signals) -> None:
+        for one in self._running:
+            if not one.ended.is_set():
+                try:
+                    one.process.signal_group(signum)
+                except OSError as error:
+                    logger.warning("process %d cannot be sent %s: %s", one.process.pid, signum.name, error)
+
+    def _wait(self, seconds: float) -> list[int]:
+        """Waits for all workers together; returns the processes that are left."""
+        deadline = time.monotonic() + seconds
+        return [one.process.pid for one in self._running if not one.ended.wait(max(0.0, deadline - time.monotonic()))]
+
+    def _end_output(self) -> None:
+        """Ends the threads that copy files to the console. One whose write does not end is left to itself."""
+
+        def end() -> None:
+            for tail in self._tail_logs:
+                tail.stop()
+            for filtered in (self.filtered_stdout, self.filtered_stderr):
+                if filtered is not None:
+                    filtered.close()
+
+        with self._lock:
+            if self._output is None:
+                self._output = threading.Thread(target=end, name="end-output", daemon=True)
+                self._output.start()
+        self._output.join(_OUTPUT_TIMEOUT)
+
+    def _start(self) -> None:
+        for rank in range(self.nprocs):
+            process = self._adopt(rank) or self._start_cold(rank)
+            ended = threading.Event()
+            watcher = threading.Thread(
+                target=self._watch, args=(rank, process, ended), name=f"worker-{rank}", daemon=True
+            )
+            self._running.append(_Running(process, ended, watcher))
+            self._link.started(rank, partial(self._pid, rank))
+            watcher.start()
+
+    def _pid(self, rank: int) -> int:
+        return self._running[rank].process.pid
+
+    def _adopt(self, rank: int) -> StandbyProcess | None:
+        if self._pool is None:
+            return None
+        process = self._pool.start_worker(
+            Assignment(
+                arguments=[str(own) for own in self.args[rank][2 if self._script.module else 1 :]],
+                module=self._script.module,
+                environment={**os.environ, **self.envs[rank]},
+                cwd=os.getcwd(),
+                stdout=self.stdouts[rank] or None,
+                stderr=self.stderrs[rank] or None,
+            )
+        )
+        if process is None:
+            return None
+        self.adopted += 1
+        self.subprocess_handlers[rank] = _StandbyHandler(process, rank)
+        return process
+
+    def _start_cold(self, rank: int) -> _ColdProcess:
+        handler = get_subprocess_handler(
+            entrypoint=self._script.entrypoint,
+            args=self.args[rank],
+            env=self.envs[rank],
+            stdout=self.stdouts[rank],
+            stderr=self.stderrs[rank],
+            local_rank_id=rank,
+            numa_options=self._numa_options,
+        )
+        self._lifeline.add_group(handler.proc.pid)
+        for ours in (handler._stdout, handler._stderr):
+            if ours is not None:
+                ours.close()  # The worker has its own.
+        self.subprocess_handlers[rank] = handler
+        return _ColdProcess(handler.proc)
+
+    def _watch(self, rank: int, process: _ColdProcess | StandbyProcess, ended: threading.Event) -> None:
+        """Waits for one worker's end on a thread of its own."""
+        if isinstance(process, StandbyProcess):
+            code = process.wait()
+            if process.abandoned and (cold := self._start_instead(rank)) is not None:
+                self._watch(rank, cold, ended)
+                return
+        else:
+            code = process.follow()
+            self._lifeline.drop_group(process.pid)
+        ended.set()
+        if not self._link.flush(process.pid, _LAST_WORDS):
+            logger.warning("the last messages of worker %d (process %d) did not come through", rank, process.pid)
+        self._on_exit(rank, code, self._reason(rank, code) if code else "")
+
+    def _start_instead(self, rank: int) -> _ColdProcess | None:
+        """A worker that its nursery could not start; None if all are to end anyway, or it cannot be started."""
+        with self._lock:
+            if self._stopping:
+                return None
+            try:
+                cold = self._start_cold(rank)
+            except OSError:
+                logger.exception("worker %d cannot be started", rank)
+                return None
+            running = self._running[rank]
+            self._running[rank] = _Running(cold, running.ended, running.watcher)
+            return cold
+
+    def _reason(self, rank: int, code: int) -> str:
+        """Why a worker ended, in one line: what torch's `@record` wrote, or the last line of its errors."""
+        return error_message(self.error_files[rank]) or last_words(self.stderrs[rank], code)
+
+
+def last_words(path: str, code: int) -> str:
+    """Why a worker ended with `code`, as the end of its errors has it, and where the rest is.
+
+    The last line, whatever it is, for a script that ended by itself. A signal (a negative code) ends a process wherever
+    it is, so its last line counts only where it is the error of Python itself. Empty when its errors are in no file.
+    """
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
+    except OSError as error:
+        logger.warning("the errors of a worker in %s cannot be read: %s", path, error)
+        return ""
+    if not lines:
+        return ""
+    line = lines[-1].strip() if code > 0 else _error_of_python(lines)
+    return f"{line[:_LONGEST_LINE]} (see {path})" if line else f"see {path}"
+
+
+def _error_of_python(lines: Sequence[str]) -> str:
+    """The line that names the exception of a traceback at the end, or of the interpreter's own death; "" without."""
+    for line in reversed(lines):
+        if line.startswith("Fatal Python error: "):
+            return line.strip()
+    traceback = any(line.startswith("Traceback (most recent call last):") for line in lines)
+    return lines[-1].strip() if traceback and _EXCEPTION.match(lines[-1]) else ""
+
+
+def error_message(path: str) -> str:
+    """One line from the error file that torch's `@record` writes in a worker; empty when there is none."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8", errors="replace") or "{}")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except (OSError, ValueError) as error:
+        logger.warning("the error file %s cannot be read: %s", path, error)
+        return ""
+    message = content.get("message", "") if isinstance(content, dict) else ""
+    if isinstance(message, dict):
+        message = message.get("message", "")
+    lines = str(message).strip().splitlines()
+    return lines[0] if lines else ""

@@ -1,0 +1,127 @@
+"""What a person sees, and where everything else goes."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+from dalsegno.protos.text import one_line
+
+from .outlet import Outlet
+
+__all__ = ["LARGEST_LOG", "Console", "LogFile", "make_log_dir", "set_up_logging"]
+
+# Bytes of a log file, of which an older one is kept beside it.
+LARGEST_LOG = 10_000_000
+
+# Characters of one line.
+_LONGEST = 4000
+
+logger = logging.getLogger(__name__)
+
+
+class Console:
+    """One line per thing that happened to the run, on standard error, so that the script's output stays its own.
+
+    Args:
+        outlet: where lines go; default: this process's standard error. Nobody ever waits for it.
+        name: of the program.
+    """
+
+    def __init__(self, outlet: Outlet | None = None, name: str = "dlrover-run") -> None:
+        self._outlet = Outlet(2, name) if outlet is None else outlet
+        self._name = name
+        self._lock = threading.Lock()
+        self._last = ""
+
+    def say(self, text: str, warning: bool = False) -> None:
+        """Prints a line, unless it is the same as the one before. What others put into it cannot move the cursor."""
+        text = one_line(text, _LONGEST)
+        with self._lock:
+            if text == self._last:
+                return
+            self._last = text
+            mark = "warning: " if warning else ""
+            self._outlet.put(f"{self._name}: {mark}{text}\n".encode(errors="replace"))
+        logging.getLogger("dalsegno.agent.shell.console").log(logging.WARNING if warning else logging.INFO, "%s", text)
+
+    def flush(self, timeout: float) -> None:
+        """Waits until everything is shown, at most `timeout` seconds."""
+        self._outlet.flush(timeout)
+
+
+class _Where(logging.Filter):
+    """Puts `[job/node/epoch/step]` before every line."""
+
+    def __init__(self, where: Callable[[], str]) -> None:
+        super().__init__()
+        self._where = where
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        record.where = self._where()
+        return True
+
+
+class LogFile(RotatingFileHandler):
+    """A log of at most twice `LARGEST_LOG` bytes.
+
+    One that cannot be written (a full disk) is told once, and does not flood the console with tracebacks.
+    """
+
+    _told = False
+
+    def __init__(self, path: Path, **options: Any) -> None:
+        super().__init__(path, maxBytes=LARGEST_LOG, backupCount=1, encoding="utf-8", **options)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._told:
+            self._told = True
+            reason = error.strerror or error
+            print(f"dlrover-run: warning: the log {self.baseFilename} cannot be written: {reason}", file=sys.stderr)
+
+
+def make_log_dir(given: str | None, job_id: str) -> Path:
+    """A directory for the logs of this process: below the `given` one, else one of the system's for temporary files.
+
+    Not among the checkpoints, which may lie on a small or slow file system. As torchrun's, nobody else can write there.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    if not given:
+        return Path(tempfile.mkdtemp(prefix=f"dalsegno-{job_id[:64]}-"))
+    path = Path(given).absolute() / f"{socket.gethostname()}-{os.getpid()}"
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def set_up_logging(
+    path: Path,
+    where: Callable[[], str],
+    names: Sequence[str] = ("dalsegno", "torch.distributed"),
+    level: int = logging.INFO,
+) -> None:
+    """Sends the log of this package (from `level` on) and of torch's elastic parts (`names`) to a file.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    handler = LogFile(path)
+    handler.addFilter(_Where(where))
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s [%(where)s] %(name)s: %(message)s"))
+    for name in names:
+        logger = logging.getLogger(name)
+        logger.handlers[:] = [handler]
+        logger.setLevel(level if name == "dalsegno" else logging.INFO)
+        logger.propagate = False

@@ -1,0 +1,254 @@
+"""Carries out what the agent's decisions ask for, as far as it does not touch the workers.
+
+Shared by the elastic agent of `dlrover-run` and by the rendezvous handler for plain torchrun; both feed the same
+decisions from the same mailbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+from dalsegno.protos import control_pb2
+
+from ..control.connection import Connector
+from ..control.master_checks import problem_of, problem_of_reply
+from ..control.master_client import Listener, MasterClient, OutboxFull
+from ..decisions import events as ev
+from ..processes.conversion_job import ConversionJob
+from ..processes.lifeline import Lifeline
+from ..processes.tcp_stores import StoreServers, node_address
+from ..storage.job_directory import JobDirectory, Storage, Survey
+from .config import AgentConfig, differences
+from .mailbox import Mailbox
+
+__all__ = ["Effects"]
+
+# What to do about a master that makes no sense.
+_CHECK = "check that a dlrover-master of this version is at that address"
+
+logger = logging.getLogger(__name__)
+
+
+class Effects:
+    """The hands of one agent.
+
+    Args:
+        config: of the agent.
+        directory: of the job.
+        connector: to the master.
+        master_address: the address known first; decides where stores are bound.
+        lifeline: of the node.
+        mailbox: where events go.
+        say: prints one line for the person.
+        seen_generation: of a claim, if there was one.
+    """
+
+    def __init__(
+        self,
+        config: AgentConfig,
+        directory: JobDirectory,
+        connector: Connector,
+        master_address: str,
+        lifeline: Lifeline,
+        mailbox: Mailbox[ev.Event],
+        say: Callable[[str, bool], None],
+        seen_generation: int = 0,
+    ) -> None:
+        self._config = config
+        self._mailbox = mailbox
+        self._say = say
+        self._directory = directory
+        self.run_id = ""
+        # In force: the job's, once the master has answered.
+        self.settings = config.settings
+        self._told: control_pb2.Settings | None = None
+        self._disagreement = self._passed_over = ""
+        self._incarnation = ""
+        self._epoch = 0
+        # The newest commit that the master has told of.
+        self._head: control_pb2.Checkpoint | None = None
+        self.stores = StoreServers(node_address(master_address, config.local_addr))
+        self.storage = Storage(directory)
+        self.conversion = ConversionJob(lifeline, config.log_dir / "conversion.log", self._converting)
+        self.client = MasterClient(
+            connector,
+            config.job_id,
+            Listener(
+                registered=self._registered,
+                refused=lambda code, detail: mailbox.put(ev.Refused(code, detail)),
+                directed=self._directed,
+                failed=lambda method, code, detail: mailbox.put(ev.CallFailed(method, code, detail)),
+                link=lambda up: mailbox.put(ev.LinkChanged(up)),
+                postponed=lambda detail: mailbox.put(ev.Postponed(detail)),
+                broken=lambda detail: mailbox.put(ev.Broken(detail)),
+            ),
+        )
+        self.client.saw_generation(seen_generation)
+
+    def perform(self, action: ev.Action) -> bool:
+        """Carries out one action. False: it is about workers, or the exit, and the caller's own."""
+        match action:
+            case ev.Register():
+                self._register(action.previous_incarnation, action.node)
+            case ev.Call():
+                self._call(action)
+            case ev.PrepareJoin():
+                self._prepare_join(action)
+            case ev.ReadManifest():
+                self.storage.read_manifest(self.run_id, action.name, action.digest, self._mailbox.put)
+            case ev.StartConversion():
+                self._start_conversion(action.conversion)
+            case ev.StopConversion():
+                self.conversion.stop(action.lease)
+            case ev.Verify():
+                self.storage.verify(self.run_id, action.verification, self._verifying)
+            case ev.Look():
+                self.storage.sight(self.run_id, action.ref, self._mailbox.put)
+            case ev.Prune():
+                self.storage.prune(self.run_id, action.refs, self._mailbox.put)
+            case ev.WriteLatest():
+                self.storage.write_latest(self.run_id, action.head)
+            case ev.Sweep():
+                self.storage.sweep(self.run_id, action.epoch)
+            case ev.MarkFinished():
+                self._mark_finished(action.run_id or self.run_id)
+            case ev.Say():
+                self._say(action.text, action.warning)
+            case _:
+                return False
+        return True
+
+    def _call(self, action: ev.Call) -> None:
+        try:
+            self.client.call(action.method, action.request)
+        except OutboxFull as error:
+            self._mailbox.put(ev.Broken(str(error)))
+
+    def run_dir(self) -> Path:
+        """Of the present run."""
+        return self._directory.run(self.run_id)
+
+    def close(self, last_calls: float) -> None:
+        """Gives unanswered calls `last_calls` seconds, then ends everything. Bounded."""
+        if not self.client.flush(last_calls):
+            logger.warning("%d calls were not answered before the agent ended", self.client.waiting())
+        self.conversion.stop()
+        self.storage.close()
+        self.client.close()
+        self.stores.close()
+
+    # ---- registration -----------------------------------------------------------------------------------------------
+
+    def _register(self, previous: str, node: str) -> None:
+        # Now, not when the survey is done: what is called in between speaks for the new incarnation.
+        self.client.new_session()
+        incarnation = secrets.token_hex(8)
+
+        def ready(survey: Survey) -> None:
+            self.client.register(
+                control_pb2.RegisterRequest(
+                    incarnation=incarnation,
+                    host=socket.gethostname(),
+                    node=node,
+                    nproc=self._config.nproc,
+                    settings=self._config.settings,
+                    probe=survey.probe,
+                    inventory=survey.inventory,
+                    epoch=self._epoch,
+                    finished_runs=survey.finished_runs,
+                    new_run=self._config.new_run and not previous,
+                    previous_incarnation=previous,
+                    known_settings=self._told,
+                )
+            )
+
+        def unreadable(reason: str) -> None:
+            if previous:
+                # It was there before: this node may come back as a spare.
+                ready(Survey("", (), ()))
+            else:
+                self._mailbox.put(ev.Refused("STORAGE", reason))
+
+        self.storage.survey(ready, unreadable)
+
+    def _registered(self, incarnation: str, reply: control_pb2.RegisterReply) -> None:
+        if problem := problem_of_reply(reply):
+            self._mailbox.put(ev.Refused("NONSENSE", f"what answers as the master makes no sense: {problem}; {_CHECK}"))
+            return
+        self._incarnation = incarnation
+        self.run_id = reply.run_id or self.run_id
+        if reply.HasField("settings"):
+            self._in_force(reply.settings)
+        self._mailbox.put(ev.Registered(incarnation, reply))
+
+    def _in_force(self, settings: control_pb2.Settings) -> None:
+        """The job's settings as the master tells them; the person hears once what their own flags say otherwise."""
+        self.settings = self._told = settings
+        disagreement = differences(self._config.settings, settings)
+        if disagreement and disagreement != self._disagreement:
+            self._disagreement = disagreement
+            self._say(disagreement, True)
+
+    def _directed(self, directive: control_pb2.Directive) -> None:
+        problem = problem_of(directive, self._incarnation, self._config.nproc)
+        if problem:
+            if problem != self._passed_over:
+                self._say(f"an order of the master makes no sense and is passed over: {problem}; {_CHECK}", True)
+            self._passed_over = problem
+            return
+        self.run_id = directive.run_id or self.run_id
+        self._epoch = max(self._epoch, directive.epoch)
+        if directive.HasField("settings") and directive.settings != self._told:
+            self._in_force(directive.settings)
+        self._head = directive.head if directive.HasField("head") else None
+        self._mailbox.put(ev.Directed(directive))
+
+    def _mark_finished(self, run_id: str) -> None:
+        head = self._head
+        self.storage.mark_finished(run_id, head.step if head else 0, head.ref if head else None)
+
+    # ---- joining ----------------------------------------------------------------------------------------------------
+
+    def _prepare_join(self, action: ev.PrepareJoin) -> None:
+        digest = action.resume.digest if action.resume is not None else ""
+        try:
+            host, port = self.stores.open()
+        except (OSError, RuntimeError) as error:
+            # RuntimeError is what torch's store makes of a port that it cannot have.
+            reason = f"no store can be served at {self.stores.address} ({error}); check --local-addr"
+            self._mailbox.put(ev.JoinFailed(action.round, digest, reason))
+            return
+
+        def seen(survey: Survey) -> None:
+            self._mailbox.put(
+                ev.JoinPrepared(action.round, digest, host, port, survey.probe, survey.inventory, survey.unusable)
+            )
+
+        newest = (self._head.epoch, self._head.step) if self._head is not None else None
+        self.storage.look(self.run_id, action.resume, action.patient, seen, newer_than=newest)
+
+    # ---- conversion -------------------------------------------------------------------------------------------------
+
+    def _converting(self, update: ev.ConversionUpdate) -> None:
+        working = update.state == control_pb2.CONVERSION_STATE_WORKING
+        self._mailbox.put(update, replaces=("conversion", update.lease) if working else None)
+
+    def _verifying(self, update: ev.VerificationMoved | ev.VerificationDone) -> None:
+        working = isinstance(update, ev.VerificationMoved)
+        self._mailbox.put(update, replaces=("verification", update.number) if working else None)
+
+    def _start_conversion(self, conversion: control_pb2.Conversion) -> None:
+        try:
+            self.conversion.start(self.run_dir(), conversion)
+        except (OSError, ValueError) as error:
+            self._mailbox.put(
+                ev.ConversionUpdate(
+                    conversion.lease,
+                    control_pb2.CONVERSION_STATE_ENVIRONMENT,
+                    message=f"the converter cannot be started: {error}",
+                )
+            )

@@ -1,0 +1,382 @@
+"""The elastic agent: torch's LocalElasticAgent with another loop.
+
+Torch's agent polls its workers and its rendezvous; this one sleeps until something happens (a directive, an exit, a
+message, a signal, a deadline), puts it to `decisions.handle`, and carries out the actions. Processes, log files, error
+files and the health check stay torch's.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from string import Template
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, Worker, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.utils.api import macros
+
+from dalsegno.protos import control_pb2, worker_pb2
+
+from ..decisions import events as ev
+from ..decisions import handling
+from ..processes.lifeline import Lifeline
+from ..processes.signals import NOTICES_VARIABLE, SignalWatch
+from ..processes.standby_pool import StandbyPool, modules_of
+from ..processes.worker_env import Place, place_of, worker_environment
+from ..processes.worker_link import WorkerLink
+from ..processes.workers import Script, WorkersContext
+from ..storage.adoption import FLAG, Adoption, Origin
+from .config import AgentConfig
+from .effects import Effects
+from .mailbox import Mailbox
+
+__all__ = ["ElasticAgent", "Ending"]
+
+# Seconds that calls to the master may still take when the agent ends.
+_LAST_CALLS = 3.0
+# argparse's exit status for arguments that it does not know.
+_BAD_ARGUMENTS = 2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Exited(ev.WorkerExited):
+    """Says also which start of the epoch's workers it belongs to."""
+
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How the agent's run ended: an exit code of docs/contracts.md and a line for the person."""
+
+    code: int
+    message: str
+
+
+class ElasticAgent(LocalElasticAgent):
+    """One node.
+
+    Args:
+        spec: torch's description of the workers; its rendezvous handler only names the job.
+        logs_specs: torch's choice of files.
+        config: of this agent.
+        script: what the workers run.
+        mailbox: where all events arrive.
+        effects: made for the same mailbox.
+        lifeline: of the node.
+        watch: for signals.
+        prefix: torch's template for lines that are shown of a worker's file.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs_specs: LogsSpecs,
+        config: AgentConfig,
+        script: Script,
+        mailbox: Mailbox[ev.Event],
+        effects: Effects,
+        lifeline: Lifeline,
+        watch: SignalWatch,
+        prefix: str | None = None,
+    ) -> None:
+        super().__init__(spec, logs_specs, log_line_prefix_template=prefix)
+        self._config = config
+        self._script = script
+        self._mailbox = mailbox
+        self._effects = effects
+        self._lifeline = lifeline
+        self._watch = watch
+        self._ending: Ending | None = None
+        self._context: WorkersContext | None = None
+        self._place: Place | None = None
+        self._use_flag = config.script_flag
+        self._starts = 0
+        self._link = WorkerLink(self._worker_said)
+        lifeline.add_path(self._link.directory)
+        self._adoption = Adoption(script.arguments, mailbox.put)
+        self._pool = self._make_pool()
+        if self._pool is not None:
+            effects.conversion.nursery = self._pool.start_helper
+        self._state = handling.fresh(
+            handling.AgentSettings(
+                nproc=config.nproc,
+                node_name=config.node_name,
+                drain_timeout=config.settings.drain_timeout,
+                master_outage_timeout=config.master_outage_timeout,
+                connect_timeout=config.connect_timeout,
+            )
+        )
+
+    @property
+    def ending(self) -> Ending:
+        """How it ended; only after `run`."""
+        assert self._ending is not None, "run() comes first"
+        return self._ending
+
+    def where(self) -> str:
+        """`job/node/epoch/step` of the moment, for the log."""
+        state = self._state
+        return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.step}"
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def _invoke_run(self, role: str = "default") -> RunResult:
+        """Runs until the decisions say Exit. Torch's `run` calls this and records what comes out of it."""
+        with self._watch.to(self._signalled):
+            # Before the registration: the imports run while the master answers.
+            if self._pool is not None:
+                self._pool.fill(low_priority=False)
+            else:
+                self._mailbox.put(ev.StandbyWarm())
+            self._handle(ev.Started())
+            while self._ending is None:
+                wake = self._state.wake
+                timeout = None if wake is None else max(0.0, wake - time.monotonic())
+                event = self._mailbox.get(timeout)
+                self._handle(ev.Tick() if event is None else event)
+        failed = self._ending.code not in (ev.EXIT_FINISHED, ev.EXIT_LEFT)
+        workers = self._worker_group.workers
+        return RunResult(
+            state=WorkerState.FAILED if failed else WorkerState.SUCCEEDED,
+            return_values={} if failed else {worker.global_rank: None for worker in workers},
+        )
+
+    def _handle(self, event: ev.Event) -> None:
+        if isinstance(event, _Exited) and (event.start != self._starts or self._refused_the_flag(event)):
+            return
+        self._state, actions = handling.handle(self._state, event, time.monotonic())
+        for action in actions:
+            logger.debug("%s -> %s", type(event).__name__, type(action).__name__)
+            if not self._effects.perform(action):
+                self._perform(action)
+        if isinstance(event, ev.WorkerSaid) and event.message.WhichOneof("body") == "progress":
+            self._first_step()
+
+    def _perform(self, action: ev.Action) -> None:
+        match action:
+            case ev.StartWorkers():
+                self._start_world(action.world)
+            case ev.StopWorkers():
+                self._stop_world(action.epoch, action.grace)
+            case ev.TellWorkers():
+                self._link.tell(drain=action.drain, master_seen=action.master_seen)
+            case ev.Exit():
+                self._ending = Ending(action.code, action.message)
+            case _:
+                raise AssertionError(f"nobody carries out {type(action).__name__}")
+
+    def _signalled(self, number: int) -> None:
+        self._mailbox.put(ev.Signalled(number))
+
+    def _worker_said(self, epoch: int, rank: int, message: worker_pb2.ToAgent) -> None:
+        body = message.WhichOneof("body")
+        # Each seal and each failed save counts; of anything else only what the rank said last.
+        newest = (epoch, rank, body) if body not in ("sealed", "save_failed") else None
+        self._mailbox.put(ev.WorkerSaid(epoch, rank, message), replaces=newest)
+
+    # ---- workers ----------------------------------------------------------------------------------------------------
+
+    def _make_pool(self) -> StandbyPool | None:
+        spec = self._worker_group.spec
+        virtual = getattr(spec, "virtual_local_rank", False)
+        # Both are in force from a process's first moment: its own CUDA_VISIBLE_DEVICES, its binding to a NUMA node.
+        if not self._script.adoptable or virtual or getattr(spec, "numa_options", None) is not None:
+            return None
+        return StandbyPool(
+            self._lifeline,
+            self._config.nproc,
+            modules_of(self._script.source),
+            self._config.log_dir / "standby.log",
+            lambda: self._mailbox.put(ev.StandbyWarm()),
+            notices=self._watch.signals,
+        )
+
+    def _start_world(self, world: control_pb2.World) -> None:
+        self._end_context()
+        # The flags of the old world are not the new one's; the decisions tell again what differs.
+        self._link.tell(drain=False, master_seen=False)
+        try:
+            self._place = place_of(world, self._state.incarnation)
+            store = self._effects.stores.use(world, mine=self._place.group_rank == 0)
+            if self._place.group_rank == 0 and store is None:
+                raise OSError(f"the store of epoch {world.epoch} is not open any more")
+            self._enter(world, self._place)
+            self._start_workers(self._worker_group)
+        except (OSError, ValueError, RuntimeError) as error:
+            logger.exception("the workers of epoch %d could not be started", world.epoch)
+            self._mailbox.put(ev.StartFailed(world.epoch, f"the workers cannot be started: {error}"))
+            return
+        self._worker_group.state = WorkerState.HEALTHY
+
+    def _enter(self, world: control_pb2.World, place: Place) -> None:
+        """Fills in torch's worker group as its rendezvous would; the world came with every rank."""
+        group: Any = self._worker_group
+        group.group_rank, group.group_world_size = place.group_rank, place.nodes
+        group.master_addr, group.master_port = world.store_host, world.store_port
+        group.workers = [
+            Worker(
+                local_rank=local,
+                global_rank=place.first_rank + local,
+                role_rank=place.first_rank + local,
+                world_size=place.world_size,
+                role_world_size=place.world_size,
+            )
+            for local in range(place.nproc)
+        ]
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        world, place, spec = self._state.world, self._place, worker_group.spec
+        assert world is not None
+        assert place is not None
+        added = worker_environment(
+            world,
+            place,
+            self._effects.settings,
+            self._state.generation,
+            self._config.job_id,
+            self._effects.run_dir(),
+            spec.role,
+            os.environ,
+        )
+        envs: dict[int, Any] = {}
+        environment: Any
+        for local, environment in enumerate(added):
+            environment |= {
+                "DALSEGNO_SOCKET": str(self._link.path),
+                NOTICES_VARIABLE: ",".join(number.name for number in self._watch.signals),
+                **self._lifeline.environment(),
+            }
+            self._set_local_rank_env(environment, local, spec)
+            envs[local] = environment
+        settings = self._effects.settings
+        arguments = self._adoption.begin(
+            self._effects.run_dir(),
+            world,
+            Origin(
+                self._config.job_id,
+                self._state.generation,
+                place.world_size,
+                settings.min_nodes,
+                settings.max_nodes,
+            ),
+            self._arguments(world),
+            first=place.group_rank == 0,
+        )
+        if hint := self._adoption.hint(world, arguments):
+            self._effects.perform(ev.Say(hint, True))
+        self._starts += 1
+        self._link.expect(world.epoch, place.first_rank, place.nproc)
+        self._setup_local_watchdog(envs=envs)
+        self._setup_healthcheck()
+        self._context = WorkersContext(
+            spec.role,
+            self._script,
+            {local: macros.substitute(list(arguments), str(local)) for local in envs},
+            envs,
+            self._logs_specs,
+            self._prefixes(place, spec.role),
+            self._pool,
+            self._lifeline,
+            self._link,
+            self._exited(world.epoch, self._starts),
+            getattr(spec, "numa_options", None),
+            getattr(spec, "duplicate_stdout_filters", None),
+            getattr(spec, "duplicate_stderr_filters", None),
+        )
+        self._pcontext = self._context
+        self._context.start()
+        adopted = self._context.adopted
+        logger.info("epoch %d: %d workers started, %d of them adopted", world.epoch, place.nproc, adopted)
+        pids = self._context.pids()
+        for worker in worker_group.workers:
+            worker.id = pids[worker.local_rank]
+        return dict(pids)
+
+    def _arguments(self, world: control_pb2.World) -> tuple[str, ...]:
+        universal = world.HasField("resume") and world.resume.form == control_pb2.FORM_UNIVERSAL
+        wanted = self._use_flag and self._effects.settings.universal_checkpoint
+        if wanted and universal and FLAG not in self._script.own:
+            return (*self._script.arguments, FLAG)
+        return self._script.arguments
+
+    def _prefixes(self, place: Place, role: str) -> dict[int, str] | None:
+        if not self._log_line_prefix_template:
+            return None
+        template = Template(self._log_line_prefix_template)
+        return {
+            local: template.safe_substitute(role_name=role, rank=place.first_rank + local, local_rank=local)
+            for local in range(place.nproc)
+        }
+
+    def _exited(self, epoch: int, start: int) -> Callable[[int, int, str], None]:
+        def exited(rank: int, code: int, message: str) -> None:
+            if code == 0:
+                self._adoption.settle()
+            self._mailbox.put(_Exited(epoch, rank, code, message, start))
+
+        return exited
+
+    def _refused_the_flag(self, event: ev.WorkerExited) -> bool:
+        """Whether a script did not know the flag that we added; it is then started again without it, once.
+
+        It reads its arguments before it meets any other rank, so the world, which sees the same on every node, stands.
+        """
+        world = self._state.world
+        if event.code != _BAD_ARGUMENTS or self._state.has_session or self._context is None or world is None:
+            return False
+        if event.epoch != world.epoch or self._arguments(world) == self._script.arguments:
+            return False
+        self._use_flag = False
+        self._effects.perform(
+            ev.Say(f"the script does not know {FLAG}; it is started again and finds the files in its environment")
+        )
+        self._end_context()
+        self._start_workers(self._worker_group)
+        return True
+
+    def _first_step(self) -> None:
+        """After the first step of a world its successors' standby workers are started, out of training's way."""
+        if self._pool is not None and self._pool.warm() < self._config.nproc:
+            self._pool.fill(low_priority=True)
+
+    def _stop_world(self, epoch: int, grace: float) -> None:
+        context = self._context
+
+        def stop() -> None:
+            try:
+                if context is not None:
+                    context.stop(grace)
+            except Exception:
+                logger.exception("the workers of epoch %d were not stopped in order", epoch)
+            finally:
+                # The decisions wait for this word, whatever stopping them has met.
+                self._mailbox.put(ev.WorkersStopped(epoch))
+
+        # A process that is stuck in the kernel must not stop the agent from hearing its master.
+        threading.Thread(target=stop, name="stop-workers", daemon=True).start()
+
+    def _end_context(self) -> None:
+        self._adoption.close()
+        if self._context is not None:
+            self._context.stop(0)
+            self._context = None
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        """Ends everything; torch's `run` calls it whatever happened. Workers that still run are killed."""
+        self._end_context()
+        if self._pool is not None:
+            self._pool.close()
+        super()._shutdown(signal.SIGKILL, timeout)
+        self._effects.close(_LAST_CALLS)
+        self._link.close()
+        self._lifeline.close()

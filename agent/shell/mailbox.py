@@ -1,0 +1,65 @@
+"""Where every thread of the agent leaves events for the one thread that decides."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+__all__ = ["Mailbox", "MailboxFull"]
+
+T = TypeVar("T")
+
+
+class MailboxFull(queue.Full):
+    """The reader did not keep up for as long as the sender was ready to wait."""
+
+
+class Mailbox(Generic[T]):
+    """A bounded queue with one reader, in which a newer item may take the place of an unread older one.
+
+    Args:
+        capacity: how many unread items there may be.
+        patience: seconds that `put` waits for room before it raises `MailboxFull`.
+    """
+
+    def __init__(self, capacity: int = 4096, patience: float = 30.0) -> None:
+        self._capacity = capacity
+        self._patience = patience
+        self._items: OrderedDict[Hashable, T] = OrderedDict()
+        self._changed = threading.Condition()
+        self._serial = 0
+
+    def put(self, item: T, replaces: Hashable = None) -> None:
+        """Appends an item. With `replaces`, an unread item put under the same key is dropped.
+
+        Raises:
+            MailboxFull: no room came up within the patience.
+        """
+        deadline = time.monotonic() + self._patience
+        with self._changed:
+            key: Hashable = ("once", self._serial) if replaces is None else ("newest", replaces)
+            self._serial += 1
+            # The newer one goes to the end: what was put between the two must not be overtaken by it.
+            self._items.pop(key, None)
+            while len(self._items) >= self._capacity:
+                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    raise MailboxFull(f"{self._capacity} unread events for {self._patience:.0f} s")
+            self._items[key] = item
+            self._changed.notify_all()
+
+    def get(self, timeout: float | None) -> T | None:
+        """The oldest item; None when none came within `timeout` seconds (None: waits for ever)."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._items, timeout):
+                return None
+            _, item = self._items.popitem(last=False)
+            self._changed.notify_all()
+            return item
+
+    def __len__(self) -> int:
+        with self._changed:
+            return len(self._items)

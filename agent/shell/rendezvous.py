@@ -1,0 +1,274 @@
+"""Our rendezvous for torch: `dlrover-run` uses it for its name only, plain torchrun for everything but draining."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousHandlerCreator,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from dalsegno.protos import control_pb2
+
+from ..control.connection import Connector
+from ..control.credentials import TOKEN_VARIABLE, CredentialFiles
+from ..control.handshake import mismatch
+from ..decisions import events as ev
+from ..decisions import handling
+from ..processes.lifeline import Lifeline
+from ..processes.worker_env import place_of
+from ..storage.job_directory import JobDirectory
+from .config import DEFAULT_SETTINGS, AgentConfig
+from .console import Console, make_log_dir, set_up_logging
+from .effects import Effects
+from .mailbox import Mailbox
+
+__all__ = ["NamedRendezvous", "Rendezvous", "create", "factory"]
+
+# Seconds for the other nodes to finish, and for the last calls, when torch's agent ends.
+_LAST_WORD = 30.0
+_LAST_CALLS = 3.0
+
+
+class NamedRendezvous(RendezvousHandler):
+    """For `dlrover-run`, whose own loop hears about worlds by itself: names backend and job, and does nothing."""
+
+    def __init__(self, job_id: str) -> None:
+        self._job_id = job_id
+
+    def get_backend(self) -> str:
+        return "dalsegno"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        raise RuntimeError("dlrover-run's worlds come with its master's directives")
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Closing the job is the master's business."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._job_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Rendezvous(RendezvousHandler):
+    """For plain torchrun: a node of a job with a master, without draining (its workers have no socket to us).
+
+    The same decisions as in `dlrover-run`, on a thread of their own; torch's agent stands where the workers are:
+    `next_rendezvous` is "the workers have stopped", and returns when the decisions want them started.
+
+    Args:
+        config: of this node.
+        addresses: of the master.
+        files: token and certificates.
+        timeout: seconds that one `next_rendezvous` may take.
+    """
+
+    def __init__(self, config: AgentConfig, addresses: list[str], files: CredentialFiles, timeout: float) -> None:
+        self._config = config
+        self._timeout = timeout
+        self._changed = threading.Condition()
+        self._world: tuple[control_pb2.World, TCPStore | None] | None = None
+        self._running: control_pb2.World | None = None
+        self._stop_wanted = False
+        self._ending: ev.Exit | None = None
+        self._closed = False
+        self._mailbox: Mailbox[ev.Event] = Mailbox()
+        settings = handling.AgentSettings(
+            nproc=config.nproc,
+            node_name=config.node_name,
+            drain_timeout=config.settings.drain_timeout,
+            # Its workers cannot drain, so an outage of the master must not ask them to.
+            master_outage_timeout=float("inf"),
+            connect_timeout=config.connect_timeout,
+        )
+        self._state = handling.fresh(settings)
+        self._lifeline = Lifeline()
+        # Torch starts the workers with this process's environment: so they end with it, even when it is killed.
+        os.environ.update(self._lifeline.environment())
+        directory = JobDirectory(config.checkpoint_dir, config.job_id)
+        directory.prepare()
+        # Torch's own log is torchrun's business.
+        set_up_logging(config.log_dir / "agent.log", self._where, names=("dalsegno",))
+        connector = Connector(lambda: addresses, files.read, explain=mismatch)
+        self._console = console = Console(name="torchrun")
+        self._effects = Effects(config, directory, connector, addresses[0], self._lifeline, self._mailbox, console.say)
+        self._thread = threading.Thread(target=self._loop, name="dalsegno-rendezvous", daemon=True)
+        self._thread.start()
+
+    def get_backend(self) -> str:
+        return "dalsegno"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Gives up the world that this node was in, if any, and waits for the next.
+
+        Raises:
+            SystemExit: The run has finished (exit code 0).
+            RendezvousTimeoutError: There was no place in a world in time.
+            RendezvousClosedError: The job has failed, or does not want this node.
+        """
+        with self._changed:
+            running, self._running = self._running, None
+            stop_wanted, self._stop_wanted = self._stop_wanted, False
+        if running is not None:
+            if not stop_wanted:
+                # Torch's agent restarts by itself only after a worker's failure.
+                self._mailbox.put(ev.WorkerExited(running.epoch, 0, 1, "a worker failed (see torchrun's output)"))
+            self._mailbox.put(ev.WorkersStopped(running.epoch))
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._world or self._ending, self._timeout):
+                raise RendezvousTimeoutError(f"no place in a world within {self._timeout:.0f} s")
+            if self._world is None:
+                assert self._ending is not None
+                if self._ending.code == ev.EXIT_FINISHED:
+                    # Torch has an exception for this, after which its launcher fails on the result that there is not.
+                    raise SystemExit(0)
+                raise RendezvousClosedError(self._ending.message)
+            (world, store), self._world = self._world, None
+            self._running = world
+            incarnation = self._state.incarnation
+        place = place_of(world, incarnation)
+        if store is None:
+            timeout = timedelta(seconds=self._timeout)
+            store = TCPStore(world.store_host, world.store_port, None, False, timeout)
+        info = RendezvousStoreInfo(world.store_host, world.store_port)
+        return RendezvousInfo(store, place.group_rank, place.nodes, info)
+
+    def is_closed(self) -> bool:
+        with self._changed:
+            return self._ending is not None
+
+    def set_closed(self) -> None:
+        """Closing the job is the master's business."""
+
+    def num_nodes_waiting(self) -> int:
+        with self._changed:
+            # Torch's agent restarts its workers when somebody waits; that is how it is asked to stop them.
+            return int(self._stop_wanted)
+
+    def get_run_id(self) -> str:
+        return self._config.job_id
+
+    def shutdown(self) -> bool:
+        """Says how the workers of this node ended, and goes. Torch calls it at the end, in a `finally`."""
+        with self._changed:
+            if self._closed:
+                return True
+            self._closed = True
+            running = self._running
+        if running is not None:
+            # Torch does not tell; an exception on its way out does.
+            code = 0 if sys.exc_info()[0] is None else 1
+            for rank in range(self._config.nproc):
+                self._mailbox.put(ev.WorkerExited(running.epoch, rank, code, ""))
+            with self._changed:
+                self._changed.wait_for(lambda: self._ending, _LAST_WORD if code == 0 else 0)
+        self._mailbox.put(ev.Tick())
+        self._thread.join(_LAST_WORD)
+        self._effects.close(_LAST_CALLS)
+        self._lifeline.close()
+        self._console.flush(_LAST_WORD)
+        return True
+
+    def _where(self) -> str:
+        state = self._state
+        return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.step}"
+
+    # ---- the thread that decides ------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        self._handle(ev.StandbyWarm())
+        self._handle(ev.Started())
+        while True:
+            wake = self._state.wake
+            event = self._mailbox.get(None if wake is None else max(0.0, wake - time.monotonic()))
+            self._handle(ev.Tick() if event is None else event)
+            with self._changed:
+                if self._closed and (self._ending is not None or not len(self._mailbox)):
+                    return
+
+    def _handle(self, event: ev.Event) -> None:
+        with self._changed:
+            self._state, actions = handling.handle(self._state, event, time.monotonic())
+        for action in actions:
+            if self._effects.perform(action):
+                continue
+            with self._changed:
+                match action:
+                    case ev.StartWorkers():
+                        mine = place_of(action.world, self._state.incarnation).group_rank == 0
+                        self._world = (action.world, self._effects.stores.use(action.world, mine))
+                    case ev.StopWorkers():
+                        self._withdraw(action.epoch)
+                    case ev.Exit():
+                        self._ending = action
+                self._changed.notify_all()
+
+    def _withdraw(self, epoch: int) -> None:
+        """The workers of an epoch are to stop: torch's agent is told, unless it never got that far."""
+        if self._world is not None and self._world[0].epoch == epoch:
+            self._world = None
+            self._mailbox.put(ev.WorkersStopped(epoch))
+        else:
+            self._stop_wanted = self._running is not None and self._running.epoch == epoch
+
+
+def create(params: RendezvousParameters) -> RendezvousHandler:
+    """Makes the handler for `torchrun --rdzv-backend=dalsegno --rdzv-endpoint=HOST:PORT --rdzv-id=JOB`.
+
+    `--rdzv-conf` takes `nproc` (as `--nproc-per-node`), `checkpoint_dir`, `log_dir`, `node_name`, `timeout`, and
+    `token_file`, `tls_ca`, `tls_cert`, `tls_key` as dlrover-run's flags.
+
+    Raises:
+        ValueError: the endpoint is missing, or token or certificates cannot be used.
+    """
+    if not params.endpoint:
+        raise ValueError("--rdzv-endpoint=HOST:PORT of the master is needed with --rdzv-backend=dalsegno")
+    root = Path(params.get("checkpoint_dir", "checkpoints")).absolute()
+    named = {name: params.get(name) for name in ("token_file", "tls_ca", "tls_cert", "tls_key")}
+    files = CredentialFiles.given(named, os.environ.get(TOKEN_VARIABLE))
+    files.check()
+    settings = control_pb2.Settings(min_nodes=params.min_nodes, max_nodes=params.max_nodes, **DEFAULT_SETTINGS)
+    config = AgentConfig(
+        job_id=params.run_id,
+        nproc=params.get_as_int("nproc", 1) or 1,
+        settings=settings,
+        checkpoint_dir=root,
+        log_dir=make_log_dir(params.get("log_dir"), params.run_id),
+        node_name=params.get("node_name", "") or "",
+        local_addr=params.local_addr,
+    )
+    timeout = float(params.get_as_int("timeout", 900) or 900)
+    return Rendezvous(config, params.endpoint.split(","), files, timeout)
+
+
+def factory() -> RendezvousHandlerCreator:
+    """The entry point `torchrun.handlers`: torch calls it once and registers what it returns."""
+    return create

@@ -1,0 +1,322 @@
+"""Checkpoints of scripts without a session: what DeepSpeed or Hugging Face's Trainer saved by itself is taken over.
+
+A script that is handed `${save_dir}` saves below a directory of its epoch's own, as it always does. The agent of group
+rank 0 looks there, and puts a copy of each complete checkpoint among the run's, sealed like any other. The script may
+delete its own, or save again under the same name, which writes over its files where they lie: so a link would not do.
+It never writes into ours, because the next epoch has another directory, whose `latest` leads DeepSpeed out of it to the
+resume point.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint import (
+    SHARDED,
+    CheckpointDamaged,
+    CheckpointStore,
+    Manifest,
+    Position,
+    Ref,
+    Shape,
+    describe,
+    seal,
+)
+from dalsegno.elastic.checkpoint.files import copy_file, place_file, replace_file
+from dalsegno.elastic.checkpoint.layout import MANIFEST
+from dalsegno.protos import control_pb2, worker_pb2
+
+from ..decisions import events as ev
+from .foreign import Foreign, candidates, complete, state_of
+
+__all__ = ["FLAG", "MACRO", "Adopter", "Adoption", "Origin", "prepare", "save_directory"]
+
+MACRO = "${save_dir}"
+# With it a script is told to load universal files.
+FLAG = "--universal-checkpoint"
+# Seconds between two looks; what has not changed from one to the next is no longer written.
+LOOK_EVERY = 1.0
+# The longest pause after what could not be written.
+LONGEST_PAUSE = 60.0
+# How long the end of a worker waits for what it saved last.
+SETTLE_WITHIN = 600.0
+_BEGAN_ANEW = "it is older than the resume point: the script did not load what DALSEGNO_RESUME_DIR names"
+
+logger = logging.getLogger(__name__)
+
+
+def save_directory(run_dir: Path, epoch: int) -> Path:
+    """Where the script saves in this epoch, and in no other."""
+    return run_dir / f"e{epoch}"
+
+
+def prepare(run_dir: Path, world: control_pb2.World) -> Path:
+    """Makes the epoch's directory, as DeepSpeed wants to find it. Every agent does, before its workers start.
+
+    Raises:
+        OSError: the file system says no.
+    """
+    directory = save_directory(run_dir, world.epoch)
+    directory.mkdir(parents=True, exist_ok=True)
+    if world.HasField("resume"):
+        # The name of a tag, which DeepSpeed puts behind the directory: a way out of it.
+        replace_file(directory / "latest", f"../{world.resume.source.ref.name}".encode())
+        if world.resume.form == control_pb2.FORM_UNIVERSAL:
+            replace_file(directory / "latest_universal", f"../{world.resume.universal.name}".encode())
+    return directory
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a manifest says of the epoch that writes, beside what its world says."""
+
+    job_id: str
+    generation: int
+    world_size: int
+    min_nodes: int
+    max_nodes: int
+
+
+class Changed(Exception):
+    """The script writes a checkpoint again."""
+
+
+def adopt(foreign: Foreign, run_dir: Path, world: control_pb2.World, origin: Origin) -> Manifest:
+    """Puts a copy of it among the run's checkpoints, and seals that. What cannot be finished is taken away again.
+
+    Raises:
+        Changed: it is being written again.
+        CheckpointDamaged: somebody else has changed the copy.
+        OSError: the file system says no.
+    """
+    name = str(CheckpointStore(run_dir).next_name(foreign.step, world.epoch))
+    target = run_dir / name
+    target.mkdir()
+    try:
+        _take(foreign, target)
+        resumed = world.resume.source.ref if world.HasField("resume") else None
+        manifest = Manifest(
+            name=name,
+            job_id=origin.job_id,
+            run_id=world.run_id,
+            step=foreign.step,
+            epoch=world.epoch,
+            generation=origin.generation,
+            form=SHARDED,
+            shape=Shape(origin.world_size, foreign.strategy, foreign.any_world_size),
+            position=Position(),
+            order=None,
+            source=None,
+            resumed_from=None if resumed is None else Ref(resumed.name, resumed.digest),
+            min_nodes=origin.min_nodes,
+            max_nodes=origin.max_nodes,
+            metric=None,
+            files=describe(target),
+        )
+        seal(target, manifest)
+    except BaseException:
+        # It would take room until the epoch is over, and the next try makes another.
+        if not os.path.lexists(target / MANIFEST):
+            shutil.rmtree(target, ignore_errors=True)
+        raise
+    return manifest
+
+
+def _take(foreign: Foreign, target: Path) -> None:
+    """Copies its files: all are linked first, in a moment, so that the script may delete them meanwhile."""
+    for name, _, _ in foreign.state:
+        place_file(foreign.path / name, target / name)
+    if state_of(foreign.path, [name for name, _, _ in foreign.state]) != foreign.state:
+        raise Changed
+    for number, (name, size, written) in enumerate(foreign.state):
+        link = target / name
+        if os.stat(link).st_nlink == 1:
+            continue  # A copy already, or nobody else's any more.
+        copy = target / f".copy-{number}"
+        copy_file(link, copy)
+        now = os.stat(link)
+        if (now.st_size, now.st_mtime_ns, os.stat(copy).st_size) != (size, written, size):
+            raise Changed
+        os.replace(copy, link)
+
+
+class Adopter:
+    """Looks at one epoch's directory until it is closed, on a thread of its own.
+
+    Args:
+        run_dir: the run's.
+        world: the epoch's.
+        origin: for the manifests.
+        deliver: given what the agent hears of a worker that sealed something, or of a checkpoint that is no good.
+    """
+
+    def __init__(
+        self, run_dir: Path, world: control_pb2.World, origin: Origin, deliver: Callable[[ev.Event], None]
+    ) -> None:
+        self._run_dir, self._world, self._origin, self._deliver = run_dir, world, origin, deliver
+        self._step = world.resume.source.step if world.HasField("resume") else 0
+        self._seen: dict[Path, tuple[Foreign, float]] = {}
+        self._said: set[str] = set()
+        # Something was seen for the first time, or has changed: the next look decides.
+        self._undecided = False
+        self._closing = False
+        self._asked = self._answered = 0
+        self._news = threading.Condition()
+        threading.Thread(target=self._run, name="adoption", daemon=True).start()
+
+    def close(self) -> None:
+        """Looks no more. What it is at just now is finished, and refused where it comes too late."""
+        with self._news:
+            self._closing = True
+            self._news.notify_all()
+
+    def settle(self, timeout: float) -> None:
+        """Waits until all that is complete has been taken, or cannot be; at most `timeout` seconds."""
+        with self._news:
+            self._asked += 1
+            mine = self._asked
+            self._news.notify_all()
+            self._news.wait_for(lambda: self._closing or self._answered >= mine, timeout)
+
+    def _run(self) -> None:
+        directory = save_directory(self._run_dir, self._world.epoch)
+        pause, asked = LOOK_EVERY, 0
+        while True:
+            asked = self._wait(pause, asked)
+            if self._closing:
+                return
+            calm = self._look(directory)
+            if not (calm and self._undecided):
+                with self._news:
+                    self._answered = asked
+                    self._news.notify_all()
+            # Not every second, where each try may fill the disk first.
+            pause = LOOK_EVERY if calm else min(2 * pause, LONGEST_PAUSE)
+
+    def _wait(self, pause: float, asked: int) -> int:
+        """For the next look; at once where somebody waits for it. Returns how many have ever waited, `asked` before."""
+        with self._news:
+            self._news.wait_for(lambda: self._closing or self._asked > asked, pause)
+            return self._asked
+
+    def _look(self, directory: Path) -> bool:
+        """At all that is newer than what the run has; newest first, which may be all that there is time for.
+
+        Returns:
+            Whether the file system let it be.
+        """
+        try:
+            found = candidates(directory)
+        except OSError as error:
+            self._complain(directory, str(error))
+            return False
+        calm, self._undecided = True, False
+        for step, path in found:
+            if self._closing:
+                break
+            if step < self._world.resume.source.step:
+                self._complain(path, _BEGAN_ANEW)
+            if step <= self._step:
+                continue
+            try:
+                self._consider(path, step)
+            except (FileNotFoundError, Changed):
+                # The script deletes old ones while we look, or writes this one again.
+                self._undecided = True
+            except OSError as error:
+                self._complain(path, str(error))
+                calm = False
+            except (ValueError, CheckpointDamaged) as error:
+                self._complain(path, str(error))
+        return calm
+
+    def _consider(self, path: Path, step: int) -> None:
+        foreign = complete(path, step, self._origin.world_size)
+        if foreign is None:
+            return
+        before, since = self._seen.get(path, (None, 0.0))
+        if before != foreign:
+            since = time.monotonic()
+            self._seen[path] = foreign, since
+        # Whoever waits makes us look early.
+        if before != foreign or time.monotonic() - since < LOOK_EVERY:
+            self._undecided = True
+            return
+        manifest = adopt(foreign, self._run_dir, self._world, self._origin)
+        logger.info("%s was saved by the script as %s", manifest.name, path.name)
+        self._step = step
+        self._said &= {_BEGAN_ANEW}
+        sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
+        self._deliver(ev.WorkerSaid(self._world.epoch, 0, worker_pb2.ToAgent(sealed=sealed)))
+
+    def _complain(self, path: Path, problem: str) -> None:
+        """Once, also where it is the same with the next one."""
+        if problem not in self._said:
+            self._said.add(problem)
+            self._deliver(ev.ManifestRead(path.name, None, problem))
+
+
+class Adoption:
+    """One agent's, through all epochs. Does nothing for a script that is not handed `${save_dir}`.
+
+    Args:
+        arguments: the script's.
+        deliver: see `Adopter`.
+    """
+
+    def __init__(self, arguments: Sequence[str], deliver: Callable[[ev.Event], None]) -> None:
+        self._wanted = any(MACRO in argument for argument in arguments)
+        self._deliver = deliver
+        self._adopter: Adopter | None = None
+
+    def begin(
+        self, run_dir: Path, world: control_pb2.World, origin: Origin, arguments: Sequence[str], *, first: bool
+    ) -> tuple[str, ...]:
+        """An epoch's workers are about to start.
+
+        Args:
+            run_dir, world, origin: see `Adopter`.
+            arguments: the script's.
+            first: this agent is the world's first, the one that looks.
+
+        Returns:
+            The arguments with the epoch's directory in them.
+
+        Raises:
+            OSError: the file system says no.
+        """
+        self.close()
+        if not self._wanted:
+            return tuple(arguments)
+        directory = prepare(run_dir, world)
+        if first:
+            self._adopter = Adopter(run_dir, world, origin, self._deliver)
+        return tuple(argument.replace(MACRO, str(directory)) for argument in arguments)
+
+    def hint(self, world: control_pb2.World, arguments: Sequence[str]) -> str:
+        """What a person has to change for the script to find what it resumes from; empty where nothing is."""
+        if not self._wanted or world.resume.form != control_pb2.FORM_UNIVERSAL or FLAG in arguments:
+            return ""
+        return (
+            f"the script resumes at another number of ranks, from universal files, and is not told so: start with "
+            f"{FLAG}, which it is handed then, and set checkpoint.load_universal in DeepSpeed's config where it has it"
+        )
+
+    def settle(self, timeout: float = SETTLE_WITHIN) -> None:
+        """A worker has ended well: what it saved last becomes the run's before that is told. From any thread."""
+        adopter = self._adopter
+        if adopter is not None:
+            adopter.settle(timeout)
+
+    def close(self) -> None:
+        """The epoch is over."""
+        if self._adopter is not None:
+            self._adopter.close()
+            self._adopter = None

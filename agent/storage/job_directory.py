@@ -1,0 +1,483 @@
+"""What the agent does in the checkpoint directory, always off the main thread.
+
+The directory is one file system that all nodes see, possibly NFS: everything may take long, and what another node
+wrote may come into sight late.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint import (
+    CheckpointDamaged,
+    CheckpointName,
+    CheckpointStore,
+    Damage,
+    Manifest,
+    finished_runs,
+    is_checkpoint_name,
+    read_sealed,
+    verify,
+)
+from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.elastic.checkpoint.files import Meter, publish
+from dalsegno.protos import control_pb2
+from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_FINISHED_RUNS
+from dalsegno.protos.text import one_line
+
+from ..decisions.events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
+from .private import NotPrivateError, check_private, read_private
+from .survey import Manifests, Survey, is_run, look_at, newest_of, run_number
+
+__all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
+
+# Seconds that a member looks again for a resume point which it does not see (NFS caches attributes for up to 60 s, but
+# opening the directory revalidates it; the master waits for this answer).
+LOOK_SECONDS = 10.0
+# Between two looks: the master waits for a member; a spare may look for days.
+_FIRST_PAUSE, _LAST_PAUSE, _LAST_PATIENT_PAUSE = 0.1, 1.0, 8.0
+# Between the tries of a verification that the file system spoils (ESTALE, EIO, a mount that is away), seconds.
+_VERIFY_PAUSES = (1.0, 3.0, 6.0, 10.0)
+# What a file system may show late, over NFS for one, and how often it must be found before it counts.
+_MAY_COME_LATE = (Damage.MANIFEST, Damage.DIGEST, Damage.MISSING_FILE, Damage.WRONG_SIZE)
+_DAMAGE_LOOKS = 3
+# Between two words on how far a verification is, seconds.
+_MOVED_EVERY = 5.0
+# Between the looks for what another node has just sealed: file systems remember for up to a minute what was not there.
+_SIGHT_PAUSES = (0.5, 2.0, 5.0, 10.0, 20.0, 30.0)
+# Looks at a directory in sight whose manifest is no good, before that is told: over NFS a manifest may come into sight
+# later than its directory.
+_UNUSABLE_LOOKS = 5
+# A probe file is a token; more is not ours.
+_MAX_PROBE = 256
+
+logger = logging.getLogger(__name__)
+
+
+class StorageError(Exception):
+    """The checkpoint directory cannot be used; one line that says what to change."""
+
+
+class JobDirectory:
+    """Paths and small files of one job below the checkpoint directory (docs/contracts.md)."""
+
+    def __init__(self, checkpoint_dir: Path, job_id: str) -> None:
+        self.root = checkpoint_dir
+        self.job_id = job_id
+        self.private = checkpoint_dir / ".dalsegno" / job_id
+        self.runs = checkpoint_dir / job_id
+        self._manifests = Manifests()
+
+    def run(self, run_id: str) -> Path:
+        """A run's directory: checkpoints are its children.
+
+        Raises:
+            ValueError: `run_id` is not one path component.
+        """
+        if not run_id or run_id in (".", "..") or "/" in run_id:
+            raise ValueError(f"not a run id: {run_id!r}")
+        return self.runs / run_id
+
+    def prepare(self) -> None:
+        """Makes the directories and checks that they can be written, the private one by us alone.
+
+        Raises:
+            StorageError: they cannot, or it can.
+        """
+        try:
+            self.private.mkdir(parents=True, exist_ok=True, mode=0o700)
+            check_private(self.private)
+            self.runs.mkdir(parents=True, exist_ok=True)
+            trial = self.runs / f".write-{secrets.token_hex(8)}"
+            trial.touch(exist_ok=False)
+            trial.unlink()
+        except NotPrivateError as error:
+            raise StorageError(str(error)) from error
+        except OSError as error:
+            raise StorageError(
+                f"the checkpoint directory {self.root} cannot be written ({error.strerror or error}); "
+                "choose another with --checkpoint-dir, or fix its permissions"
+            ) from error
+
+    def probe(self) -> str:
+        """The content of the job's probe file: the same for all nodes that see the same directory.
+
+        Made by whoever comes first: written aside and linked into place, so that nobody ever reads half of it.
+
+        Raises:
+            NotPrivateError: something else is there, or somebody else's.
+            OSError: it cannot be read or made.
+        """
+        path = self.private / "probe"
+        with contextlib.suppress(FileNotFoundError):
+            if probe := self._read_probe(path):
+                return probe
+            # It would be nobody's for ever.
+            logger.warning("%s is empty: it is made anew", path)
+            path.unlink(missing_ok=True)
+        self.private.mkdir(parents=True, exist_ok=True, mode=0o700)
+        aside = self.private / f"probe.{secrets.token_hex(8)}"
+        with open(aside, "x", encoding="ascii") as file:
+            file.write(secrets.token_hex(16))
+            file.flush()
+            os.fsync(file.fileno())
+        try:
+            # Somebody else's came first: theirs counts.
+            with contextlib.suppress(FileExistsError):
+                publish(aside, path)
+        finally:
+            aside.unlink()
+        return self._read_probe(path)
+
+    @staticmethod
+    def _read_probe(path: Path) -> str:
+        # All nodes that see the same file say the same, whatever somebody made of it.
+        return one_line(read_private(path).decode("ascii", errors="replace"), _MAX_PROBE)
+
+    def survey(self) -> Survey:
+        """For `Register`: the newest checkpoints of the runs that are not finished, and the finished runs.
+
+        Of all runs but the last only the newest checkpoint: they tell which epochs there were.
+
+        Raises:
+            OSError: the job's directory cannot be read, or that of the run that goes on.
+        """
+        finished = [run for run in finished_runs(self.runs) if is_run(run)]
+        found: list[control_pb2.Checkpoint] = []
+        for run in self._open_runs(finished):
+            room = MOST_CHECKPOINTS - len(found)
+            try:
+                # Sealed is enough: what is damaged must be in sight to be found damaged.
+                found += newest_of(self.runs / run, self._manifests, min(room, 1) if found else room)
+            except OSError as error:
+                if not found:
+                    raise
+                logger.warning("%s cannot be read: %s", self.runs / run, error)
+        finished.sort(key=run_number)
+        return Survey(self.probe(), tuple(found), tuple(finished[-MOST_FINISHED_RUNS:]))
+
+    def _open_runs(self, finished: Sequence[str]) -> list[str]:
+        """Runs that are not finished, the newest first."""
+        try:
+            names = set(os.listdir(self.runs)) - set(finished)
+        except FileNotFoundError:
+            return []
+        runs = [name for name in names if is_run(name) and os.path.isdir(self.runs / name)]
+        return sorted(runs, key=run_number, reverse=True)
+
+    def look(self, run_id: str, resume: control_pb2.CheckpointRef | None, newer_than: tuple[int, int] | None) -> Survey:
+        """For `Join`, see `look_at`.
+
+        Raises:
+            OSError: the run's directory cannot be read.
+        """
+        found, unusable = ([], []) if not run_id else look_at(self.run(run_id), resume, newer_than, self._manifests)
+        return Survey(self.probe(), tuple(found), (), tuple(unusable))
+
+
+class Storage:
+    """Runs such work on a few threads and hands the results to callbacks (called on those threads).
+
+    Args:
+        directory: the job's.
+        threads: for one verification.
+    """
+
+    def __init__(self, directory: JobDirectory, threads: int = 4) -> None:
+        self.directory = directory
+        self._threads = threads
+        self._closing = threading.Event()
+        # A slow verification or deletion must not hold up a Join.
+        self._quick = ThreadPoolExecutor(2, thread_name_prefix="storage")
+        self._slow = ThreadPoolExecutor(2, thread_name_prefix="storage-slow")
+        self._look = 0
+        self._look_lock = threading.Lock()
+
+    def survey(self, deliver: Callable[[Survey], None], failed: Callable[[str], None]) -> None:
+        """Looks at the job's directory once."""
+
+        def work() -> None:
+            try:
+                survey = self.directory.survey()
+            except OSError as error:
+                failed(f"the checkpoint directory cannot be read: {error}")
+                return
+            deliver(survey)
+
+        self._submit(self._quick, work)
+
+    def look(
+        self,
+        run_id: str,
+        resume: control_pb2.CheckpointRef | None,
+        patient: bool,
+        deliver: Callable[[Survey], None],
+        seconds: float = LOOK_SECONDS,
+        newer_than: tuple[int, int] | None = None,
+    ) -> None:
+        """Looks until `resume` is in sight, at most `seconds` (for ever if `patient`), then delivers what is seen.
+
+        Where its directory is in sight, and its manifest no good in several looks, that is delivered; a patient look
+        goes on behind that. A later `look` ends an earlier one without a delivery. A directory that cannot be read is
+        an empty one.
+        """
+        with self._look_lock:
+            self._look += 1
+            number = self._look
+
+        def work() -> None:
+            deadline = time.monotonic() + seconds
+            pause, longest = _FIRST_PAUSE, _LAST_PATIENT_PAUSE if patient else _LAST_PAUSE
+            unusable = 0
+            while self._current(number):
+                survey = self._look_or_nothing(run_id, resume, newer_than)
+                seen = resume is None or not resume.digest or self._sees(survey, resume)
+                damaged = resume is not None and any(one.name == resume.name for one in survey.unusable)
+                unusable = unusable + 1 if damaged else 0
+                over = seen or (not patient and (time.monotonic() >= deadline or unusable >= _UNUSABLE_LOOKS))
+                if (over or unusable == _UNUSABLE_LOOKS) and self._current(number):
+                    deliver(survey)
+                if over:
+                    return
+                # A file that another machine makes gives no event over NFS.
+                self._closing.wait(pause)
+                pause = min(pause * 2, longest)
+
+        # On a thread of its own: it may take for ever.
+        threading.Thread(target=work, name="storage-look", daemon=True).start()
+
+    def read_manifest(self, run_id: str, name: str, digest: str, deliver: Callable[[ManifestRead], None]) -> None:
+        """Describes a checkpoint that a worker of this node's epoch has sealed."""
+
+        def work() -> None:
+            try:
+                manifest = read_sealed(self.directory.run(run_id) / name, digest)
+            except (CheckpointDamaged, OSError, ValueError) as error:
+                deliver(ManifestRead(name, None, str(error)))
+            else:
+                deliver(ManifestRead(name, manifest.to_proto()))
+
+        self._submit(self._quick, work)
+
+    def verify(
+        self,
+        run_id: str,
+        verification: control_pb2.Verification,
+        deliver: Callable[[VerificationMoved | VerificationDone], None],
+    ) -> None:
+        """Checks all checksums of one directory; delivers now and then how far it is, and last the verdict.
+
+        Only damage is a verdict, and where it could be that something comes into sight late, only when it is found in
+        several looks. A file system that fails is tried a few times, for about 20 seconds in all, and then
+        reported as inconclusive: it says nothing about the checkpoint, which other nodes may read well.
+        """
+
+        def work() -> None:
+            number = verification.number
+            moved = Meter(lambda count: deliver(VerificationMoved(number, count)), _MOVED_EVERY)
+            done = self._look_through(run_id, verification, moved)
+            if done is not None:
+                deliver(done)
+
+        self._submit(self._slow, work)
+
+    def _look_through(
+        self, run_id: str, verification: control_pb2.Verification, moved: Callable[[int], None]
+    ) -> VerificationDone | None:
+        """Blocks. None: this storage was closed meanwhile."""
+        problem = ""
+        looks = 0
+        for pause in (0.0, *_VERIFY_PAUSES):
+            # Nothing tells when a file system is well again.
+            if self._closing.wait(pause):
+                return None
+            try:
+                path = self.directory.run(run_id) / verification.ref.name
+                damage = _damage_of(path, verification.ref.digest, self._threads, moved)
+            except (OSError, ValueError) as error:
+                problem = printable(str(error))
+                logger.warning("verifying %s: %s", verification.ref.name, problem)
+                continue
+            looks += 1
+            if damage is None or damage.reason not in _MAY_COME_LATE or looks >= _DAMAGE_LOOKS:
+                return VerificationDone(verification.number, damage is None, "" if damage is None else str(damage))
+            problem = str(damage)
+        return VerificationDone(verification.number, False, problem, inconclusive=True)
+
+    def sight(self, run_id: str, ref: control_pb2.CheckpointRef, deliver: Callable[[Sighted], None]) -> None:
+        """Looks for a checkpoint that another node has sealed, as long as file systems take to show it."""
+
+        def work() -> None:
+            for pause in (0.0, *_SIGHT_PAUSES):
+                # A file that another machine makes gives no event over NFS.
+                if self._closing.wait(pause):
+                    return
+                try:
+                    read_sealed(self.directory.run(run_id) / ref.name, ref.digest)
+                except (CheckpointDamaged, OSError, ValueError) as error:
+                    logger.info("%s is not in sight: %s", ref.name, error)
+                else:
+                    deliver(Sighted(ref))
+                    return
+
+        # On a thread of its own: it may take a minute.
+        threading.Thread(target=work, name="storage-sight", daemon=True).start()
+
+    def prune(self, run_id: str, refs: Sequence[control_pb2.CheckpointRef], deliver: Callable[[Pruned], None]) -> None:
+        """Deletes retired checkpoints with their later forms. Delivers those that are gone; the others stay."""
+
+        def work() -> None:
+            gone = []
+            for ref in refs:
+                problems: Mapping[str, Exception]
+                try:
+                    store = CheckpointStore(self._own_run(run_id))
+                    problems = store.prune(self._with_forms(store.run_dir, ref))
+                except (OSError, ValueError) as error:
+                    problems = {ref.name: error}
+                for name, problem in problems.items():
+                    logger.warning("checkpoint %s cannot be deleted: %s", name, problem)
+                if not problems:
+                    gone.append(ref)
+            deliver(Pruned(tuple(gone)))
+
+        self._submit(self._slow, work)
+
+    def sweep(self, run_id: str, epoch: int) -> None:
+        """Deletes directories without a manifest that epochs before `epoch` left behind."""
+
+        def work() -> None:
+            try:
+                store = CheckpointStore(self._own_run(run_id))
+                for name in store.lost_manifest(epoch):
+                    logger.warning("%s was sealed and has lost its manifest: it stays, delete it by hand", name)
+                left = store.never_sealed(epoch)
+                problems = store.prune(left)
+            except OSError as error:
+                logger.warning("unsealed checkpoints cannot be removed: %s", error)
+                return
+            for name, problem in problems.items():
+                logger.warning("what was never sealed as %s cannot be removed: %s", name, problem)
+            if gone := [name for name in left if name not in problems]:
+                logger.info("removed what was never sealed: %s", ", ".join(gone))
+
+        self._submit(self._slow, work)
+
+    def _own_run(self, run_id: str) -> Path:
+        """The run's directory, in which something will be deleted.
+
+        Raises:
+            OSError: it is a link: what is elsewhere may be somebody else's too.
+        """
+        path = self.directory.run(run_id)
+        if os.path.islink(path):
+            raise OSError(errno.ELOOP, "it is a link, through which nothing is deleted", str(path))
+        return path
+
+    def write_latest(self, run_id: str, head: control_pb2.Checkpoint) -> None:
+        """Copies the newest commit to `latest.json`, for people."""
+
+        def work() -> None:
+            store = CheckpointStore(self.directory.run(run_id))
+            try:
+                store.write_latest(Manifest.read(store.path(head.ref.name)))
+            except (CheckpointDamaged, OSError, ValueError) as error:
+                logger.warning("latest.json was not written: %s", error)
+
+        self._submit(self._quick, work)
+
+    def mark_finished(
+        self, run_id: str, step: int, head: control_pb2.CheckpointRef | None, timeout: float = 10.0
+    ) -> None:
+        """Writes `FINISHED.json`; waits for it, as the agent is about to exit."""
+
+        def work() -> None:
+            store = CheckpointStore(self.directory.run(run_id))
+            try:
+                store.mark_finished(step, _sealed_as(store, head))
+            except (CheckpointDamaged, OSError, ValueError) as error:
+                logger.warning("FINISHED.json was not written: %s", error)
+
+        future = self._submit(self._quick, work)
+        if future is not None and wait([future], timeout).not_done:
+            logger.warning("FINISHED.json was not written within %.0f s", timeout)
+
+    def close(self) -> None:
+        """Lets running work end by itself; what was not begun is dropped."""
+        self._closing.set()
+        for pool in (self._quick, self._slow):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], None]) -> Future[None] | None:
+        if self._closing.is_set():
+            return None
+        future = pool.submit(work)
+        future.add_done_callback(_log_crash)
+        return future
+
+    def _current(self, number: int) -> bool:
+        with self._look_lock:
+            return self._look == number and not self._closing.is_set()
+
+    def _look_or_nothing(
+        self, run_id: str, resume: control_pb2.CheckpointRef | None, newer_than: tuple[int, int] | None
+    ) -> Survey:
+        try:
+            return self.directory.look(run_id, resume, newer_than)
+        except OSError as error:
+            logger.warning("the checkpoint directory cannot be read: %s", error)
+            return Survey("", (), ())
+
+    @staticmethod
+    def _sees(survey: Survey, resume: control_pb2.CheckpointRef) -> bool:
+        return any(one.ref.digest == resume.digest for one in survey.inventory)
+
+    @staticmethod
+    def _with_forms(run_dir: Path, ref: control_pb2.CheckpointRef) -> list[str]:
+        wanted = CheckpointName.parse(ref.name)
+        names = [name for name in os.listdir(run_dir) if is_checkpoint_name(name)]
+        if wanted.lease is not None:
+            return [ref.name]
+        # Later forms first: while the source is there, what is left of a form can be told from a stray directory.
+        forms = [name for name in names if CheckpointName.parse(name).source == wanted and name != ref.name]
+        return [*forms, ref.name]
+
+
+def _sealed_as(store: CheckpointStore, ref: control_pb2.CheckpointRef | None) -> Manifest | None:
+    try:
+        return None if ref is None else read_sealed(store.path(ref.name), ref.digest)
+    except CheckpointDamaged:
+        return None
+
+
+def _damage_of(path: Path, digest: str, threads: int, moved: Callable[[int], None]) -> CheckpointDamaged | None:
+    """What is wrong with a sealed checkpoint; None where nothing is.
+
+    Raises:
+        OSError: it cannot be told: the file system fails, or the directory is not in sight as a whole.
+    """
+    try:
+        verify(path, read_sealed(path, digest), threads, moved=moved)
+    except CheckpointDamaged as damaged:
+        if os.path.isdir(path):
+            return damaged
+        # A mount that is away looks like missing files; whether all nodes miss it is for the master to find out.
+        others = sum(is_checkpoint_name(name) for name in os.listdir(path.parent))
+        raise OSError(
+            errno.ENOENT, f"it is not in sight, and {others} others are in the run's directory", str(path)
+        ) from None
+    return None
+
+
+def _log_crash(future: Future[None]) -> None:
+    if not future.cancelled() and (error := future.exception()) is not None:
+        logger.error("work in the checkpoint directory failed", exc_info=error)

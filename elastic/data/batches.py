@@ -1,0 +1,361 @@
+"""A data set as optimizer steps: this rank's micro-batches of every global batch, with their factors."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from ..checkpoint import Order, Position
+from ..rank import rng
+from ..rank.agreement import PART
+from ..rank.collective import Done
+from .fetching import Loading, Maker, Part, is_iterable
+from .micro_batch import MicroBatch
+from .plan import BatchPlan, Slice
+from .sampler import ElasticSampler, check_cut
+
+T = TypeVar("T")
+
+# What Batches itself says to the DataLoader, and what to use instead.
+_OWN_OPTIONS = {
+    "batch_size": "BatchPlan says how many",
+    "batch_sampler": "the order is the ElasticSampler's",
+    "sampler": "the order is the ElasticSampler's",
+    "shuffle": "say it to the ElasticSampler",
+    "drop_last": "say it to the ElasticSampler",
+    "collate_fn": "say collate=... to Batches",
+    "generator": "workers are seeded by the order's seed",
+    "in_order": "batches come in order",
+}
+
+
+# What people call what the order has.
+_IN_ORDER = {"seed": "seed of the order", "length": "length of the data set", "version": "version of the order"}
+
+
+@dataclass
+class Batch(Generic[T]):
+    """One optimizer step of this rank.
+
+    Attributes:
+        step: The optimizer step, counted from 1.
+        n: Real samples of the whole global batch.
+        sample_ids: This rank's real samples.
+        position: Where the global batch begins.
+        position_after: The run's position once this step is done.
+        handed_out: Micro-batches that ``micro_batches`` has given so far.
+        scale: ``"ddp"`` or ``"deepspeed"``: what the factors are made for.
+        abandoned: The loop over ``micro_batches`` was left before it came to its end.
+    """
+
+    step: int
+    n: int
+    sample_ids: tuple[int, ...]
+    position: Position
+    position_after: Position
+    handed_out: int = 0
+    scale: str = "ddp"
+    abandoned: bool = False
+    _parts: list[tuple[Part, T]] = field(default_factory=list, repr=False)
+    _owner: Batches[T] | None = field(default=None, repr=False)
+    _total: _Total | None = field(default=None, repr=False)
+
+    @property
+    def tokens(self) -> int:
+        """Real tokens of the whole global batch, with token means; else 0, as before ``micro_batches`` has begun.
+
+        They are summed while the first forward pass computes; whoever asks before waits for that.
+        """
+        return 0 if self._total is None else self._total.value
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches of this step, alike on all ranks and in all steps."""
+        return len(self._parts)
+
+    @property
+    def cut(self) -> tuple[tuple[Slice, T], ...]:
+        """This rank's slices in order with their data, for what must see all of a step before it computes any of it."""
+        return tuple((part.slice, data) for part, data in self._parts)
+
+    @property
+    def micro_batches(self) -> Iterator[MicroBatch[T]]:
+        """The micro-batches in order. With token means all ranks must begin it in the same step.
+
+        Once it has come to its end the step counts as trained: the sampler then stands at ``position_after``.
+        """
+        if self._owner is None:
+            raise RuntimeError("this batch was not made by Batches")
+        return self._owner.micro_batches(self, self._parts)
+
+    def check_complete(self) -> None:
+        """The step is over: were all of its micro-batches computed?
+
+        Raises:
+            RuntimeError: No: the gradient would be that of a part of the global batch.
+        """
+        missing = self.handed_out < self.accumulation
+        if missing or self.abandoned:
+            where = f"after {self.handed_out} of its {self.accumulation}" if missing else "in the last of its"
+            raise RuntimeError(
+                f"step {self.step} ended {where} micro-batches: its "
+                "gradient is not the global batch's. Go through all of batch.micro_batches before the optimizer steps"
+            )
+        if self._owner is not None:
+            self._owner.trained(self)
+
+
+class _Total:
+    """A sum over the ranks that is waited for once, when it is needed."""
+
+    def __init__(self, pending: Any) -> None:
+        self._pending, self._value = pending, 0
+
+    @property
+    def value(self) -> int:
+        if self._pending is not None:
+            self._value, self._pending = int(self._pending.wait()[0]), None
+        return self._value
+
+
+class Batches(Generic[T]):
+    """Iterates over ``Batch`` objects from the sampler's position on.
+
+    The sampler stands where the *training* stands: it moves once a batch's micro-batches are all computed. What
+    DataLoader workers fetch ahead does not count. So ``sampler.state_dict()``, taken between two steps, goes on with
+    the next batch, and so does iterating once more.
+
+    With a ``fixed_micro_batch`` plan and a seed, whatever is random is the same at every world size: the generators are
+    set from (seed, step, number) before every micro-batch, from (seed, data epoch, sample) while a map-style data set
+    makes a sample, and from (seed, data epoch, first sample) while ``collate`` works.
+
+    Args:
+        dataset: Map-style (``__getitem__``), or iterable. An iterable one has its own order (a sampler with
+            ``shuffle=False``) and must give the same samples on every rank; it is read as a whole by each rank and each
+            of its DataLoader workers, and its ``set_epoch(data_epoch)`` and ``skip(n)`` are used where it has them.
+            Without ``skip``, a resumed run reads what it does not need.
+        sampler: The order and where to begin.
+        plan: Who computes what. Its global batch size must be the sampler's.
+        rank: This rank's number in the data-parallel group.
+        collate: Makes ``data`` of a list of samples; default: torch's.
+        scale: ``"ddp"`` (also for FSDP) or ``"deepspeed"``, see ``BatchPlan.loss_scale``.
+        resume: Begin after this checkpoint: its position and step, its order and cut compared. Anything with
+            ``position``, ``step``, ``manifest.order`` and ``manifest.cut``; None: at the sampler's position, step 1.
+        data_epochs: Stop before this data epoch; None: never.
+        seed: See above.
+        count_tokens: For token means: real tokens in ``data``. Factors are then by tokens instead of samples. With a
+            plan that pads it is called with the rows' mask as second argument, and must not count the others.
+        reduce: For token means: sums a number over all ranks (``session.sum``, which is begun before the first forward
+            pass and waited for behind it; another function is called before).
+        loader_options: For ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
+
+    Raises:
+        ValueError: Sizes that disagree, a position in another order, a checkpoint whose batches were cut otherwise or
+            that has no position, ``count_tokens`` without ``reduce``, an iterable data set that is to be shuffled, or a
+            loader option that would change the order.
+
+    Attributes:
+        cut: What moves the curve besides the order, for the manifest of checkpoints.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: ElasticSampler,
+        plan: BatchPlan,
+        rank: int,
+        *,
+        collate: Callable[[list[Any]], T] | None = None,
+        scale: str = "ddp",
+        resume: Any = None,
+        data_epochs: int | None = None,
+        seed: int | None = None,
+        count_tokens: Callable[..., int] | None = None,
+        reduce: Callable[[float], float] | None = None,
+        loader_options: dict[str, Any] | None = None,
+    ) -> None:
+        options = dict(loader_options or {})
+        _check_agreement(dataset, sampler, plan, options)
+        if (count_tokens is None) != (reduce is None):
+            raise ValueError("token means need both count_tokens and reduce")
+        plan.slices(rank)
+        plan.loss_scale(1, 1, scale)
+        self._steps_done = 0
+        self._seed = None if seed is None or not plan.fixed_micro_batch else operator.index(seed)
+        self.cut = plan.cut(
+            sampler.order, drop_last=sampler.drop_last, tokens=count_tokens is not None, seed=self._seed
+        )
+        if resume is not None:
+            _check_place(resume)
+            if resume.manifest.order is not None:
+                sampler.adopt_order(resume.manifest.order)
+            check_cut(getattr(resume.manifest, "cut", None), self.cut)
+            sampler.seek(resume.position)
+            self._steps_done = resume.step
+        sampler.check_position(sampler.position)
+        self._sampler, self._plan, self._rank, self._scale = sampler, plan, rank, scale
+        self._count_tokens, self._reduce = count_tokens, reduce
+        self._data_epochs = data_epochs
+        maker = Maker(collate, self._seed, self.order.seed)
+        self._loading = Loading(dataset, sampler, plan, rank, maker, data_epochs, options)
+        self._left = self._count_left()
+
+    @property
+    def order(self) -> Order:
+        """For the manifest of checkpoints."""
+        return self._sampler.order
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """What all ranks must have alike, by name, for ``Session.compare``; ``steps`` compares it by itself."""
+        order = asdict(self.order)
+        del order["global_batch_size"]
+        return {
+            **{_IN_ORDER.get(name, name): value for name, value in order.items()},
+            **self._plan.alike,
+            "drop_last": self._sampler.drop_last,
+            "data_epochs": self._data_epochs,
+            "the mean is over tokens": self.cut.tokens,
+            "seed of Batches": self.cut.seed,
+            "position in the data": asdict(self.position),
+            PART: [self._rank, self._plan.world_size],
+        }
+
+    @property
+    def position(self) -> Position:
+        """Where the training stands: the sampler's."""
+        return self._sampler.position
+
+    @property
+    def left(self) -> int | None:
+        """Batches not handed out yet, alike on all ranks; None: without end.
+
+        Of an iterable data set without a length only this is known, with ``data_epochs``: 0, or 1 for at least one.
+        """
+        return self._left
+
+    def __iter__(self) -> Iterator[Batch[T]]:
+        self._left = self._count_left()
+        return self._iterate()
+
+    def _iterate(self) -> Iterator[Batch[T]]:
+        first = self._steps_done + 1
+        # The loader draws its workers' seed from a generator of its own: the global one must run on bit-exactly.
+        generator = torch.Generator().manual_seed(rng.derive("loader", self.order.seed, first, self._rank))
+        parts = self._loading.start(self._sampler.position, generator)
+        step = first
+        while gathered := list(islice(parts, self._plan.accumulation)):
+            one = gathered[0][0]
+            if self._left is not None:
+                self._left = self._count_after(one.position_after)
+            batch = Batch(
+                step=step,
+                n=one.total,
+                sample_ids=tuple(i for part, _ in gathered if not part.slice.filler for i in part.sample_ids),
+                position=one.position,
+                position_after=one.position_after,
+                scale=self._scale,
+                _parts=gathered,
+                _owner=self,
+            )
+            yield batch
+            if batch.handed_out:
+                batch.check_complete()
+            step += 1
+
+    def micro_batches(self, batch: Batch[T], parts: list[tuple[Part, T]]) -> Iterator[MicroBatch[T]]:
+        """See ``Batch.micro_batches``."""
+        tokens = self._tokens(batch, parts)
+        for index, (part, data) in enumerate(parts):
+            weight = part.slice.n if tokens is None else tokens[index]
+            if self._seed is not None:
+                rng.seed_micro_batch(self._seed, batch.step, part.slice.number)
+            batch.handed_out = index + 1
+            micro = MicroBatch(
+                data,
+                () if part.slice.filler else part.sample_ids,
+                part.slice.n,
+                part.slice.number,
+                # A slice without a real token has nothing to learn from, whatever the others have.
+                functools.partial(self._loss_scale, batch, weight) if weight else 0.0,
+                is_last=index == len(parts) - 1,
+                rows=part.slice.rows,
+                tokens=None if tokens is None else tokens[index],
+                padded=self._plan.pad,
+            )
+            try:
+                yield micro
+            except GeneratorExit:
+                batch.abandoned = True
+                raise
+            finally:
+                micro.close()
+        self.trained(batch)
+
+    def _loss_scale(self, batch: Batch[T], weight: int) -> float:
+        total = batch.n if self._count_tokens is None else batch.tokens
+        return self._plan.loss_scale(float(weight), float(total), self._scale)
+
+    def trained(self, batch: Batch[T]) -> None:
+        """All of ``batch`` is computed: that is where the training stands now."""
+        self._steps_done = batch.step
+        self._sampler.seek(batch.position_after)
+
+    def _tokens(self, batch: Batch[T], parts: list[tuple[Part, T]]) -> list[int] | None:
+        """Real tokens of each part, and begins to sum all ranks'; None without token means. Collective."""
+        if self._count_tokens is None or self._reduce is None:
+            return None
+        found = []
+        for part, data in parts:
+            mask = (torch.arange(part.slice.rows) < part.slice.n,) if self._plan.pad else ()
+            found.append(0 if part.slice.filler else int(self._count_tokens(data, *mask)))
+        batch._total = _Total(_begun(self._reduce, sum(found)))
+        return found
+
+    def _count_left(self) -> int | None:
+        return None if self._data_epochs is None else self._count_after(self._sampler.position)
+
+    def _count_after(self, position: Position) -> int:
+        assert self._data_epochs is not None
+        epochs = self._data_epochs - position.data_epoch
+        if not self.order.length:
+            return int(epochs > 0)
+        done = position.samples // self.order.global_batch_size
+        return max(0, epochs * self._sampler.batches_per_data_epoch - done)
+
+
+def _check_place(resume: Any) -> None:
+    """Nobody has said where in the data the checkpoint's run stood: from their beginning, samples would come twice."""
+    if resume.step > 0 and resume.manifest.order is None and resume.position == Position():
+        raise ValueError(
+            f"the checkpoint of step {resume.step} has no place in the data, so Batches cannot go on there: save with "
+            "position= and order= of Batches, go on with the data that it was trained on, or start a new run"
+        )
+
+
+def _begun(reduce: Callable[[float], float], value: int) -> Any:
+    """Begins a sum, if it is the session's; else it is made now."""
+    start = getattr(getattr(reduce, "__self__", None), "start_sum", None)
+    return Done([round(reduce(float(value)))]) if start is None else start(value)
+
+
+def _check_agreement(dataset: Any, sampler: ElasticSampler, plan: BatchPlan, options: dict[str, Any]) -> None:
+    if sampler.order.global_batch_size != plan.global_batch_size:
+        raise ValueError(
+            f"the sampler deals {sampler.order.global_batch_size} samples a step, the plan {plan.global_batch_size}"
+        )
+    if is_iterable(dataset):
+        if sampler.order.shuffle:
+            raise ValueError("an iterable data set has an order of its own: give the ElasticSampler shuffle=False")
+    elif not sampler.order.length:
+        raise ValueError("a map-style data set has a length: give it to the ElasticSampler")
+    elif hasattr(dataset, "__len__") and len(dataset) != sampler.order.length:
+        raise ValueError(f"the data set has {len(dataset)} samples, the sampler {sampler.order.length}")
+    for name in options.keys() & _OWN_OPTIONS.keys():
+        raise ValueError(f"loader_options cannot have {name!r}: {_OWN_OPTIONS[name]}")

@@ -1,0 +1,241 @@
+"""Evaluation that gives the same numbers at every batch size and world size.
+
+    def measure(model, batch):
+        losses = cross_entropy(model(batch.x), batch.y, reduction="none")
+        return {"loss": (losses, len(losses))}           # a total and what it is over; see Counts.add
+
+    metrics = Evaluator(dataset, measure, batch_size=64).run(model)
+
+Each sample is measured once. Totals and counts are summed over batches and ranks before any division.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset, default_collate
+
+from ..rank import rng
+from .counts import Counts, Finish, Measured, Totals
+from .fetching import begun
+
+_OWN_OPTIONS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last", "collate_fn", "generator")
+
+
+class Interrupted(Exception):
+    """The evaluation was given up on all ranks, because ``interrupt`` said so."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's part of one round, as positions in the data set. A filler has none of its own and counts for nothing.
+
+    Attributes:
+        start: First position.
+        stop: One past the last.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def filler(self) -> bool:
+        return self.start == self.stop
+
+
+def shares(size: int, batch_size: int, world_size: int, rank: int) -> Share:
+    """This rank's part of a round of ``size`` samples; the ranks' parts differ by at most one.
+
+    Raises:
+        ValueError: More samples than a round can have, or a negative number.
+    """
+    if not 0 <= size <= batch_size * world_size:
+        raise ValueError(f"a round of {world_size} batches of {batch_size} cannot have {size} samples")
+    short, longer = divmod(size, world_size)
+    start = rank * short + min(rank, longer)
+    return Share(start, start + short + (rank < longer))
+
+
+class Evaluator:
+    """Runs a model over a data set, all ranks together, and gives metrics.
+
+    The data set is cut into rounds of one batch per rank, and all ranks make as many forward passes, which are
+    collectives of their own in a sharded model: where the last round has nothing for a rank, it computes a sample that
+    another one has, and discards the result.
+
+    Args:
+        dataset: Map-style, or iterable. An iterable one must give the same samples on every rank.
+        measure: ``measure(model, data)`` gives totals and counts of one batch, see `Counts.add`. It runs without
+            gradients and with the model in evaluation mode.
+        batch_size: Samples that one forward pass has at most.
+        collate: Makes ``data`` of a list of samples; default: torch's.
+        finish: Makes metrics of the summed `Totals`, for what is no plain ratio (a perplexity, an F1 score); default:
+            `Totals.metrics`.
+        loader_options: For ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
+        interrupt_every: Batches between two questions to ``interrupt``, see `run`.
+
+    Raises:
+        ValueError: A size below 1, or a loader option that would change what is measured.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        measure: Callable[[Any, Any], Measured],
+        *,
+        batch_size: int = 32,
+        collate: Callable[[list[Any]], Any] | None = None,
+        finish: Finish | None = None,
+        loader_options: dict[str, Any] | None = None,
+        interrupt_every: int = 8,
+    ) -> None:
+        if batch_size < 1 or interrupt_every < 1:
+            raise ValueError(f"batch_size and interrupt_every must be at least 1: {batch_size}, {interrupt_every}")
+        for name in (loader_options or {}).keys() & set(_OWN_OPTIONS):
+            raise ValueError(f"loader_options cannot have {name!r}: the Evaluator deals the samples itself")
+        if _is_iterable(dataset) and loader_options:
+            raise ValueError("an iterable data set is read by each rank itself: leave loader_options out")
+        if isinstance(dataset, Iterator):
+            raise ValueError("an iterator or generator object can be read only once: give what makes one anew")
+        self._dataset, self._measure, self._batch_size = dataset, measure, batch_size
+        self._collate, self._finish = collate or default_collate, finish or Totals.metrics
+        self._options, self._interrupt_every = dict(loader_options or {}), interrupt_every
+
+    def run(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device | str | None = None,
+        interrupt: Callable[[], bool] | None = None,
+        busy: Callable[[], None] = lambda: None,
+    ) -> dict[str, float]:
+        """Evaluates. Collective over the default process group, where there is one.
+
+        The model's training mode, module by module, and the random generators are afterwards what they were before;
+        inside, the generators are seeded, so that a second run gives the same.
+
+        Args:
+            model: What ``measure`` is given.
+            device: Where batches are moved and totals are summed; default: where the model is.
+            interrupt: Asked now and then on all ranks; must give the same answer on all.
+            busy: Called with every batch (``session.busy``).
+
+        Returns:
+            Metrics, the same on every rank; nothing if there are no samples.
+
+        Raises:
+            Interrupted: ``interrupt`` gave True.
+        """
+        where = _device_of(model) if device is None else torch.device(device)
+        rank, world_size = _place()
+        counts = Counts(where)
+        with _evaluating(model, rank), torch.no_grad():
+            for number, (data, filler) in enumerate(self._batches(rank, world_size)):
+                if interrupt is not None and number % self._interrupt_every == 0 and interrupt():
+                    raise Interrupted
+                busy()
+                measured = self._measure(model, to_device(data, where))
+                if not filler:
+                    counts.add(measured)
+        return dict(self._finish(totals)) if _anything(totals := counts.reduce()) else {}
+
+    def _batches(self, rank: int, world_size: int) -> Iterator[tuple[Any, bool]]:
+        """This rank's batches, as many as every other rank's, and whether each is a filler."""
+        if _is_iterable(self._dataset):
+            yield from self._of_iterable(rank, world_size)
+            return
+        deal = _Deal(len(self._dataset), self._batch_size, world_size, rank)
+        # A generator of its own: the loader would draw its workers' seed from the training's.
+        generator = torch.Generator().manual_seed(rng.derive("evaluation-loader"))
+        loader = DataLoader(
+            self._dataset, batch_sampler=deal, collate_fn=self._collate, generator=generator, **self._options
+        )
+        for data, share in zip(begun(loader), deal.shares(), strict=True):
+            yield data, share.filler
+
+    def _of_iterable(self, rank: int, world_size: int) -> Iterator[tuple[Any, bool]]:
+        """Every rank reads the whole stream, so that all know alike where it ends."""
+        samples = iter(self._dataset)
+        first: list[Any] = []
+        while gathered := list(islice(samples, self._batch_size * world_size)):
+            first = first or gathered[:1]
+            share = shares(len(gathered), self._batch_size, world_size, rank)
+            yield self._collate(first if share.filler else gathered[share.start : share.stop]), share.filler
+
+
+class _Deal:
+    """The indices of this rank's batches, made when they are asked for. A filler is sample 0."""
+
+    def __init__(self, length: int, batch_size: int, world_size: int, rank: int) -> None:
+        self._length, self._batch_size, self._world_size, self._rank = length, batch_size, world_size, rank
+
+    def __len__(self) -> int:
+        step = self._batch_size * self._world_size
+        return (self._length + step - 1) // step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for share in self.shares():
+            yield [0] if share.filler else list(range(share.start, share.stop))
+
+    def shares(self) -> Iterator[Share]:
+        """One for each round."""
+        step = self._batch_size * self._world_size
+        for begin in range(0, self._length, step):
+            share = shares(min(step, self._length - begin), self._batch_size, self._world_size, self._rank)
+            yield Share(begin + share.start, begin + share.stop)
+
+
+def to_device(data: Any, device: torch.device) -> Any:
+    """``data`` with every tensor in it on ``device``, also in dicts, lists and tuples, and what else has ``to``."""
+    if isinstance(data, Tensor):
+        # To the CPU it would give memory that is not filled yet.
+        return data.to(device, non_blocking=device.type != "cpu")
+    if isinstance(data, dict):
+        return {key: to_device(value, device) for key, value in data.items()}
+    if isinstance(data, tuple) and hasattr(data, "_fields"):
+        return type(data)(*(to_device(value, device) for value in data))
+    if isinstance(data, list | tuple):
+        return type(data)(to_device(value, device) for value in data)
+    return data.to(device) if hasattr(data, "to") else data
+
+
+@contextmanager
+def _evaluating(model: nn.Module, rank: int) -> Iterator[None]:
+    # Not model.train() afterwards: a script may keep some modules in evaluation mode for good.
+    modes = [(module, module.training) for module in model.modules()]
+    generators = rng.capture()
+    model.eval()
+    rng.seed_all(rng.derive("evaluation", rank))
+    try:
+        yield
+    finally:
+        for module, mode in modes:
+            module.training = mode
+        rng.restore(generators)
+
+
+def _is_iterable(dataset: Any) -> bool:
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+def _anything(totals: Totals) -> bool:
+    return bool(totals.ratios or totals.counts)
+
+
+def _place() -> tuple[int, int]:
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    for tensor in (*model.parameters(), *model.buffers()):
+        return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,277 @@
+"""Makes micro-batches of data sets, in the training process or in a DataLoader's workers.
+
+Map-style data sets are asked for the samples of this rank alone. An iterable one is read as a whole by every rank, and
+by each of its workers, which make only the micro-batches that are theirs: what is expensive belongs in ``collate``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate, get_worker_info
+from torch.utils.data._utils import worker as torch_worker
+
+from ..checkpoint import Position
+from ..rank import rng
+from .plan import BatchPlan, Slice
+from .sampler import ElasticSampler
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One micro-batch, before it is made.
+
+    Attributes:
+        slice: Its place in the global batch.
+        total: Real samples of the whole global batch.
+        sample_ids: What it computes, without padding; of an iterable data set, numbers in the order of its data epoch.
+        position: Where the global batch begins.
+        position_after: Where the next one begins.
+    """
+
+    slice: Slice
+    total: int
+    sample_ids: tuple[int, ...]
+    position: Position
+    position_after: Position
+
+
+@dataclass(frozen=True)
+class Maker(Generic[T]):
+    """Turns samples into what a micro-batch computes.
+
+    Attributes:
+        collate: Of a list of samples; None: torch's.
+        seed: With it, what ``collate`` draws from the global generators depends on the micro-batch alone.
+        worker_seed: Of the generators in a DataLoader's worker, where there is no ``seed``.
+    """
+
+    collate: Callable[[list[Any]], T] | None
+    seed: int | None
+    worker_seed: int = 0
+
+    def settle(self, part: Part) -> None:
+        """In a worker, what is drawn for ``part`` depends on where that lies, not on when the worker was started."""
+        if self.seed is None and get_worker_info() is not None:
+            place = part.position
+            rng.seed_cpu(rng.derive("worker", self.worker_seed, place.data_epoch, place.samples, part.slice.number))
+
+    def make(self, samples: list[Any], part: Part) -> T:
+        """Pads and collates."""
+        collate: Callable[[list[Any]], T] = self.collate or default_collate
+        rows = samples + samples[:1] * part.slice.padding
+        if self.seed is None:
+            return collate(rows)
+        with rng.aside("collate", self.seed, part.position.data_epoch, part.sample_ids[0]):
+            return collate(rows)
+
+
+def is_iterable(dataset: object) -> bool:
+    """It can be read from the beginning only."""
+    return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+
+
+class Loading(Generic[T]):
+    """Where parts and their data come from.
+
+    Args:
+        dataset: Map-style or iterable.
+        sampler: The order; where to begin is said at each start.
+        plan, rank: Who computes what.
+        maker: See `Maker`.
+        data_epochs: Stop before this data epoch; None: never.
+        options: For ``torch.utils.data.DataLoader``.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        sampler: ElasticSampler,
+        plan: BatchPlan,
+        rank: int,
+        maker: Maker[T],
+        data_epochs: int | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._dataset, self._sampler, self._plan, self._rank = dataset, sampler, plan, rank
+        self._maker, self._data_epochs, self._options = maker, data_epochs, options
+
+    def start(self, position: Position, generator: Any) -> Iterator[tuple[Part, T]]:
+        """The parts of this rank from ``position`` on, in order.
+
+        Args:
+            position: Where a batch begins.
+            generator: Workers' seeds are drawn from it.
+        """
+        if is_iterable(self._dataset):
+            stream = Stream(
+                self._dataset, self._sampler, self._plan, self._rank, self._maker, position, self._data_epochs
+            )
+            yield from begun(self._loader(stream, generator))
+            return
+        asked: deque[Part] = deque()
+        loader = self._loader(Fetcher(self._dataset, self._maker), generator, sampler=self._ask(position, asked))
+        for data in begun(loader):
+            # Data come in the order in which they were asked for, also from many workers.
+            yield asked.popleft(), data
+
+    def _loader(self, dataset: Any, generator: Any, **options: Any) -> DataLoader[Any]:
+        # batch_size=None: what the data set gives is a micro-batch already.
+        return DataLoader(
+            dataset, batch_size=None, collate_fn=_as_is, generator=generator, **{**self._options, **options}
+        )
+
+    def _ask(self, position: Position, asked: deque[Part]) -> Iterator[Part]:
+        while self._data_epochs is None or position.data_epoch < self._data_epochs:
+            whole = self._sampler.batch_at(position)
+            total = len(whole.sample_ids)
+            for piece in self._plan.slices(self._rank, total):
+                ids = tuple(whole.sample_ids[piece.start : piece.stop])
+                part = Part(piece, total, ids, position, whole.position_after)
+                asked.append(part)
+                yield part
+            position = whole.position_after
+
+
+def begun(loader: DataLoader[Any]) -> Iterator[Any]:
+    """Its iterator. What torch draws with our generator then is on the CPU, wherever the script makes its tensors."""
+    with torch.device("cpu"):
+        return iter(loader)
+
+
+class Fetcher(Dataset[T]):
+    """A map-style data set whose items are micro-batches."""
+
+    def __init__(self, dataset: Any, maker: Maker[T]) -> None:
+        self.dataset, self.maker = dataset, maker
+
+    def __getitem__(self, part: Part) -> T:
+        self.maker.settle(part)
+        return self.maker.make(self._samples(part), part)
+
+    def _samples(self, part: Part) -> list[Any]:
+        seed, ids = self.maker.seed, list(part.sample_ids)
+        if seed is None:
+            together = getattr(self.dataset, "__getitems__", None)
+            return list(together(ids)) if callable(together) else [self.dataset[index] for index in ids]
+        samples = []
+        for index in ids:
+            with rng.aside("sample", seed, part.position.data_epoch, index):
+                samples.append(self.dataset[index])
+        return samples
+
+
+class Stream(IterableDataset[tuple[Part, T]]):
+    """An iterable data set as micro-batches: worker k of n makes every n-th one of this rank, counted from k.
+
+    DataLoader takes from its workers in turn, so together they are in order.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Any],
+        sampler: ElasticSampler,
+        plan: BatchPlan,
+        rank: int,
+        maker: Maker[T],
+        start: Position,
+        data_epochs: int | None,
+    ) -> None:
+        self.dataset, self.maker = dataset, maker
+        self._order, self._drop_last = sampler.order, sampler.drop_last
+        self._plan, self._rank, self._start, self._data_epochs = plan, rank, start, data_epochs
+
+    def __iter__(self) -> Iterator[tuple[Part, T]]:
+        info = get_worker_info()
+        worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
+        number = 0
+        for samples, position, after in self._batches():
+            for piece in self._plan.slices(self._rank, len(samples)):
+                if number % workers == worker:
+                    ids = tuple(range(position.samples + piece.start, position.samples + piece.stop))
+                    part = Part(piece, len(samples), ids, position, after)
+                    self.maker.settle(part)
+                    yield part, self.maker.make(samples[piece.start : piece.stop], part)
+                number += 1
+
+    def _batches(self) -> Iterator[tuple[list[Any], Position, Position]]:
+        """Global batches, each with its position and the next one's; two of them are in memory."""
+        position = self._start
+        while self._data_epochs is None or position.data_epoch < self._data_epochs:
+            reading = self._read(position)
+            samples = self._take(reading)
+            if not samples:
+                raise RuntimeError(self._nothing_at(position))
+            while samples:
+                following = self._take(reading)
+                after = Position(position.data_epoch, position.samples + len(samples))
+                if not following:
+                    after = Position(position.data_epoch + 1, 0)
+                yield samples, position, after
+                samples, position = following, after
+
+    def _take(self, reading: Iterator[Any]) -> list[Any]:
+        size = self._order.global_batch_size
+        with _as_only_reader():
+            samples = list(islice(reading, size))
+        return [] if self._drop_last and len(samples) < size else samples
+
+    def _read(self, position: Position) -> Iterator[Any]:
+        """The samples of a data epoch from ``position`` on; its length is compared where it is known."""
+        dataset, count = self.dataset, position.samples
+        if hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(position.data_epoch)
+        skip = getattr(dataset, "skip", None)
+        # Hugging Face's, of one that is shuffled, gives another order, and not all samples.
+        if count and callable(skip) and type(dataset).__module__.partition(".")[0] != "datasets":
+            source = iter(skip(count))
+        else:
+            source = iter(dataset)
+            count = 0
+        for sample in source:
+            count += 1
+            if self._order.length and count > self._order.length:
+                raise RuntimeError(f"the data set has more than the {self._order.length} samples that the sampler has")
+            if count > position.samples:
+                yield sample
+        if self._order.length and count < self._order.length:
+            raise RuntimeError(
+                f"the data set ended after {count} samples in data epoch {position.data_epoch}, "
+                f"the sampler has {self._order.length}"
+            )
+
+    def _nothing_at(self, position: Position) -> str:
+        if position.samples:
+            where = f"sample {position.samples} of data epoch {position.data_epoch}, where the run goes on"
+            return f"the data set ends before {where}: it is not the one that the run began with"
+        least = self._order.global_batch_size if self._drop_last else 1
+        return (
+            f"the data set has fewer than {least} samples in data epoch {position.data_epoch}: an iterable one must "
+            "give a new iterator each time (an iterator or generator object can be read only once)"
+        )
+
+
+@contextmanager
+def _as_only_reader() -> Iterator[None]:
+    """Hides the DataLoader's worker from the data set.
+
+    Many iterable data sets give each worker a share of their own. Here every worker reads all of it and picks.
+    """
+    info = torch_worker._worker_info
+    torch_worker._worker_info = None
+    try:
+        yield
+    finally:
+        torch_worker._worker_info = info
+
+
+def _as_is(data: T) -> T:
+    return data

@@ -1,0 +1,145 @@
+"""What can be seen of an engine before its first step: whether its optimizer fits ZeRO, and how its world can change.
+
+`why_not_reshard` and `check_optimizer` say it in words; `tell` says it to the person, once, on rank 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.utils import ZERO_SUPPORTED_OPTIMIZERS
+from torch import Tensor
+
+from ..rank.remarks import remark
+from ..saving.optimizers import is_elementwise
+from ..universal.source import ADAM_STATES
+from .loading import knows_universal_files, loads_any_state, torch_optimizer, whole_parameters
+
+# Versions of DeepSpeed in which re-sharding was tried.
+TRIED = ((0, 19),)
+ALLOW = "zero_allow_untested_optimizer"
+"""DeepSpeed's own switch of its guard."""
+_TOLD = "_dalsegno_told"
+_PARTS = (
+    "ZeRO gives it flat parts of the model, cut where the number of ranks says, and nobody knows that it treats every "
+    "weight by itself (Adafactor, LAMB, Muon and optimizers in 8 bits do not)"
+)
+
+
+def check_optimizer(optimizer: Any, stage: int, *, allowed: bool, scheduled: bool = False) -> None:
+    """Refuses an optimizer that would make another curve in every world, or not the one that was asked for.
+
+    Args:
+        optimizer: As DeepSpeed is given it.
+        stage: Of ZeRO.
+        allowed: The user's own config has `ALLOW`.
+        scheduled: A scheduler sets its learning rate.
+
+    Raises:
+        ValueError: It is not known to treat every weight by itself; or DeepSpeed would put another one in its place.
+    """
+    if stage > 0 and isinstance(optimizer, torch.optim.Adagrad) and (scheduled or _has_its_own(optimizer)):
+        raise ValueError(
+            f"{type(optimizer).__name__} with ZeRO-{stage}: DeepSpeed makes another Adagrad in its place, with one "
+            "parameter group, the default values of this one, and a learning rate that no scheduler reaches. Take "
+            "another optimizer, or one group and no scheduler"
+        )
+    if stage == 0 or allowed or is_elementwise(optimizer) or type(optimizer) in ZERO_SUPPORTED_OPTIMIZERS:
+        return
+    raise ValueError(
+        f"{type(optimizer).__name__} with ZeRO-{stage}: {_PARTS}, so the loss curve would be another one at every "
+        f"world size. Take one that does (AdamW, SGD, Lion, ...), or DDP; or set {ALLOW} in DeepSpeed's config, if you "
+        "know that it does, or want it all the same"
+    )
+
+
+def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its groups have values that are not its defaults."""
+    groups, defaults = optimizer.param_groups, optimizer.defaults
+    return len(groups) > 1 or any(groups[0].get(key, value) != value for key, value in defaults.items())
+
+
+def can_reshard(engine: Any) -> bool:
+    """Whether what the engine saves now can be loaded by `restore` at another number of ranks without a conversion.
+
+    Stage 0 partitions nothing: its checkpoints load anywhere as they are.
+    """
+    return 1 <= int(engine.zero_optimization_stage()) <= 3 and why_not_reshard(engine) is None
+
+
+def why_not_reshard(engine: Any) -> str | None:
+    """What keeps another number of ranks from loading what the engine saves now without a conversion; None: nothing.
+
+    It leans on private names of DeepSpeed, so only in versions that were tried; else universal files are made. What an
+    optimizer gathers is there after its first step; before, what is known of it counts.
+    """
+    if not is_tried():
+        known = " or ".join(".".join(map(str, version)) for version in TRIED)
+        return f"DeepSpeed {deepspeed.__version__}, where it was never tried ({known} was)"
+    if getattr(engine, "has_moe_layers", False):
+        return "a mixture of experts"
+    if engine.zero_nvme_offload_optimizer():
+        return "optimizer states on NVMe, which no checkpoint has (offload them to the cpu)"
+    if not knows_universal_files(engine):
+        return "an optimizer of DeepSpeed's that loads no universal files"
+    if not whole_parameters(engine):
+        return "tensor parallelism"
+    return _why_not_dealt_out(engine)
+
+
+def is_tried() -> bool:
+    """Whether re-sharding was tried with this version of DeepSpeed."""
+    return tuple(int(part) for part in deepspeed.__version__.split(".")[:2]) in TRIED
+
+
+def _why_not_dealt_out(engine: Any) -> str | None:
+    """Why what the optimizer gathers cannot be dealt out to other ranks; None: as far as is known, it can."""
+    if (unknown := _unknown(engine)) is not None:
+        return f"{unknown}, of which nobody knows that it treats every weight by itself"
+    optimizer = torch_optimizer(engine)
+    name = type(optimizer).__name__
+    kinds = set()
+    for flat, state in optimizer.state.items():
+        gathered = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
+        kinds.add(frozenset(gathered))
+        # SuperOffload knows its flat parts by their numbers.
+        if isinstance(flat, Tensor) and any(value.numel() != flat.numel() for value in gathered.values()):
+            return f"{name}, which gathers something else than one value for each weight"
+    if len(kinds) > 1:
+        return f"{name}, which gathers other things for one parameter group than for another"
+    others = {key for kind in kinds for key in kind} - set(ADAM_STATES)
+    if others and int(engine.zero_optimization_stage()) == 3 and not loads_any_state(engine):
+        return f"{name}: DeepSpeed loads only Adam's moments here"
+    return None
+
+
+def _unknown(engine: Any) -> str | None:
+    """The name of an optimizer, the script's or one below it, that is not known to be element-wise; None: they are."""
+    inner = torch_optimizer(engine)
+    for optimizer in (getattr(engine, "basic_optimizer", None) or inner, inner):
+        if not is_elementwise(optimizer):
+            return type(optimizer).__name__
+    return None
+
+
+def tell(engine: Any) -> None:
+    """Says once, on rank 0, what a change of the world will not be able to do as usual."""
+    if getattr(engine, _TOLD, False) or int(engine.zero_optimization_stage()) == 0:
+        return
+    setattr(engine, _TOLD, True)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    if rank != 0:
+        return
+    changes = (
+        "When the world changes, its checkpoints are converted to universal files first; where that cannot be done, "
+        f"the run stays at {world} ranks"
+    )
+    if (unknown := _unknown(engine)) is not None:
+        remark(
+            "%s: %s. If it does not, the loss curve is another one at every world size. %s", unknown, _PARTS, changes
+        )
+    elif (reason := why_not_reshard(engine)) is not None:
+        remark("no re-sharding with %s. %s", reason, changes)

@@ -1,0 +1,424 @@
+"""DeepSpeed in an elastic run: what a training script adds around ``deepspeed.initialize``.
+
+    s = session()
+    elastic_ds.prepare()
+    engine, *_ = deepspeed.initialize(..., config=elastic_ds.config(base, plan, s.resume))
+    elastic_ds.restore(engine, s.resume)
+    for batch in s.steps(batches, save=elastic_ds.save(engine), strategy=elastic_ds.strategy(engine)):
+        ...
+
+Works for ZeRO stages 0 to 3 without tensor or pipeline parallelism. A checkpoint is loaded in the form that the session
+says: as it was saved where the world size is the same (stage 0: at any); else from its universal form, or by each rank
+from the shards of those that saved it ("re-sharding"), which needs no conversion. Both go through DeepSpeed's universal
+loading; what that gets wrong is in ``deepspeed_loading``.
+
+The random state is not saved here: the session does that.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Protocol
+
+import deepspeed
+import deepspeed.ops
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY
+from deepspeed.pipe import PipelineModule
+
+from ..checkpoint import UNIVERSAL
+from ..rank.process_group import init_alone
+from ..saving.optimizers import source_of_step
+from ..saving.replicas import loadable
+from ..universal.errors import ConversionError
+from ..universal.forms import Form
+from ..universal.layout import engine_directory
+from ..universal.loading import describe_refusal, only_safe_loading
+from ..universal.source import OPTIMIZER_NOTE, open_source
+from ..universal.values import ShardedValues, UniversalValues, Values
+from .checks import can_reshard, tell, why_not_reshard
+from .loading import (
+    check_groups,
+    load_parameters,
+    load_whole_model,
+    own_loading,
+    repair_groups,
+    restore_unpartitioned,
+    separate_steps,
+    torch_optimizer,
+)
+from .view import ZERO, resharded_view, sharded_view, universal_view
+
+UNIVERSAL_VERSION = 0.4
+_ROUND_ROBIN = (
+    "made with zero_optimization.round_robin_gradients, which lays weights out in a way that checkpoints do not "
+    "describe; set it to false to train elastically"
+)
+
+
+class Resume(Protocol):
+    """What `config` and `restore` read of a session's resume point."""
+
+    @property
+    def form(self) -> str: ...
+    @property
+    def path(self) -> Path: ...
+    @property
+    def universal(self) -> Path | None: ...
+    @property
+    def reshard(self) -> bool: ...
+
+
+class Plan(Protocol):
+    """What `config` reads of a batch plan."""
+
+    @property
+    def accumulation(self) -> int: ...
+    @property
+    def micro_batch_size(self) -> int: ...
+
+
+def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+    """Initialises ``torch.distributed`` for DeepSpeed, also in a world of one without torchrun.
+
+    Skips the compilation of ``deepspeed_shm_comm`` (40 CPU seconds, needs a compiler; not used under torchrun, and a
+    process killed during it leaves a lock that blocks the next start for ever).
+
+    Args:
+        backend: Of ``torch.distributed``; None: the accelerator's (gloo on a CPU).
+        timeout: Of collectives; None: DeepSpeed's default, 10 minutes.
+
+    Raises:
+        RuntimeError: There are several ranks, and the environment does not say which one of its node this is.
+    """
+    _check_environment()
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if backend is None:
+        accelerator = get_accelerator()
+        backend = "gloo" if accelerator.device_name() == "cpu" else accelerator.communication_backend_name()
+    if not dist.is_initialized() and "RANK" not in os.environ:
+        init_alone(backend)
+    options: dict[str, Any] = {} if timeout is None else {"timeout": timeout}
+    deepspeed.init_distributed(dist_backend=backend, verbose=False, auto_mpi_discovery=False, **options)
+
+
+def _check_environment() -> None:
+    """DeepSpeed takes its device from LOCAL_RANK, which not everything that starts ranks sets."""
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # which DeepSpeed reads as well, but late
+        os.environ.setdefault("LOCAL_RANK", os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])
+    ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks == 1:
+        os.environ.setdefault("LOCAL_RANK", "0")
+    elif "LOCAL_RANK" not in os.environ:
+        raise RuntimeError(
+            f"LOCAL_RANK is missing in the environment of one of {ranks} ranks, and DeepSpeed takes its device from "
+            "it: start with dlrover-run or torchrun, which set it, or export it (Slurm: LOCAL_RANK=$SLURM_LOCALID)"
+        )
+
+
+def config(base: Mapping[str, Any], plan: Plan, resume: Resume | None) -> dict[str, Any]:
+    """DeepSpeed's configuration for the present world.
+
+    Args:
+        base: The script's own. Its batch sizes are replaced.
+        plan: How the global batch is dealt in this world.
+        resume: Where the session resumes; None at step 0.
+
+    Returns:
+        A new dictionary: micro batch, accumulation, and ``checkpoint.load_universal`` exactly when the resume point is
+        universal or another number of ranks saved it.
+
+    Raises:
+        ValueError: ``base`` asks for a layout that no checkpoint survives a change of the world with.
+    """
+    result = copy.deepcopy(dict(base))
+    zero = result.get("zero_optimization", {})
+    if zero.get("round_robin_gradients"):
+        raise ValueError(f"the config is {_ROUND_ROBIN}")
+    if zero.get("elastic_checkpoint"):
+        raise ValueError("zero_optimization.elastic_checkpoint is dead in DeepSpeed; remove it")
+    # DeepSpeed derives this one; slices of a step may be shorter than the micro batch, so it is an upper bound.
+    result.pop("train_batch_size", None)
+    result["train_micro_batch_size_per_gpu"] = plan.micro_batch_size
+    result["gradient_accumulation_steps"] = plan.accumulation
+    by_values = resume is not None and loads_by_values(resume)
+    result["checkpoint"] = {**result.get("checkpoint", {}), "load_universal": by_values}
+    return result
+
+
+def save(engine: Any, client_state: Mapping[str, Any] | None = None) -> Save:
+    """The ``write`` function that a session calls on every rank to save ``engine``.
+
+    Args:
+        engine: From ``deepspeed.initialize``.
+        client_state: Plain values or tensors of the script's own; `restore` gives them back.
+    """
+    return Save(engine, client_state)
+
+
+class Save:
+    """``write(path)`` creates ``path`` and writes this rank's files. See `save`.
+
+    Attributes:
+        engine: As given.
+        reshards: See `can_reshard`; the session writes it down.
+        strategy: See `strategy`; the session takes it where the script says none.
+    """
+
+    def __init__(self, engine: Any, client_state: Mapping[str, Any] | None = None) -> None:
+        self.engine, self._client_state = engine, client_state
+
+    @property
+    def reshards(self) -> bool:
+        return can_reshard(self.engine)
+
+    @property
+    def strategy(self) -> str:
+        return strategy(self.engine)
+
+    def __call__(self, path: Path) -> None:
+        """Writes.
+
+        Raises:
+            OSError: Something could not be written; only raised after DeepSpeed's collectives, so that no other rank
+                waits for this one.
+            TypeError: The client's or the scheduler's state could not be loaded again; raised then, too.
+        """
+        state, problem = _described(self.engine, self._client_state), self._check()
+        if problem is not None:
+            state = {}
+        with _errors_after_collectives(self.engine):
+            self.engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
+        if problem is not None:
+            raise problem
+
+    def _check(self) -> Exception | None:
+        """Why what this rank writes beside the engine's own state could not be loaded again; None: it could."""
+        if not getattr(self.engine, "save_non_zero_checkpoint", True):
+            return None
+        scheduler = self.engine.lr_scheduler
+        try:
+            states = [self._client_state, None if scheduler is None else scheduler.state_dict()]
+            loadable(states, "the state of the scheduler, of a callback or of the script's own")
+        except Exception as error:  # kept, whatever it is: the other ranks wait in DeepSpeed's collectives
+            return error
+        return None
+
+
+@contextmanager
+def saved_by_trainer(engine: Any) -> Iterator[None]:
+    """Lets a framework call ``engine.save_checkpoint`` itself while it lasts, and adds what `Save` adds.
+
+    Raises:
+        OSError: Something could not be written; only raised at the end, see `Save`.
+    """
+    original = engine.save_checkpoint
+    latest: list[tuple[Path, str]] = []
+
+    @functools.wraps(original)
+    def save_checkpoint(
+        save_dir: str, tag: Any = None, client_state: Any = None, save_latest: bool = True, **options: Any
+    ) -> Any:
+        tag = str(tag or f"global_step{engine.global_steps}")
+        if save_latest and dist.get_rank() == 0:
+            latest.append((Path(save_dir) / "latest", tag))
+        # That file rank 0 would write before the last barrier, where its failure would hold up the others.
+        return original(save_dir, tag=tag, client_state=_described(engine, client_state), save_latest=False, **options)
+
+    engine.save_checkpoint = save_checkpoint
+    try:
+        with _errors_after_collectives(engine):
+            yield
+    finally:
+        del engine.save_checkpoint
+    for path, tag in latest:
+        path.write_text(tag)
+
+
+def _described(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
+    """What is saved beside the engine's own state.
+
+    The converter wants to be told of universal checkpoints in stages 1 and 2. With tensor parallelism DeepSpeed knows
+    what must be said; what is in the client's state would replace that.
+    """
+    state = dict(client_state or {})
+    if getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
+        state.setdefault(UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION})
+    state[OPTIMIZER_NOTE] = source_of_step(torch_optimizer(engine))
+    return state
+
+
+def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[str, Any]:
+    """Loads the resume point into a fresh engine and repairs what DeepSpeed leaves wrong. Collective.
+
+    Says in one line, on rank 0, where this engine's world cannot change as usual.
+
+    Args:
+        engine: From ``deepspeed.initialize`` with this module's `config`.
+        resume: Where the session resumes; None: nothing is loaded.
+        strict: The checkpoint has all of the model's weights; not where frozen ones were left out.
+
+    Returns:
+        The ``client_state`` that was saved.
+
+    Raises:
+        ValueError: The engine was not configured for this resume point.
+        RuntimeError: DeepSpeed found nothing to load, a file is missing, or one holds objects that are not loaded; or
+            another number of ranks saved it, and this engine is not one that `can_reshard`.
+        OSError: A file cannot be read.
+    """
+    tell(engine)
+    if resume is None:
+        return {}
+    by_values = loads_by_values(resume)
+    if bool(engine.load_universal_checkpoint()) != by_values:
+        raise ValueError(f"the engine's config was not made by `config` for this resume point (form {resume.form})")
+    if by_values and engine.zero_round_robin_gradients():
+        raise ValueError(f"the engine was {_ROUND_ROBIN}")
+    if resume.reshard and not can_reshard(engine):
+        # The manifest speaks of the DeepSpeed and the engine that saved.
+        raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
+    with _only_what_is_safe(resume.path):
+        return _load(engine, resume, strict)
+
+
+def load_weights(engine: Any, directory: Path) -> None:
+    """Gives an engine's model the weights of a checkpoint that any number of ranks saved, and nothing else. Collective.
+
+    Meant for when the training is over: what the optimizer holds of the weights stays as it was.
+
+    Args:
+        engine: From ``deepspeed.initialize``.
+        directory: The checkpoint, see `engine_directory`.
+
+    Raises:
+        RuntimeError: It has no values for one of the model's parameters, or cannot be read.
+        OSError: The file system says no.
+    """
+    saved = engine_directory(directory)
+    with _only_what_is_safe(saved):
+        stage = int(engine.zero_optimization_stage())
+        if stage == 0:
+            load_whole_model(engine, saved)
+            return
+        try:
+            form = Form(open_source(saved, ours=True), stage)
+        except ConversionError as error:
+            raise RuntimeError(f"the weights of {saved} cannot be read: {error}") from error
+        with form.source:
+            load_parameters(engine, ShardedValues(form))
+        restore_unpartitioned(engine, saved)
+
+
+def loads_by_values(resume: Resume) -> bool:
+    """Whether each rank takes its own ranges of every parameter, instead of the file of the rank before it."""
+    return resume.form == UNIVERSAL or resume.reshard
+
+
+def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
+    saved = engine_directory(resume.path)
+    directory = saved if resume.universal is None else resume.universal
+    if not isinstance(engine.module, PipelineModule):
+        check_groups(engine, saved)
+    with _opened(resume, saved, int(engine.zero_optimization_stage())) as (view, values):
+        with nullcontext() if values is None else own_loading(engine, values, view):
+            loaded, client_state = engine.load_checkpoint(str(view.parent), tag=view.name, load_module_strict=strict)
+        if loaded is None:
+            raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")
+        if values is not None:
+            repair_groups(engine, view)
+    separate_steps(engine)
+    if not isinstance(engine.module, PipelineModule):
+        restore_unpartitioned(engine, directory)
+    elif resume.form == UNIVERSAL:
+        # A pipeline's layers have files of their own, which are not among the universal ones.
+        with sharded_view(saved) as view:
+            engine.module.load_state_dir(str(view), engine.checkpoint_engine)
+    return dict(client_state or {})
+
+
+@contextmanager
+def _opened(resume: Resume, saved: Path, stage: int) -> Iterator[tuple[Path, Values | None]]:
+    """What DeepSpeed is told to load, and what its optimizer then loads; None: what DeepSpeed finds itself."""
+    if resume.form == UNIVERSAL:
+        if resume.universal is None:
+            raise ValueError("the resume point is universal and does not say where")
+        with universal_view(resume.universal, stage) as view:
+            yield view, UniversalValues(view / ZERO)
+    elif resume.reshard:
+        try:
+            form = Form(open_source(saved, ours=True), stage)
+        except ConversionError as error:
+            raise RuntimeError(_not_here(resume, str(error))) from error
+        with form.source, resharded_view(saved, form) as view:
+            yield view, ShardedValues(form)
+    else:
+        with sharded_view(saved) as view:
+            yield view, None
+
+
+def _not_here(resume: Resume, reason: str) -> str:
+    return f"{resume.path.name} cannot be loaded by another number of ranks as it is ({reason}): it must be converted"
+
+
+def strategy(engine: Any) -> str:
+    """The engine's strategy for a manifest's shape: ``"deepspeed-zero-<stage>"``."""
+    return f"deepspeed-zero-{int(engine.zero_optimization_stage())}"
+
+
+@contextmanager
+def _only_what_is_safe(directory: Path) -> Iterator[None]:
+    """Lets nobody unpickle arbitrary objects meanwhile, DeepSpeed included."""
+    try:
+        with only_safe_loading():
+            yield
+    except UnpicklingError as error:
+        refused = describe_refusal(str(directory), error)
+        raise RuntimeError(f"{refused}; if you trust it: torch.serialization.add_safe_globals([...])") from error
+
+
+@contextmanager
+def _errors_after_collectives(engine: Any) -> Iterator[None]:
+    """Lets a rank whose disk is full finish DeepSpeed's barriers before it says so: the others wait in them."""
+    writer, copy_script = engine.checkpoint_engine, engine._copy_recovery_script
+    guarded = _DeferringWriter(writer)
+    engine.checkpoint_engine = guarded
+    # It would write zero_to_fp32.py beside the checkpoints, under a name without an epoch.
+    engine._copy_recovery_script = lambda save_path: None
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine, engine._copy_recovery_script = writer, copy_script
+    if guarded.error is not None:
+        raise guarded.error
+
+
+class _DeferringWriter:
+    """A checkpoint engine that keeps its first error instead of raising it in the middle of DeepSpeed's protocol."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.error: Exception | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def save(self, state_dict: Any, path: str) -> None:
+        try:
+            self._inner.save(state_dict, path)
+        except Exception as error:
+            self.error = self.error or error
+
+    def makedirs(self, path: str, exist_ok: bool = False) -> None:
+        try:
+            self._inner.makedirs(path, exist_ok=exist_ok)
+        except Exception as error:
+            self.error = self.error or error

@@ -1,0 +1,384 @@
+"""What DeepSpeed's universal loading leaves out or gets wrong, made right. Measured with 0.19.8, each has a test.
+
+- ZeRO-1 and 2: a rank that owns nothing of a parameter group (a small one in a large world) fails with IndexError; a
+  file that is missing leaves weights at random or moments reset;
+- ZeRO-3: all groups get group 0's hyperparameters, and all share one ``step`` tensor, which then counts once per group;
+  of what an optimizer gathers only Adam's moments are loaded, and one that counts no step fails with KeyError;
+- all stages: buffers, frozen parameters and parameters that no optimizer knows keep what the script initialised them
+  with; each rank reads all of every parameter.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..saving.optimizers import check_parameters
+from ..universal.forms import NUMBERS
+from ..universal.loading import load
+from ..universal.source import ADAM_STATES, FP32
+from ..universal.values import STEP, Values
+from .view import COMMON, NESTED, ZERO, model_state_files
+
+_TENSOR_PARALLEL = "ds_autotp_universal_checkpoint_meta"
+
+
+@contextmanager
+def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
+    """Lets the engine's ZeRO optimizer load ``values`` by `load_groups` or `load_partition` while it lasts.
+
+    With tensor parallelism DeepSpeed's own loader stays: it knows how parameters are sliced there. It stays, too, for
+    ZeRO-3's optimizer where `loads_any_state` says no.
+
+    Args:
+        engine: DeepSpeed's.
+        values: Of the checkpoint.
+        directory: What DeepSpeed is told to load.
+    """
+    optimizer = engine.optimizer
+    theirs = getattr(optimizer, _loader(engine), None)
+    if theirs is None or not whole_parameters(engine):
+        yield
+        return
+    if int(engine.zero_optimization_stage()) == 3:
+        room = _Room()
+
+        def ours(folder: str, key: str, param: Any = None) -> Tensor:
+            name = str(Path(folder).relative_to(directory / ZERO))
+            if values.expert(name):
+                whole: Tensor = theirs(folder, key, param=param)
+                return whole
+            return load_partition(optimizer, values, name, key, param, room)
+
+    else:
+
+        def ours(groups: str, folder: str) -> None:  # type: ignore[misc]  # each stage's own signature
+            trained = int(engine.global_steps) > int(engine.skipped_steps)
+            load_groups(optimizer, groups, values, load(Path(folder) / ZERO / COMMON), trained=trained)
+
+    setattr(optimizer, _loader(engine), ours)
+    own_states = loads_any_state(engine)
+    if own_states:
+        optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3 = functools.partial(
+            load_sub_groups, optimizer, values, lambda: int(engine.global_steps) > int(engine.skipped_steps)
+        )
+    try:
+        yield
+    finally:
+        delattr(optimizer, _loader(engine))
+        if own_states:
+            del optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3
+
+
+def _loader(engine: Any) -> str:
+    """The name of the method that reads universal files."""
+    stage = int(engine.zero_optimization_stage())
+    return "load_hp_checkpoint_state" if stage == 3 else "load_hp_checkpoint_state_from_checkpoint_dir"
+
+
+def knows_universal_files(engine: Any) -> bool:
+    """Whether the engine's optimizer has the method that `own_loading` replaces."""
+    return hasattr(engine.optimizer, _loader(engine))
+
+
+def loads_any_state(engine: Any) -> bool:
+    """Whether `load_sub_groups` can take the place of ZeRO-3's own loader: nothing of the engine is on a disk."""
+    optimizer = engine.optimizer
+    return (
+        int(engine.zero_optimization_stage()) == 3
+        and hasattr(optimizer, "load_module_checkpoint_state_from_checkpoint_dir_stage3")
+        and not getattr(optimizer, "swap_optimizer", False)
+        and all(flat is not None for flat in optimizer.fp16_partitioned_groups_flat)
+    )
+
+
+def whole_parameters(engine: Any) -> bool:
+    """Whether parameters are partitioned only by ZeRO: without tensor parallelism."""
+    sliced = any(hasattr(parameter, _TENSOR_PARALLEL) for parameter in engine.module.parameters())
+    return not sliced and getattr(engine.optimizer, "mpu", None) is None
+
+
+class _Room:
+    """One buffer for all that is read in turn: memory touched for the first time costs more than the reading.
+
+    What it gave out is good until it is asked again. DeepSpeed copies what it is given before it does.
+    """
+
+    def __init__(self) -> None:
+        self._all = torch.empty(0, device="cpu")
+
+    def of(self, size: int, dtype: torch.dtype) -> Tensor:
+        if self._all.dtype != dtype or self._all.numel() < size:
+            self._all = torch.empty(size, dtype=dtype, device="cpu")
+        return self._all[:size]
+
+
+def load_partition(optimizer: Any, values: Values, name: str, state: str, parameter: Any, room: _Room) -> Tensor:
+    """This rank's part of one state of one parameter for ZeRO-3, padded; reads only its own range.
+
+    Args:
+        optimizer: ``DeepSpeedZeroOptimizer_Stage3``.
+        values: Of the checkpoint.
+        name: The parameter's.
+        state: ``"fp32"``, or one that the optimizer gathers.
+        parameter: The model's; None where an older DeepSpeed does not say.
+        room: For the result.
+
+    Returns:
+        Shape ``(ceil(numel / ranks),)``, dtype as saved.
+
+    Raises:
+        RuntimeError: It was not saved, or is not this parameter's.
+    """
+    if state not in values.states(name):
+        raise RuntimeError(f"{name} has no {state} in the checkpoint")
+    numel = values.size(name)
+    if parameter is not None and numel != parameter.ds_numel:
+        raise RuntimeError(f"{name} was saved with {numel} values, the model's parameter has {parameter.ds_numel}")
+    rank, world = dist.get_rank(optimizer.dp_process_group), dist.get_world_size(optimizer.dp_process_group)
+    size = -(-numel // world)
+    start = min(rank * size, numel)
+    own, count = room.of(size, values.dtype(name, state)), min(size, numel - start)
+    values.read(name, state, start, own[:count])
+    own[count:].zero_()
+    return own
+
+
+def load_sub_groups(optimizer: Any, values: Values, trained: Callable[[], bool], folder: str) -> None:
+    """Fills this rank's partitions of ZeRO-3 with weights and whatever the optimizer gathers for each of them.
+
+    Args:
+        optimizer: ``DeepSpeedZeroOptimizer_Stage3``, whose ``load_hp_checkpoint_state`` reads one partition.
+        values: Of the checkpoint.
+        trained: Whether the optimizer had made steps when the checkpoint was saved.
+        folder: What DeepSpeed was told to load.
+
+    Raises:
+        OSError: A file cannot be read.
+        RuntimeError: Something was not saved.
+    """
+    common = load(Path(folder) / ZERO / COMMON)
+    optimizer._load_global_state_stage3(common)
+    # In both precisions.
+    optimizer.load_module_checkpoint_state_from_checkpoint_dir_stage3(folder, True)
+    group, made = common[NESTED]["param_groups"][0], trained()
+    for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        names = [optimizer.param_names[parameter] for parameter in parameters]
+        _check_states(values, names, _wanted(values, names[0], group, made))
+        state = optimizer.optimizer.state[flat]
+        _make_states(values, names[0], flat, state, common)
+        for key in sorted(values.states(names[0]) - {FP32, STEP}):
+            offset = 0
+            for name, parameter in zip(names, parameters, strict=True):
+                own = optimizer.load_hp_checkpoint_state(str(Path(folder) / ZERO / name), key, param=parameter)
+                state[key].narrow(0, offset, own.numel()).copy_(own)
+                offset += own.numel()
+
+
+def load_groups(
+    optimizer: Any, groups_name: str, values: Values, common: Mapping[str, Any], *, trained: bool = True
+) -> None:
+    """Fills this rank's flat partitions of ZeRO-1 and 2, reading only its own ranges.
+
+    Args:
+        optimizer: ``DeepSpeedZeroOptimizer`` or ``BF16_Optimizer``.
+        groups_name: Its attribute that lists the parameters by group.
+        values: Of the checkpoint.
+        common: What the checkpoint says of all parameters: the content of ``optimizer_state.pt``.
+        trained: The optimizer had made steps when the checkpoint was saved.
+
+    Raises:
+        OSError: A file cannot be read.
+        RuntimeError: Something was not saved.
+        ValueError: The checkpoint's groups or sizes are not this model's.
+    """
+    optimizer._load_global_state(common)
+    groups = getattr(optimizer, groups_name)
+    if len(groups) != len(common["param_groups"]):
+        raise ValueError(f"{len(common['param_groups'])} parameter groups were saved, the script makes {len(groups)}")
+    for parameters, group, saved in zip(groups, optimizer.optimizer.param_groups, common["param_groups"], strict=True):
+        names = [optimizer.param_names[parameter] for parameter in parameters]
+        _check_states(values, names, _wanted(values, names[0], saved, trained))
+        flat = group["params"][0]
+        state = optimizer.optimizer.state[flat]
+        _make_states(values, names[0], flat, state, common)
+        for name, parameter in zip(names, parameters, strict=True):
+            if parameter._hp_mapping is not None:
+                _load_fragment(parameter, values, name, state)
+        group.update({key: value for key, value in saved.items() if key != "params"})
+
+
+def _wanted(values: Values, name: str, group: Mapping[str, Any], trained: bool) -> set[str]:
+    """What there must be of a parameter: Adam's moments, too, unless another one of its family has others."""
+    adam = "betas" in group and "eps" in group and values.states(name) <= {FP32, STEP, *ADAM_STATES}
+    return {FP32, *(ADAM_STATES if trained and adam else ())}
+
+
+def _check_states(values: Values, names: Sequence[str], wanted: set[str]) -> None:
+    """All parameters of a group have what is wanted, and what any of them has."""
+    wanted = wanted.union(*(values.states(name) for name in names))
+    for name in names:
+        missing = sorted(wanted - values.states(name))
+        if missing:
+            raise RuntimeError(f"{name} has no {missing[0]} in the checkpoint")
+
+
+def _make_states(values: Values, name: str, flat: Tensor, state: dict[str, Any], common: Mapping[str, Any]) -> None:
+    """An optimizer's states as they are to be filled: flat like the partition, of the dtype that was saved."""
+    saved = values.states(name)
+    for key in sorted(saved - {FP32, STEP}):
+        state[key] = torch.zeros_like(flat, dtype=values.dtype(name, key))
+    if STEP in saved:
+        state[STEP] = values.step(name)
+    elif NESTED in common:  # made by stage 3
+        counted = common[NESTED]["state"].get(0, {})
+        state.update({STEP: counted[STEP]} if STEP in counted else {})
+    for key, number in common.get(NUMBERS, {}).get(name, {}).items():
+        state[key] = number.clone() if isinstance(number, Tensor) else number
+
+
+def _load_fragment(parameter: Any, values: Values, name: str, state: Mapping[str, Any]) -> None:
+    mapping = parameter._hp_mapping
+    source, target = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+    mapping.optim_fragment = {}
+    if values.size(name) != parameter.numel():
+        raise ValueError(f"{name} was saved with {values.size(name)} values, the model's has {parameter.numel()}")
+    for key in sorted(values.states(name) - {STEP}):
+        if key == FP32:
+            own = mapping.get_hp_fragment().data
+        else:
+            own = mapping.optim_fragment[key] = state[key].narrow(0, target.start, target.numel)
+        values.read(name, key, source.start, own)
+
+
+def load_parameters(engine: Any, values: Values) -> None:
+    """Copies the weights of all parameters that have values. Collective at stage 3."""
+    with torch.no_grad():
+        for name, parameter in engine.module.named_parameters():
+            if parameter.requires_grad and FP32 in values.states(name):
+                shape = getattr(parameter, "ds_shape", parameter.shape)
+                whole = torch.empty(values.size(name), dtype=values.dtype(name, FP32), device="cpu")
+                values.read(name, FP32, 0, whole)
+                _copy(parameter, whole.reshape(shape))
+
+
+def load_whole_model(engine: Any, directory: Path) -> None:
+    """Copies the weights that stage 0 saves as they are."""
+    (file,) = model_state_files(directory)
+    engine.module.load_state_dict(load(file, mmap=True)["module"], strict=False)
+
+
+def torch_optimizer(engine: Any) -> Any:
+    """The client's optimizer below DeepSpeed's wrappers."""
+    optimizer = engine.optimizer
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
+
+
+def repair_groups(engine: Any, directory: Path) -> None:
+    """Gives each parameter group its own hyperparameters."""
+    state = load(directory / ZERO / COMMON)
+    optimizer = torch_optimizer(engine)
+    saved = state.get(NESTED, state)["param_groups"]
+    if len(saved) != len(optimizer.param_groups):
+        raise ValueError(f"{len(saved)} parameter groups were saved, the script makes {len(optimizer.param_groups)}")
+    for group, values in zip(optimizer.param_groups, saved, strict=True):
+        group.update({key: value for key, value in values.items() if key != "params"})
+
+
+def separate_steps(engine: Any) -> None:
+    """Clones every ``step``: a tensor shared between groups would count once per group.
+
+    It was read on the CPU; optimizers that count on the card (``fused``, ``capturable``) get it there.
+    """
+    optimizer = torch_optimizer(engine)
+    on_card = any(group.get("fused") or group.get("capturable") for group in getattr(optimizer, "param_groups", ()))
+    for parameter, state in getattr(optimizer, "state", {}).items():
+        if isinstance(state.get("step"), Tensor):
+            own = state["step"].clone()
+            state["step"] = own.to(parameter.device, torch.float32) if on_card else own
+
+
+def restore_unpartitioned(engine: Any, directory: Path) -> None:
+    """Copies what no optimizer knows from the model states: buffers, frozen and other parameters. Collective.
+
+    Raises:
+        RuntimeError: The checkpoint has a parameter that the model has not. A parameter that is trained is not there:
+            ZeRO-3 saves none that the optimizer does not know; or one has another shape: frozen ones do not follow a
+            change of tensor parallelism.
+    """
+    files = model_state_files(directory, int(getattr(engine, "checkpoint_mp_rank", 0)))
+    states = [load(path, mmap=True) for path in files]
+    module: Mapping[str, Any] = states[0]["module"]
+    partitioned = states[0].get("param_shapes")  # stage 0 partitions nothing, and DeepSpeed loads all of it
+    owned = {name for group in partitioned or () for name in group}
+    if extra := sorted(owned - {name for name, _ in engine.module.named_parameters(remove_duplicate=False)}):
+        raise RuntimeError(f"the checkpoint is another model's: this one has no {', '.join(extra[:3])}")
+    buffers = dict(engine.module.named_buffers())
+    with torch.no_grad():
+        for name in states[0].get("buffer_names") or ():
+            if name in buffers:
+                buffers[name].copy_(module[name])
+        for name, parameter in engine.module.named_parameters() if partitioned is not None else ():
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+            if name in owned or 0 in shape:
+                continue
+            value = _unpartitioned(name, shape, module, states)
+            if value is not None:
+                _copy(parameter, value)
+            elif parameter.requires_grad:
+                raise RuntimeError(f"{name} requires gradients, and no optimizer knows it: the checkpoint has no value")
+
+
+def check_groups(engine: Any, directory: Path) -> None:
+    """The optimizer trains what it trained when this was saved, in the same order. (At stage 0 nothing says so.)
+
+    Raises:
+        RuntimeError: It does not.
+    """
+    files = model_state_files(directory, int(getattr(engine, "checkpoint_mp_rank", 0)))
+    state = load(files[0], mmap=True)
+    if state.get("param_shapes") is None or int(engine.zero_optimization_stage()) == 0:
+        return
+    saved = [name for group in state["param_shapes"] for name in group]
+    here = [name for group in engine._get_zero_param_shapes() for name in group]
+    frozen = set(state.get("frozen_param_shapes") or ())
+    # Another model is found by loading it, which says more.
+    if set(saved) <= {name for name, _ in engine.module.named_parameters()} and set(here) <= frozen.union(saved):
+        check_parameters(saved, here)
+
+
+def _unpartitioned(
+    name: str, shape: tuple[int, ...], module: Mapping[str, Any], states: Sequence[Mapping[str, Any]]
+) -> Tensor | None:
+    """A parameter's whole value from the model states, if they have one."""
+    value = module.get(name)
+    if isinstance(value, Tensor) and tuple(value.shape) == shape:
+        return value
+    # Stage 3 partitions these too; each rank's file has its fragment, padded.
+    saved = (states[0].get("frozen_param_shapes") or {}).get(name)
+    if saved is None:
+        return None
+    if tuple(saved) != shape:
+        raise RuntimeError(f"{name} was saved with shape {tuple(saved)}, the model's has {shape}")
+    fragments = [rank["frozen_param_fragments"][name].reshape(-1) for rank in states]
+    return torch.cat(fragments)[: torch.Size(shape).numel()].reshape(shape)
+
+
+def _copy(parameter: Any, value: Tensor) -> None:
+    if not hasattr(parameter, "ds_id"):
+        parameter.copy_(value)
+        return
+    # The copy of the first rank that shares it is the one that is partitioned anew.
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        if dist.get_rank(parameter.ds_process_group) == 0:
+            parameter.copy_(value)

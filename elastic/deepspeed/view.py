@@ -1,0 +1,117 @@
+"""A universal checkpoint under the names, and with the common state, that DeepSpeed's loader of a given stage wants.
+
+Stages 1 and 2 on one side and stage 3 on the other make universal files that do not load into each other, although the
+values are the same: the model states have other names, and ``optimizer_state.pt`` is another dictionary. And DeepSpeed
+finds no files behind a ``[`` in a path. Both are cured by a temporary directory of links. A third kind of it makes
+DeepSpeed load a sharded checkpoint as if it were universal.
+"""
+
+from __future__ import annotations
+
+import glob
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..universal.forms import Form
+from ..universal.loading import load
+
+ZERO, COMMON = "zero", "optimizer_state.pt"
+NESTED = "optimizer_state_dict"
+"""The key of the common state that stage 3 has and the others have not."""
+_MODEL = {False: "mp_rank_00_model_states.pt", True: "zero_pp_rank_0_mp_rank_00_model_states.pt"}
+
+
+def model_state_files(directory: Path, model_rank: int = 0) -> list[Path]:
+    """Files of model states of one rank of model parallelism, rank 0's first; stages 1 and 2 have one.
+
+    Raises:
+        RuntimeError: There are none.
+    """
+    files: list[Path] = []
+    while (path := directory / f"zero_pp_rank_{len(files)}_mp_rank_{model_rank:02d}_model_states.pt").is_file():
+        files.append(path)
+    whole = directory / f"mp_rank_{model_rank:02d}_model_states.pt"
+    if not files and whole.is_file():
+        files = [whole]
+    if files:
+        return files
+    if model_rank > 0:  # it was saved with fewer of them
+        return model_state_files(directory)
+    raise RuntimeError(f"no model states in {directory}")
+
+
+@contextmanager
+def sharded_view(directory: Path) -> Iterator[Path]:
+    """A sharded checkpoint under a name that DeepSpeed can glob."""
+    if glob.escape(str(directory)) == str(directory):
+        yield directory
+        return
+    with _temporary() as parent:
+        (parent / "checkpoint").symlink_to(directory.resolve(), target_is_directory=True)
+        yield parent / "checkpoint"
+
+
+@contextmanager
+def universal_view(directory: Path, stage: int) -> Iterator[Path]:
+    """A universal checkpoint as the loader of ``stage`` wants it.
+
+    Raises:
+        RuntimeError: It is not one, or lacks what it must have.
+        OSError: The file system says no.
+    """
+    common: Mapping[str, Any] = load(directory / ZERO / COMMON)
+    wants_nested = stage == 3
+    if (NESTED in common) == wants_nested:
+        with sharded_view(directory) as view:
+            yield view
+        return
+    model = model_state_files(directory)[0]
+    with _temporary() as parent:
+        view = parent / "checkpoint"
+        (view / ZERO).mkdir(parents=True)
+        for entry in (directory / ZERO).iterdir():
+            if entry.name != COMMON:
+                (view / ZERO / entry.name).symlink_to(entry.resolve())
+        (view / _MODEL[wants_nested]).symlink_to(model.resolve())
+        torch.save(_nested(common, directory) if wants_nested else _plain(common, model), view / ZERO / COMMON)
+        yield view
+
+
+@contextmanager
+def resharded_view(source: Path, form: Form) -> Iterator[Path]:
+    """A sharded checkpoint as a universal one without any parameter's files: their values are read where they lie."""
+    with _temporary() as parent:
+        view = parent / "checkpoint"
+        (view / ZERO).mkdir(parents=True)
+        torch.save(form.common_state(), view / ZERO / COMMON)
+        for name, there in form.model_files.items():
+            (view / name).symlink_to((source / there).resolve())
+        yield view
+
+
+def _nested(common: Mapping[str, Any], directory: Path) -> dict[str, Any]:
+    """For stage 3, which wants the step here: from a parameter's own file or from the group, where some count."""
+    groups = common["param_groups"]
+    steps = sorted((directory / ZERO).rglob("step.pt"))
+    step = load(steps[0]) if steps else groups[0].get("step", torch.tensor(0.0, device="cpu"))
+    return {**common, NESTED: {"state": {0: {"step": step}}, "param_groups": groups}}
+
+
+def _plain(common: Mapping[str, Any], model: Path) -> dict[str, Any]:
+    """For stages 1 and 2. What is nested stays: `load_groups` finds the step there."""
+    return {
+        **common,
+        "ds_version": load(model, mmap=True)["ds_version"],
+        "param_groups": common[NESTED]["param_groups"],
+    }
+
+
+@contextmanager
+def _temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="dalsegno-") as temporary:
+        yield Path(temporary)

@@ -1,0 +1,115 @@
+"""Who this worker is, as its environment says (``docs/contracts.md``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..checkpoint import SHARDED, UNIVERSAL, Ref
+
+
+@dataclass(frozen=True)
+class ResumeOrder:
+    """What the agent handed out to start from."""
+
+    source: Ref
+    form: str
+    universal: Ref | None
+
+
+@dataclass(frozen=True)
+class Identity:
+    """One worker.
+
+    Attributes:
+        socket: The agent's; None outside ``dlrover-run``.
+        run_dir: Where checkpoints are; None where nothing can be saved.
+        resume: None: from step 0 (or, outside ``dlrover-run``, not known yet).
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    epoch: int = 0
+    socket: str | None = None
+    job_id: str = ""
+    run_id: str = ""
+    node: str = ""
+    generation: int = 0
+    min_nodes: int = 1
+    max_nodes: int = 1
+    run_dir: Path | None = None
+    resume: ResumeOrder | None = None
+
+    @property
+    def alone(self) -> bool:
+        """No agent: plain python or torchrun."""
+        return self.socket is None
+
+
+def from_environment(environ: Mapping[str, str] = os.environ, checkpoint_dir: Path | None = None) -> Identity:
+    """Reads torchrun's variables and, under an agent, ours.
+
+    Args:
+        environ: The variables.
+        checkpoint_dir: The run's directory outside ``dlrover-run``; ignored under an agent, which has its own.
+
+    Raises:
+        RuntimeError: A variable that belongs to the set is missing or is not a number.
+    """
+    rank, world_size, local_rank, local_world_size = (_number(environ, key, default) for key, default in _TORCHRUN)
+    socket = environ.get("DALSEGNO_SOCKET")
+    if not socket:
+        return Identity(rank, world_size, local_rank, local_world_size, run_dir=checkpoint_dir)
+    return Identity(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+        epoch=_number(environ, "DALSEGNO_EPOCH"),
+        socket=socket,
+        job_id=_text(environ, "DALSEGNO_JOB_ID"),
+        run_id=_text(environ, "DALSEGNO_RUN_ID"),
+        node=_text(environ, "DALSEGNO_NODE"),
+        generation=_number(environ, "DALSEGNO_GENERATION"),
+        min_nodes=_number(environ, "DALSEGNO_MIN_NODES"),
+        max_nodes=_number(environ, "DALSEGNO_MAX_NODES"),
+        run_dir=Path(_text(environ, "DALSEGNO_RUN_DIR")),
+        resume=_resume(environ),
+    )
+
+
+_TORCHRUN = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SIZE", 1))
+
+
+def _resume(environ: Mapping[str, str]) -> ResumeOrder | None:
+    if not environ.get("DALSEGNO_RESUME_NAME"):
+        return None
+    source = Ref(_text(environ, "DALSEGNO_RESUME_NAME"), _text(environ, "DALSEGNO_RESUME_DIGEST"))
+    form = _text(environ, "DALSEGNO_RESUME_FORM")
+    if form not in (SHARDED, UNIVERSAL):
+        raise RuntimeError(f"DALSEGNO_RESUME_FORM is {form!r}: 'sharded' or 'universal' was expected")
+    if form == SHARDED:
+        return ResumeOrder(source, form, None)
+    universal = Ref(_text(environ, "DALSEGNO_UNIVERSAL_NAME"), _text(environ, "DALSEGNO_UNIVERSAL_DIGEST"))
+    return ResumeOrder(source, form, universal)
+
+
+def _text(environ: Mapping[str, str], key: str) -> str:
+    value = environ.get(key)
+    if not value:
+        raise RuntimeError(f"{key} is missing in the environment although DALSEGNO_SOCKET is there")
+    return value
+
+
+def _number(environ: Mapping[str, str], key: str, default: int | None = None) -> int:
+    text = environ.get(key)
+    if text is None and default is not None:
+        return default
+    try:
+        return int(_text(environ, key))
+    except ValueError as error:
+        raise RuntimeError(f"{key} is {text!r}, a number was expected") from error

@@ -1,0 +1,1 @@
+"""Saving as one act of all ranks, and where to go on."""

@@ -1,0 +1,257 @@
+"""A save that is written while the training goes on.
+
+    def state() -> dict[str, object]:      # on every rank: what this rank writes, by path below the checkpoint
+        return {"model.pt": {"model": model.state_dict(), "optimizer": optimizer.state_dict()}} if s.rank == 0 else {}
+
+    for batch in s.steps(batches, save=background(state), save_every=100): ...
+
+The training waits while ``state`` is copied to host memory, and no longer (from a card it is copied behind the
+training's back, which goes on with the state copied). A thread of each rank writes this rank's
+files, then a file of what it wrote, with checksums; rank 0's thread seals the checkpoint when all of these are there.
+No thread makes a collective: that a rank could not write is told with the steps' own exchange, and what became of the
+save is settled by all main threads together, before the next save, a drain, or the end.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+import xxhash
+
+from ..checkpoint import MANIFEST, CheckpointDamaged, FileEntry
+from ..checkpoint.files import checksum
+
+log = logging.getLogger(__name__)
+
+PARTS = "parts"
+# Rank 0 looks for the other ranks' files this often at first, and at last, seconds.
+FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.02, 1.0
+# Between two tries to seal where another machine's files are not in sight yet, seconds.
+SIGHT_PAUSES = (0.2, 0.5, 1.0, 3.0, 6.0)
+# After the script has left its loop without a word, the other ranks have so long to write something more, seconds.
+LAST_WORDS_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class Background:
+    """Marks what ``save=`` is given as a state that is written in the background. Made by ``background``."""
+
+    state: Callable[[], Mapping[str, Any]]
+
+
+def background(state: Callable[[], Mapping[str, Any]]) -> Background:
+    """For ``save=``: writes what ``state`` returns while the training goes on.
+
+    Args:
+        state: Called on every rank when a save is due. Returns this rank's files: path below the checkpoint (with "/")
+            to what ``torch.save`` shall write there; ``bytes`` are written as they are. No two ranks write the same.
+
+    Not for DeepSpeed, whose engine writes by itself.
+    """
+    return Background(state)
+
+
+def part_name(rank: int) -> str:
+    """Path of what a rank says it wrote, relative to the checkpoint."""
+    return f"{PARTS}/rank-{rank}.json"
+
+
+def check_paths(files: Mapping[str, Any]) -> None:
+    """Raises ValueError for a path that is not below the checkpoint, or is the session's own."""
+    for path in files:
+        pure = PurePosixPath(path)
+        if not path or pure.is_absolute() or ".." in pure.parts or str(pure) != path or path == MANIFEST:
+            raise ValueError(f"{path!r} is no path below a checkpoint")
+        if pure.parts[0] in (PARTS, "rng"):
+            raise ValueError(f"{path!r}: files below {pure.parts[0]}/ are the session's own, choose another name")
+
+
+class Flight:
+    """One rank's part of one save that is under way. Everything here is called by the main thread, unless it says so.
+
+    Args:
+        path: The checkpoint's directory, which exists.
+        rank, world_size: Of the session.
+        files: What this rank writes, copied already, or being copied.
+        copied: Waits on the thread until it is.
+        seal: Rank 0: called on its thread when all parts are there; returns the digest.
+        moved: Told on the thread how many bytes were written just now.
+        reports: Entered while the thread is at work.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        rank: int,
+        world_size: int,
+        files: Mapping[str, Any],
+        copied: Callable[[], None],
+        seal: Callable[[tuple[FileEntry, ...]], str],
+        moved: Callable[[int], None],
+        reports: AbstractContextManager[None],
+    ) -> None:
+        self._path, self._rank, self._world_size = path, rank, world_size
+        self._files, self._copied = files, copied
+        self._seal, self._moved, self._reports = seal, moved, reports
+        self._written, self._over, self._cancelled = threading.Event(), threading.Event(), threading.Event()
+        self._error: Exception | None = None
+        self._digest = ""
+        # Not a daemon: a script that ends while a save is under way waits for it.
+        self._thread = threading.Thread(target=self._run, name="dalsegno-save")
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """This rank could not do its part."""
+        return self._over.is_set() and self._error is not None
+
+    def written(self) -> Exception | None:
+        """Waits until this rank's files are written; why they could not be."""
+        self._written.wait()
+        return self._error
+
+    def sealed(self) -> tuple[str, Exception | None]:
+        """Waits until the thread has ended. Rank 0 gets the digest, or why it could not be sealed."""
+        self._thread.join()
+        return self._digest, self._error
+
+    def wait(self, seconds: float) -> bool:
+        """Whether the thread has ended within so many seconds."""
+        return self._over.wait(seconds)
+
+    def cancel(self) -> None:
+        """Some rank failed: nothing is sealed any more. Waits until the thread has ended."""
+        self._cancelled.set()
+        self._thread.join()
+
+    # On the thread.
+
+    def _run(self) -> None:
+        try:
+            with self._reports:
+                self._work()
+        # Whatever it is, the main thread must hear of it, and with it the other ranks.
+        except Exception as error:
+            self._error = error
+        finally:
+            self._over.set()
+            self._written.set()
+            self._files = {}
+
+    def _work(self) -> None:
+        self._copied()
+        entries = tuple(self._write(path, value) for path, value in self._files.items())
+        own = json.dumps({"files": [asdict(entry) for entry in entries]}, sort_keys=True).encode() + b"\n"
+        self._write(part_name(self._rank), own)
+        self._written.set()
+        found = self._gather_parts() if self._rank == 0 else None
+        if found is not None:
+            self._digest = self._seal_when_in_sight(found)
+
+    def _seal_when_in_sight(self, entries: tuple[FileEntry, ...]) -> str:
+        for pause in SIGHT_PAUSES:
+            try:
+                return self._seal(entries)
+            except CheckpointDamaged as damaged:
+                log.debug("not all of %s is in sight yet: %s", self._path.name, damaged)
+            # What another machine wrote comes into sight over NFS without an event.
+            self._cancelled.wait(pause)
+        return self._seal(entries)
+
+    def _write(self, path: str, value: Any) -> FileEntry:
+        target = self._path / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _HashingFile(target, self._moved) as file:
+            if isinstance(value, bytes):
+                file.write(value)
+            else:
+                torch.save(value, file)  # type: ignore[arg-type]  # all that it calls are write and flush
+            return FileEntry(path, file.size, file.finish())
+
+    def _gather_parts(self) -> tuple[FileEntry, ...] | None:
+        """Every file of every rank, once all ranks have said what they wrote; None where one never will."""
+        found: dict[int, list[FileEntry]] = {}
+        pause, changed = FIRST_LOOK_SECONDS, time.monotonic()
+        while True:
+            for rank in set(range(self._world_size)) - set(found):
+                part = _read_part(self._path / part_name(rank))
+                if part is not None:
+                    found[rank] = [*part, checksum(self._path, part_name(rank), sync=True)]
+                    changed = time.monotonic()
+            if len(found) == self._world_size:
+                entries = [entry for part in found.values() for entry in part]
+                return tuple(sorted(entries, key=lambda entry: entry.path))
+            gone = not threading.main_thread().is_alive() and time.monotonic() - changed > LAST_WORDS_SECONDS
+            # A file that another machine makes gives no event over NFS.
+            if gone or self._cancelled.wait(pause):
+                return None
+            pause = min(2 * pause, LAST_LOOK_SECONDS)
+
+
+def _read_part(path: Path) -> list[FileEntry] | None:
+    """What a rank says it wrote; None while it has not said all."""
+    try:
+        # Opening the directory makes NFS look again, where it remembers that there was no such file.
+        if path.name not in os.listdir(path.parent):
+            return None
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if not data.endswith(b"\n"):
+        return None
+    return [FileEntry(**entry) for entry in json.loads(data)["files"]]
+
+
+class _HashingFile:
+    """A new file that is summed while it is written.
+
+    What fails is kept for ``finish``: it must not pass through torch's C++ code, which would try to write on.
+    """
+
+    def __init__(self, path: Path, moved: Callable[[int], None]) -> None:
+        self._path, self._moved = path, moved
+        self._digest = xxhash.xxh3_128()
+        self._error: OSError | None = None
+        self.size = 0
+
+    def __enter__(self) -> _HashingFile:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._file = open(os.open(self._path, flags, 0o644), "wb", buffering=0)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        count = len(view)
+        try:
+            if self._error is None:
+                self._digest.update(view)
+                while view:
+                    view = view[self._file.write(view) :]
+                self._moved(count)
+        except OSError as error:
+            self._error = error
+        self.size += count
+        return count
+
+    def flush(self) -> None:
+        return None
+
+    def finish(self) -> str:
+        """Makes it durable and returns its checksum. Raises what went wrong."""
+        if self._error is not None:
+            raise self._error
+        os.fsync(self._file.fileno())
+        return self._digest.hexdigest()

@@ -1,0 +1,253 @@
+"""Where to go on: what the agent handed out, or, alone, the newest sealed checkpoint that is sound."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint import (
+    SHARDED,
+    UNIVERSAL,
+    CheckpointDamaged,
+    CheckpointName,
+    CheckpointStore,
+    Inventory,
+    Manifest,
+    Position,
+    Ref,
+    inspect,
+    lineage,
+    read_sealed,
+    verify_files,
+    verify_listing,
+)
+from ..rank.collective import Collective
+from ..rank.identity import ResumeOrder
+
+log = logging.getLogger(__name__)
+
+LOADERS = "loader-states"
+"""Below it, in a checkpoint, lies the state of each rank's data loader (``sources``)."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """The checkpoint that this epoch starts from.
+
+    Attributes:
+        step: Optimizer steps done.
+        position: Where the data goes on.
+        form: ``"sharded"``: load ``path``; ``"universal"``: load ``universal``.
+        path: The directory that the writing world saved.
+        universal: The directory of universal files, with that form.
+        manifest: Of ``path``.
+        reshard: With the form ``"sharded"``: another number of ranks saved ``path``, and each of the present ones takes
+            its own ranges of it.
+    """
+
+    step: int
+    position: Position
+    form: str
+    path: Path
+    universal: Path | None
+    manifest: Manifest
+    reshard: bool = False
+
+    @property
+    def ref(self) -> Ref:
+        return self.manifest.ref
+
+
+def check_strategy(resume: ResumePoint | None, strategy: str) -> None:
+    """A run goes on with the strategy that wrote its files; where each rank takes its ranges, any stage of DeepSpeed's.
+
+    Raises:
+        ValueError: It was written with another one.
+    """
+    if resume is None:
+        return
+    saved = resume.manifest.shape.strategy
+    by_values = resume.form == UNIVERSAL or resume.reshard
+    family = by_values and saved.startswith("deepspeed") and strategy.startswith("deepspeed")
+    if saved != strategy and not family:
+        raise ValueError(
+            f"{resume.ref.name} was written with strategy {saved}, and this run has {strategy}: go on with {saved}, or"
+            " start a new run"
+        )
+
+
+def check_loaders(manifest: Manifest, world_size: int) -> None:
+    """The state of a data loader is one rank's: it loads where as many ranks go on.
+
+    Raises:
+        RuntimeError: There is one in the checkpoint, and another number of ranks.
+    """
+    saved = manifest.shape.world_size
+    if saved != world_size and any(entry.path.startswith(f"{LOADERS}/") for entry in manifest.files):
+        raise RuntimeError(
+            f"{manifest.name} has the state of the data loader of each of {saved} ranks, and there are {world_size}: "
+            f"start {saved}. A run with Batches in place of that loader goes on with any number"
+        )
+
+
+@dataclass(frozen=True)
+class Damaged:
+    """What made a resume point unusable, the same on all ranks. ``found_here``: this rank saw it."""
+
+    ref: Ref
+    form: str
+    file: str
+    message: str
+    found_here: bool
+
+
+def handed_out(
+    order: ResumeOrder, run_dir: Path, collective: Collective, *, verify: bool = True
+) -> ResumePoint | Damaged:
+    """The resume point that the agent named, verified by all ranks together. Collective.
+
+    Raises:
+        OSError: It could not be read for a reason that says nothing about it. On all ranks.
+    """
+    loaded, form = (order.source, SHARDED) if order.universal is None else (order.universal, UNIVERSAL)
+    directory = run_dir / loaded.name
+    source: Manifest | None = None
+    manifest: Manifest | None = None
+    error: Exception | None = None
+    try:
+        source = read_sealed(run_dir / order.source.name, order.source.digest)
+        manifest = source if order.universal is None else read_sealed(directory, loaded.digest)
+    except (CheckpointDamaged, OSError) as caught:
+        error = caught
+    damaged = _share(collective, directory, manifest, error, order, verify)
+    if damaged is not None:
+        return damaged
+    assert source is not None
+    universal = None if order.universal is None else directory
+    shape = source.shape
+    reshard = universal is None and shape.reshards and shape.world_size != collective.world_size
+    return ResumePoint(source.step, source.position, form, run_dir / order.source.name, universal, source, reshard)
+
+
+def newest(store: CheckpointStore, collective: Collective, world_size: int) -> ResumePoint | None:
+    """Without a master: the newest sealed checkpoint that verifies; damaged ones are named and passed over. Collective.
+
+    Raises:
+        RuntimeError: There are checkpoints, but none is sound, the newest does not fit the world, or several runs wrote
+            them. On all ranks.
+        OSError: The directory cannot be read. On all ranks.
+    """
+    answer: dict[str, Any] = {}
+    if collective.rank == 0:
+        try:
+            # Sizes are left to the verification, so that a truncated file is named and not just passed over.
+            seen = inspect(store.run_dir, check_sizes=False)
+            found = list(seen.sealed)
+            answer["damaged"] = [[one.name, one.reason] for one in seen.unsealed if one.damaged]
+            _refuse_unreadable(seen)
+            answer["runs"] = sorted({f"{m.job_id}/{m.run_id}" for m in found})
+            # What the run once left by going back comes last, however far it had gone there.
+            chain = [m.name for m in lineage(found)]
+            found.sort(key=lambda m: chain.index(m.name) if m.name in chain else -1)
+            answer["found"] = [[m.name, m.digest] for m in reversed(found)]
+        except OSError as error:
+            answer["error"] = str(error)
+    answer = collective.broadcast(answer)
+    if "error" in answer:
+        raise OSError(answer["error"])
+    if len(answer["runs"]) > 1:
+        raise RuntimeError(
+            f"{store.run_dir} holds checkpoints of several runs ({', '.join(answer['runs'])}), and each run needs a"
+            " directory of its own: move the others away, or give another directory"
+        )
+    for name, reason in answer["damaged"]:
+        if collective.rank == 0:
+            log.warning("checkpoint %s is damaged, it does not count: %s", name, reason)
+    refs = [Ref(name, digest) for name, digest in answer["found"]]
+    sharded = [ref for ref in refs if not _is_later(ref)]
+    for ref in sharded:
+        point = handed_out(ResumeOrder(ref, SHARDED, None), store.run_dir, collective)
+        if isinstance(point, Damaged):
+            if collective.rank == 0:
+                log.warning("checkpoint %s is damaged, trying the one before: %s", ref.name, point.message)
+            continue
+        shape = point.manifest.shape
+        if shape.any_world_size or shape.world_size == world_size:
+            return point
+        check_loaders(point.manifest, world_size)
+        # Universal files that somebody has made come first: perhaps because re-sharding does not work here.
+        other = _universal_of(point, refs, store, collective)
+        if other is None and not shape.reshards:
+            raise RuntimeError(
+                f"{ref.name} was written by {shape.world_size} ranks and loads at no other number; start as many (there"
+                f" are {world_size}), convert it first, or let dlrover-run do that"
+            )
+        return other or point
+    damaged = len(sharded) + sum(CheckpointName.parse(name).lease is None for name, _ in answer["damaged"])
+    if damaged:
+        raise RuntimeError(f"all {damaged} checkpoints in {store.run_dir} are damaged; give another directory")
+    return None
+
+
+def _refuse_unreadable(seen: Inventory) -> None:
+    """Nobody goes back behind a checkpoint that may be sound. An older one does not matter."""
+    newest_age = max((manifest.parsed_name.age for manifest in seen.sealed), default=(-1, -1, -1))
+    for one in seen.unsealed:
+        if one.unreadable and CheckpointName.parse(one.name).age > newest_age:
+            raise OSError(f"{one.name} cannot be read: {one.reason}; let it be read, or move it away")
+
+
+def _universal_of(
+    point: ResumePoint, refs: list[Ref], store: CheckpointStore, collective: Collective
+) -> ResumePoint | None:
+    for ref in refs:
+        if ref.name.startswith(f"{point.ref.name}.{UNIVERSAL}."):
+            other = handed_out(ResumeOrder(point.ref, UNIVERSAL, ref), store.run_dir, collective)
+            if isinstance(other, ResumePoint):
+                return other
+    return None
+
+
+def _is_later(ref: Ref) -> bool:
+    return CheckpointName.parse(ref.name).lease is not None
+
+
+def _share(
+    collective: Collective,
+    directory: Path,
+    manifest: Manifest | None,
+    error: Exception | None,
+    order: ResumeOrder,
+    verify: bool,
+) -> Damaged | None:
+    """Verifies each rank's part and compares notes: one exchange, also where a rank could not even begin."""
+    if error is None and manifest is not None and verify:
+        # Large files first, so that dealing them out in turn gives every rank about as many bytes.
+        entries = sorted(manifest.files, key=lambda entry: (-entry.size, entry.path))
+        try:
+            if collective.rank == 0:
+                verify_listing(directory, manifest)
+            verify_files(directory, entries[collective.rank :: collective.world_size])
+        except (CheckpointDamaged, OSError) as caught:
+            error = caught
+    notes = collective.gather(_note(error))
+    for rank, note in enumerate(notes):
+        if "damage" in note:
+            # The culprit may be the source, of which only the manifest was read, or the form that would be loaded.
+            of_form = order.universal if order.universal and order.universal.name == note["name"] else None
+            ref, form = (order.source, SHARDED) if of_form is None else (of_form, UNIVERSAL)
+            return Damaged(ref, form, note["file"], f"{note['damage']} (rank {rank})", rank == collective.rank)
+    for rank, note in enumerate(notes):
+        if "os" in note:
+            raise OSError(f"rank {rank} cannot read {directory}: {note['os']}")
+    return None
+
+
+def _note(error: Exception | None) -> dict[str, str]:
+    if error is None:
+        return {}
+    if isinstance(error, CheckpointDamaged):
+        return {"damage": str(error), "file": error.file, "name": error.directory.name}
+    return {"os": str(error)}

@@ -1,0 +1,491 @@
+"""Saving as one act of all ranks: it succeeds on all or fails on all, and no rank waits for one that failed.
+
+Name by rank 0; every rank writes its files; errors are exchanged; the files are dealt out, synced and summed by all
+ranks; rank 0 seals; everybody learns the digest. After each part that can fail, all ranks compare notes before they go
+on to the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from dalsegno.protos import worker_pb2
+
+from ..checkpoint import (
+    SHARDED,
+    Best,
+    CheckpointDamaged,
+    CheckpointName,
+    CheckpointStore,
+    Cut,
+    FileEntry,
+    Manifest,
+    Order,
+    Position,
+    Ref,
+    Shape,
+    Tracked,
+    seal,
+)
+from ..checkpoint.files import checksums, list_files, write_exclusive
+from ..rank import rng
+from ..rank.agreement import differences
+from ..rank.collective import Collective
+from ..rank.identity import Identity
+from ..rank.link import Link
+from ..rank.remarks import remark
+from .background_save import LAST_WORDS_SECONDS, PARTS, Flight, check_paths
+from .declared import DDP, contradiction, of_each_rank
+from .save_errors import Cause, describe, is_fatal, kept, problem
+from .saving_reports import Count, SavingReports, bytes_below
+from .staging import HostBuffers
+
+log = logging.getLogger(__name__)
+
+
+_TOLD_OTHERWISE = "the ranks were told to save different things"
+
+
+class SaveError(RuntimeError):
+    """A save failed for a reason that trying again will not cure, or too often."""
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint says about itself, apart from its files.
+
+    Attributes:
+        step: Optimizer steps done.
+        position: Where the data goes on.
+        order: The order of samples; None where the script has its own.
+        strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
+        any_world_size: It loads at any world size as it is.
+        reshards: It loads at any world size without a conversion, each rank taking its ranges.
+        metric: The run's tracked metric.
+        best: The best checkpoint as of this one.
+        keep: How many of the run's checkpoints stay, 0: all; None: as the job has it.
+        cut: How its batches become gradients; None where the script has its own way.
+    """
+
+    step: int
+    position: Position
+    order: Order | None = None
+    strategy: str = "ddp"
+    any_world_size: bool = True
+    reshards: bool = False
+    metric: float | None = None
+    best: Best | None = None
+    keep: int | None = None
+    cut: Cut | None = None
+
+
+class _Failed(Exception):
+    """A part of the save failed on some rank; all ranks have this with the same text."""
+
+    def __init__(self, reason: str, fatal: bool) -> None:
+        super().__init__(reason)
+        self.fatal = fatal
+
+
+@dataclass
+class _UnderWay:
+    """A save in the background, as this rank knows it."""
+
+    name: str
+    content: Content
+    drain: bool
+    flight: Flight
+
+
+class Saver:
+    """Saves checkpoints of one session.
+
+    Args:
+        identity: Who writes.
+        collective: The session's group.
+        store: The run's directory.
+        link: The agent, where there is one.
+        resumed_from: The resume point of this epoch.
+        best: The best checkpoint as of the resume point.
+
+    Attributes:
+        best: The best checkpoint as of the last save, the same on all ranks.
+        tracked: What makes one the best; None: the best of before stays it.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        collective: Collective,
+        store: CheckpointStore,
+        link: Link | None,
+        resumed_from: Ref | None,
+        best: Best | None = None,
+    ) -> None:
+        self._identity, self._collective, self._store = identity, collective, store
+        self._link, self._resumed_from = link, resumed_from
+        self._last: CheckpointName | None = None
+        self.best = best
+        self.tracked: Tracked | None = None
+        self._noted_best: str | None = None
+        self._noted_empty = False
+        self._buffers = HostBuffers()
+        self._looked = False
+        self._under_way: _UnderWay | None = None
+
+    def save(
+        self, content: Content, write: Callable[[Path], None], *, create_directory: bool, drain: bool
+    ) -> Manifest | None:
+        """Writes and seals one checkpoint. Collective: all ranks call it at the same step.
+
+        Args:
+            content: What is saved.
+            write: Called with the checkpoint's path on every rank; writes this rank's files below it.
+            create_directory: The directory exists when ``write`` is called. Frameworks that make it themselves get a
+                path that does not exist yet.
+            drain: For the report of a failure.
+
+        Returns:
+            The manifest, on every rank; None if the save failed on some rank. Nothing of it is left then.
+
+        Raises:
+            SaveError: ``write`` failed on some rank, and neither for want of a disk nor of memory: a mistake, which
+                every later save would repeat. Raised on all ranks.
+        """
+        name = ""
+        try:
+            name, content = self._choose_name(content, create_directory)
+            self._write(name, content, write)
+            files = self._describe(name)
+            self._check_files([entry.path for entry in files], content)
+            manifest = self._seal(name, content, files)
+        except _Failed as failure:
+            self._failed_save(name, content.step, failure, drain)
+            return None
+        self.best = manifest.best
+        if self._identity.rank == 0:
+            self._announce(manifest)
+        return manifest
+
+    @property
+    def failed(self) -> bool:
+        """This rank could not write its part of the save that is under way: the others must hear of it."""
+        return self._under_way is not None and self._under_way.flight.failed
+
+    def begin(
+        self, content: Content, state: Callable[[], Mapping[str, Any]], sealed: Callable[[], None], *, drain: bool
+    ) -> str | None:
+        """Copies what ``state`` returns, and has it written and sealed while the training goes on. Collective.
+
+        Args:
+            content: What is saved.
+            state: This rank's files, see ``background.background``.
+            sealed: Called on a thread of rank 0 once the checkpoint is sealed and announced.
+            drain: For the report of a failure.
+
+        Returns:
+            The checkpoint's name, on every rank; None if it could not begin on some rank. ``settle`` says how it ended.
+
+        Raises:
+            RuntimeError: The save before is not settled.
+            SaveError: See ``save``.
+        """
+        if self._under_way is not None:
+            raise RuntimeError(f"{self._under_way.name} is being saved; settle that first")
+        name = ""
+        try:
+            name, content = self._choose_name(content, True)
+            files = self._stage(name, state, content)
+        except _Failed as failure:
+            self._buffers.release()
+            self._failed_save(name, content.step, failure, drain)
+            return None
+        path, identity, done = self._store.path(name), self._identity, Count(0)
+        reports = SavingReports(self._link, name, done.read)
+
+        def seal_all(entries: tuple[FileEntry, ...]) -> str:
+            manifest = self._manifest(name, content, entries)
+            digest = seal(path, manifest)
+            self._announce(manifest)
+            sealed()
+            return digest
+
+        copied = self._buffers.wait
+        flight = Flight(path, identity.rank, identity.world_size, files, copied, seal_all, done.add, reports)
+        self._under_way = _UnderWay(name, content, drain, flight)
+        return name
+
+    def settle(self) -> tuple[int, Ref] | None:
+        """What became of the save that is under way. Collective; waits until it has ended on all ranks.
+
+        Returns:
+            Its step and the checkpoint, on every rank; None if there was none, or it failed: nothing of it is left.
+
+        Raises:
+            SaveError: See ``save``.
+        """
+        ending = self._under_way
+        if ending is None:
+            return None
+        answer: dict[str, Any] = {}
+        try:
+            try:
+                path = self._store.path(ending.name)
+                self._agree(ending.flight.written(), path)
+                if self._identity.rank == 0:
+                    digest, error = ending.flight.sealed()
+                    found = problem(error, path)
+                    answer = {"digest": digest} if found is None else found.answer
+                answer = self._collective.broadcast(answer)
+                self._raise_first([answer])
+            finally:
+                ending.flight.cancel()
+                self._buffers.release()
+                self._under_way = None
+        except _Failed as failure:
+            self._failed_save(ending.name, ending.content.step, failure, ending.drain)
+            return None
+        self.best = ending.content.best
+        return ending.content.step, Ref(ending.name, answer["digest"])
+
+    def _stage(self, name: str, state: Callable[[], Mapping[str, Any]], content: Content) -> dict[str, Any]:
+        """This rank's files in host memory, once all ranks have theirs."""
+        error: BaseException | None = None
+        files: dict[str, Any] = {}
+        try:
+            given = state()
+            check_paths(given)
+            files = {**self._buffers.copy(given), rng.file_name(self._identity.rank): rng.capture()}
+        # Whatever it is, the other ranks must hear of it before this one does anything else.
+        except BaseException as caught:
+            log.debug("no state to save", exc_info=caught)
+            error = kept(caught)
+        found = problem(error, self._store.path(name))
+        answers = self._agree_on(content, {"paths": sorted(files)} if found is None else found.answer)
+        paths = [path for answer in answers for path in answer["paths"]]
+        for path in sorted({path for path in paths if paths.count(path) > 1}):
+            raise _Failed(f"several ranks save {path}, and only one may", fatal=True)
+        self._check_files(paths, content)
+        return files
+
+    def _check_files(self, paths: list[str], content: Content) -> None:
+        """Are they what the script says that it saves? All ranks have the same answer."""
+        reason = contradiction(paths, content.strategy, content.any_world_size)
+        if reason is not None:
+            raise _Failed(reason, fatal=True)
+        if self._looked or content.strategy != DDP or not content.any_world_size:
+            return
+        self._looked = True
+        own = [path for path in paths if PurePosixPath(path).parts[0] not in (rng.DIRECTORY, PARTS)]
+        each = of_each_rank(own, self._identity.world_size)
+        if each is not None and self._identity.rank == 0:
+            remark(
+                "each rank has saved a file of its own, %s, and strategy='ddp' says that any number of ranks loads "
+                "them: if they hold parts of the model or of the optimizer, give save or steps any_world_size=False",
+                each,
+            )
+
+    def close(self) -> None:
+        """The script goes on without a session: gives what is under way some time to be sealed. Not collective."""
+        if self._under_way is not None and not self._under_way.flight.wait(LAST_WORDS_SECONDS):
+            log.warning("%s is not sealed yet, and nobody will hear of it", self._under_way.name)
+
+    def improves(self, value: float | None) -> bool:
+        """Whether a checkpoint with rank 0's ``value`` would be the best so far. Collective."""
+        best = self.best if self._under_way is None else self._under_way.content.best
+        better = self.tracked is not None and self.tracked.improves(value, best)
+        return bool(self._collective.broadcast(better))
+
+    def credit(self, name: str, value: float) -> None:
+        """A checkpoint that exists is the best so far, as all ranks know."""
+        assert self.tracked is not None
+        self.best = Best(name, self.tracked.metric, self.tracked.mode, value)
+        if self._identity.rank == 0:
+            try:
+                self._note_best(self.best)
+            except OSError as error:
+                log.warning("%s is the best so far, but best.json does not say so: %s", name, error)
+
+    def _choose_name(self, content: Content, create_directory: bool) -> tuple[str, Content]:
+        """Rank 0's name, metric and best: a metric is often computed on one rank, or differs in its last bits."""
+        step, metric = content.step, content.metric
+        if metric is not None and not math.isfinite(metric):
+            log.warning(
+                "the metric of step %d is %s: it is left out, and this is not the best checkpoint", step, metric
+            )
+            metric = None
+        answer: dict[str, Any] = {"metric": metric}
+        if self._identity.rank == 0:
+            try:
+                name = self._store.next_name(step, self._identity.epoch)
+                last = self._last
+                if last is not None and last.step == step:
+                    name = replace(name, attempt=max(name.attempt, last.attempt + 1))
+                self._last = name
+                self._store.run_dir.mkdir(parents=True, exist_ok=True)
+                if create_directory:
+                    self._store.path(str(name)).mkdir()
+                answer["name"] = str(name)
+                best = self._best_as_of(str(name), metric)
+                answer["best"] = None if best is None else asdict(best)
+            except OSError as error:
+                answer["error"] = describe(error)
+        answer = self._collective.broadcast(answer)
+        if "error" in answer:
+            raise _Failed(answer["error"], fatal=False)
+        best = None if answer["best"] is None else Best(**answer["best"])
+        return str(answer["name"]), replace(content, metric=answer["metric"], best=best)
+
+    def _best_as_of(self, name: str, metric: float | None) -> Best | None:
+        tracked = self.tracked
+        if tracked is None or metric is None or not tracked.improves(metric, self.best):
+            return self.best
+        return Best(name, tracked.metric, tracked.mode, metric)
+
+    def _write(self, name: str, content: Content, write: Callable[[Path], None]) -> None:
+        path = self._store.path(name)
+        error: BaseException | None = None
+        link = self._link if self._identity.local_rank == 0 else None
+        with SavingReports(link, name, lambda: bytes_below(path)):
+            try:
+                write(path)
+                state = path / rng.file_name(self._identity.rank)
+                state.parent.mkdir(parents=True, exist_ok=True)
+                write_exclusive(state, rng.capture())
+            # Whatever it is, the other ranks must hear of it before this one does anything else.
+            except BaseException as caught:
+                error = kept(caught)
+        self._agree_on(content, self._answer(error, path))
+
+    def _describe(self, name: str) -> tuple[FileEntry, ...]:
+        """Every file of the checkpoint with its checksum, durable; the work is shared by all ranks."""
+        path, collective = self._store.path(name), self._collective
+        # One rank of each node lists: a network file system may not show a node yet what another one wrote.
+        part: dict[str, Any] = {"files": []}
+        try:
+            if self._identity.local_rank == 0:
+                part["files"] = list_files(path)
+        except (OSError, CheckpointDamaged) as error:
+            part["text"] = describe(error)
+        listed = collective.gather(part)
+        self._raise_first(listed)
+        paths = sorted({file for some in listed for file in some["files"]})
+        part = {"files": []}
+        done = Count(bytes_below(path) if self._identity.local_rank == 0 else 0)
+        try:
+            with SavingReports(self._link, name, done.read):
+                mine = checksums(path, paths[collective.rank :: collective.world_size], sync=True, moved=done.add)
+            part["files"] = [asdict(entry) for entry in mine]
+        except (OSError, CheckpointDamaged) as error:
+            part["text"] = describe(error)
+        described = collective.gather(part)
+        self._raise_first(described)
+        entries = [FileEntry(**entry) for some in described for entry in some["files"]]
+        if all(PurePosixPath(entry.path).parts[0] == rng.DIRECTORY for entry in entries) and not self._noted_empty:
+            self._noted_empty = True
+            if self._identity.rank == 0:
+                remark("save wrote nothing below the path it was given: %s holds no weights, only generators", name)
+        return tuple(sorted(entries, key=lambda entry: entry.path))
+
+    def _manifest(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
+        identity = self._identity
+        return Manifest(
+            name=name,
+            job_id=identity.job_id,
+            run_id=identity.run_id,
+            step=content.step,
+            epoch=identity.epoch,
+            generation=identity.generation,
+            form=SHARDED,
+            shape=Shape(identity.world_size, content.strategy, content.any_world_size, content.reshards),
+            position=content.position,
+            order=content.order,
+            source=None,
+            resumed_from=self._resumed_from,
+            min_nodes=identity.min_nodes,
+            max_nodes=identity.max_nodes,
+            metric=content.metric,
+            files=files,
+            best=content.best,
+            keep=content.keep,
+            cut=content.cut,
+        )
+
+    def _seal(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
+        identity, manifest = self._identity, self._manifest(name, content, files)
+        answer: dict[str, Any] = {}
+        if identity.rank == 0:
+            try:
+                answer["digest"] = seal(self._store.path(name), manifest)
+            except (OSError, CheckpointDamaged) as error:
+                answer["text"] = describe(error)
+        answer = self._collective.broadcast(answer)
+        self._raise_first([answer])
+        if answer["digest"] != manifest.digest:
+            raise SaveError(f"{_TOLD_OTHERWISE}, rank {identity.rank} another manifest than rank 0: {manifest}")
+        return manifest
+
+    def _announce(self, manifest: Manifest) -> None:
+        if self._link is not None:
+            sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
+            self._link.send(worker_pb2.ToAgent(sealed=sealed))
+        try:
+            self._store.write_latest(manifest)
+            self._note_best(manifest.best)
+        except OSError as error:
+            log.warning("%s is saved, but its note in latest.json or best.json is not: %s", manifest.name, error)
+
+    def _note_best(self, best: Best | None) -> None:
+        name = "" if best is None else best.name
+        if name != self._noted_best:
+            self._store.write_best(best)
+            self._noted_best = name
+
+    def _failed_save(self, name: str, step: int, failure: _Failed, drain: bool) -> None:
+        self._give_up(name, step, str(failure), drain, failure.fatal)
+        if failure.fatal:
+            raise SaveError(f"saving step {step} failed: {failure}") from failure
+
+    def _give_up(self, name: str, step: int, reason: str, drain: bool, fatal: bool) -> None:
+        if self._identity.rank == 0:
+            if not fatal:
+                log.warning("saving %s failed, the last commit stands: %s", name or "a step", reason)
+            for error in self._store.prune([name] if name else []).values():
+                log.warning("what the failed save left in %s could not be removed: %s", name, error)
+        # No rank may begin the next attempt while the leftovers of this one are being removed.
+        self._collective.barrier()
+        if self._link is not None:
+            failed = worker_pb2.SaveFailed(name=name, reason=reason[:4096], drain=drain, step=step)
+            self._link.send(worker_pb2.ToAgent(save_failed=failed))
+
+    def _agree(self, error: BaseException | None, path: Path) -> None:
+        """Compares notes on this rank's ``error`` in writing below ``path``."""
+        self._raise_first(self._collective.gather(self._answer(error, path)))
+
+    def _answer(self, error: BaseException | None, path: Path) -> dict[str, Any]:
+        """What this rank says of its ``error``, if it had one; a script's mistake is in its own log as well."""
+        found = problem(error, path)
+        if found is not None and found.cause is not Cause.SURROUNDINGS:
+            log.error("writing %s failed", path.name, exc_info=error)
+        return {} if found is None else dict(found.answer)
+
+    def _agree_on(self, content: Content, said: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """No rank has a problem, and all save the same, before any of it can be sealed. Returns what each has said."""
+        answers = self._collective.gather({**said, "content": asdict(content)})
+        self._raise_first(answers)
+        wrong = differences([answer["content"] for answer in answers])
+        if wrong:
+            raise _Failed(f"{_TOLD_OTHERWISE}: {'; '.join(wrong)}", fatal=True)
+        return answers
+
+    def _raise_first(self, answers: list[dict[str, Any]]) -> None:
+        problems = [(rank, answer) for rank, answer in enumerate(answers) if "text" in answer]
+        if problems:
+            # Of several, one that the others may come from.
+            rank, first = min(problems, key=lambda one: one[1].get("cause") == Cause.LIKELY_MISTAKE.value)
+            raise _Failed(f"{first['text']} (rank {rank})", is_fatal(answers))

@@ -1,0 +1,77 @@
+"""Words to the agent on how far a save is."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+
+from dalsegno.protos import worker_pb2
+
+from ..rank.link import Link
+
+REPORT_SECONDS = 2.0
+
+
+class Count:
+    """Bytes that several threads have dealt with."""
+
+    def __init__(self, begin: int) -> None:
+        self._bytes = begin
+        self._lock = threading.Lock()
+
+    def add(self, count: int) -> None:
+        with self._lock:
+            self._bytes += count
+
+    def read(self) -> int:
+        with self._lock:
+            return self._bytes
+
+
+class SavingReports:
+    """Tells the agent now and then how far a part of a save has come: a slow save is not a stuck one.
+
+    ``measure`` says it in bytes, from one part to the next without going back.
+    """
+
+    def __init__(self, link: Link | None, name: str, measure: Callable[[], int]) -> None:
+        self._link, self._name, self._measure = link, name, measure
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> None:
+        if self._link is not None:
+            self._send(self._link)
+            self._thread = threading.Thread(target=self._run, name="dalsegno-saving", daemon=True)
+            self._thread.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join(timeout=REPORT_SECONDS * 5)
+
+    def _run(self) -> None:
+        assert self._link is not None
+        while not self._done.wait(REPORT_SECONDS):
+            self._send(self._link)
+
+    def _send(self, link: Link) -> None:
+        saving = worker_pb2.Saving(name=self._name, bytes=self._measure())
+        link.send(worker_pb2.ToAgent(saving=saving), droppable=True)
+
+
+def bytes_below(path: Path) -> int:
+    """Size of all files in a directory that somebody may be writing in."""
+    total = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(directory, name)).st_size
+            except FileNotFoundError:
+                continue  # a framework's temporary file that is gone again
+    return total

@@ -1,0 +1,93 @@
+"""The metric by which a run's best checkpoint is chosen."""
+
+from __future__ import annotations
+
+from ..checkpoint import Best, Ref, Tracked
+from ..rank.collective import Collective
+from .saving import Saver
+
+
+class Tracking:
+    """One session's.
+
+    Args:
+        collective: The session's group.
+        saver: None: there is nowhere to save to, and so no checkpoint that could be the best one.
+    """
+
+    def __init__(self, collective: Collective, saver: Saver | None) -> None:
+        self._collective, self._saver = collective, saver
+        self._tracked: Tracked | None = None
+        # The best value, where nothing is saved.
+        self._unsaved: Best | None = None
+        # What ``improved`` was told, of which step, and whether that makes it worth a checkpoint.
+        self._measured: tuple[int, float, bool] | None = None
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint; None where nothing is saved."""
+        return None if self._saver is None else self._saver.best
+
+    @property
+    def name(self) -> str | None:
+        """What is tracked, for a person; None: nothing."""
+        return None if self._tracked is None else f"{self._tracked.metric} ({self._tracked.mode})"
+
+    def track(self, tracked: Tracked) -> None:
+        """From now on."""
+        self._tracked = tracked
+        if self._saver is not None:
+            self._saver.tracked = tracked
+
+    def improved(self, value: float, step: int) -> bool:
+        """Whether ``step`` is the best so far. Collective; rank 0's value decides.
+
+        Raises:
+            RuntimeError: Nothing is tracked.
+        """
+        tracked = self._check()
+        if self._saver is None:
+            return self._improves_unsaved(tracked, value, together=True)
+        better = self._saver.improves(value)
+        self._measured = (step, value, better)
+        return better
+
+    def measured(self, value: float, saved: Ref | None, *, together: bool) -> bool:
+        """The same for a step that is done; the checkpoint that it is ``saved`` as is credited.
+
+        Args:
+            together: All ranks call this, and rank 0's value decides; else each has its own.
+
+        Raises:
+            RuntimeError: Nothing is tracked.
+        """
+        tracked = self._check()
+        if self._saver is None:
+            return self._improves_unsaved(tracked, value, together=together)
+        if together:
+            value = float(self._collective.broadcast(value))
+        best = tracked.improves(value, self._saver.best)
+        if best and saved is not None:
+            self._saver.credit(saved.name, value)
+        return best
+
+    def is_worth_saving(self, step: int) -> bool:
+        """``improved`` said so of this step, on all ranks."""
+        return self._measured is not None and self._measured[0] == step and self._measured[2]
+
+    def metric_of(self, step: int) -> float | None:
+        """What ``improved`` was told of this step."""
+        return self._measured[1] if self._measured is not None and self._measured[0] == step else None
+
+    def _check(self) -> Tracked:
+        if self._tracked is None:
+            raise RuntimeError("nothing is tracked: call session.track(metric) first")
+        return self._tracked
+
+    def _improves_unsaved(self, tracked: Tracked, value: float, *, together: bool) -> bool:
+        if together:
+            value = float(self._collective.broadcast(value))
+        better = tracked.improves(value, self._unsaved)
+        if better:
+            self._unsaved = Best("", tracked.metric, tracked.mode, value)
+        return better

@@ -1,0 +1,1 @@
+"""A `Trainer` for people who have no framework, and its strategies."""

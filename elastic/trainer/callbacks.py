@@ -1,0 +1,217 @@
+"""What a `Trainer` calls: callbacks on every rank, loggers on rank 0, and what a person sees of it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
+
+if TYPE_CHECKING:
+    from ..data.batches import Batch
+    from .trainer import Trainer
+
+
+class Logger(Protocol):
+    """Called on rank 0 with named numbers of a step. If it has ``close()``, that is called when `Trainer.fit` ends."""
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None: ...
+
+
+class Callback:
+    """Override what you need. Everything is called on all ranks at the same steps.
+
+    An exception ends the training. To end it early, call ``trainer.stop()``.
+    """
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """The run is loaded; ``trainer.step`` is where it goes on."""
+
+    def on_step(self, trainer: Trainer, batch: Batch[Any]) -> None:
+        """An optimizer step is done."""
+
+    def on_log(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        """Every ``log_every`` steps: ``loss``, ``lr`` and what else is known."""
+
+    def on_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        """An evaluation is done."""
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """`Trainer.fit` is left: the training ended, or the run is drained, or something failed."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What goes into checkpoints: plain values and tensors, alike on all ranks.
+
+        Rank 0's is saved. Under DDP only rank 0 is asked, so it may make no collective there; under FSDP and DeepSpeed
+        all ranks are, at the same step, and may gather what they have sharded. Asked once before the first step, too.
+        """
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The inverse, on a resume; not called if the checkpoint has nothing of this class."""
+
+
+def forgetful(callbacks: Iterable[Callback]) -> tuple[str, ...]:
+    """Classes of those that have something in them and keep nothing of it in checkpoints."""
+    kept = Callback.state_dict
+    return tuple(type(one).__name__ for one in callbacks if vars(one) and type(one).state_dict is kept)
+
+
+class EarlyStopping(Callback):
+    """Ends the training when a metric has not become better for some evaluations.
+
+    Args:
+        metric: Its name among the evaluation's.
+        patience: So many evaluations in a row that are not better end it.
+        mode: ``"min"`` or ``"max"``: what is better.
+        min_delta: By how much at least.
+
+    Raises:
+        ValueError: A mode that is neither, or no patience.
+    """
+
+    def __init__(self, metric: str, *, patience: int = 3, mode: str = "min", min_delta: float = 0.0) -> None:
+        if mode not in ("min", "max") or patience < 1:
+            raise ValueError(f"mode is 'min' or 'max' and patience at least 1, not {mode!r} and {patience}")
+        self._metric, self._patience, self._min_delta = metric, patience, min_delta
+        self._sign = 1.0 if mode == "min" else -1.0
+        self._best: float | None = None
+        self._worse = 0
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        if self._worse >= self._patience:  # started again, after it had ended the run
+            trainer.stop()
+
+    def on_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        if self._metric not in metrics:
+            raise ValueError(f"the evaluation has no {self._metric!r}, only {', '.join(sorted(metrics)) or 'nothing'}")
+        value = self._sign * metrics[self._metric]
+        if self._best is None or value < self._best - self._min_delta:
+            self._best, self._worse = value, 0
+            return
+        self._worse += 1
+        if self._worse >= self._patience:
+            trainer.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "worse": self._worse}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._best, self._worse = state["best"], state["worse"]
+
+
+class Console(Callback):
+    """A progress bar on a terminal, a line for each log elsewhere; on rank 0 only.
+
+    Args:
+        stream: Default: standard output, which ``dlrover-run`` shows.
+    """
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream
+        self._bar: Any = None
+        self._task: Any = None
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        stream = self._stream or sys.stdout
+        if trainer.rank != 0 or not stream.isatty():
+            return
+        from rich.console import Console as Terminal
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+        text = TextColumn("{task.description}", markup=False)
+        terminal = Terminal(file=stream, highlight=False)
+        self._bar = Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), text, console=terminal)
+        self._bar.start()
+        self._task = self._bar.add_task("", total=trainer.max_steps, completed=trainer.step)
+
+    def on_step(self, trainer: Trainer, batch: Batch[Any]) -> None:
+        if self._bar is not None:
+            self._bar.update(self._task, completed=trainer.step)
+
+    def on_log(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        self._say(trainer, values)
+
+    def on_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
+        self._say(trainer, metrics, line=True)
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _say(self, trainer: Trainer, values: Mapping[str, float], *, line: bool = False) -> None:
+        if trainer.rank != 0:
+            return
+        text = "  ".join(f"{name} {value:.4g}" for name, value in values.items())
+        of = "" if trainer.max_steps is None else f"/{trainer.max_steps}"
+        if self._bar is None:
+            print(f"step {trainer.step}{of}: {text}", file=self._stream or sys.stdout, flush=True)
+        elif line:
+            self._bar.print(f"step {trainer.step}: {text}", markup=False)
+        else:
+            self._bar.update(self._task, description=text)
+
+
+class TensorBoard:
+    """A logger that writes event files. Needs the package ``tensorboard`` (extra ``log``).
+
+    Args:
+        directory: Where to.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        self._directory = directory
+        self._writer: Any = None
+        _require("torch.utils.tensorboard", "tensorboard")
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            # After a crash the run goes back: what had been logged from here on is not part of it.
+            self._writer = SummaryWriter(str(self._directory), purge_step=step)
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Writes out what is held back."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WeightsAndBiases:
+    """A logger for Weights & Biases. Needs the package ``wandb`` (extra ``log``).
+
+    Args:
+        options: For ``wandb.init``. Give ``id`` as well, so that a resumed run goes on in the same one.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        self._options = {"resume": "allow", **options}
+        self._run: Any = None
+        _require("wandb", "wandb")
+
+    def __call__(self, step: int, values: Mapping[str, float]) -> None:
+        if self._run is None:
+            import wandb
+
+            self._run = wandb.init(**self._options)
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Ends the run there."""
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+
+def _require(module: str, package: str) -> None:
+    """Fails where the script is started, not at the first log."""
+    import importlib
+
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ImportError(f"the package {package} is missing: pip install 'dalsegno[log]'") from error

@@ -1,0 +1,113 @@
+"""DeepSpeed for a `Trainer`: what `elastic.deepspeed` adds to a script, called for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, resume_rates
+
+_STATE = "dalsegno_trainer"
+
+
+class DeepSpeed(Strategy):
+    """A DeepSpeed engine, ZeRO stages 0 to 3.
+
+    Args:
+        config: DeepSpeed's own. Batch sizes and the accumulation are replaced by the plan's; ``gradient_clipping`` by
+            the Trainer's ``max_grad_norm``, where that is given. With neither of them gradients are not clipped.
+            With ``zero_allow_untested_optimizer`` also an optimizer is taken that is not known to be element-wise.
+    """
+
+    scale = "deepspeed"
+    any_world_size = None
+
+    def __init__(self, config: Mapping[str, Any] | None = None) -> None:
+        self._config: dict[str, Any] = {"zero_optimization": {"stage": 1}, **(config or {})}
+        self._engine: Any = None
+
+    @property
+    def name(self) -> str:
+        return f"deepspeed-zero-{self._stage}"
+
+    @property
+    def _stage(self) -> int:
+        return int(self._config["zero_optimization"].get("stage", 0))
+
+    def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
+        from deepspeed.accelerator import get_accelerator
+
+        from ..deepspeed import engine as ours
+
+        if device is not None:
+            raise ValueError("DeepSpeed chooses the device: set DS_ACCELERATOR=cpu instead of Trainer(device=...)")
+        accelerator = get_accelerator()
+        if accelerator.device_name() == "cuda" and local_rank >= (cards := accelerator.device_count()):
+            raise ValueError(
+                f"local rank {local_rank}, and {cards} card{'s' * (cards != 1)} here: DeepSpeed wants one for each "
+                "worker; start as many as there are, --nproc-per-node=gpu"
+            )
+        # Before the group: what it makes at once lies on the current card.
+        accelerator.set_device(local_rank)
+        ours.prepare()
+        return torch.device(accelerator.device_name(local_rank))
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting
+    ) -> dict[str, Any]:
+        import deepspeed
+
+        from ..deepspeed import engine as ours
+        from ..deepspeed.checks import ALLOW, check_optimizer
+
+        resume = setting.session.resume
+        base = dict(self._config)
+        if setting.max_grad_norm is not None:
+            own = base.setdefault("gradient_clipping", setting.max_grad_norm)
+            if own != setting.max_grad_norm:
+                raise ValueError(f"gradient_clipping is {own} and max_grad_norm {setting.max_grad_norm}: give one")
+        base.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default clips, to 1
+        config, optimizer = ours.config(base, setting.plan, resume), make_optimizer(model)
+        scheduled = make_scheduler is not None or "scheduler" in config
+        check_optimizer(optimizer, self._stage, allowed=bool(self._config.get(ALLOW)), scheduled=scheduled)
+        config.setdefault(ALLOW, True)  # its guard knows fewer than ours
+        self._engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
+            model=model, optimizer=optimizer, lr_scheduler=make_scheduler, config=config
+        )
+        self.model = self._engine
+        state = ours.restore(self._engine, resume)
+        if resume is None:
+            return {}
+        if _STATE not in state:
+            raise ValueError(f"{resume.path} was not written by this Trainer: it has no {_STATE}")
+        if self.scheduler is not None:
+            resume_rates(self.optimizer, self.scheduler)
+        return dict(state[_STATE])
+
+    @property
+    def reshards(self) -> bool:
+        from ..deepspeed.checks import can_reshard
+
+        return can_reshard(self._engine)
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+        self._engine.step()  # an optimizer step after the last micro-batch
+
+    def step(self) -> Tensor | float | None:
+        norm: Tensor | float | None = self._engine.get_global_grad_norm()
+        return norm
+
+    def write(self, path: Path, state: Mapping[str, Any]) -> None:
+        from ..deepspeed import engine as ours
+
+        ours.save(self._engine, {_STATE: dict(state)})(path)
+
+    @contextmanager
+    def evaluated(self) -> Iterator[nn.Module]:
+        yield self._engine

@@ -1,0 +1,313 @@
+"""FSDP2 for a `Trainer`, with checkpoints that any number of ranks loads.
+
+Each rank writes its own rows of every parameter and of the optimizer's state, with where they begin; each rank of the
+next world maps the old files into memory and copies the rows that are its own. Nothing is ever gathered, and nothing is
+read that is not plain tensors (torch's own distributed checkpoint keeps its metadata as a pickle).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..rank.process_group import init_process_group
+from ..saving.optimizers import check_sharded
+from ..saving.replicas import check_whole, loadable
+from ..training.training_state import check_same_dtypes, check_same_names, read_tensors
+from .loss_scale import LossScale
+from .made import steps_on_metric
+from .sharding import Init, shard
+from .strategies import (
+    TRAINER_FILE,
+    MakeOptimizer,
+    MakeScheduler,
+    Setting,
+    Strategy,
+    load_optimizer,
+    load_trainer_state,
+    own_device,
+    step_and_clear,
+    trainer_state,
+)
+
+SHARED_FILE, DIRECTORY = "shared.pt", "shards"
+_LAYOUT_VERSION = 1
+
+
+class FSDP(Strategy):
+    """Every rank has a part of each parameter, gradient and optimizer state: ``fully_shard`` over all ranks.
+
+    Args:
+        blocks: Classes whose modules are gathered one by one (a transformer's layers); the rest is gathered together.
+            They are moved and sharded one by one, too: no device holds more than one of them, and its own rows.
+        init: Fills a model that was made under ``torch.device("meta")``, as in torch's recipe for FSDP2. It is called
+            once for each block with the whole model, of which that block alone is real. Default: the model's
+            ``reset_parameters()``, or else that of each of its modules.
+        cast: Weights that were saved with another dtype are converted.
+        options: For ``fully_shard``: ``mp_policy``, ``reshard_after_forward``, ``offload_policy``.
+    """
+
+    loss_scale: LossScale
+
+    def __init__(
+        self, blocks: Iterable[type[nn.Module]] = (), *, init: Init | None = None, cast: bool = False, **options: Any
+    ) -> None:
+        if "mesh" in options or "shard_placement_fn" in options:
+            raise ValueError("FSDP shards the rows of every parameter over all ranks: leave out mesh and placement")
+        self._blocks, self._init, self._cast, self._options = tuple(blocks), init, cast, options
+        self._max_grad_norm: float | None = None
+        self.loss_scale = LossScale(None)
+
+    @property
+    def name(self) -> str:
+        return "fsdp"
+
+    def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
+        where = own_device(local_rank, device)
+        init_process_group(where)
+        return where
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting
+    ) -> dict[str, Any]:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        self._max_grad_norm, self.loss_scale = setting.max_grad_norm, LossScale(setting.scaler)
+        check_whole(model, meta=True)
+        resume = setting.session.resume
+        mesh = init_device_mesh(setting.device.type, (setting.session.world_size,))
+
+        options = dict(self._options)
+        ignored = options.pop("ignored_params", None) or ()
+
+        def apply(module: nn.Module, ignored: set[Tensor]) -> None:
+            chosen = {**options, "ignored_params": ignored} if ignored else options
+            fully_shard(module, mesh=mesh, **chosen)
+
+        shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None, ignored=ignored)
+        self.model = model
+        self.optimizer = make_optimizer(model)
+        check_sharded(self.optimizer)
+        self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
+        self._stepped = None if steps_on_metric(self.scheduler) else self.scheduler
+        if resume is None:
+            return {}
+        load(resume.path, model, self.optimizer, cast=self._cast)
+        return load_trainer_state(resume.path, self.scheduler, self.loss_scale)
+
+    def backward(self, loss: Tensor) -> None:
+        self.loss_scale.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> Tensor | float | None:
+        norm = step_and_clear(self.model, self.optimizer, self._stepped, self._max_grad_norm, self.loss_scale)
+        return norm.full_tensor() if isinstance(norm, Tensor) and hasattr(norm, "full_tensor") else norm
+
+    def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        _reshard(self.model)
+        found = files(self.model, self.optimizer)
+        if dist.get_rank() == 0:
+            found[TRAINER_FILE] = trainer_state(state, self.scheduler, self.loss_scale)
+        return found
+
+    def rehearse(self, state: Mapping[str, Any]) -> None:
+        for path, content in self.files(state).items():
+            loadable(content, path)
+
+
+def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """This rank's rows, and on rank 0 what all have alike, by path. No collective.
+
+    Raises:
+        TypeError: The optimizer keeps tensors that are not sharded as their parameter is.
+    """
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    names = _names(model)
+    rows: dict[str, dict[str, Any]] = {}
+    shapes: dict[str, list[int]] = {}
+
+    def put(key: str, value: Any) -> None:
+        start, local = _place(value)
+        shapes[key] = list(value.shape)
+        # torch.save writes all of the memory that a tensor is a view of, and shards are padded.
+        exact = local.untyped_storage().nbytes() == local.nbytes
+        rows[key] = {"start": start, "value": local.detach() if exact else local.detach().clone()}
+
+    for parameter, name in names.items():
+        if _is_sharded(parameter):
+            put(f"model/{name}", parameter)
+    unsharded: dict[str, dict[str, Any]] = {}
+    for parameter, values in optimizer.state.items():
+        name = names[parameter]
+        for key, value in values.items():
+            if _is_sharded(value):
+                put(f"optimizer/{name}/{key}", value)
+            elif isinstance(value, Tensor) and value.numel() > 1 and _is_sharded(parameter):
+                raise TypeError(
+                    f"{type(optimizer).__name__} keeps {key!r} of {name} as a plain tensor of shape "
+                    f"{list(value.shape)}: FSDP saves optimizers whose state is sharded as their parameters are"
+                )
+            else:
+                unsharded.setdefault(name, {})[key] = value
+    found: dict[str, Any] = {f"{DIRECTORY}/rank-{rank}.pt": rows}
+    if rank == 0:
+        groups = [{**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups]
+        found[SHARED_FILE] = {
+            "version": _LAYOUT_VERSION,
+            "world_size": world_size,
+            "shapes": shapes,
+            "rest": _rest(model),
+            "optimizer": {"groups": groups, "whole": unsharded},
+        }
+    return found
+
+
+def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = False) -> None:
+    """Fills a sharded model and its optimizer, in any world, reading this rank's rows only. No collective.
+
+    Args:
+        cast: Weights that were saved with another dtype are converted.
+
+    Raises:
+        ValueError: The checkpoint is of another model or optimizer, or incomplete.
+    """
+    shared = read_tensors(path / SHARED_FILE)
+    if shared.get("version") != _LAYOUT_VERSION:
+        raise ValueError(f"{path} has layout {shared.get('version')}, this program reads {_LAYOUT_VERSION}")
+    with ExitStack() as files:
+        shards = _Shards(path, shared, files)
+        rest = _rest(model)
+        sharded = {f"model/{name}": p for name, p in model.named_parameters() if _is_sharded(p)}
+        saved = [key for key in shared["shapes"] if key.startswith("model/")]
+        check_same_names(dict.fromkeys([*saved, *shared["rest"]]), {**sharded, **rest})
+        if not cast:
+            there = {key.removeprefix("model/"): shards.example(key) for key in saved}
+            check_same_dtypes({**there, **shared["rest"]}, {**dict(model.named_parameters()), **rest})
+        with torch.no_grad():
+            for key, parameter in sharded.items():
+                start, local = _place(parameter)
+                local.copy_(shards.rows(key, list(parameter.shape), start, local.shape[0]))
+        model.load_state_dict(shared["rest"], strict=False)
+        _load_optimizer(shared["optimizer"], optimizer, model, shards, cast)
+
+
+def _load_optimizer(
+    saved: Mapping[str, Any], optimizer: Optimizer, model: nn.Module, shards: _Shards, cast: bool
+) -> None:
+    names = _names(model)
+    here = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+    if [group["params"] for group in saved["groups"]] != here:
+        raise ValueError(
+            f"the checkpoint's optimizer has {len(saved['groups'])} groups with other parameters than the {len(here)} "
+            f"of this {type(optimizer).__name__}"
+        )
+    groups, state, index = [], {}, 0
+    for group, ours in zip(saved["groups"], optimizer.param_groups, strict=True):
+        groups.append({**group, "params": list(range(index, index + len(group["params"])))})
+        for name, parameter in zip(group["params"], ours["params"], strict=True):
+            values = {key: shards.like(parameter, f"optimizer/{name}/{key}") for key in shards.keys_of(name)}
+            values.update(saved["whole"].get(name, {}))
+            if values:
+                state[index] = values
+            index += 1
+    load_optimizer(optimizer, {"state": state, "param_groups": groups}, cast=cast)
+
+
+class _Shards:
+    """The rows that the ranks of the writing world left, mapped when first asked for."""
+
+    def __init__(self, path: Path, shared: Mapping[str, Any], files: ExitStack) -> None:
+        self._shapes: Mapping[str, list[int]] = shared["shapes"]
+        self._ranks = [
+            torch.load(path / DIRECTORY / f"rank-{rank}.pt", map_location="cpu", mmap=True, weights_only=True)
+            for rank in range(shared["world_size"])
+        ]
+        files.callback(self._ranks.clear)  # the mappings go with the last tensor
+        self._path = path
+
+    def keys_of(self, name: str) -> list[str]:
+        """Of the optimizer's sharded state of one parameter."""
+        prefix = f"optimizer/{name}/"
+        return [key[len(prefix) :] for key in self._shapes if key.startswith(prefix) and "/" not in key[len(prefix) :]]
+
+    def example(self, key: str) -> Tensor:
+        """Some of its rows, of the dtype that it was saved with."""
+        value: Tensor = self._ranks[0][key]["value"]
+        return value
+
+    def rows(self, key: str, shape: list[int], start: int, count: int) -> Tensor:
+        """Rows ``start`` to ``start + count`` of one tensor.
+
+        Raises:
+            ValueError: It has another shape, or rows are missing.
+        """
+        if self._shapes[key] != shape:
+            raise ValueError(f"the checkpoint is of another model: {key} was {self._shapes[key]} and is {shape}")
+        pieces = []
+        at, stop = start, start + count
+        for rank in self._ranks:
+            begin, value = rank[key]["start"], rank[key]["value"]
+            low, high = max(at, begin), min(stop, begin + value.shape[0])
+            if low == at and low < high:
+                pieces.append(value[low - begin : high - begin])
+                at = high
+        if at != stop:
+            raise ValueError(f"{self._path} has not all rows of {key}")
+        return torch.cat(pieces) if pieces else self._ranks[0][key]["value"][:0]
+
+    def like(self, parameter: Any, key: str) -> Any:
+        """A state of ``parameter``, sharded as it is."""
+        from torch.distributed.tensor import DTensor
+
+        start, local = _place(parameter)
+        rows = self.rows(key, list(parameter.shape), start, local.shape[0]).to(local.device)
+        return DTensor.from_local(
+            rows.clone(),
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+
+def _reshard(model: nn.Module) -> None:
+    """An evaluation, a forward pass without a backward pass, leaves whole parameters in the place of sharded ones."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _is_sharded(value: Any) -> bool:
+    return hasattr(value, "placements") and hasattr(value, "to_local")
+
+
+def _names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: name for name, parameter in model.named_parameters()}
+
+
+def _rest(model: nn.Module) -> dict[str, Any]:
+    """What is not sharded: buffers, and parameters that ``fully_shard`` was told to leave alone."""
+    return {name: value for name, value in model.state_dict().items() if not _is_sharded(value)}
+
+
+def _place(value: Any) -> tuple[int, Tensor]:
+    """First row and rows of this rank: ``torch.chunk`` of the first dimension, as ``fully_shard`` does it."""
+    local: Tensor = value.to_local()
+    if len(value.placements) != 1 or not value.placements[0].is_shard(0):
+        raise ValueError(f"rows of a tensor over all ranks were expected, not {value.placements}")
+    total, mesh = value.shape[0], value.device_mesh
+    chunk = -(-total // mesh.size())
+    start = min(mesh.get_local_rank() * chunk, total)
+    if local.shape[0] != min(chunk, total - start):
+        raise ValueError(f"this torch shards {total} rows over {mesh.size()} ranks in another way than torch.chunk")
+    return start, local

@@ -1,0 +1,356 @@
+"""How a `Trainer` trains its model: wrap, step, save, load. DDP here; FSDP and DeepSpeed in modules of their own.
+
+Order of a resume: weights before they are wrapped (FSDP: the shards, so that a rank reads only its own), then optimizer
+and scheduler; the session restores the random generators and `Batches` the position.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ..data.plan import BatchPlan
+from ..rank.process_group import init_process_group
+from ..saving.replicas import check_whole, loadable
+from ..training.session import Session
+from ..training.training_state import TrainingState, load_part, owned, read_tensors
+from .loss_scale import LossScale
+from .made import steps_on_metric
+
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+MakeScheduler = Callable[[Optimizer], Any]
+TRAINER_FILE = "trainer.pt"
+_TRAINERS_STATE = "the state of the scheduler, of a callback or of the script's own"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a strategy works.
+
+    Attributes:
+        session: The process's; its ranks are the data-parallel group.
+        device: Of this rank.
+        plan: How the global batch is dealt.
+        max_grad_norm: Gradients are clipped to this norm; None: they are not.
+        scaler: For fp16: scales the loss; None: nothing does.
+    """
+
+    session: Session
+    device: torch.device
+    plan: BatchPlan
+    max_grad_norm: float | None
+    scaler: GradScaler | None = None
+
+
+class Strategy(ABC):
+    """One way of training. Use an instance for one `Trainer`.
+
+    Attributes:
+        scale: What the factors of micro-batches are made for, see ``BatchPlan.loss_scale``.
+        any_world_size: Its checkpoints load at any world size; None: what the session knows of `name`.
+        asks_all_ranks: The `Trainer`'s state, with that of callbacks, is asked for on every rank at a save; else on
+            rank 0 only, which writes it.
+        loss_scale: What it does with a `Setting`'s scaler; None: it takes none.
+        model: What is called for training, once `setup` is done.
+        optimizer, scheduler: The same; without a scheduler None.
+    """
+
+    scale = "ddp"
+    any_world_size: bool | None = True
+    asks_all_ranks = True
+    loss_scale: LossScale | None = None
+    model: nn.Module
+    optimizer: Optimizer
+    scheduler: Any = None
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Of the strategy in manifests; a run that resumes must have the same."""
+
+    @abstractmethod
+    def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
+        """Initialises ``torch.distributed`` where it is needed; says where this rank computes."""
+
+    @abstractmethod
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting
+    ) -> dict[str, Any]:
+        """Wraps the model, makes optimizer and scheduler, and loads all three from the resume point. Collective.
+
+        Returns:
+            What `write` was given as ``state``; nothing at step 0.
+
+        Raises:
+            ValueError: The checkpoint is another model's, or another optimizer's.
+        """
+
+    @abstractmethod
+    def backward(self, loss: Tensor) -> None:
+        """The backward pass of one micro-batch."""
+
+    @abstractmethod
+    def step(self) -> Tensor | float | None:
+        """After the last micro-batch: clips, steps, clears the gradients. Steps or not on all ranks alike.
+
+        Returns:
+            The norm of the whole gradient before clipping, where it was computed.
+        """
+
+    @property
+    def reshards(self) -> bool:
+        """What it writes loads at any world size without a conversion. Once `setup` is done."""
+        return False
+
+    def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """This rank's files of a checkpoint: path to what ``torch.save`` writes there, or bytes.
+
+        Args:
+            state: Plain values and tensors of the `Trainer`, which `setup` gives back.
+
+        Raises:
+            NotImplementedError: The framework writes by itself.
+        """
+        raise NotImplementedError(f"strategy {self.name} writes by itself, not in the background")
+
+    def rehearse(self, state: Mapping[str, Any]) -> None:
+        """Makes sure that a save with this state can be loaded again, without writing it. Once `setup` is done.
+
+        Raises:
+            TypeError, ValueError: It could not.
+        """
+        loadable(dict(state), _TRAINERS_STATE)
+
+    def write(self, path: Path, state: Mapping[str, Any]) -> None:
+        """Writes this rank's files below ``path``."""
+        for name, content in self.files(state).items():
+            target = path / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(content, bytes):
+                target.write_bytes(content)
+            else:
+                torch.save(content, target)
+
+    @contextmanager
+    def evaluated(self) -> Iterator[nn.Module]:
+        """The model for an evaluation, the same on every rank. Collective."""
+        yield self.model
+
+
+class Write:
+    """What a session saves with: called with a path, or as ``background(write.files)``.
+
+    Args:
+        strategy: Set up.
+        state: The `Trainer`'s own, asked for with each save.
+        rank: The session's.
+
+    Attributes:
+        reshards: See ``Session.save``.
+    """
+
+    def __init__(self, strategy: Strategy, state: Callable[[], Mapping[str, Any]], rank: int) -> None:
+        self._strategy, self._state, self._rank = strategy, state, rank
+        self.reshards = strategy.reshards
+
+    def __call__(self, path: Path) -> None:
+        self._strategy.write(path, self._given())
+
+    def files(self) -> dict[str, Any]:
+        """This rank's files."""
+        return self._strategy.files(self._given())
+
+    def rehearse(self) -> None:
+        """See ``rehearsal.rehearse``."""
+        self._strategy.rehearse(self._given())
+
+    def _given(self) -> Mapping[str, Any]:
+        return self._state() if self._strategy.asks_all_ranks or self._rank == 0 else {}
+
+
+class DDP(Strategy):
+    """Every rank has the whole model: ``DistributedDataParallel``; in a world of one the model as it is.
+
+    Args:
+        cast: Weights that were saved with another dtype are converted.
+        options: For ``DistributedDataParallel``: ``find_unused_parameters``, ``bucket_cap_mb``, ….
+    """
+
+    asks_all_ranks = False
+    loss_scale: LossScale
+
+    def __init__(self, *, cast: bool = False, **options: Any) -> None:
+        self._cast, self._options = cast, options
+        self._max_grad_norm: float | None = None
+        self.loss_scale = LossScale(None)
+
+    @property
+    def name(self) -> str:
+        return "ddp"
+
+    def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
+        where = own_device(local_rank, device)
+        if world_size > 1:
+            init_process_group(where)
+        return where
+
+    def setup(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting
+    ) -> dict[str, Any]:
+        self._max_grad_norm, self.loss_scale = setting.max_grad_norm, LossScale(setting.scaler)
+        check_whole(model)
+        model.to(setting.device)
+        self._bare = self.model = model
+        self.optimizer = make_optimizer(model)
+        # Made before the optimizer's state is loaded: to make a scheduler sets the learning rate of step 0.
+        self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
+        self._stepped = None if steps_on_metric(self.scheduler) else self.scheduler
+        parts: dict[str, Any] = {} if self.scheduler is None else {"scheduler": self.scheduler}
+        if setting.scaler is not None:
+            parts["scaler"] = self.loss_scale
+        self._held = TrainerState()
+        self._training = TrainingState(
+            setting.session, model=model, optimizer=self.optimizer, **parts, trainer=self._held
+        )
+        self._training.load(cast=self._cast)
+        if setting.session.world_size > 1:
+            self.model = DistributedDataParallel(model, **self._options)
+        return self._held.state_dict()
+
+    def backward(self, loss: Tensor) -> None:
+        self.loss_scale.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+    def step(self) -> Tensor | float | None:
+        return step_and_clear(self._bare, self.optimizer, self._stepped, self._max_grad_norm, self.loss_scale)
+
+    def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        self._held.load_state_dict(state)
+        return self._training.files()
+
+    def rehearse(self, state: Mapping[str, Any]) -> None:
+        self._held.load_state_dict(state)
+        self._training.rehearse()
+
+    @contextmanager
+    def evaluated(self) -> Iterator[nn.Module]:
+        # Statistics of BatchNorm differ from rank to rank; rank 0's are those that are saved.
+        if isinstance(self.model, DistributedDataParallel) and self.model.broadcast_buffers:
+            for buffer in self._bare.buffers():
+                dist.broadcast(buffer, 0)
+        yield self._bare
+
+
+class TrainerState:
+    """The `Trainer`'s own state as a part of a `TrainingState`."""
+
+    def __init__(self) -> None:
+        self._state: dict[str, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._state = dict(state)
+
+
+def own_device(local_rank: int, wanted: torch.device | None = None) -> torch.device:
+    """Where this rank computes: on a card where there are any, else on the CPU. The card becomes the current one.
+
+    Cards are dealt by local rank. Where there are fewer than ranks some share one, which `init_process_group` says.
+
+    Args:
+        local_rank: Of this process.
+        wanted: A device with its number, or another kind than CUDA's, is taken as it is; ``cuda`` alone is the rank's
+            own card.
+    """
+    if wanted is None and not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda") if wanted is None else wanted
+    if device.type != "cuda":
+        return device
+    if device.index is None:
+        device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
+    # Not only for tensors: NCCL, and what is saved of the random generators, go by the current device.
+    torch.cuda.set_device(device)
+    return device
+
+
+def resume_rates(optimizer: Optimizer, scheduler: Any) -> None:
+    """Gives each parameter group the rate that a restored scheduler had set last.
+
+    The rates are in the optimizer's own state too, but ZeRO's stages load that unalike.
+    """
+    for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
+        group["lr"] = rate
+
+
+def step_and_clear(
+    model: nn.Module, optimizer: Optimizer, scheduler: Any, max_grad_norm: float | None, loss_scale: LossScale
+) -> Tensor | float | None:
+    """Clips over all parameters (of sharded ones all ranks' parts), steps, clears; the norm before clipping.
+
+    Where gradients are not finite, neither the optimizer nor the scheduler steps.
+    """
+    norm: Tensor | None = None
+    loss_scale.unscale(optimizer)
+    if max_grad_norm is not None:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm)
+    if loss_scale.step(optimizer) and scheduler is not None:
+        scheduler.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, cast: bool = False) -> None:
+    """Loads an optimizer's state, see ``training_state.load_part``.
+
+    Raises:
+        ValueError: It has other parameter groups.
+    """
+    try:
+        load_part(optimizer, dict(state), cast=cast)
+    except (ValueError, KeyError) as error:
+        raise ValueError(
+            f"the checkpoint's optimizer is not {type(optimizer).__name__} as made here: {error}"
+        ) from error
+
+
+def trainer_state(state: Mapping[str, Any], scheduler: Any, loss_scale: LossScale) -> dict[str, Any]:
+    """What is alike on all ranks, as a file's content, once it is sure that it can be read again.
+
+    Raises:
+        TypeError: A scheduler or callback keeps something else than plain values and tensors.
+        ValueError: A callback keeps sharded tensors.
+    """
+    schedule = None if scheduler is None else scheduler.state_dict()
+    content = {"trainer": dict(state), "scheduler": schedule, "scaler": loss_scale.state_dict()}
+    loadable(content, _TRAINERS_STATE)
+    return content
+
+
+def load_trainer_state(directory: Path, scheduler: Any, loss_scale: LossScale) -> dict[str, Any]:
+    """The inverse of `trainer_state`.
+
+    Raises:
+        ValueError: With a scheduler or a loss scale saved and none now, or the other way round.
+    """
+    state = owned(read_tensors(directory / TRAINER_FILE))
+    if (state["scheduler"] is None) != (scheduler is None):
+        had, has = ("no", "one") if state["scheduler"] is None else ("one", "none")
+        raise ValueError(f"the checkpoint has {had} scheduler, the Trainer {has}: the learning rate would be another")
+    # Earlier versions had no loss scale.
+    loss_scale.load_state_dict(state.get("scaler") or LossScale(None).state_dict())
+    if scheduler is not None:
+        scheduler.load_state_dict(state["scheduler"])
+    return dict(state["trainer"])

@@ -1,0 +1,487 @@
+"""A training loop for people who have no framework: model, data, `Trainer(...).fit()`.
+
+A thin layer over ``session().steps``, `ElasticSampler`, `BatchPlan`, `Batches` and `Accumulation`. The same script runs
+with plain python, torchrun and dlrover-run, at any world size and through changes of it.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from ..checkpoint import Best, Position, Tracked
+from ..data.batches import Batch, Batches
+from ..data.counts import sum_over_ranks
+from ..data.evaluator import Evaluator, Interrupted, to_device
+from ..data.plan import BatchPlan
+from ..data.sampler import ElasticSampler
+from ..saving.background_save import background
+from ..saving.replicas import unwrapped
+from ..saving.resuming import check_strategy
+from ..saving.saving import SaveError
+from ..training.accumulation import Accumulation
+from ..training.entry import session
+from ..training.session import Session
+from .alike import alike_of
+from .callbacks import Callback, Console, Logger, forgetful
+from .made import Made, listed
+from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy, Write
+
+log = logging.getLogger(__name__)
+
+STATE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """What `Trainer.fit` came to.
+
+    Attributes:
+        step: Optimizer steps of the whole run.
+        metrics: Of the last evaluation; empty without one in this process.
+        best: The best checkpoint by the tracked metric.
+    """
+
+    step: int
+    metrics: Mapping[str, float]
+    best: Best | None
+
+
+@dataclass
+class Trainer:
+    """Trains ``model`` on ``dataset`` for a number of optimizer steps, whatever the world.
+
+    Attributes:
+        model: Plain; the strategy wraps it.
+        dataset: See `Batches`.
+        optimizer: ``optimizer(model)`` makes it, once the model is where and as it will be trained.
+        global_batch_size, max_micro_batch_size, fixed_micro_batch, pad: See `BatchPlan`.
+        loss: ``loss(model, data)``: the mean over the samples (with ``count_tokens``: over the tokens) of one
+            micro-batch, or with ``pad`` the loss of each row. Default: what the model gives for ``data``.
+        max_steps: Of the whole run, steps before a resume included.
+        data_epochs: The run ends with so many passes over the data. One of both is needed.
+        scheduler: ``scheduler(optimizer)`` makes it; it steps after each optimizer step. One that takes a metric
+            (``ReduceLROnPlateau``) steps with the tracked metric after each evaluation of ``evaluate_every``.
+        strategy: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or a `Strategy` with options.
+        max_grad_norm: Clips the norm of the whole global batch's gradient.
+        grad_scaler: For fp16: a ``torch.amp.GradScaler``, saved and loaded with the rest. Where gradients are not
+            finite, optimizer and scheduler do not step, on any rank; the step counts, and its batch is consumed. Not
+            for DeepSpeed, which scales by itself.
+        seed: Of the order of samples and the random generators. (The model is made by the script.)
+        shuffle, drop_last: See `ElasticSampler`.
+        collate, count_tokens, loader_options: See `Batches`.
+        checkpoint_dir, keep: For runs outside ``dlrover-run``, see `session`.
+        save_every: Steps between saves; 0: only for drains and at the end.
+        save_in_background: The training waits only while the state is copied to host memory. Not for DeepSpeed.
+        evaluator: Runs every ``evaluate_every`` steps (0: not in between), and after the last step.
+        track: The metric that makes a checkpoint the best one. A better step is saved, also off ``save_every``. (An
+            evaluation that a leave cut short is made up for where the run resumes, but that step is saved already.)
+        callbacks: On all ranks.
+        loggers: Rank 0's; called with ``loss``, ``lr``, … and with ``eval/<metric>``.
+        log_every: Steps between logs. Each log waits for the device once.
+        progress: A progress bar on a terminal, or a line per log.
+        device: Default: this rank's GPU where there is one.
+
+    Raises:
+        ValueError: Options that cannot go together.
+    """
+
+    model: nn.Module
+    dataset: Any
+    _: KW_ONLY
+    optimizer: MakeOptimizer
+    global_batch_size: int
+    max_micro_batch_size: int
+    loss: Callable[[Any, Any], Tensor] | None = None
+    max_steps: int | None = None
+    data_epochs: int | None = None
+    scheduler: MakeScheduler | None = None
+    strategy: Strategy | str = "ddp"
+    max_grad_norm: float | None = None
+    grad_scaler: GradScaler | None = None
+    seed: int = 0
+    shuffle: bool = True
+    drop_last: bool = False
+    fixed_micro_batch: bool = False
+    pad: bool = False
+    collate: Callable[[list[Any]], Any] | None = None
+    count_tokens: Callable[..., int] | None = None
+    loader_options: dict[str, Any] | None = None
+    checkpoint_dir: str | Path | None = None
+    keep: int = 0
+    save_every: int = 0
+    save_in_background: bool = False
+    evaluator: Evaluator | None = None
+    evaluate_every: int = 0
+    track: Tracked | None = None
+    callbacks: Sequence[Callback] = ()
+    loggers: Sequence[Logger] = ()
+    log_every: int = 10
+    progress: bool = True
+    device: torch.device | str | None = None
+    step: int = field(default=0, init=False)
+    metrics: Mapping[str, float] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        if self.max_steps is None and self.data_epochs is None:
+            raise ValueError("when does the training end? Give max_steps or data_epochs")
+        if self.evaluator is None and (self.evaluate_every or self.track):
+            raise ValueError("evaluate_every and track need an evaluator")
+        if min(self.log_every - 1, self.evaluate_every, self.save_every) < 0:
+            raise ValueError("log_every must be at least 1; save_every and evaluate_every cannot be negative")
+        self._strategy = _strategy(self.strategy)
+        if self.save_in_background and self._strategy.scale == "deepspeed":
+            raise ValueError("save_in_background: DeepSpeed's engine writes by itself, choose another strategy")
+        if self.grad_scaler is not None and self._strategy.loss_scale is None:
+            raise ValueError(
+                f"grad_scaler: strategy {self._strategy.name} takes none (DeepSpeed scales by itself, with fp16 in its "
+                "config)"
+            )
+        self._hooks = [*self.callbacks, *([Console()] if self.progress else [])]
+        self._session: Session | None = None
+        self._state, self._ends = "new", (self.max_steps, self.data_epochs)
+        self._stop_wanted = self._stopping = False
+        in_between = self.track if self.evaluate_every else None
+        engine = self._strategy.scale == "deepspeed"
+        self._made = Made(self.optimizer, self.scheduler, in_between, steps_itself=engine)
+        # An evaluation of the present step that is still to be made, and the last step that has one.
+        self._owed, self._evaluated = False, 0
+
+    @property
+    def rank(self) -> int:
+        """This rank's number; 0 before `fit`."""
+        return 0 if self._session is None else self._session.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of this world; 1 before `fit`."""
+        return 1 if self._session is None else self._session.world_size
+
+    def stop(self) -> None:
+        """Ends the training at the next log or evaluation, on all ranks if any one called this."""
+        self._stop_wanted = True
+
+    def fit(self) -> Fitted:
+        """Trains to the end, from where the run stands. At the end already, it consumes nothing.
+
+        Raises:
+            ValueError: The resume point is of another model, optimizer, order of samples, or strategy.
+            RuntimeError: An earlier call was left by an error, or the run is over and more steps are wanted.
+            Drained: The world changes; everything is saved. Exit code 83.
+        """
+        if self._state == "failed":
+            raise RuntimeError(
+                f"fit() was left by an error after step {self.step}, in the middle of a step: start the script again, "
+                "it goes on from the last checkpoint"
+            )
+        if self._state == "finished":
+            if self._ends != (self.max_steps, self.data_epochs):
+                raise RuntimeError(
+                    f"this process has finished the run, with {self.step} steps: to go on from there, start the script "
+                    "again"
+                )
+            return self._fitted()
+        self._state = "failed"  # until proven otherwise
+        try:
+            self._open()
+            self._each(lambda hook: hook.on_fit_begin(self))
+            self._agree_to_stop()
+            self._run()
+        finally:
+            self._each(lambda hook: hook.on_fit_end(self))
+            for logger in self.loggers:
+                getattr(logger, "close", lambda: None)()
+        self._state, self._ends = "finished", (self.max_steps, self.data_epochs)
+        return self._fitted()
+
+    # Opening.
+
+    def _open(self) -> None:
+        s = self._session = session(self.checkpoint_dir, keep=self.keep)
+        plan = BatchPlan(
+            self.global_batch_size, s.world_size, self.max_micro_batch_size, self.fixed_micro_batch, self.pad
+        )
+        s.compare(alike_of(self, plan, self._strategy.name))
+        check_strategy(s.resume, self._strategy.name)
+        wanted = None if self.device is None else torch.device(self.device)
+        self._where = self._strategy.start(s.world_size, s.local_rank, wanted)
+        # Before anything large is loaded: another order of samples is refused here.
+        self._batches = self._make_batches(s, plan)
+        setting = Setting(s, self._where, plan, self.max_grad_norm, self.grad_scaler)
+        state = self._set_up(setting)
+        own = [] if self._strategy.scale == "deepspeed" else [self._strategy.optimizer]
+        self._accumulate = Accumulation(self._strategy.model, *own)
+        self.step = s.step
+        self._clock = (time.monotonic(), s.step)
+        if self.track is not None:
+            s.track(self.track.metric, mode=self.track.mode, min_delta=self.track.min_delta)
+        if s.resume is not None:
+            self._load_state(state)
+        s.examination.learn_parts(self._strategy.model, self._strategy.optimizer)
+        s.examination.learn(stateless=forgetful(self.callbacks))
+        self._owed = self.step > 0 and self._due(self.step, last=False) and self._evaluated != self.step
+
+    def _make_batches(self, s: Session, plan: BatchPlan) -> Batches[Any]:
+        length = len(self.dataset) if hasattr(self.dataset, "__len__") else None
+        sampler = ElasticSampler(
+            length, self.global_batch_size, seed=self.seed, shuffle=self.shuffle, drop_last=self.drop_last
+        )
+        return Batches(
+            self.dataset,
+            sampler,
+            plan,
+            s.rank,
+            collate=self.collate,
+            scale=self._strategy.scale,
+            resume=s.resume,
+            data_epochs=self.data_epochs,
+            seed=self.seed,
+            count_tokens=self.count_tokens,
+            reduce=None if self.count_tokens is None else s.sum,
+            loader_options=self.loader_options,
+        )
+
+    def _set_up(self, setting: Setting) -> dict[str, Any]:
+        resume, made = setting.session.resume, self._made
+        try:
+            model = unwrapped(self.model, compiled=True)
+            return self._strategy.setup(model, made.optimizer, made.scheduler, setting)
+        # What a framework says of states that are not those of this model or optimizer.
+        except (AttributeError, KeyError, RuntimeError) as error:
+            if resume is None or isinstance(error, torch.OutOfMemoryError | dist.DistError):
+                raise
+            why = " ".join(str(error).split())
+            raise ValueError(f"{resume.ref.name} does not fit this training ({made}): {why}") from error
+
+    # The loop.
+
+    def _run(self) -> None:
+        s = self._opened
+        steps = s.steps(
+            self._batches,
+            max_steps=self.max_steps,
+            save=self._saving(),
+            save_every=self.save_every,
+            seed=self.seed,
+            **self._save_options(),
+        )
+        for batch in steps:
+            # The model stands at the boundary before this batch, which all ranks have passed without a drain.
+            if self._owed:
+                if not self._evaluate(interrupt=self._opened.leaving):
+                    # The ranks have agreed on it here; with this batch the model would move on.
+                    self._leave(batch.position)
+                    # It could not be saved: the next boundary tries that again, and nothing cuts this short once more.
+                    self._evaluate(interrupt=None)
+                self._compete_late(batch.position)
+            if self._stopping:
+                steps.close()  # type: ignore[attr-defined]  # a generator: the step that it began does not count
+                self._finish_early(batch.position)
+                break
+            self._train(batch)
+        self.step = s.step
+        if self._owed:  # cut short by a leave; now all is saved
+            self._evaluate(interrupt=None)
+            value = self._tracked()
+            if value is not None:
+                s.measured(value)
+
+    def _agree_to_stop(self) -> None:
+        self._stopping = self._stopping or sum_over_ranks([float(self._stop_wanted)], self._where)[0] > 0
+
+    def _leave(self, position: Position) -> None:
+        """Saves the boundary that the model stands at and ends the process; goes on if it cannot be saved."""
+        s = self._opened
+        if s.can_save and s.save(self._saving(), position=position, drain=True, **self._save_options()) is None:
+            s.drain_failed()
+            return
+        s.leave_drained()
+
+    def _finish_early(self, position: Position) -> None:
+        s = self._opened
+        if s.can_save and s.step and s.save(self._saving(), position=position, **self._save_options()) is None:
+            raise SaveError(f"the last step, {s.step}, could not be saved")
+        s.finish()
+
+    def _train(self, batch: Batch[Any]) -> None:
+        strategy, loss_of = self._strategy, self.loss or _own_loss
+        total = torch.zeros((), dtype=torch.float64, device=self._where)
+        for micro in self._accumulate(batch):
+            loss = loss_of(strategy.model, to_device(micro.data, self._where))
+            strategy.backward(micro.scale(loss))
+            weight = micro.n if micro.tokens is None else micro.tokens
+            if weight:  # a filler's loss may be NaN
+                mean = micro.mean(loss.detach()) if loss.dim() else loss.detach()
+                total += mean.to(torch.float64) * weight
+        norm = strategy.step()
+        self.step = batch.step
+        last = batch.step == self.max_steps or self._batches.left == 0
+        if batch.step % self.log_every == 0 or last:
+            self._log(batch, total, norm)
+        self._each(lambda hook: hook.on_step(self, batch))
+        if self._due(batch.step, last=last) and self._evaluate(interrupt=self._opened.leaving):
+            value = self._tracked()
+            if value is not None:
+                self._opened.improved(value)  # it is saved at the step's end, if it is the best
+
+    def _log(self, batch: Batch[Any], total: Tensor, norm: Tensor | float | None) -> None:
+        summed, stops = sum_over_ranks([total, float(self._stop_wanted)], self._where)
+        self._stopping = self._stopping or stops > 0
+        mean = summed / ((batch.tokens if self.count_tokens else batch.n) or 1)
+        self._opened.report(mean)
+        now, (began, step) = time.monotonic(), self._clock
+        self._clock = now, self.step
+        values = {"loss": mean, "lr": float(self._strategy.optimizer.param_groups[0]["lr"])}
+        if norm is not None:
+            values["grad_norm"] = float(norm)
+        if self.grad_scaler is not None:
+            values.update(self._scale())
+        values["seconds_per_step"] = (now - began) / max(1, self.step - step)
+        self._send(values)
+        self._each(lambda hook: hook.on_log(self, values))
+
+    def _scale(self) -> dict[str, float]:
+        held = self._strategy.loss_scale
+        if held is None or held.value is None:
+            return {}
+        return {"loss_scale": held.value, "skipped_steps": float(held.skipped)}
+
+    # Evaluation.
+
+    def _due(self, step: int, *, last: bool) -> bool:
+        if self.evaluator is None:
+            return False
+        return last or bool(self.evaluate_every and step % self.evaluate_every == 0)
+
+    def _evaluate(self, interrupt: Callable[[], bool] | None) -> bool:
+        """Evaluates the present step; if a leave cuts it short, it is owed, also by the run that resumes here."""
+        assert self.evaluator is not None
+        self._owed = True
+        try:
+            with self._strategy.evaluated() as model:
+                metrics = self.evaluator.run(model, device=self._where, interrupt=interrupt, busy=self._opened.busy)
+        except Interrupted:
+            return False
+        self._owed, self._evaluated, self.metrics = False, self.step, metrics
+        self._send({f"eval/{name}": value for name, value in metrics.items()})
+        value = self._tracked()
+        # Not after a last step off the cadence: a run that is made longer has no evaluation there.
+        if self._made.by_metric is not None and value is not None and self._due(self.step, last=False):
+            self._made.by_metric.step(value)
+        self._each(lambda hook: hook.on_evaluation(self, metrics))
+        self._agree_to_stop()
+        return True
+
+    def _tracked(self) -> float | None:
+        """What the last evaluation says of the metric that the best checkpoint is known by."""
+        if self.track is None or not self.metrics:
+            return None
+        if self.track.metric not in self.metrics:
+            had = ", ".join(sorted(self.metrics))
+            raise ValueError(f"track: the evaluation has no {self.track.metric!r}, only {had}")
+        return self.metrics[self.track.metric]
+
+    def _compete_late(self, position: Position) -> None:
+        """The evaluation is one that a leave had cut short: its step may be the best all the same. Collective."""
+        s, value = self._opened, self._tracked()
+        if value is not None and s.measured(value) and s.can_save:
+            # Does nothing where the step is saved already.
+            s.save(self._saving(), position=position, metric=value, **self._save_options())
+
+    # Saving.
+
+    def _save_options(self) -> dict[str, Any]:
+        return {
+            "order": self._batches.order,
+            "cut": self._batches.cut,
+            "strategy": self._strategy.name,
+            "any_world_size": self._strategy.any_world_size,
+        }
+
+    def _saving(self) -> Any:
+        """What the session is given to save with."""
+        write = Write(self._strategy, self._state_dict, self.rank)
+        return background(write.files) if self.save_in_background else write
+
+    def _state_dict(self) -> dict[str, Any]:
+        return {
+            "version": STATE_VERSION,
+            "evaluated": self._evaluated,
+            "made": dict(self._made.kinds),
+            "drop_last": self.drop_last,
+            "callbacks": {name: hook.state_dict() for name, hook in self._named_hooks().items()},
+        }
+
+    def _load_state(self, state: Mapping[str, Any]) -> None:
+        if state["version"] != STATE_VERSION:
+            raise ValueError(
+                f"the checkpoint's trainer state is of version {state['version']}, this program reads {STATE_VERSION}"
+            )
+        had = state.get("made", self._made.kinds)
+        if had != self._made.kinds:
+            raise ValueError(
+                f"the checkpoint's training has {listed(had)}, this one has {self._made}: it would go on "
+                "otherwise than it began; make the same ones, or start a new run"
+            )
+        if state.get("drop_last", self.drop_last) != self.drop_last:
+            raise ValueError(f"the checkpoint's training has drop_last={not self.drop_last}, this one has the other")
+        self._evaluated = state["evaluated"]
+        for name, hook in self._named_hooks().items():
+            if state["callbacks"].get(name):
+                hook.load_state_dict(state["callbacks"][name])
+
+    def _named_hooks(self) -> dict[str, Callback]:
+        named: dict[str, Callback] = {}
+        for hook in self._hooks:
+            name = type(hook).__name__
+            named[name if name not in named else f"{name}-{len(named)}"] = hook
+        return named
+
+    # Small things.
+
+    @property
+    def _opened(self) -> Session:
+        assert self._session is not None
+        return self._session
+
+    def _each(self, call: Callable[[Callback], None]) -> None:
+        for hook in self._hooks:
+            call(hook)
+
+    def _send(self, values: Mapping[str, float]) -> None:
+        if self.rank == 0 and values:
+            for logger in self.loggers:
+                logger(self.step, values)
+
+    def _fitted(self) -> Fitted:
+        return Fitted(self.step, self.metrics, self._opened.best)
+
+
+def _own_loss(model: Any, data: Any) -> Tensor:
+    loss: Tensor = model(data)
+    return loss
+
+
+def _strategy(given: Strategy | str) -> Strategy:
+    if isinstance(given, Strategy):
+        return given
+    if given == "ddp":
+        return DDP()
+    if given == "fsdp":
+        from .fsdp import FSDP
+
+        return FSDP()
+    if given == "deepspeed":
+        from .deepspeed_strategy import DeepSpeed
+
+        return DeepSpeed()
+    raise ValueError(f"strategy is 'ddp', 'fsdp', 'deepspeed' or a Strategy, not {given!r}")

@@ -1,0 +1,1 @@
+"""The session and its loop: everything that a training script of its own meets."""

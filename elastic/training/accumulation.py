@@ -1,0 +1,164 @@
+"""Gradient accumulation: ranks synchronise in the last micro-step only, and a part of a step is never taken for it.
+
+    accumulate = Accumulation(wrapped, optimizer)
+    for batch in s.steps(batches):
+        for micro in accumulate(batch):
+            micro.scale(loss_of(wrapped(micro.data))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+Works alike with DistributedDataParallel, FSDP (both), DeepSpeed (where the engine defers by itself, and this compares
+notes with it) and modules that nothing wraps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ..data.batches import Batch
+from ..data.micro_batch import MicroBatch
+from .wrappers import tell
+
+T = TypeVar("T")
+
+
+class Accumulation:
+    """Goes through a batch's micro-batches with the model's gradient synchronisation put off in all but the last.
+
+    Whether a micro-batch is the last one is settled before its forward pass begins. Micro-batches with factor 0 leave
+    zero gradients, whatever the model computes for them.
+
+    ``DistributedDataParallel(static_graph=True)`` learns the graph from its first backward pass and fails (an internal
+    assertion of torch's) if that one is put off. So there each step's first micro-batch is synchronised too: of each
+    step, so that a process that resumes synchronises where one that never stopped does.
+
+    Args:
+        model: What the training calls: a wrapper, a DeepSpeed engine, or a plain module, which stays as it is.
+        optimizers: Refuse to step while micro-batches are missing. (A DeepSpeed engine counts for itself.)
+
+    Attributes:
+        deferrals: Backward passes so far whose synchronisation was put off: a - 1 in each step, with a model that
+            synchronises at all; with a static graph a - 2.
+    """
+
+    def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
+        self._model = model
+        self._batch: Batch[Any] | None = None
+        self._open = ExitStack()
+        self.deferrals = 0
+        self._engine = hasattr(model, "is_gradient_accumulation_boundary")
+        self._sharded = [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
+        self._defer = _deferring(model, self._sharded)
+        self._static_graph = has_static_graph(model)
+        for optimizer in optimizers:
+            optimizer.register_step_pre_hook(self._before_optimizer)
+        tell(model, optimizers)
+
+    def __call__(self, batch: Batch[T]) -> Iterator[MicroBatch[T]]:
+        """The micro-batches of ``batch`` in order; the body of the ``for`` is forward and backward pass.
+
+        Raises:
+            RuntimeError: The batch before was left in the middle; or the engine's own count of micro-steps disagrees.
+            ValueError: The factors are not made for this model.
+        """
+        self._open.close()  # what a loop that raised left open
+        before, self._batch = self._batch, None
+        if before is not None:
+            # Once: a script that catches it, and zeroes the gradients, may go on.
+            before.check_complete()
+        if self._engine != (batch.scale == "deepspeed"):
+            wanted = "deepspeed" if self._engine else "ddp"
+            raise ValueError(
+                f"Batches(scale={batch.scale!r}) makes factors that are wrong for {type(self._model).__name__}: "
+                f"give scale={wanted!r}"
+            )
+        self._batch = batch
+        return self._micro_batches(batch)
+
+    def _micro_batches(self, batch: Batch[T]) -> Iterator[MicroBatch[T]]:
+        for micro in batch.micro_batches:
+            if self._engine:
+                self._compare(micro, batch)
+            with ExitStack() as stack:
+                self._open = stack
+                must_synchronise = micro.is_last or (self._static_graph and batch.handed_out == 1)
+                if not must_synchronise and (self._engine or self._defer is not None):
+                    self.deferrals += 1
+                    if self._defer is not None:
+                        stack.enter_context(self._defer())
+                stack.callback(micro.close)
+                if micro.silent:
+                    self._zero(micro, stack)
+                yield micro
+
+    def _compare(self, micro: MicroBatch[T], batch: Batch[T]) -> None:
+        """The engine synchronises and steps by a count of its own; it must mean the same micro-steps."""
+        model: Any = self._model
+        if bool(model.is_gradient_accumulation_boundary()) != micro.is_last:
+            raise RuntimeError(
+                f"micro-batch {batch.handed_out} of {batch.accumulation} begins, but the engine, which accumulates "
+                f"over {model.gradient_accumulation_steps()}, does not take it so. Its config must be made by "
+                "elastic.deepspeed.config for the present plan, and engine.step() be called after each micro-batch"
+            )
+
+    def _zero(self, micro: MicroBatch[T], stack: ExitStack) -> None:
+        """Nothing that it computes reaches a gradient, even where the model's derivatives are infinite."""
+        micro.zero_gradients(self._model.parameters())
+        # FSDP1 may keep its one flat parameter out of sight.
+        flat = (getattr(module, "_flat_param", None) for module in self._model.modules())
+        micro.zero_gradients(parameter for parameter in flat if isinstance(parameter, Tensor))
+        # FSDP2's gradients go to tensors that are there only once the forward pass has gathered them.
+        for module in self._sharded:
+            hook = module.register_forward_pre_hook(lambda module, _: micro.zero_gradients(module.parameters()))
+            stack.callback(hook.remove)
+
+    def _before_optimizer(self, *_: Any) -> None:
+        if self._batch is not None and self._batch.handed_out:
+            self._batch.check_complete()
+
+
+def has_static_graph(model: nn.Module) -> bool:
+    """Whether it is ``DistributedDataParallel(static_graph=True)``, perhaps compiled."""
+    return bool(getattr(model, "static_graph", False))  # a compiled model passes on what it is asked for
+
+
+@contextmanager
+def synchronised(model: Any) -> Iterator[None]:
+    """Has ``DistributedDataParallel`` synchronise, also within its ``no_sync``, which somebody else has entered."""
+    before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = before
+
+
+def _deferring(model: nn.Module, sharded: list[nn.Module]) -> Callable[[], AbstractContextManager[Any]] | None:
+    """How this model's synchronisation is put off; None: it has none, or does it by itself (DeepSpeed)."""
+    if hasattr(model, "is_gradient_accumulation_boundary"):
+        return None
+    if sharded:
+        return lambda: _WithoutSync(sharded)
+    no_sync: Callable[[], AbstractContextManager[Any]] | None = getattr(model, "no_sync", None)
+    return no_sync if callable(no_sync) else None
+
+
+class _WithoutSync:
+    """FSDP2's switch as a context."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules: list[Any] = list(modules)
+
+    def __enter__(self) -> None:
+        self._set(False)
+
+    def __exit__(self, *_: object) -> None:
+        self._set(True)
+
+    def _set(self, value: bool) -> None:
+        for module in self._modules:
+            module.set_requires_gradient_sync(value, recurse=False)

@@ -1,0 +1,98 @@
+"""The session of this process: found in its environment, opened once."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from ..checkpoint import CheckpointStore
+from ..data.loaders import shield_loaders
+from ..rank.agreement import agree
+from ..rank.collective import Collective, GlooCollective, Solo
+from ..rank.identity import Identity, from_environment
+from ..rank.link import Link
+from ..rank.notices import Notice, noticed
+from ..saving.resuming import Damaged, handed_out, newest
+from .examination import is_examined
+from .opening import check_world, hello, refuse, take_lock
+from .session import Session
+
+_sessions: list[Session] = []
+
+
+def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: bool = True) -> Session:
+    """The session of this process; a second call gives the first one's. A process trains one run.
+
+    Under ``dlrover-run`` everything comes from the environment. Outside, the world is torchrun's or one rank, and with
+    a ``checkpoint_dir`` the newest sound checkpoint there is the resume point and SIGTERM saves before it stops. So do,
+    under ``dlrover-run``, all signals that its agent takes for a notice to leave. DataLoader processes that are started
+    afterwards pass over them, so that they are there for the step that is saved.
+
+    Args:
+        checkpoint_dir: Only for use outside ``dlrover-run``, which has its own.
+        keep: Outside ``dlrover-run``: how many checkpoints to keep; 0: all.
+        verify: Read the resume point's files and compare their checksums before anything is loaded.
+
+    Raises:
+        RuntimeError: The environment is incomplete, the directory is in use, the checkpoints there do not fit, or the
+            session of this process has another directory.
+        OSError: The agent or the directory cannot be reached.
+        BadResumePoint: The resume point is damaged; the agent was told. Exit code 84.
+    """
+    directory = None if checkpoint_dir is None else Path(checkpoint_dir).absolute()
+    if _sessions:
+        _check_same_run(_sessions[0], directory)
+    else:
+        _sessions.append(_open(from_environment(checkpoint_dir=directory), keep, verify))
+    return _sessions[0]
+
+
+def _check_same_run(first: Session, directory: Path | None) -> None:
+    if first.alone and directory is not None and directory != first.run_dir:
+        raise RuntimeError(
+            f"this process has a session with checkpoint_dir={first.run_dir}, and trains that run alone, not one in "
+            f"{directory}, too: train each run in a process of its own"
+        )
+
+
+def _open(identity: Identity, keep: int, verify: bool) -> Session:
+    notice = Notice()
+    try:
+        return _open_with(notice, identity, keep, verify)
+    except BaseException:
+        notice.release()
+        raise
+
+
+def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> Session:
+    collective: Collective = Solo()
+    if identity.world_size > 1:
+        collective = GlooCollective(identity.rank, identity.world_size, identity.epoch)
+    link = lock = resume = None
+    if identity.socket is not None:
+        # Before the agent hears that there is a session: from then on it expects this rank to save.
+        notice.watch(noticed())
+        link = Link(identity.socket, hello(identity))
+        if identity.resume is not None and identity.run_dir is not None:
+            found = handed_out(identity.resume, identity.run_dir, collective, verify=verify)
+            if isinstance(found, Damaged):
+                refuse(link, found)
+            check_world(found, identity.world_size)
+            resume = found
+    else:
+        # Before any rank acts on it: those without one would not take part.
+        agree(collective, {"a checkpoint_dir is given": identity.run_dir is not None})
+    if identity.socket is None and identity.run_dir is not None:
+        # Who only looks changes nothing, and may look at a run that goes on.
+        lock = None if is_examined() else take_lock(identity.run_dir, collective)
+        store = CheckpointStore(identity.run_dir)
+        resume = newest(store, collective, identity.world_size)
+        # Nobody counts epochs here. Names and manifests need them all the same: where the run goes back to an earlier
+        # checkpoint, what it makes from there is newer than what it left.
+        identity = replace(identity, epoch=collective.broadcast(store.next_epoch() if identity.rank == 0 else None))
+        if resume is not None:
+            identity = replace(identity, job_id=resume.manifest.job_id, run_id=resume.manifest.run_id)
+    if not identity.alone or identity.run_dir is not None:
+        notice.watch(noticed())
+        shield_loaders()
+    return Session(identity, collective, link=link, lock=lock, resume=resume, keep=keep, notice=notice)

@@ -1,0 +1,96 @@
+"""What a session learns of its training until the first step, and who is told: the user once, or `dalsegno doctor`.
+
+Under the doctor (`VARIABLE` names a file) the findings are written down there, and the process ends before its first
+step. Else they are printed where the run begins.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..rank.exits import insist
+from .findings import Facts, findings, kinds_of
+
+# Names the file for the findings; set by `dalsegno doctor`.
+VARIABLE = "DALSEGNO_DOCTOR"
+
+
+class Examined(SystemExit):
+    """The doctor has what it wanted. Exit code 0, whatever the script makes of this."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+
+
+def is_examined() -> bool:
+    """Whether this process runs only to be looked at."""
+    return bool(os.environ.get(VARIABLE))
+
+
+def refuse_to_go_on() -> None:
+    """Under the doctor nothing is trained or written, however often a script tries again.
+
+    Raises:
+        Examined: This is the doctor.
+    """
+    if is_examined():
+        insist(0)
+        raise Examined
+
+
+class Examination:
+    """One session's.
+
+    Args:
+        rank: Of the session; rank 0 speaks.
+        begins: The run begins here, and is more than a trial: people are told.
+        world_size, max_world_size, directory: See `Facts`. The doctor says how it is under ``dlrover-run``, which has a
+            directory, and where the world may change.
+    """
+
+    def __init__(self, rank: int, begins: bool, world_size: int, max_world_size: int, directory: bool) -> None:
+        if is_examined():
+            max_world_size, directory = max(world_size + 1, max_world_size), True
+        self._speaks, self._begins = rank == 0, begins
+        self._facts = Facts(world_size=world_size, max_world_size=max_world_size, directory=directory)
+        self._done = False
+
+    def learn(self, **facts: Any) -> None:
+        """Something more is known: fields of `Facts`."""
+        self._facts = replace(self._facts, **facts)
+
+    def learn_parts(self, model: Any = None, *optimizers: Any) -> None:
+        """A model and its optimizers; None: not known."""
+        if model is not None and hasattr(model, "modules"):
+            self.learn(layers=kinds_of(model))
+        names = [type(_inner(optimizer)).__name__ for optimizer in optimizers if optimizer is not None]
+        self.learn(optimizers=(*self._facts.optimizers, *(n for n in names if n not in self._facts.optimizers)))
+
+    def end(self) -> None:
+        """The ranks have met, and the first step would begin.
+
+        Raises:
+            Examined: It does not: this is `dalsegno doctor`.
+        """
+        if not self._done:
+            self._done = True
+            self._tell([f"{about}: {text}" for about, text in findings(self._facts)])
+        refuse_to_go_on()
+
+    def _tell(self, lines: list[str]) -> None:
+        if not self._speaks:
+            return
+        if is_examined():
+            Path(os.environ[VARIABLE]).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        elif self._begins:
+            for line in lines:
+                print(f"dalsegno: {line}", flush=True)  # the agent shows what is printed, not what is logged
+
+
+def _inner(optimizer: Any) -> Any:
+    """The user's own optimizer inside a framework's."""
+    inner = getattr(optimizer, "optimizer", None)
+    return optimizer if inner is None else inner

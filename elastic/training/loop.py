@@ -1,0 +1,322 @@
+"""The training loop around a session's primitives: agree, hand out a batch, count it, save, drain, finish."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ..checkpoint import Cut, Order, Position, Ref
+from ..data.batches import Batch
+from ..data.sampler import check_order
+from ..rank.exchange import MAX_STEPS_APART, Boundary
+from ..saving.background_save import Background
+from ..saving.declared import strategy_of
+from ..saving.resuming import check_strategy
+from ..saving.saving import SaveError
+from .findings import loads_anywhere
+from .rehearsal import rehearse
+from .session import NO_DIRECTORY, Session
+from .sources import (
+    Source,
+    Stateful,
+    alike_of,
+    check_place,
+    kind,
+    knows,
+    saved_with,
+    say_what_cannot_resume,
+    source_of,
+)
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+FINAL_SAVE_TRIES = 3
+FINAL_SAVE_PAUSE_SECONDS = 2.0
+
+
+def steps(
+    session: Session,
+    data: Iterable[T],
+    *,
+    max_steps: int | None = None,
+    save: Callable[[Path], None] | Background | None = None,
+    save_every: int = 0,
+    strategy: str = "ddp",
+    any_world_size: bool | None = None,
+    create_directory: bool | None = None,
+    order: Order | None = None,
+    cut: Cut | None = None,
+    position: Callable[[], Position] | None = None,
+    advanced: bool = False,
+    metric: Callable[[], float | None] | None = None,
+    seed: int | None = None,
+) -> Iterator[T]:
+    """One batch per optimizer step; the body of the ``for`` is the step. All ranks leave the loop at the same step.
+
+    The call is collective: what all ranks must have alike is compared, and they begin together or not at all.
+    Ends when ``max_steps`` are done or some rank has no more data: a last save if the last step is not saved, then the
+    agent is told that the training finished. If the world is about to change, the ranks save at one boundary and the
+    process ends with ``Drained`` (exit code 83). A ``break`` is the script's own affair; call ``session.finish()``
+    after it if the training is done.
+
+    Args:
+        session: The process's.
+        data: ``Batches``, or any iterable of batches, of which one is fetched ahead. What a loader's ``state_dict``
+            says is saved, and loads where as many ranks resume. Others would begin anew: refused, see ``sources``.
+        max_steps: Of the whole run, steps before the resume point included.
+        save: Writes this rank's part of a checkpoint, see ``Session.save``, or ``background(state)``: while the
+            training goes on. None: nothing is saved, and a drain goes back to the last commit. The same where there
+            is no directory (``Session.can_save``); one line says so.
+        save_every: Steps between saves; 0: only for drains and at the end. Without an effect where nothing is saved.
+        strategy, any_world_size, create_directory: See ``Session.save``.
+        order, cut: Default: those of ``Batches``.
+        position: Where the data stands after the present step; default: the batch's ``position_after``.
+        advanced: The script itself has moved ``data`` to where the run goes on, ``session.step`` steps behind their
+            beginning, and sees to it that global batches are the same in every world. With ``position`` it is so.
+        metric: The run's tracked metric, asked for at each save.
+        seed: Of the random generators, see ``Session.restore_rng``.
+
+    Raises:
+        ValueError: The ranks were not started alike; ``max_steps`` or ``save_every`` below 0; there is a directory, and
+            ``save_every`` without ``save``; ``save`` calls a DeepSpeed engine that is not of ``strategy``; the resume
+            point is another strategy's, or of another order, or the data do not begin where it ended.
+        RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
+        SaveError: The script's ``save`` has a mistake (before the first step, where ``rehearsal`` sees it, else at the
+            first save), or the final save failed again and again.
+        Drained: See above.
+    """
+    advanced, strategy = advanced or position is not None, strategy_of(save, strategy)
+    options = {
+        "order": order or getattr(data, "order", None),
+        "cut": cut or getattr(data, "cut", None),
+        "strategy": strategy,
+        "any_world_size": any_world_size,
+        "create_directory": create_directory,
+    }
+    _compare(session, data, options, max_steps, save, save_every, advanced=advanced)
+    given, save = save, _saving(session, save, save_every, strategy)
+    source = _source(session, data, options, advanced=advanced)
+    if save is not None:
+        save = _saved_too(session, data, source, save, options, advanced=advanced)
+    _learn(session, given if save is None else save, save_every, options, knows(data, advanced=advanced))
+    rehearsal = partial(rehearse, session, given if session.can_save else None)
+    run = _Run(session, rehearsal, save=save, save_every=save_every, position=position, metric=metric, options=options)
+    return _loop(session, source, run, max_steps, seed)
+
+
+def _compare(
+    session: Session,
+    data: Any,
+    options: Mapping[str, Any],
+    max_steps: int | None,
+    save: Callable[[Path], None] | Background | None,
+    save_every: int,
+    *,
+    advanced: bool,
+) -> None:
+    """All ranks were told the same, and something possible, or none begins. Collective."""
+    order = options["order"]
+    alike = {
+        "max_steps": max_steps,
+        "save_every": save_every if session.can_save else 0,
+        "what is saved": _what(save) if session.can_save else "nothing",
+        "strategy": options["strategy"],
+        "any_world_size": options["any_world_size"],
+        "what is known of where the data stand": knows(data, advanced=advanced),
+        "order": None if order is None or hasattr(data, "alike") else asdict(order),
+        **alike_of(data),
+    }
+    session.compare(alike)
+    # From here on what is refused is refused on all ranks, as they have the same in their hands.
+    if save_every < 0 or (max_steps is not None and max_steps < 0):
+        raise ValueError(f"max_steps and save_every cannot be negative: {max_steps}, {save_every}")
+
+
+def _what(save: Callable[[Path], None] | Background | None) -> str:
+    if save is None:
+        return "nothing"
+    return "a state in the background" if isinstance(save, Background) else "what save() writes"
+
+
+def _source(session: Session, data: Iterable[T], options: Mapping[str, Any], *, advanced: bool) -> Source[T]:
+    """The data, at the place where the run goes on."""
+    resume, order = session.resume, options["order"]
+    if resume is None or session.step != resume.step:  # not the first loop of this process
+        return source_of(data, None, session.rank, session.world_size, advanced=advanced)
+    if order is not None and resume.manifest.order is not None:
+        check_order(resume.manifest.order, order)
+    place = getattr(data, "position", None)
+    if not advanced and isinstance(place, Position):
+        check_place(place, resume)
+    source = source_of(data, resume, session.rank, session.world_size, advanced=advanced)
+    if isinstance(source, Stateful):
+        session.compare({}, problem=source.go_on())
+    return source
+
+
+def _saved_too(
+    session: Session,
+    data: Any,
+    source: Source[Any],
+    save: Callable[[Path], None] | Background,
+    options: dict[str, Any],
+    *,
+    advanced: bool,
+) -> Callable[[Path], None] | Background:
+    """``save``, and with it where the data stand; says what that means for the run. Changes ``any_world_size``."""
+    if not source.any_world_size:
+        if options["any_world_size"]:
+            raise ValueError(
+                f"any_world_size=True, and the state of {kind(data)} is each rank's own, which loads with as many "
+                "ranks only: leave it out, or give Batches"
+            )
+        options["any_world_size"] = False
+    if session.resume is None and not advanced and session.rank == 0:
+        say_what_cannot_resume(source, data, session.world_size)
+    return saved_with(save, source, session.rank)
+
+
+def _learn(
+    session: Session,
+    save: Callable[[Path], None] | Background | None,
+    save_every: int,
+    options: Mapping[str, Any],
+    data: str,
+) -> None:
+    """What of this loop is worth knowing before its first step."""
+    strategy, anywhere, cut = options["strategy"], options["any_world_size"], options["cut"]
+    session.examination.learn(
+        strategy=strategy,
+        saves=save is not None,
+        save_every=save_every,
+        any_world_size=loads_anywhere(strategy) if anywhere is None else anywhere,
+        reshards=bool(getattr(save, "reshards", False)),
+        data=data,
+        fixed_micro_batch=cut is not None and cut.micro_batch_size is not None,
+    )
+    engine = getattr(save, "engine", None)
+    if engine is not None:
+        session.examination.learn_parts(engine.module, engine.basic_optimizer)
+
+
+def _saving(
+    session: Session, save: Callable[[Path], None] | Background | None, save_every: int, strategy: str
+) -> Callable[[Path], None] | Background | None:
+    """What the loop saves with; None: it saves nothing, which one line says where the script wanted it."""
+    if session.can_save:
+        if save_every and save is None:
+            raise ValueError(f"save_every={save_every}, and nothing to save with: give save=, or leave save_every out")
+        if save is not None:
+            check_strategy(session.resume, strategy)
+        return save
+    if save is not None and session.rank == 0:
+        log.warning("nothing will be saved: %s", NO_DIRECTORY)
+    return None
+
+
+def _loop(
+    session: Session, source: Source[T], run: _Run, max_steps: int | None, seed: int | None
+) -> Generator[T, None, None]:
+    def ahead() -> int:
+        limit = MAX_STEPS_APART if max_steps is None else max(0, min(MAX_STEPS_APART, max_steps - session.step))
+        return source.ahead(limit)
+
+    run.rehearse()
+    ready = session.meet(ahead()) > 0
+    session.restore_rng(seed)
+    while ready:
+        batch = source.take()
+        # The step that begins now is one of those that are left.
+        limit = MAX_STEPS_APART if max_steps is None else min(MAX_STEPS_APART, max_steps - session.step - 1)
+        session.begin_step(source.ahead(limit))
+        ended = False
+        try:
+            yield batch
+            ended = True
+        finally:
+            if not ended:
+                session.abandon_step()
+        run.took(batch)
+        ready = run.at(session.end_step())
+    run.finish()
+
+
+class _Run:
+    """What happens at boundaries."""
+
+    def __init__(
+        self,
+        session: Session,
+        rehearsal: Callable[[], None],
+        *,
+        save: Callable[[Path], None] | Background | None,
+        save_every: int,
+        position: Callable[[], Position] | None,
+        metric: Callable[[], float | None] | None,
+        options: dict[str, Any],
+    ) -> None:
+        self._session, self._write, self._every = session, save, save_every
+        self._position_of, self._metric, self._options = position, metric, options
+        self._position = Position() if session.resume is None else session.resume.position
+        # Could what is to be saved be loaded again? Collective.
+        self.rehearse, self._new = rehearsal, session.resume is None
+
+    def took(self, batch: Any) -> None:
+        """The batch was trained: the run's position is the one after it.
+
+        Raises:
+            RuntimeError: Micro-batches of it are missing: nothing of this step may be saved.
+        """
+        if isinstance(batch, Batch):
+            batch.check_complete()
+        self._position = getattr(batch, "position_after", self._position)
+
+    def at(self, boundary: Boundary) -> bool:
+        """Saves and drains as due; says whether the loop goes on."""
+        if self._new:
+            # An optimizer makes its state in its first step.
+            self._new = False
+            self.rehearse()
+        if boundary.end:
+            return False
+        if boundary.drain:
+            if self._write is None or self._save(drain=True) is not None:
+                self._session.leave_drained()
+            self._session.drain_failed()
+        elif self._due(boundary.step):
+            self._save(wait=False)
+        return True
+
+    def _due(self, step: int) -> bool:
+        """This step is to be saved; never without something to save with, and somewhere to save to."""
+        if self._write is None:
+            return False
+        return self._session.worth_saving or (self._every > 0 and step % self._every == 0)
+
+    def finish(self) -> None:
+        """The last save, and the word that the training is over."""
+        for attempt in range(1, FINAL_SAVE_TRIES + 1):
+            if self._write is None or self._session.step == 0 or self._save() is not None:
+                self._session.finish()
+                return
+            # Nothing could end this wait early: the disk may have room again, or not.
+            threading.Event().wait(FINAL_SAVE_PAUSE_SECONDS * attempt)
+        raise SaveError(f"the last step, {self._session.step}, could not be saved in {FINAL_SAVE_TRIES} tries")
+
+    def _save(self, *, drain: bool = False, wait: bool = True) -> Ref | None:
+        assert self._write is not None
+        return self._session.save(
+            self._write,
+            position=self._position if self._position_of is None else self._position_of(),
+            metric=None if self._metric is None else self._metric(),
+            drain=drain,
+            wait=wait,
+            **self._options,
+        )

@@ -1,0 +1,88 @@
+"""What happens when a session is opened: the first word to the agent, the lock of a directory, a bad resume point."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import NoReturn
+
+from dalsegno.protos import control_pb2, worker_pb2
+
+from ..checkpoint import SHARDED, UNIVERSAL, LocalLock
+from ..rank.collective import Collective
+from ..rank.exits import EXIT_BAD_CHECKPOINT, BadResumePoint, insist
+from ..rank.identity import Identity
+from ..rank.link import PROTOCOL, Link
+from ..saving.resuming import Damaged, ResumePoint, check_loaders
+
+log = logging.getLogger(__name__)
+
+_FORMS = {SHARDED: control_pb2.FORM_SHARDED, UNIVERSAL: control_pb2.FORM_UNIVERSAL}
+
+
+def hello(identity: Identity) -> worker_pb2.Hello:
+    """The first word to the agent."""
+    return worker_pb2.Hello(
+        protocol=PROTOCOL,
+        epoch=identity.epoch,
+        rank=identity.rank,
+        local_rank=identity.local_rank,
+        pid=os.getpid(),
+    )
+
+
+def refuse(link: Link | None, damaged: Damaged) -> NoReturn:
+    """Has the agent see to a resume point that cannot be loaded, and ends this process with exit code 84.
+
+    Raises:
+        BadResumePoint: Always.
+    """
+    insist(EXIT_BAD_CHECKPOINT)
+    log.error("the resume point %s cannot be loaded: %s", damaged.ref.name, damaged.message)
+    if link is not None and damaged.found_here:
+        bad = worker_pb2.BadCheckpoint(
+            name=damaged.ref.name,
+            digest=damaged.ref.digest,
+            form=_FORMS[damaged.form],
+            file=damaged.file,
+            message=damaged.message,
+        )
+        link.send(worker_pb2.ToAgent(bad_checkpoint=bad))
+    raise BadResumePoint
+
+
+def check_world(resume: ResumePoint, world_size: int) -> None:
+    """Can this many ranks load what they were handed?
+
+    Raises:
+        RuntimeError: They cannot: each would load another rank's part, or none.
+    """
+    shape = resume.manifest.shape
+    check_loaders(resume.manifest, world_size)
+    if resume.form == SHARDED and not shape.loads_at(world_size):
+        raise RuntimeError(
+            f"{resume.ref.name} was written by {shape.world_size} ranks with strategy {shape.strategy}, which loads at "
+            f"no other number (there are {world_size}): start as many. If it does load at any, say so when saving, "
+            "with any_world_size=True"
+        )
+
+
+def take_lock(directory: Path, collective: Collective) -> LocalLock | None:
+    """The lock of a directory that no master watches over, on rank 0. Collective.
+
+    Raises:
+        RuntimeError: It is in use, or cannot be made. On all ranks.
+    """
+    lock = None
+    problem = None
+    if collective.rank == 0:
+        lock = LocalLock(directory)
+        try:
+            lock.acquire()
+        except (OSError, RuntimeError) as error:
+            problem = str(error)
+    problem = collective.broadcast(problem)
+    if problem is not None:
+        raise RuntimeError(problem)
+    return lock

@@ -1,0 +1,42 @@
+"""Before the first step: could what is to be saved be loaded again? Nothing is written for it.
+
+Known is what ``TrainingState`` and a `Trainer` save: everything but the tensors' values is put together as at a save,
+and read again. What a ``save=`` of the script's own writes is seen at the first save: a mistake there ends the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..saving.background_save import Background
+from ..saving.save_errors import describe
+from ..saving.saving import SaveError
+from .session import Session
+
+
+def rehearse(session: Session, save: Callable[[Path], None] | Background | None) -> None:
+    """Asks the owner of ``save``, an object with a method ``rehearse()``, whether all is well. Collective.
+
+    Raises:
+        SaveError: It is not, on some rank. On all ranks.
+    """
+    asked = _owners(save)
+    if asked is None:
+        return
+    said: dict[str, Any] = {}
+    try:
+        asked()
+    # Whatever it is, the other ranks must hear of it before this one does anything else.
+    except Exception as error:
+        said = {"text": describe(error)}
+    for rank, answer in enumerate(session.gather(said)):
+        if "text" in answer:
+            raise SaveError(f"this training could not be saved: {answer['text']} (rank {rank})")
+
+
+def _owners(save: Any) -> Callable[[], None] | None:
+    called = save.state if isinstance(save, Background) else save
+    asked: Callable[[], None] | None = getattr(getattr(called, "__self__", called), "rehearse", None)
+    return asked

@@ -1,0 +1,484 @@
+"""A worker's part in an elastic run: who am I, where do I resume, when must I save and go.
+
+    s = session(checkpoint_dir="checkpoints")       # the directory is for runs without dlrover-run
+    if s.resume is not None:
+        load(s.resume.path)                         # what save(path) has written
+    for batch in s.steps(batches, max_steps=1000, save=save, save_every=100):
+        loss = train(batch)                         # one optimizer step
+        s.report(loss)
+
+``loop.steps`` is that loop. One of one's own calls what it does: ``meet``, ``begin_step``, ``end_step``, ``save``.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from dalsegno.protos import worker_pb2
+
+from ..checkpoint import SHARDED, Best, CheckpointStore, Cut, LocalLock, Order, Position, Ref, Tracked
+from ..rank import rng
+from ..rank.agreement import agree
+from ..rank.collective import Collective, Pending
+from ..rank.exchange import Boundary, Exchange, Flags
+from ..rank.exits import EXIT_DRAINED, Drained, insist
+from ..rank.identity import Identity
+from ..rank.link import Link
+from ..rank.notices import Notice
+from ..rank.process_group import settle_device
+from ..rank.reports import Reports
+from ..saving.background_save import Background
+from ..saving.declared import strategy_of
+from ..saving.pruning import prune
+from ..saving.resuming import Damaged, ResumePoint
+from ..saving.saving import Content, Saver
+from ..saving.tracking import Tracking
+from .examination import Examination, refuse_to_go_on
+from .findings import loads_anywhere
+from .opening import refuse
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+NO_DIRECTORY = "outside dlrover-run the script names the directory, session(checkpoint_dir=...)"
+
+# After a drain's save failed: seconds until the next try, doubled each time up to the second figure.
+DRAIN_PAUSE_SECONDS, MAX_DRAIN_PAUSE_SECONDS = 2.0, 60.0
+
+
+class Session:
+    """Made by ``session()``, once per process. Main thread only.
+
+    Attributes:
+        rank, world_size, local_rank: As torchrun has them.
+        epoch: Of the membership; 0 outside ``dlrover-run``. (The data's own is ``position.data_epoch``.)
+        run_dir: Where checkpoints are saved; None where they cannot be.
+        resume: What to load before the first step; None: start from step 0.
+        step: Optimizer steps done, those before the resume point included.
+        examination: What is known of this training, for people; ends with the first ``meet``.
+    """
+
+    def __init__(
+        self,
+        identity: Identity,
+        collective: Collective,
+        *,
+        link: Link | None,
+        lock: LocalLock | None,
+        resume: ResumePoint | None,
+        keep: int,
+        notice: Notice,
+    ) -> None:
+        self.rank, self.world_size, self.local_rank = identity.rank, identity.world_size, identity.local_rank
+        self.epoch, self.run_dir, self.resume = 0 if identity.alone else identity.epoch, identity.run_dir, resume
+        self.step = 0 if resume is None else resume.step
+        self._identity, self._collective, self._link, self._lock = identity, collective, link, lock
+        self._exchange = Exchange(collective)
+        self._store = None if identity.run_dir is None else CheckpointStore(identity.run_dir)
+        self._saver: Saver | None = None
+        if self._store is not None:
+            resumed_from, best = (None, None) if resume is None else (resume.ref, resume.manifest.best)
+            self._saver = Saver(identity, collective, self._store, link, resumed_from, best)
+        self._keep = keep
+        # What this step number is saved as. At the resume point that is the resume point itself.
+        self._saved: tuple[int, Ref] | None = None if resume is None else (resume.step, resume.ref)
+        self._tracking = Tracking(collective, self._saver)
+        begins = resume is None and (self.can_save or not self.alone)
+        self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
+        self._notice = notice
+        self._over = False
+        self._reports = Reports(link)
+        self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
+
+    # What a script asks.
+
+    @property
+    def should_drain(self) -> bool:
+        """This rank was told to save and stop. Not agreed yet: act on ``Boundary.drain``, which all ranks see alike."""
+        return self._notice.given or (self._link is not None and self._link.drain)
+
+    @property
+    def alone(self) -> bool:
+        """Not under ``dlrover-run``."""
+        return self._identity.alone
+
+    @property
+    def max_world_size(self) -> int:
+        """Ranks of the largest world that this run may have, with as many on each node as here."""
+        return self.world_size if self.alone else self._identity.max_nodes * self._identity.local_world_size
+
+    @property
+    def can_save(self) -> bool:
+        """There is a directory for checkpoints."""
+        return self._saver is not None
+
+    def sum(self, value: float) -> float:
+        """The sum of ``value`` over all ranks, the same bits on every rank. Collective."""
+        return self._collective.sum(value)
+
+    def start_sum(self, value: int) -> Pending:
+        """Begins the exact sum of whole numbers over all ranks, which ``wait()`` gives as a list of one. Collective."""
+        return self._collective.start_sum([value])
+
+    def gather(self, message: Any) -> list[Any]:
+        """Every rank's ``message`` (plain JSON values), in rank order, on every rank. Collective."""
+        return self._collective.gather(message)
+
+    def report(self, loss: float) -> None:
+        """Tells the loss of the present step, for people who watch the run."""
+        self._reports.loss = float(loss)
+
+    def busy(self) -> None:
+        """This rank is at work on something that is no step, and takes long: an evaluation. Not collective, and cheap.
+
+        Call it as often as that gets on, with each batch: so a long evaluation is told from a stall.
+        """
+        self._reports.busy(self.step)
+
+    def leaving(self) -> bool:
+        """Whether some rank was told to save and stop, and may try that now: the same on all ranks. Collective.
+
+        For what lies between two steps and takes longer than a leaver has: cut it short, save with ``drain=True``, then
+        ``leave_drained``, or ``drain_failed`` where the save failed.
+        """
+        return self._collective.max([int(self._wants_drain)])[0] > 0
+
+    @property
+    def best(self) -> Best | None:
+        """The best checkpoint so far by the tracked metric; it is never pruned. The same on all ranks.
+
+        None where nothing is saved, whatever ``improved`` has said.
+        """
+        return self._tracking.best
+
+    def track(self, metric: str, *, mode: str = "min", min_delta: float = 0.0) -> None:
+        """From now on the best checkpoint by this metric is known, kept, and noted in ``best.json``.
+
+        The best of the checkpoint that the run resumed from still counts, if it is of the same metric and mode.
+
+        Args:
+            metric: Its name. Values come from ``improved``, or with a save.
+            mode: ``"min"`` or ``"max"``.
+            min_delta: By how much a value must be better.
+
+        Raises:
+            ValueError: Another mode, or a negative ``min_delta``.
+        """
+        self._tracking.track(Tracked(metric, mode, min_delta))
+
+    def improved(self, value: float) -> bool:
+        """Whether the present step is the best so far by the tracked metric; if so it is saved at its end. Collective.
+
+        Rank 0's value decides, for all ranks. It is compared with the best checkpoint's; without a directory, where
+        there are none, with the best value of before.
+
+        Raises:
+            RuntimeError: Nothing is tracked.
+        """
+        if self._over and self._saver is None:
+            return self._tracking.measured(value, None, together=False)
+        # Asked in the loop's body, it is of the step that has begun and will be counted when it ends.
+        return self._tracking.improved(value, self.step + self._exchange.under_way)
+
+    def measured(self, value: float) -> bool:
+        """The tracked metric of the last step that is done, for which there was no time before. Collective.
+
+        Rank 0's value decides, for all ranks. Once the training has finished it is each rank's own, and not collective.
+
+        Returns:
+            Whether it is the best so far. Where the step is saved already (the resume point is) what is saved from now
+            on says so; else save it now, with this metric.
+
+        Raises:
+            RuntimeError: Nothing is tracked.
+        """
+        if not self._over:
+            self.settle()
+        return self._tracking.measured(value, self._saved_here, together=not self._over)
+
+    @property
+    def worth_saving(self) -> bool:
+        """``improved`` said so of the step that has just ended, on all ranks."""
+        return self._tracking.is_worth_saving(self.step)
+
+    def steps(self, data: Iterable[T], **options: Any) -> Iterator[T]:
+        """The training loop: hands out one batch per optimizer step. See ``loop.steps`` for the options."""
+        from .loop import steps
+
+        return steps(self, data, **options)
+
+    # What a loop of one's own calls, in this order for every step.
+
+    def compare(self, alike: Mapping[str, Any], *, problem: str = "") -> None:
+        """Before the first step: all ranks were told the same, or none begins. Collective, of all ranks.
+
+        Args:
+            alike: By name, what must be the same on every rank, as plain JSON values: seeds, sizes, cadences.
+                (``Batches.alike`` has what is to be known of its own.) What only some ranks name is not compared.
+            problem: What this rank has found, for which none may begin; "": nothing.
+
+        Raises:
+            Unlike: A ValueError, on all ranks: something differs; says what, the values, and on which ranks.
+            ValueError: On all ranks: some rank has a problem; says which.
+            RuntimeError: Another rank has ended; or the session is over.
+        """
+        self._check_open()
+        own: dict[str, Any] = {"step": self.step, "resume point": None if self.resume is None else self.resume.ref.name}
+        if self._tracking.name is not None:
+            own["tracked metric"] = self._tracking.name
+        agree(self._collective, {**own, **alike}, problem)
+
+    def meet(self, ahead: int, alike: Mapping[str, Any] | None = None) -> int:
+        """Before the first step: how many batches every rank has. Collective.
+
+        Args:
+            ahead: Batches that this rank has.
+            alike: See ``compare``, which it does, too.
+
+        Raises:
+            Examined: This is ``dalsegno doctor``. Exit code 0.
+        """
+        self.compare(alike or {})
+        self.examination.end()
+        self._reports.begin()
+        return self._exchange.meet(ahead)
+
+    def begin_step(self, ahead: int = 1) -> None:
+        """Begins an optimizer step.
+
+        Args:
+            ahead: Batches that this rank has after this step's. 1 (not known) makes the ranks agree in every step.
+
+        Raises:
+            RuntimeError: The step before has not ended, or the session is over.
+        """
+        self._check_open()
+        refuse_to_go_on()
+        drain = self._wants_drain
+        master_seen = self._link is not None and self._link.master_seen
+        failed = self._saver is not None and self._saver.failed
+        self._exchange.begin(self.step + 1, Flags(drain=drain, save_failed=failed, master_seen=master_seen), ahead)
+
+    def end_step(self, loss: float | None = None) -> Boundary:
+        """Ends it: one step more is done, and every rank gets the same answer.
+
+        Args:
+            loss: As with ``report``.
+        """
+        if loss is not None:
+            self.report(loss)
+        seconds = self._reports.lap()
+        boundary = self._exchange.end(seconds)
+        self.step = boundary.step
+        self._reports.step(boundary, seconds)
+        if boundary.save_failed:
+            self.settle()
+        return boundary
+
+    def abandon_step(self) -> None:
+        """The loop was left in the middle of a step, which does not count."""
+        self._exchange.abandon()
+
+    def save(
+        self,
+        write: Callable[[Path], None] | Background,
+        *,
+        wait: bool = True,
+        position: Position | None = None,
+        order: Order | None = None,
+        cut: Cut | None = None,
+        strategy: str = "ddp",
+        any_world_size: bool | None = None,
+        metric: float | None = None,
+        create_directory: bool | None = None,
+        keep: int | None = None,
+        drain: bool = False,
+    ) -> Ref | None:
+        """Saves the present step on all ranks. Collective.
+
+        Args:
+            write: ``write(path)`` writes this rank's files below ``path``; or a state, see ``background``. Where it has
+                an attribute ``reshards`` that is true, what it writes loads at any world size without a conversion.
+            wait: False: a state is written while the training goes on. The save before it is waited for first, so
+                checkpoints are sealed in order of step.
+            position: Where the data goes on.
+            order: Of the sampler; a run that resumes must agree with it.
+            cut: Of ``Batches``; the same.
+            strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
+            any_world_size: The files load at any world size as they are; default: what is known of ``strategy``.
+            metric: The run's tracked metric; rank 0's counts. Default: what ``improved`` was told of this step.
+            create_directory: ``path`` exists when ``write`` is called; default: not for DeepSpeed, which makes it.
+            keep: From this one on, how many of the run's checkpoints stay beside the best, 0: all; default: as many as
+                the job's settings or the session's own ``keep`` say.
+            drain: It is the save of a drain.
+
+        Returns:
+            The checkpoint, sealed; that of before if this step is saved already. None if the save failed: on all
+            ranks, the reason logged, nothing of it left. The run goes on. Without ``wait``: its name, with an empty
+            digest; if it fails, every rank is told so at the same later step, as above.
+
+        Raises:
+            RuntimeError: There is no directory to save to.
+            SaveError: See ``Saver.save``.
+        """
+        self._check_open()
+        refuse_to_go_on()
+        if self._saver is None:
+            raise RuntimeError(f"nowhere to save: {NO_DIRECTORY}")
+        strategy = strategy_of(write, strategy)
+        if keep is not None:
+            self._keep = keep
+        try:
+            self.settle()
+            if (saved := self._saved_here) is not None:
+                return saved
+            data = {"position": position or Position(), "order": order, "cut": cut}
+            reshards = bool(getattr(write, "reshards", False))
+            content = self._content(strategy, any_world_size, metric, reshards=reshards, keep=keep, **data)
+            if isinstance(write, Background):
+                name = self._saver.begin(content, write.state, self._prune, drain=drain)
+                return Ref(name, "") if name is not None and not wait else self.settle()
+            if create_directory is None:
+                create_directory = not strategy.startswith("deepspeed")
+            manifest = self._saver.save(content, write, create_directory=create_directory, drain=drain)
+            if manifest is None:
+                return None
+            self._saved = (self.step, manifest.ref)
+            self._prune()
+            return manifest.ref
+        finally:
+            self._reports.lap()
+
+    def settle(self) -> Ref | None:
+        """Waits for a save in the background. Collective.
+
+        Returns:
+            It, sealed; None if there was none, or it failed: see ``save``.
+        """
+        ended = None if self._saver is None else self._saver.settle()
+        if ended is not None:
+            self._saved = ended
+        return None if ended is None else ended[1]
+
+    def _content(self, strategy: str, any_world_size: bool | None, metric: float | None, **rest: Any) -> Content:
+        if any_world_size is None:
+            any_world_size = loads_anywhere(strategy)
+        if metric is None:
+            metric = self._tracking.metric_of(self.step)
+        return Content(self.step, strategy=strategy, any_world_size=any_world_size, metric=metric, **rest)
+
+    def drain_failed(self) -> None:
+        """The drain's save failed: train on, and try again after a pause if it is still wanted."""
+        self._drain_not_before = time.monotonic() + self._drain_pause
+        self._drain_pause = min(2 * self._drain_pause, MAX_DRAIN_PAUSE_SECONDS)
+
+    def leave_drained(self) -> NoReturn:
+        """Everything is saved: tells the agent and ends this process with exit code 83. Collective.
+
+        Raises:
+            Drained: Always. The exit code is 83 whatever the script makes of it.
+        """
+        insist(EXIT_DRAINED)
+        saved = self._saved_here or Ref("", "")
+        drained = worker_pb2.Drained(name=saved.name, digest=saved.digest, step=self.step)
+        self._reports.send(worker_pb2.ToAgent(drained=drained))
+        self._part()
+        raise Drained
+
+    def finish(self) -> None:
+        """The training reached its end on all ranks: says so. Collective, and harmless when repeated."""
+        if self._over:
+            return
+        refuse_to_go_on()
+        self.settle()
+        self._reports.send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
+        if self.alone:
+            # There is nothing left to save; what the script does from here on may be stopped as any program.
+            self._notice.release()
+        if self.alone and self.rank == 0 and self._store is not None:
+            try:
+                self._store.mark_finished(self.step, self._store.newest())
+            except OSError as error:
+                log.warning("the training is finished, but the note of it could not be written: %s", error)
+        self._part()
+
+    def close(self) -> None:
+        """For scripts that go on doing other things: leaves the session's group and the agent's socket."""
+        self._over = True
+        self._notice.release()
+        if self._saver is not None:
+            self._saver.close()
+        self._collective.close()
+        if self._link is not None:
+            self._link.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    def restore_rng(self, seed: int | None = None) -> None:
+        """Puts the random generators where the run left them; ``steps`` does it before the first step.
+
+        Bit-exact from the resume point while the world has not changed; else seeded from (seed, step, rank).
+
+        Args:
+            seed: None: at step 0 the generators stay as they are.
+        """
+        resume = self.resume
+        if seed is not None or resume is not None:
+            # Also where there is a state: it may lack a generator, as that of a run on CPUs lacks the cards'.
+            rng.seed_rank(seed or 0, self.step, self.rank)
+        if resume is not None and resume.form == SHARDED and resume.manifest.shape.world_size == self.world_size:
+            state = resume.path / rng.file_name(self.rank)
+            if state.is_file():
+                rng.restore(state.read_bytes())
+
+    def bad_checkpoint(self, file: str, message: str) -> NoReturn:
+        """The resume point cannot be loaded: has the agent see to it, and ends this process with exit code 84.
+
+        Raises:
+            BadResumePoint: Always.
+        """
+        if self.resume is None:
+            raise RuntimeError("there is no resume point that could be bad")
+        form = self.resume.form
+        ref = self.resume.ref
+        if self._identity.resume is not None and self._identity.resume.universal is not None:
+            ref = self._identity.resume.universal
+        refuse(self._link, Damaged(ref, form, file, message, True))
+
+    # Inside.
+
+    @property
+    def _saved_here(self) -> Ref | None:
+        """The present step's checkpoint, if it is saved."""
+        return self._saved[1] if self._saved is not None and self._saved[0] == self.step else None
+
+    @property
+    def _wants_drain(self) -> bool:
+        return self.should_drain and time.monotonic() >= self._drain_not_before
+
+    def _part(self) -> None:
+        """The last meeting: nobody's connections, nor card, go while another rank is still in a collective."""
+        self._over = True
+        try:
+            settle_device()
+            self._collective.barrier()
+        except RuntimeError as error:
+            # Everything is saved and said; a peer that died by now is the agent's business.
+            log.warning("a rank was gone before the last barrier: %s", error)
+        self._collective.close()
+
+    def _prune(self) -> None:
+        if self.alone and self.rank == 0 and self._store is not None:
+            prune(self._store, self._identity, self.resume, self._keep)
+
+    def _check_open(self) -> None:
+        if self._over:
+            raise RuntimeError(
+                f"this session is over: its run was drained or finished, at step {self.step}, and a process trains one "
+                "run. Train the next one in a process of its own, with a checkpoint_dir of its own"
+            )

@@ -1,0 +1,349 @@
+"""Where a loop's batches come from: ``Batches``, or any iterable; and whether a run that resumes can go on in it.
+
+``Batches`` know their place. A loader with ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``)
+does, too: its state is each rank's own, is saved with every checkpoint, and loads where as many ranks resume. Of any
+other iterable nobody can say where it stands, so a run resumes only where the script says that it has moved it.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+import xxhash
+from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+
+from ..checkpoint import Position
+from ..checkpoint.files import write_exclusive
+from ..rank.agreement import PART
+from ..rank.remarks import remark
+from ..saving.background_save import Background
+from ..saving.replicas import loadable
+from ..saving.resuming import LOADERS, ResumePoint, check_loaders
+from .findings import NOTHING, OURS, SCRIPTS, STATE
+from .training_state import read_tensors
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+INSTEAD = (
+    "give Batches, whose order any world goes on in, or a loader with state_dict and load_state_dict (torchdata's "
+    "StatefulDataLoader); or, where the script itself has moved the data to session.step, say so: steps(advanced=True)"
+)
+
+
+class Source(ABC, Generic[T]):
+    """Batches one after the other, and how many are certain to follow.
+
+    Attributes:
+        any_world_size: What it saves is of use to any number of ranks.
+    """
+
+    any_world_size = True
+
+    @abstractmethod
+    def take(self) -> T:
+        """The next batch, which ``ahead`` has promised."""
+
+    @abstractmethod
+    def ahead(self, limit: int) -> int:
+        """Batches not taken yet, at most ``limit``; never more than there are."""
+
+    def files(self, rank: int) -> dict[str, bytes]:
+        """What a checkpoint has of it: where the data stand behind the last batch that was taken."""
+        return {}
+
+
+class Counted(Source[T]):
+    """Knows its length: ``Batches``."""
+
+    def __init__(self, data: Any) -> None:
+        self._data, self._iterator = data, iter(data)
+
+    def take(self) -> T:
+        batch: T = next(self._iterator)
+        return batch
+
+    def ahead(self, limit: int) -> int:
+        left: int | None = self._data.left
+        return limit if left is None else min(limit, left)
+
+
+class Unknown(Source[T]):
+    """Any iterable: the only way to know whether there is one more is to fetch it."""
+
+    def __init__(self, data: Iterable[T]) -> None:
+        self._data = data
+        self._iterator: Iterator[T] | None = None
+        self._next: list[T] = []
+        self._ended = False
+
+    def take(self) -> T:
+        self.ahead(1)
+        return self._next.pop()
+
+    def ahead(self, limit: int) -> int:
+        if limit and not self._next and not self._ended:
+            if self._iterator is None:
+                self._iterator = iter(self._data)
+            for batch in self._iterator:
+                self._next.append(batch)
+                break
+            self._ended = not self._next
+        return min(limit, len(self._next))
+
+    @property
+    def place(self) -> Position | None:
+        """Where the batch that is next begins, where it knows that itself."""
+        found = getattr(self._next[0], "position", None) if self._next else None
+        return found if isinstance(found, Position) else None
+
+
+class Stateful(Unknown[T]):
+    """A loader that says where it stands, in a state of this rank's own.
+
+    Args:
+        data: The loader.
+        saved: What this rank has saved of it; None: from its beginning.
+    """
+
+    any_world_size = False
+
+    def __init__(self, data: Any, saved: Mapping[str, Any] | None) -> None:
+        super().__init__(data)
+        self._saved = saved
+        self._state: Any = None
+
+    def go_on(self) -> str:
+        """Moves the loader to where it stood. Says why it is not there; "": it is, or that cannot be told."""
+        if self._saved is None:
+            return ""
+        self._state, self._ended = self._saved["state"], self._saved["ended"]
+        if self._ended:  # told of its end, a loader would begin anew
+            return ""
+        loader: Any = self._data
+        try:
+            loader.load_state_dict(copy.deepcopy(self._state))
+            self.ahead(1)
+        except Exception as error:  # whatever it is, the other ranks must hear of it before this one ends
+            log.debug("a state that was not taken", exc_info=error)
+            return f"{kind(loader)} does not go on from the state that was saved of it: {type(error).__name__}: {error}"
+        if self._saved["next"] in (None, fingerprint(self._next)):
+            return ""
+        if _inner(loader) is not loader:
+            return f"{kind(loader)} goes on with another batch than was next: its state lacks the order; {INSTEAD}"
+        remark(
+            "%s goes on with another batch than was next: right if its data set draws at random, else samples come "
+            "twice or never, because its state lacks the order (a sampler without a state); then %s",
+            kind(loader),
+            INSTEAD,
+        )
+        return ""
+
+    def take(self) -> T:
+        batch = super().take()
+        # Now: with the next batch, which is fetched to know whether there is one, the loader moves on. A copy, because
+        # its state may be what it goes on working with.
+        loader: Any = self._data
+        self._state = copy.deepcopy(loader.state_dict())
+        return batch
+
+    def files(self, rank: int) -> dict[str, bytes]:
+        # At the last step of a run the next batch was not fetched.
+        following = fingerprint(self._next) if self._next else None
+        held = {"state": self._state, "ended": self._ended and not self._next, "next": following}
+        loadable(held, f"the state of {kind(self._data)}")
+        content = io.BytesIO()
+        torch.save(held, content)
+        return {file_name(rank): content.getvalue()}
+
+
+def fingerprint(batch: Any) -> str:
+    """Of the values in a batch: lists, dictionaries and tensors, as collate functions make them."""
+    summed = xxhash.xxh3_128()
+    for value in _values(batch):
+        summed.update(value)
+    return summed.hexdigest()
+
+
+def _values(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, torch.Tensor):
+        yield repr((batch.dtype, tuple(batch.shape))).encode()
+        yield batch.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    elif isinstance(batch, Mapping):
+        for name, value in batch.items():
+            yield repr(name).encode()
+            yield from _values(value)
+    elif isinstance(batch, (list, tuple)):
+        yield f"{len(batch)}".encode()
+        for value in batch:
+            yield from _values(value)
+    else:  # things of other kinds may show where in memory they lie
+        yield repr(batch).encode() if isinstance(batch, (str, bytes, int, float, bool)) else kind(batch).encode()
+
+
+def file_name(rank: int) -> str:
+    """Path of a rank's state of its loader, relative to the checkpoint."""
+    return f"{LOADERS}/rank-{rank}.pt"
+
+
+def kind(data: Any) -> str:
+    """What to call it in a line."""
+    return type(data).__name__
+
+
+def keeps_state(data: Any) -> bool:
+    """Whether its state says where it stands, and in which order."""
+    if not all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict")):
+        return False
+    inner = _inner(data)
+    if inner is not data:
+        return keeps_state(inner)
+    # Torch's own samplers have no state: of what they draw, a loader's state holds only how much of it was used.
+    sampler = data
+    for name in ("batch_sampler", "batch_sampler", "sampler"):
+        sampler = getattr(sampler, name, None) or sampler
+    return type(sampler) not in _AT_RANDOM or getattr(sampler, "generator", None) is not None
+
+
+def _inner(data: Any) -> Any:
+    """The loader inside one of Accelerate's, which has both methods around any loader."""
+    return getattr(data, "base_dataloader", data)
+
+
+_AT_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+
+def knows(data: Any, *, advanced: bool) -> str:
+    """What is known of where the data stand: the kind of source that a loop makes of them."""
+    if hasattr(data, "left"):
+        return OURS
+    if advanced or isinstance(getattr(data, "position", None), Position):
+        return SCRIPTS
+    return STATE if keeps_state(data) else NOTHING
+
+
+def source_of(
+    data: Iterable[T], resume: ResumePoint | None, rank: int, world_size: int, *, advanced: bool
+) -> Source[T]:
+    """What a loop takes its batches from.
+
+    Args:
+        data: What the script gives.
+        resume: Where the run goes on; None: at the data's beginning.
+        rank, world_size: Of the session.
+        advanced: The script has moved them there itself, and says where they stand.
+
+    Raises:
+        ValueError: They cannot go on there. On all ranks alike.
+    """
+    if hasattr(data, "left"):
+        return Counted(data)
+    if advanced or isinstance(getattr(data, "position", None), Position):
+        return Unknown(data)
+    if keeps_state(data):
+        return Stateful(data, None if resume is None else _saved(resume, rank, world_size, kind(data)))
+    source = Unknown(data)
+    if resume is None or not source.ahead(1):
+        return source
+    # Batches that something else hands on, a progress bar for one, know their place.
+    check_place(source.place, resume)
+    if source.place is None:
+        raise ValueError(
+            f"{kind(data)} begins where it always begins, and {resume.ref.name} ended at step {resume.step}: the same "
+            f"samples would be trained again; {INSTEAD}"
+        )
+    return source
+
+
+def check_place(place: Position | None, resume: ResumePoint) -> None:
+    """Do data that know their place begin where the resume point ended? Nobody would notice samples that come twice.
+
+    Raises:
+        ValueError: No.
+    """
+    if place is not None and place != resume.position:
+        raise ValueError(
+            f"the data begin at {_said(place)}, and {resume.ref.name} ended at {_said(resume.position)}: "
+            "give Batches(..., resume=session.resume)"
+        )
+
+
+def _said(place: Position) -> str:
+    return f"sample {place.samples} of data epoch {place.data_epoch}"
+
+
+def _saved(resume: ResumePoint, rank: int, world_size: int, what: str) -> Any:
+    check_loaders(resume.manifest, world_size)
+    if file_name(rank) not in {entry.path for entry in resume.manifest.files}:
+        raise ValueError(
+            f"{resume.ref.name} was saved without the state of a data loader, so {what} would begin anew: go on with "
+            "the data that it was trained on, or start a new run"
+        )
+    return read_tensors(resume.path / file_name(rank))
+
+
+def say_what_cannot_resume(source: Source[Any], data: Any, world_size: int) -> None:
+    """Once, at the start of a run: nobody should hear of it at the first change."""
+    if isinstance(source, Stateful):
+        remark(
+            "%s has a state for each rank: this run goes on with %d ranks only; with Batches it would with any number",
+            kind(data),
+            world_size,
+        )
+    elif isinstance(source, Unknown) and source.ahead(1) and source.place is None:
+        remark(
+            "%s cannot be resumed: nothing says where it stands, and a run that goes on from a checkpoint would train "
+            "its first samples again, which is refused; %s",
+            kind(data),
+            INSTEAD,
+        )
+
+
+class Saved:
+    """A script's ``write(path)``, and beside it where its data stand.
+
+    Attributes:
+        reshards: No: the state of the data is each rank's own.
+    """
+
+    reshards = False
+
+    def __init__(self, write: Callable[[Path], None], source: Source[Any], rank: int) -> None:
+        self._write, self._source, self._rank = write, source, rank
+
+    def __call__(self, path: Path) -> None:
+        self._write(path)
+        for name, content in self._source.files(self._rank).items():
+            (path / name).parent.mkdir(exist_ok=True)
+            write_exclusive(path / name, content)
+
+
+def saved_with(
+    write: Callable[[Path], None] | Background, source: Source[Any], rank: int
+) -> Callable[[Path], None] | Background:
+    """``write``, and with it what the source saves."""
+    if not isinstance(source, Stateful):
+        return write
+    if isinstance(write, Background):
+        state = write.state
+        return Background(lambda: {**state(), **source.files(rank)})
+    return Saved(write, source, rank)
+
+
+def alike_of(data: Any) -> dict[str, Any]:
+    """What data say of themselves that all ranks must have alike: ``Batches``, or torch's ``DistributedSampler``."""
+    if hasattr(data, "alike"):
+        return dict(data.alike)
+    sampler = getattr(_inner(data), "sampler", None)
+    if not isinstance(sampler, DistributedSampler):
+        return {}
+    named = {f"{name} of the DistributedSampler": getattr(sampler, name) for name in ("seed", "shuffle", "epoch")}
+    return {**named, "length of the data set": sampler.total_size, PART: [sampler.rank, sampler.num_replicas]}

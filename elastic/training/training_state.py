@@ -1,0 +1,290 @@
+"""What a training without a framework saves and loads: model, optimizer, learning rate schedule, loss scale.
+
+    state = TrainingState(s, model=model, optimizer=optimizer, scheduler=scheduler, scaler=scaler)
+    state.load()                             # before DistributedDataParallel(model)
+    for batch in s.steps(batches, save=background(state.files), save_every=100): ...
+
+The session itself keeps random generators and position, ``Batches`` the order of samples. What cannot be the same
+training is refused before anything is changed.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint import SHARDED
+from ..saving.optimizers import check_parameters
+from ..saving.replicas import check_unsharded, check_whole, loadable, unwrapped, without_prefixes
+from .findings import few
+from .session import Session
+
+MODEL_FILE, TRAINING_FILE = "model.pt", "training.pt"
+
+
+class Stateful(Protocol):
+    """An optimizer, a schedule, a gradient scaler, or anything else that is part of the training."""
+
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any, /) -> Any: ...
+
+
+class TrainingState:
+    """The state of a replicated training: every rank has the same, rank 0 saves it, and it loads at any world size.
+
+    ``session.steps`` makes sure before the first step that it can be saved and loaded again, where it saves with
+    ``write`` or with ``background(files)``.
+
+    Args:
+        session: The process's.
+        model: Its names must not depend on whether there is more than one rank: of a wrapped or compiled one, what is
+            inside is saved.
+        parts: The rest by name, in the order in which it is loaded: optimizer, its scheduler, scaler. None: this
+            training has none.
+    """
+
+    def __init__(self, session: Session, *, model: nn.Module, **parts: Stateful | None) -> None:
+        self._session, self._model = session, unwrapped(model)
+        self._parts = {name: part for name, part in parts.items() if part is not None}
+        self._loaded = False
+        optimizers = [part for part in self._parts.values() if hasattr(part, "param_groups")]
+        session.examination.learn_parts(self._model, *optimizers)
+
+    def files(self) -> dict[str, Any]:
+        """What this rank saves, for ``background``. Tensors are the training's own.
+
+        Raises:
+            TypeError: A part gives no state, or one that could not be loaded again. (Of the optimizer's and the model's
+                that is asked only before the first step.)
+            ValueError: It is not the same on every rank, but sharded.
+        """
+        check_whole(self._model)
+        if self._session.rank != 0:
+            return {}
+        kept = {name: {"type": _kind(part), "state": _state_of(name, part)} for name, part in self._parts.items()}
+        for name, names in self._trained().items():
+            kept[name]["parameters"] = names
+        for name, part in self._parts.items():
+            check = check_unsharded if hasattr(part, "param_groups") else loadable
+            check(kept[name], f"the state of {name}")
+        return {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
+
+    def _trained(self) -> dict[str, list[str]]:
+        """Of each optimizer its parameters by name, in the order of its groups; those of no name are left out."""
+        names = {parameter: name for name, parameter in self._model.named_parameters()}
+        return {
+            name: [names[p] for group in groups for p in group["params"] if p in names]
+            for name, part in self._parts.items()
+            if (groups := getattr(part, "param_groups", None)) is not None
+        }
+
+    def rehearse(self) -> None:
+        """Asks for all that would be saved, without writing it.
+
+        Raises:
+            TypeError, ValueError: As with ``files``, and for the model and the optimizer, too.
+        """
+        resume = self._session.resume
+        if resume is not None and self._session.step == resume.step and not self._loaded:
+            raise ValueError(f"the run goes on from {resume.ref.name}: call TrainingState.load() before the first step")
+        files = self.files()
+        if files:
+            loadable(files[MODEL_FILE], "the model's state_dict() (get_extra_state?)")
+            for name, part in files[TRAINING_FILE].items():
+                if hasattr(self._parts[name], "param_groups"):
+                    loadable(part, f"the state of {name}")
+
+    def write(self, path: Path) -> None:
+        """The same while the training waits, for ``save=``."""
+        for name, value in self.files().items():
+            torch.save(value, path / name)
+
+    def load(self, *, cast: bool = False) -> bool:
+        """Loads the session's resume point: weights, then the parts in their order. False: there is none.
+
+        Args:
+            cast: Weights that were saved with another dtype are converted.
+
+        Raises:
+            ValueError: The model is sharded. Or the checkpoint is of another model, or of a training with other parts;
+                says which. Nothing was changed, unless only shapes or parameter groups differ.
+        """
+        check_whole(self._model)
+        self._loaded = True
+        resume = self._session.resume
+        if resume is None:
+            return False
+        if resume.form != SHARDED:
+            raise ValueError(f"{resume.ref.name} is handed out as {resume.form}: it was not saved by TrainingState")
+        weights, kept = read_tensors(resume.path / MODEL_FILE), read_tensors(resume.path / TRAINING_FILE)
+        wanted = self._model.state_dict()
+        weights = without_prefixes(weights, wanted)
+        check_same_names(weights, wanted)
+        if not cast:
+            check_same_dtypes(weights, wanted)
+        had = {name: str(part["type"]) for name, part in kept.items()}
+        have = {name: _kind(part) for name, part in self._parts.items()}
+        if had != have:
+            raise ValueError(
+                f"{resume.ref.name} was saved with {_named(had)}, this training has {_named(have)}: it would go on"
+                " otherwise than it began; make the same ones, or start a new run"
+            )
+        for name, names in self._trained().items():
+            # Earlier versions did not say.
+            if "parameters" in kept[name]:
+                _same_parameters(resume.ref.name, kept[name]["parameters"], names)
+        try:
+            # What is no tensor of the model's is kept by it as it comes.
+            self._model.load_state_dict(
+                {name: value if isinstance(wanted[name], Tensor) else owned(value) for name, value in weights.items()}
+            )
+        except RuntimeError as error:
+            raise ValueError(f"{resume.ref.name} is of another model: {error}") from error
+        for name, part in self._parts.items():
+            try:
+                load_part(part, kept[name]["state"], cast=cast)
+            except (ValueError, KeyError, RuntimeError) as error:
+                raise ValueError(f"the {name} in {resume.ref.name} does not fit this one: {error}") from error
+        return True
+
+
+def _same_parameters(checkpoint: str, saved: Sequence[str], here: Sequence[str]) -> None:
+    try:
+        check_parameters(saved, here)
+    except RuntimeError as error:
+        raise ValueError(f"{checkpoint}: {error}") from error
+
+
+def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
+    """Loads what ``read_tensors`` gave, and leaves nothing of the part in the file.
+
+    Args:
+        part: An optimizer's state is copied once, where it goes to.
+        state: Its state; tensors may be of a file that is mapped.
+        cast: Tensors of an optimizer take its parameters' dtype, as torch has it; else they keep their own.
+    """
+    if not hasattr(part, "param_groups") or not isinstance(getattr(part, "state", None), Mapping):
+        part.load_state_dict(owned(state))
+        return
+    part.load_state_dict(state)
+    groups, held = part.param_groups, part.state  # type: ignore[attr-defined]  # torch makes new ones
+    numbers = [number for group in state["param_groups"] for number in group["params"]]
+    for number, parameter in zip(numbers, (p for group in groups for p in group["params"]), strict=True):
+        saved, loaded = state["state"].get(number, {}), held.get(parameter)
+        if loaded is not None:
+            held[parameter] = {key: _as_saved(value, saved.get(key), cast) for key, value in loaded.items()}
+
+
+def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:
+    """A tensor of an optimizer's state: not the file's own memory, and as exact as it was."""
+    if not isinstance(loaded, Tensor) or not isinstance(saved, Tensor):
+        return owned(loaded)
+    if loaded.dtype != saved.dtype and not cast:
+        # Moments in fp32 beside parameters in bf16: torch has made them bf16.
+        return saved.to(loaded.device, copy=True)
+    if type(loaded) is not Tensor or type(saved) is not Tensor:
+        return loaded
+    shared = loaded.untyped_storage().data_ptr() == saved.untyped_storage().data_ptr()
+    return loaded.clone() if shared else loaded
+
+
+def owned(value: Any) -> Any:
+    """The same with tensors that share nothing with a file: whoever gets it may keep it."""
+    if type(value) is Tensor:
+        return value.clone()
+    if type(value) in (dict, OrderedDict):
+        return type(value)((key, owned(item)) for key, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value)(owned(item) for item in value)
+    return value
+
+
+def read_tensors(path: Path) -> Any:
+    """What ``torch.save`` wrote, on the CPU; plain values and tensors only.
+
+    The file is mapped: only what is copied from its tensors is read. Keep none of them.
+
+    Raises:
+        ValueError: It is not there, or has something else in it.
+    """
+    try:
+        # What torch wrote in its old format cannot be mapped.
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    except FileNotFoundError as error:
+        raise ValueError(f"{path.parent.name} has no {path.name}: it was not saved by TrainingState") from error
+    except UnpicklingError as error:
+        raise ValueError(f"{path} has more than plain values and tensors: {str(error).splitlines()[0]}") from error
+
+
+def check_same_dtypes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares tensors of the same names: to load converts without a word.
+
+    Args:
+        saved: Of the checkpoint; values have a ``dtype``, or are not looked at.
+        wanted: The model's.
+
+    Raises:
+        ValueError: Some differ.
+    """
+    other = {
+        name: f"{name} {_short(value.dtype)} and is {_short(wanted[name].dtype)}"
+        for name, value in saved.items()
+        if isinstance(value, Tensor) and isinstance(wanted[name], Tensor) and value.dtype != wanted[name].dtype
+    }
+    if other:
+        raise ValueError(
+            f"the checkpoint was saved with another dtype: {few(sorted(set(other.values())))}; the training would go on"
+            " with other numbers: make the model as it was, or ask for the conversion with cast=True"
+        )
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def check_same_names(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Compares a checkpoint's names with a model's.
+
+    Raises:
+        ValueError: They differ.
+    """
+    there, here = set(saved), set(wanted)
+    if there == here:
+        return
+    if not there & here:
+        raise ValueError(
+            f"the checkpoint is of another model: none of its {len(there)} names ({few(sorted(there))}) is in"
+            f" this one's {len(here)} ({few(sorted(here))})"
+        )
+    only = [
+        f"{few(sorted(names))} only in the {where}"
+        for names, where in ((there - here, "checkpoint"), (here - there, "model"))
+        if names
+    ]
+    raise ValueError(f"the checkpoint is of another model: {'; '.join(only)}")
+
+
+def _state_of(name: str, part: Stateful) -> Any:
+    try:
+        return part.state_dict()
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise TypeError(f"{name} ({_kind(part)}) gives no state to save: {error}") from error
+
+
+def _kind(part: Stateful) -> str:
+    # A scaler that is switched off has no state, and takes any without a word.
+    on = getattr(part, "is_enabled", None)
+    return type(part).__name__ + (" (disabled)" if callable(on) and not on() else "")
+
+
+def _named(parts: Mapping[str, str]) -> str:
+    return ", ".join(f"{name} {kind}" for name, kind in parts.items()) or "nothing beside the model"

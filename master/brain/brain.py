@@ -1,0 +1,214 @@
+"""The master's brain: `handle_all(state, events, now) -> (state, replies)`. No I/O, no clock, no randomness.
+
+The same brain runs in the server, in the unit tests and in the simulator. The state handed in is consumed: go on with
+the one that is returned. The shell persists `state.job` before any reply or directive leaves, and sends each watcher
+`view(state, node)` whenever that changed; there are no other effects.
+
+What comes all the time from every node (heartbeats, progress) is only taken note of (`note`), at a constant cost:
+nothing of it is stored, and mostly nothing follows from it. Everything else is decided on in batches: each event
+changes what it is about, and then the state and the time are looked at once (`settle`).
+
+An event that breaks an assertion is set aside: the job goes on from the state before, and people are told once.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+
+from dalsegno.protos.text import one_line
+
+from . import calls, forming, membership, running
+from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
+from .invariants import check
+from .live import EpochLife, Live, State
+from .presences import Presence, Presences
+from .state import Job, Phase, Settings
+from .turn import CLOSED_GRACE, Turn
+from .views import status, view
+
+__all__ = ("Reply", "fresh", "handle", "handle_all", "held_up", "note", "recover", "status", "view")
+
+# A bound on transitions within one settling: more means two rules undo each other. Not a matter of how many nodes.
+MAX_MOVES = 50
+# After a Tick that had to be set aside the next one comes so much later, at first and at most (seconds).
+TICK_PAUSE = 1.0
+TICK_PAUSE_MAX = 60.0
+# Of an internal error people are told so many characters, and of so many.
+LONGEST_FAULT = 300
+MOST_FAULTS = 100
+
+
+def fresh(job_id: str, generation: int, settings: Settings | None = None, embedded: bool = False) -> State:
+    """The state of a job that nobody has heard of. `settings` fixes min and max nodes for all agents."""
+    job = Job(job_id=job_id, generation=generation, embedded=embedded)
+    if settings is not None:
+        job.settings = settings
+        job.fixed_nnodes = True
+    return State(job)
+
+
+def recover(job: Job, generation: int, now: float) -> State:
+    """Go on with a stored job: every deadline starts anew, every node is presumed alive for one node-timeout."""
+    job.generation = max(job.generation + 1, generation)
+    if job.phase.is_terminal:
+        # Whoever still asks registers anew and is told how it ended.
+        for name in list(job.nodes):
+            job.nodes.drop(name)
+    live = Live(phase_since=now, phase_heard=now, last_arrival=now)
+    live.held_until = {name: now + pause for name, pause in job.holds.items()}
+    # None of them counts as lately; from now on it is seen whether they are lost again.
+    live.lost_at = {name: [now - membership.LOSS_WINDOW] for name in job.losses}
+    live.grow_hold_until = now + forming.growth_hold(job.conversion_failures)
+    live.conversion_moved = live.verify_moved = live.retry_at = now
+    if job.growths:
+        live.growth_done_at = now
+    if job.phase.has_workers or job.phase is Phase.FORMING:
+        live.paused_since, live.costs_more = now, True
+    state = State(job, live)
+    fit(state, now)
+    if job.drain is not None:
+        live.epoch.drain_deadline = now + job.settings.drain_timeout
+    guarded(state, [], now)
+    return state
+
+
+def fit(state: State, now: float) -> None:
+    """Whatever became of the job: this process knows of just the nodes and the epoch that it has."""
+    job, live = state.job, state.live
+    heard = live.clock.at(now)
+    known, live.nodes = live.nodes, Presences()
+    for name in job.nodes:
+        live.nodes.add(name, known.get(name) or Presence(heard))
+    for name, node in job.nodes.items():
+        if node.joined is not None and live.nodes[name].joined is None:
+            live.nodes[name].joined = heard
+    epoch = job.world.epoch if job.world is not None else 0
+    if live.epoch.epoch != epoch or now == live.phase_since:
+        live.epoch = EpochLife(epoch=epoch, is_taken_over=True, moved=heard)
+
+
+def handle(state: State, event: Event, now: float) -> tuple[State, list[Reply]]:
+    """One event. `now` is monotonic seconds. Exactly one reply for a `Called`, none otherwise."""
+    state, replies = handle_all(state, [event], now)
+    return state, [reply for reply in replies if reply is not None]
+
+
+def handle_all(
+    state: State, events: Sequence[Event], now: float, keep: Callable[[Job], None] | None = None
+) -> tuple[State, list[Reply | None]]:
+    """A batch of events that came in until `now`. One reply for each `Called`, None for the others.
+
+    `keep` prepares the state to be stored. What it raises counts as a fault of the event that led there.
+    """
+    return state, guarded(state, events, now, keep)
+
+
+def note(state: State, message: calls.Noted, now: float) -> tuple[Reply, bool]:
+    """A heartbeat or a progress report: constant cost. Returns the reply, and whether the state wants to be settled."""
+    return calls.take_note(Turn(state, now), message)
+
+
+def held_up(state: State, seconds: float, now: float) -> None:
+    """The master's own loop stood still for so long, until now: that time does not count as listened."""
+    state.live.clock.held_up(seconds, state.job.settings.node_timeout)
+
+
+def guarded(
+    state: State, events: Sequence[Event], now: float, keep: Callable[[Job], None] | None = None
+) -> list[Reply | None]:
+    """Decides; where that fails, one event at a time, and what fails by itself is set aside."""
+    before, wake = state.job.copy(), state.wake
+    try:
+        turn = Turn(state, now)
+        replies = [apply(turn, event) for event in events]
+        settle(turn)
+        if keep is not None:
+            keep(state.job)
+    except Exception as error:
+        state.job, state.wake = before, wake
+        fit(state, now)
+        if len(events) > 1:
+            return [guarded(state, [event], now, keep)[0] for event in events]
+        return [set_aside(state, events[0] if events else Tick(), error, now)]
+    state.live.tick_pause = 0.0
+    return replies
+
+
+def set_aside(state: State, event: Event, error: Exception, now: float) -> Reply | None:
+    """The event that broke the brain has no effect. People are told once, the shell's log has it all."""
+    live = state.live
+    state.faults.append("".join(traceback.format_exception(error)))
+    what = type(event.message).__name__ if isinstance(event, Called) else type(event).__name__
+    why = one_line(str(error) or type(error).__name__, LONGEST_FAULT)
+    text = f"the master has an internal error ({what}: {why}): it is set aside, the job goes on"
+    if text not in live.said and len(live.said) < MOST_FAULTS:
+        live.said.add(text)
+        Turn(state, now).notice(text, True)
+    # What is due is tried again, but not at once: it would fail again.
+    live.tick_pause = min(TICK_PAUSE_MAX, 2 * live.tick_pause or TICK_PAUSE)
+    state.wake = now + live.tick_pause
+    if isinstance(event, Called):
+        return Reply("INTERNAL", f"the master failed on this call: {why}", None)
+    return None
+
+
+def apply(turn: Turn, event: Event) -> Reply | None:
+    """What one event changes by itself."""
+    job, live = turn.job, turn.live
+    if isinstance(event, Called):
+        reply = calls.answer(turn, event.message)
+        # A word may have set the clock going again.
+        turn.heard = live.clock.at(turn.now)
+        return reply
+    if isinstance(event, HeldUp):
+        held_up(turn.state, event.seconds, turn.now)
+        turn.heard = live.clock.at(turn.now)
+    elif isinstance(event, StreamOpened):
+        node = job.node_by(event.incarnation)
+        if node is not None:
+            live.nodes.open(node.name)
+            membership.hear(turn, node)
+    elif isinstance(event, StreamClosed):
+        node = job.node_by(event.incarnation)
+        if node is not None:
+            live.nodes.close(node.name, turn.heard)
+    return None
+
+
+def settle(turn: Turn) -> None:
+    """Apply what the state and the time call for until nothing moves."""
+    for _ in range(MAX_MOVES):
+        turn.state.wake = None
+        membership.look_at_streams(turn)
+        moved = release_leavers(turn) or membership.check_liveness(turn) or transition(turn)
+        if not moved:
+            check(turn.state)
+            forming.say_missing(turn)
+            return
+    raise AssertionError(f"the brain does not come to rest in phase {turn.job.phase.value}")
+
+
+def transition(turn: Turn) -> bool:
+    """Whatever the phase, the state and the time call for, one step of it. Returns whether anything moved."""
+    phase = turn.job.phase
+    if phase in (Phase.WAITING, Phase.FORMING):
+        return forming.forming(turn)
+    if phase is Phase.RUNNING:
+        return running.running(turn)
+    if phase is Phase.DRAINING:
+        return running.draining(turn)
+    return False
+
+
+def release_leavers(turn: Turn) -> bool:
+    """Leavers without ranks to wait for, whose streams are closed, are simply gone."""
+    gone = []
+    for node in turn.job.nodes.leavers:
+        presence = turn.presence(node)
+        if presence.closed is None or turn.is_working(node):
+            continue
+        if not membership.spoke_since(presence) and turn.overdue(presence.closed + CLOSED_GRACE):
+            gone.append((node, "on notice"))
+    membership.lose(turn, gone)
+    return bool(gone)

@@ -1,0 +1,394 @@
+"""The unary calls: who may say what when, and what it changes. Timeouts and transitions follow in `phases`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from google.protobuf.message import Message
+
+from dalsegno.protos import control_pb2
+
+from . import announcements, checkpoints, conversion, failures, membership, running
+from .events import Reply
+from .recollection import remember
+from .registration import proves, register
+from .scaling import scale
+from .state import Failure, Joined, Member, Node, Part, Phase
+from .turn import Turn, pace_of
+from .views import status
+
+Answer = tuple[str, str]
+Noted = control_pb2.HeartbeatRequest | control_pb2.ProgressRequest
+OK: Answer = ("OK", "")
+
+
+def answer(turn: Turn, message: Message) -> Reply:
+    """One call, from its door to its reply."""
+    if isinstance(message, control_pb2.StatusRequest):
+        return Reply(message=status(turn.state, turn.now))
+    if isinstance(message, control_pb2.RegisterRequest):
+        return register(turn, message)
+    if isinstance(message, control_pb2.ScaleRequest):
+        return scale(turn, message)
+    if isinstance(message, Noted):
+        return take_note(turn, message)[0]
+    caller: control_pb2.Caller = message.caller  # type: ignore[attr-defined]
+    node = enter(turn, caller)
+    if isinstance(node, Reply):
+        return node
+    membership.hear(turn, node)
+    code, detail = numbered(turn, node, caller, message)
+    return Reply(code, detail, ack(turn) if code == "OK" else None)
+
+
+def enter(turn: Turn, caller: control_pb2.Caller) -> Node | Reply:
+    """The node that calls, or why it may not."""
+    job = turn.job
+    if caller.job_id and caller.job_id != job.job_id:
+        return Reply("INVALID_ARGUMENT", f"this master runs job {job.job_id!r}, not {caller.job_id!r}: check --job-id")
+    node = job.node_by(caller.incarnation)
+    if node is None:
+        return Reply("FAILED_PRECONDITION", f"fenced: {caller.node or 'this node'} is not registered (declared dead?)")
+    if not proves(node, caller.secret):
+        return Reply("PERMISSION_DENIED", f"only the agent that registered {node.name} may speak for it")
+    return node
+
+
+def take_note(turn: Turn, message: Noted) -> tuple[Reply, bool]:
+    """A heartbeat or a progress report. Returns the reply, and whether anything follows that must be decided now."""
+    node = enter(turn, message.caller)
+    if isinstance(node, Reply):
+        return node, False
+    news = membership.hear(turn, node)
+    if isinstance(message, control_pb2.ProgressRequest):
+        news = progress(turn, node, message) or news
+    # What a stream that broke gave reason to suspect may be refuted by this word.
+    news = news or turn.presence(node).closed is not None
+    return Reply(message=ack(turn)), news
+
+
+def ack(turn: Turn) -> control_pb2.Ack:
+    """Heard, and how often the master wants to hear."""
+    return control_pb2.Ack(generation=turn.job.generation, pace=pace_of(turn))
+
+
+def numbered(turn: Turn, node: Node, caller: control_pb2.Caller, message: Message) -> Answer:
+    """A repeat of the last changing call gets its old answer; an older one, overtaken, has no effect."""
+    handler = HANDLERS.get(type(message))
+    if handler is None:
+        return "UNIMPLEMENTED", f"{type(message).__name__} is not a call of this service"
+    if not caller.request:
+        return handler(turn, node, message)
+    if caller.request == node.request:
+        return node.answer
+    if caller.request < node.request:
+        return OK
+    answered = handler(turn, node, message)
+    present = turn.job.nodes.get(node.name)
+    if present is not None and present.incarnation == node.incarnation:
+        turn.update(present, request=caller.request, answer=answered)
+    return answered
+
+
+def member_of(turn: Turn, node: Node, epoch: int) -> Member | None:
+    """This node's part in the world of `epoch`, if that is the last opened one."""
+    world = turn.job.world
+    if world is None or world.epoch != epoch:
+        return None
+    return world.member(node.incarnation)
+
+
+def closed(epoch: int) -> Answer:
+    return "FAILED_PRECONDITION", f"epoch {epoch} is closed"
+
+
+def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
+    """A node is ready for a place; its inventory may bring what nobody could record."""
+    job, live = turn.job, turn.live
+    if job.phase.is_terminal:
+        return OK
+    if job.world is None and any(entry.epoch > job.epoch for entry in message.inventory):
+        # Sealed after this agent had registered, of an epoch that this store knows nothing of.
+        remember(turn, 0, message.inventory)
+    if job.phase in (Phase.WAITING, Phase.FORMING):
+        checkpoints.adopt_sealed(turn, message.inventory, node)
+    digests = {entry.ref.digest for entry in message.inventory}
+    checkpoints.seen(turn, digests, node.name)
+    known = frozenset(digest for digest in digests if job.checkpoint(digest) is not None)
+    joined = Joined(
+        message.round,
+        message.resume.digest,
+        message.store_host,
+        message.store_port,
+        known,
+        checkpoints.replaced(job, message.inventory) | {entry.name for entry in message.unusable},
+    )
+    turn.update(node, probe=message.probe, sees_directory=message.probe == job.probe, joined=joined)
+    live.gathering.overdue.discard(node.name)
+    presence = turn.presence(node)
+    if presence.joined is None:
+        presence.joined = turn.heard
+        if not live.gathering.is_crash_looping(node.name, turn.now):
+            live.last_arrival = turn.now
+        conversion.unblock(turn)
+        conversion.verify_at_once(turn)
+    return OK
+
+
+def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
+    """A notice: the node goes as soon as the run is saved, at the latest when the notice ends."""
+    if not node.leaving:
+        node = turn.update(node, leaving=True)
+        gone = turn.heard + (message.notice or turn.job.settings.drain_timeout)
+        turn.presence(node).leaves = gone
+        if turn.job.drain is not None and not turn.job.drain.optional and turn.is_working(node):
+            deadline = turn.open.drain_deadline
+            turn.open.drain_deadline = gone if deadline is None else min(gone, deadline)
+    return OK
+
+
+def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bool:
+    """Steps and saves of the open epoch; not journalled. Returns whether anything follows that must be decided now."""
+    job, epoch = turn.job, turn.open
+    if member_of(turn, node, message.caller.epoch) is None:
+        return False  # Late news of a closed epoch harms nothing.
+    if not job.phase.has_workers:
+        return reached(turn, node, message.step)
+    news = epoch.first_step_at is None
+    if message.has_session and not job.has_session:
+        job.has_session = news = True
+    epoch.longest = max(epoch.longest, message.longest)
+    if made_step(turn, node, message.step):
+        epoch.loss = message.loss
+    if message.training_ended and node.name not in epoch.ended:
+        epoch.ended.add(node.name)
+        epoch.moved = turn.heard
+        news = True
+    if message.saved_bytes > epoch.saved_bytes.get(node.name, 0):
+        epoch.saved_bytes[node.name] = message.saved_bytes
+        epoch.moved = turn.heard
+    if message.beats > epoch.beats.get(node.name, 0):
+        epoch.beats[node.name] = message.beats
+        epoch.moved = turn.heard
+    if message.draining and not epoch.stopping:
+        epoch.stopping = news = True
+    # A copy that was long under way speaks of a drain before this one.
+    if message.draining and job.drain is not None and not job.drain.agreed and message.step > job.drain.after:
+        job.drain = replace(job.drain, agreed=True)
+        news = True
+    return news
+
+
+def made_step(turn: Turn, node: Node, step: int) -> bool:
+    """A node's ranks have come to this step of the open epoch. Returns whether that is news."""
+    epoch = turn.open
+    if step <= epoch.steps.get(node.name, running.world_of(turn).resumed_step):
+        return False
+    epoch.steps[node.name] = step
+    epoch.advance(node.name, step, turn.now, turn.heard)
+    if epoch.first_step_at is None:
+        announcements.first_step(turn, running.world_of(turn))
+    return True
+
+
+def reached(turn: Turn, node: Node, step: int) -> bool:
+    """What the report of an end says of the steps: the last progress of a node may come after it, or never.
+
+    Returns whether that is news.
+    """
+    job, epoch = turn.job, turn.open
+    world = running.world_of(turn)
+    if step <= epoch.steps.get(node.name, world.resumed_step):
+        return False
+    epoch.steps[node.name] = step
+    epoch.top_step = max(epoch.top_step, step)
+    job.ever_stepped = True
+    if job.phase.has_workers:
+        if epoch.first_step_at is None:
+            announcements.first_step(turn, world)
+    elif not job.phase.is_terminal and step > job.left_step:
+        # They are gathering already: what the next world begins behind is lost.
+        job.left_step = step
+        announcements.close_record(turn, world, step)
+    return True
+
+
+def warm(turn: Turn, node: Node, message: control_pb2.WarmRequest) -> Answer:
+    if not node.warm:
+        turn.update(node, warm=True)
+    return OK
+
+
+def drained(turn: Turn, node: Node, message: control_pb2.DrainedRequest) -> Answer:
+    """All ranks of a node saved and stopped."""
+    member = member_of(turn, node, message.caller.epoch)
+    if member is None:
+        recorded = turn.job.checkpoint(message.checkpoint.digest) is not None
+        return OK if recorded else closed(message.caller.epoch)
+    if turn.job.part(member) is Part.RUNNING:
+        turn.set_part(member, Part.DRAINED)
+        reached(turn, node, message.step)
+    return OK
+
+
+def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) -> Answer:
+    """The drain's save failed on all ranks alike. Of an earlier drain it is known, or does not matter any more."""
+    job = turn.job
+    if member_of(turn, node, message.caller.epoch) is None or not job.phase.has_workers:
+        return OK
+    drain = job.drain
+    # A drain that begins from now on knows other nodes' reports of this boundary, however late, for what they are.
+    made_step(turn, node, message.step)
+    if drain is None or 0 < message.step <= drain.after:
+        return OK
+    job.drain = replace(drain, agreed=False)
+    if drain.optional:
+        running.withdraw(turn, f"its save failed ({message.reason})")
+    return OK
+
+
+def finished(turn: Turn, node: Node, message: control_pb2.FinishedRequest) -> Answer:
+    """All ranks of a node ran to their end."""
+    member = member_of(turn, node, message.caller.epoch)
+    if member is None:
+        return closed(message.caller.epoch)
+    if turn.job.phase.has_workers:
+        if turn.job.part(member) is not Part.FINISHED:
+            turn.open.moved = turn.heard
+        turn.set_part(member, Part.FINISHED)
+        reached(turn, node, message.step)
+    return OK
+
+
+def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answer:
+    """A rank of a node broke; the world is over."""
+    job = turn.job
+    member = member_of(turn, node, message.caller.epoch)
+    if member is None:
+        return closed(message.caller.epoch)
+    if job.part(member) is not Part.RUNNING:
+        return OK
+    first = not {Part.FAILED, Part.LOST} & set(job.parts.values())
+    turn.set_part(member, Part.FAILED)
+    turn.open.trouble = True
+    reached(turn, node, message.step)
+    if first and job.phase.has_workers:
+        turn.cause(f"a worker failed on {node.name}")
+        turn.notice(f"{node.name}: {message.message}", True)
+    # A peer's damage is reported before its node joins again, and clears this.
+    if job.verification is None:
+        elsewhere = message.kind == control_pb2.FAILURE_KIND_PEER
+        failures.blame(turn, Failure(message.caller.epoch, node.name, message.message, message.step, elsewhere))
+    return OK
+
+
+def commit(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer:
+    """Who is not of the writing epoch's world, or does not hold the lease, has nothing to commit."""
+    job, made = turn.job, message.checkpoint
+    if made.form == control_pb2.FORM_UNIVERSAL:
+        return commit_form(turn, node, message)
+    if job.checkpoint(made.ref.digest) is not None:
+        return OK
+    member = member_of(turn, node, made.epoch)
+    if member is None:
+        if made.epoch == job.epoch:
+            return "FAILED_PRECONDITION", f"{node.name} is no member of epoch {made.epoch}: it has nothing to commit"
+        return "FAILED_PRECONDITION", f"epoch {made.epoch} is closed; {made.ref.name} is not part of the run"
+    refused = checkpoints.record_commit(turn, made, node.name)
+    return ("FAILED_PRECONDITION", refused) if refused else OK
+
+
+def commit_form(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer:
+    """A later form: of the lease's owner, under the name that the lease gives."""
+    job, made = turn.job, message.checkpoint
+    record = job.checkpoint(made.source.digest)
+    if record is not None and record.universal_digest == made.ref.digest:
+        return OK
+    held = job.conversion
+    if held is None or not held.lease or held.owner != node.name or held.source != made.source.digest:
+        return "FAILED_PRECONDITION", f"{node.name} does not hold the conversion lease of {made.source.name}"
+    if record is None or made.ref.name != lease_name(record.name, held.lease):
+        return "FAILED_PRECONDITION", f"{made.ref.name} is not what lease {held.lease} makes"
+    refused = checkpoints.record_form(job, made)
+    return ("FAILED_PRECONDITION", refused) if refused else OK
+
+
+def lease_name(source: str, lease: int) -> str:
+    """The directory into which this lease converts."""
+    return f"{source}.universal.{lease}"
+
+
+def claim(turn: Turn, node: Node, message: control_pb2.ClaimRequest) -> Answer:
+    """The owner of the lease begins."""
+    held = turn.job.conversion
+    if held is None or held.lease != message.lease or held.owner != node.name:
+        return "FAILED_PRECONDITION", f"lease {message.lease} is not {node.name}'s"
+    source = turn.job.checkpoint(held.source)
+    name = lease_name(source.name, held.lease) if source is not None else ""
+    if name and name not in held.earlier:
+        turn.job.conversion = replace(held, earlier=(*held.earlier, name))
+    turn.live.conversion_moved = turn.heard
+    return OK
+
+
+def sighted(turn: Turn, node: Node, message: control_pb2.SightedRequest) -> Answer:
+    """Another node than its committer has a checkpoint in sight."""
+    if node.name in checkpoints.witnesses(turn.job):
+        checkpoints.seen(turn, [message.ref.digest], node.name)
+    return OK
+
+
+def converted(turn: Turn, node: Node, message: control_pb2.ConversionReport) -> Answer:
+    return conversion.report(turn, node, message)
+
+
+def bad_checkpoint(turn: Turn, node: Node, message: control_pb2.BadCheckpointRequest) -> Answer:
+    """The resume point could not be loaded: somebody else looks at it."""
+    job = turn.job
+    member = member_of(turn, node, message.caller.epoch)
+    if member is None or job.phase.is_terminal:
+        return closed(message.caller.epoch)
+    # A peer that could not load it either may have been heard first: that was no failure of the script's.
+    failures.acquit(turn)
+    universal = message.form == control_pb2.FORM_UNIVERSAL
+    record = next(
+        (r for r in job.checkpoints if message.ref.digest in (r.digest, r.universal_digest) and not r.retired), None
+    )
+    if record is not None:
+        conversion.suspect(turn, record, universal, node.name, f"{message.file}: {message.message}")
+        turn.cause(f"{record.name} could not be loaded")
+    turn.set_part(member, Part.FAILED)
+    return OK
+
+
+def verification(turn: Turn, node: Node, message: control_pb2.VerificationReport) -> Answer:
+    return conversion.verified(turn, node, message)
+
+
+def pruned(turn: Turn, node: Node, message: control_pb2.PrunedRequest) -> Answer:
+    """Files of retired checkpoints are gone."""
+    world = turn.job.world
+    member = world.member(node.incarnation) if world is not None else None
+    # Who was told to delete them; what another says is told again.
+    if member is not None and member.group_rank == 0:
+        checkpoints.forget_pruned(turn.job, {ref.digest for ref in message.refs})
+    return OK
+
+
+HANDLERS: dict[type[Message], Callable[..., Answer]] = {
+    control_pb2.JoinRequest: join,
+    control_pb2.LeaveRequest: leave,
+    control_pb2.WarmRequest: warm,
+    control_pb2.DrainedRequest: drained,
+    control_pb2.SaveFailedRequest: save_failed,
+    control_pb2.FinishedRequest: finished,
+    control_pb2.FailureRequest: failure,
+    control_pb2.CommitRequest: commit,
+    control_pb2.ClaimRequest: claim,
+    control_pb2.ConversionReport: converted,
+    control_pb2.BadCheckpointRequest: bad_checkpoint,
+    control_pb2.VerificationReport: verification,
+    control_pb2.PrunedRequest: pruned,
+    control_pb2.SightedRequest: sighted,
+}

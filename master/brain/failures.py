@@ -1,0 +1,80 @@
+"""The failure budget: which ends of a world were the script's own, and how many of them end the job."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .membership import has_answered
+from .running import end
+from .state import Checkpoint, Failure, Member, Part, Phase
+from .turn import Turn
+
+
+def count(turn: Turn) -> bool:
+    """The next world is about to open: was the script to blame for the end of this one, once too often?"""
+    job = turn.job
+    failure, doubtful = job.budget.pending, job.budget.doubtful
+    job.budget = budget = replace(job.budget, pending=None, doubtful=())
+    if failure is None or job.world is None:
+        return False
+    if doubtful and all(is_there(turn, incarnation) for incarnation in doubtful):
+        budget = replace(budget, failures=budget.failures + 1)  # The one before this: nobody was lost then either.
+    members = job.world.members
+    if not any(broke_it(turn, member) for member in members):
+        silent = tuple(member.incarnation for member in members if not answers(turn, member))
+        budget = replace(
+            budget,
+            doubtful=silent,
+            last_step=max(budget.last_step, failure.step),
+            failures=budget.failures + (not silent),
+        )
+    job.budget = budget
+    if budget.failures <= job.settings.max_restarts:
+        return False
+    end(
+        turn,
+        Phase.FAILED,
+        f"{failure.node}: {failure.message}; {budget.failures} failures without progress (--max-restarts "
+        f"{job.settings.max_restarts})",
+    )
+    return True
+
+
+def blame(turn: Turn, failure: Failure) -> None:
+    """Keep what broke the world. Who tells of a cause elsewhere is outweighed by who had it."""
+    pending = turn.job.budget.pending
+    if pending is None or (pending.elsewhere and not failure.elsewhere):
+        turn.job.budget = replace(turn.job.budget, pending=failure)
+
+
+def acquit(turn: Turn) -> None:
+    """It was not the script's fault."""
+    turn.job.budget = replace(turn.job.budget, pending=None)
+
+
+def broke_it(turn: Turn, member: Member) -> bool:
+    """A node that was lost or left takes its world with it."""
+    node = turn.job.node_by(member.incarnation)
+    return node is None or node.leaving or turn.job.part(member) is Part.LOST
+
+
+def answers(turn: Turn, member: Member) -> bool:
+    """Certainly there after the failure. One that is silent may only not be declared dead yet."""
+    node = turn.job.node_by(member.incarnation)
+    if node is None or not turn.is_fresh(node):
+        return False
+    return turn.job.part(member) is Part.FAILED or has_answered(turn, node)
+
+
+def is_there(turn: Turn, incarnation: str) -> bool:
+    """It was only slow."""
+    node = turn.job.node_by(incarnation)
+    return node is not None and not node.leaving and turn.is_fresh(node)
+
+
+def cannot_reshard(turn: Turn, resume: Checkpoint) -> bool:
+    """The last world was to do that, and its workers failed before their first step although no node was lost."""
+    world = turn.job.world
+    if world is None or not world.resharded or world.resume != resume.digest or turn.job.told.first_step:
+        return False
+    return turn.job.budget.pending is not None and not any(broke_it(turn, member) for member in world.members)

@@ -1,0 +1,244 @@
+"""WAITING and FORMING: gathering beside the conversion gate, and the opening of a world."""
+
+from __future__ import annotations
+
+from . import announcements, conversion, failures, sight
+from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
+from .live import EpochLife, State
+from .membership import agree_on_directory, eligible, expected, has_answered, of_size, select
+from .running import end, hopeless
+from .scaling import has_shrunk, of_nodes
+from .state import Checkpoint, Member, Node, Part, Phase, Told, World
+from .turn import Turn, names
+
+# After a conversion that failed on a growth, growing waits for a doubling time (seconds).
+GROW_HOLD = 30.0
+GROW_HOLD_MAX = 600.0
+# Quiet time is waited for after each arrival, but not longer than so many quiet times, and so many seconds, in all.
+QUIET_TIMES = 20.0
+QUIET_LEAST = 20.0
+# What WAITING lacks is told anew at most so often (seconds): with many nodes it changes all the time.
+MISSING_EVERY = 1.0
+
+
+def forming(turn: Turn) -> bool:
+    """WAITING and FORMING: gather, see to the conversion, open."""
+    job = turn.job
+    if job.listening:
+        return listening(turn)
+    pending = job.budget.pending
+    if job.world is not None and pending is not None and hopeless(turn):
+        end(turn, Phase.FAILED, f"{pending.node}: {pending.message}")
+        return True
+    agree_on_directory(turn)
+    conversion.retry(turn)
+    gathering = expected(turn)
+    ready = eligible(turn)
+    waited_for = [node for node in gathering if not has_answered(turn, node)]
+    if sight.look(turn):
+        return True
+    conversion.tend_verification(turn)
+    prospects = {node.name: node for node in [*ready, *waited_for]}
+    possible = len(prospects) - len(prospects) % max(1, job.settings.node_unit)
+    stuck = is_blocked(turn) and not old_shape(turn, resume_point(job), ready)
+    stuck = stuck or conversion.cannot_verify(turn)
+    moved = wait_or_form(turn, possible >= job.settings.min_nodes and not stuck)
+    if job.verification is not None or job.phase.is_terminal:
+        return moved
+    gathered = is_gathered(turn, waited_for, ready)
+    candidate = select(turn, ready if gathered else list(prospects.values()))
+    resume = resume_point(job)
+    if not candidate:
+        return moved
+    if resume is not None and resume.reshards and gathered and failures.cannot_reshard(turn, resume):
+        give_up_resharding(turn, resume)
+        failures.acquit(turn)  # Counted as the script's only if it fails again.
+        resume = resume_point(job)
+    if not gate_open(turn, resume, candidate):
+        # A block that came just now may mean WAITING.
+        moved = moved or (is_blocked(turn) and not stuck and not old_shape(turn, resume, ready))
+        candidate = fallback(turn, resume, ready) if gathered else []
+    if gathered and candidate and not failures.count(turn):
+        open_world(turn, candidate, resume)
+        return True
+    return moved or job.phase.is_terminal
+
+
+def listening(turn: Turn) -> bool:
+    """The store was empty but agents remember a run: hear all of them out first."""
+    job, live = turn.job, turn.live
+    if live.listen_until is None:
+        live.listen_until = turn.heard + job.settings.node_timeout
+    if not turn.overdue(live.listen_until):
+        return False
+    job.listening = False
+    job.epoch = max(job.epoch, job.listening_epoch)
+    settings = f", with --nnodes={job.settings.min_nodes}:{job.settings.max_nodes}" if job.settings_epoch >= 0 else ""
+    turn.notice(
+        f"the master's record was lost; the run was read back from its checkpoints ({len(job.checkpoints)}){settings}"
+    )
+    return True
+
+
+def wait_or_form(turn: Turn, enough: bool) -> bool:
+    """WAITING while fewer than `min` nodes can take part, FORMING otherwise."""
+    job = turn.job
+    if enough and job.phase is Phase.WAITING:
+        turn.enter(Phase.FORMING)
+        return True
+    if not enough and job.phase is Phase.FORMING:
+        job.quiet = True
+        turn.enter(Phase.WAITING)
+        return True
+    limit = job.settings.wait_for_nodes
+    if job.phase is Phase.WAITING and limit >= 0 and turn.due(turn.live.phase_since + limit):
+        end(turn, Phase.FAILED, f"{missing(turn.state)} for {limit:.0f} s (--wait-for-nodes)")
+        return True
+    return False
+
+
+def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
+    """Complete: at `max`, or when every expected agent has joined and, at a start, it has been quiet for a while.
+
+    The quiet time has an end of its own: agents that come, crash and come again hold nobody up for ever.
+    """
+    settings, gathering = turn.job.settings, turn.live.gathering
+    if len(ready) >= turn.job.most_nodes:
+        return True
+    enough = bool(select(turn, ready))
+    if not enough or not turn.job.quiet:
+        gathering.complete_at = None
+    elif gathering.complete_at is None:
+        gathering.complete_at = turn.now
+    if waited_for:
+        return False
+    if not turn.job.quiet:
+        return True
+    quiet = turn.live.last_arrival + settings.quiet_time
+    if enough and gathering.complete_at is not None:
+        longest = max(QUIET_LEAST, QUIET_TIMES * settings.quiet_time)
+        quiet = min(quiet, gathering.complete_at + longest)
+    return turn.due(quiet)
+
+
+def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> bool:
+    """The conversion gate: not needed, or ready."""
+    if resume is None or loads_now(turn.job, resume, sum(node.nproc for node in candidate)):
+        return True
+    conversion.tend(turn, resume)
+    return False
+
+
+def old_shape(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
+    """The largest world that loads the resume point as it is; none where there is no such world."""
+    job = turn.job
+    return of_size(ready, resume.world_size, job.settings, job.most_nodes) if resume is not None else []
+
+
+def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
+    """Nobody can convert: go on in the old shape, and hold further growth for a doubling time."""
+    job = turn.job
+    if resume is None or not is_blocked(turn):
+        return []
+    nodes = old_shape(turn, resume, ready)
+    if nodes:
+        reason = job.conversion.reason if job.conversion is not None else ""
+        turn.notice(f"nobody could convert {resume.name} ({reason}): going on in its old shape", True)
+        job.conversion_failures += 1
+        turn.live.grow_hold_until = turn.now + growth_hold(job.conversion_failures)
+    return nodes
+
+
+def growth_hold(failures: int) -> float:
+    """Seconds without a growth after so many conversions in a row that failed for one."""
+    return min(GROW_HOLD * 2.0 ** (failures - 1), GROW_HOLD_MAX) if failures else 0.0
+
+
+def is_blocked(turn: Turn) -> bool:
+    """Nobody can convert at present."""
+    return turn.job.conversion is not None and turn.job.conversion.blocked
+
+
+def missing(state: State) -> str:
+    """Why no world opens, for a person."""
+    job = state.job
+    resume = resume_point(job)
+    answered = [node for node in job.nodes.values() if node.joined is not None and node.joined.round == job.round]
+    blind = [n.name for n in answered if resume is not None and n.joined and resume.digest not in n.joined.seen]
+    strangers = [n.name for n in job.nodes.values() if not n.sees_directory]
+    here = len(job.nodes) - len(blind) - len(strangers) - len(job.nodes.leavers)
+    if job.verification is not None and conversion.is_unable(job.verification):
+        return f"nobody can verify a checkpoint that could not be loaded ({job.verification.message}): trying again"
+    if job.conversion is not None and job.conversion.blocked:
+        return f"nobody can convert the checkpoint for this shape ({job.conversion.reason}): trying again"
+    unit = f" in a multiple of {job.settings.node_unit} (--node-unit)" if job.settings.node_unit > 1 else ""
+    text = f"waiting for nodes: {max(0, here)} here, at least {job.settings.least_nodes}{unit} needed"
+    if here >= job.settings.least_nodes and not blind and not strangers:
+        text = f"{here} here, which is enough: waiting for others that may be coming back"
+    if blind and resume is not None:
+        text += f"; {names(blind)} cannot see {resume.name}"
+    if strangers:
+        text += f"; {names(strangers)} cannot see the checkpoint directory"
+    return text
+
+
+def say_missing(turn: Turn) -> None:
+    """Agents are told what WAITING lacks: at once when it is new, then at most once a while."""
+    live = turn.live
+    if turn.job.phase is not Phase.WAITING:
+        live.missing = ""
+        return
+    if live.missing and turn.now < live.missing_at + MISSING_EVERY:
+        if len(turn.job.nodes) > 0 and missing(turn.state) != live.missing:
+            turn.due(live.missing_at + MISSING_EVERY)
+        return
+    text = missing(turn.state)
+    if text != live.missing:
+        live.missing, live.missing_at = text, turn.now
+
+
+def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
+    """One transition; it closes the epoch before for ever."""
+    job, live = turn.job, turn.live
+    first = nodes[0].joined
+    if first is None:
+        raise AssertionError("a member has not joined")
+    old = set(job.world.by_incarnation) if job.world is not None else set()
+    unheard = job.world is not None and job.told.start
+    arrived = [node.name for node in nodes if node.incarnation not in old]
+    if has_shrunk(turn, old, nodes):
+        turn.cause(f"scaled to {of_nodes(job.limit)}")
+    causes = job.causes + ((f"{names(arrived)} joined",) if arrived else ())
+    size = sum(node.nproc for node in nodes)
+    job.epoch += 1
+    job.world = World(
+        epoch=job.epoch,
+        members=tuple(
+            Member(node.name, node.incarnation, node.host, node.nproc, rank) for rank, node in enumerate(nodes)
+        ),
+        store_host=first.store_host,
+        store_port=first.store_port,
+        resume=resume.digest if resume is not None else "",
+        universal=resume is not None and not same_shape(resume, size) and not resharded(job, resume, size),
+        resharded=resume is not None and resharded(job, resume, size),
+        resumed_step=resume.step if resume is not None else 0,
+        causes=causes or ("restarted",),
+        left_step=job.left_step,
+        grown=job.grown and bool(arrived),
+    )
+    job.parts = {node.incarnation: Part.RUNNING for node in nodes}
+    job.told = Told()
+    for node in nodes:
+        turn.update(node, joined=None)
+    if job.world.universal or (resume is not None and job.conversion is not None and not job.conversion.blocked):
+        job.conversion_failures = 0
+    job.conversion = None
+    job.drain = None
+    job.quiet = False
+    job.causes = ()
+    job.grown = False
+    live.epoch = EpochLife(epoch=job.epoch, moved=turn.heard)
+    turn.gather_anew()
+    turn.enter(Phase.RUNNING)
+    if unheard:
+        announcements.without_steps(turn, job.world)

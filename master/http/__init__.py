@@ -1,0 +1,1 @@
+"""The HTTP edge: what people and monitors read."""

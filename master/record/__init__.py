@@ -1,0 +1,1 @@
+"""The job's durable record: where it lives and how it is spelt."""

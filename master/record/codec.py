@@ -1,0 +1,187 @@
+"""The durable half of the state as rows of bytes: JSON with a version number, so that a person can read it.
+
+One row for the job itself, one for the world, one for each node, checkpoint and epoch of the history. The shape is
+derived from the dataclasses (pydantic), and every value is checked on the way back: a record of another shape is
+refused with one line instead of half understood.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import make_dataclass
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from ..brain.state import Checkpoint, Checkpoints, EpochRecord, Job, Node, Nodes, Part, World
+from ..brain.table import Table
+from . import legacy
+from .store import Rows, StoreError
+
+__all__ = ("STATE_VERSION", "JobCodec")
+
+STATE_VERSION = 2
+
+_JOB, _WORLD, _PARTS = "job", "world", "parts"
+_NODE, _CHECKPOINT, _LATE, _EPOCH = "node/", "checkpoint/", "late/", "epoch/"
+# Kept in rows of their own.
+_APART = ("nodes", "checkpoints", "world", "parts", "history", "late")
+# One letter for each member: the row of all parts is as short as the world is large.
+_LETTERS = {Part.RUNNING: "r", Part.DRAINED: "d", Part.FINISHED: "f", Part.FAILED: "x", Part.LOST: "l"}
+_PART_OF = {letter: part for part, letter in _LETTERS.items()}
+
+
+class _Kind:
+    """One kind of row."""
+
+    def __init__(self, kind: Any) -> None:
+        self._adapter: TypeAdapter[Any] = TypeAdapter(kind)
+
+    def encode(self, value: Any) -> bytes:
+        # Not pydantic's own JSON: it writes a NaN loss as null, which does not come back as a number.
+        plain = self._adapter.dump_python(value, mode="json")
+        return json.dumps(plain, separators=(",", ":")).encode()
+
+    def decode(self, plain: Any, where: str) -> Any:
+        try:
+            return self._adapter.validate_python(plain)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join([where, *(str(part) for part in first["loc"])])
+            raise StoreError(
+                f"the stored state does not fit this version of dalsegno: {place}: {first['msg']}"
+            ) from error
+
+
+_HINTS = {name: kind for name, kind in get_type_hints(Job).items() if name not in _APART}
+_HEAD_TYPE = make_dataclass("JobRow", [("version", int), *_HINTS.items()])
+_HEAD, _NODES, _CHECKPOINTS = _Kind(_HEAD_TYPE), _Kind(Node), _Kind(Checkpoint)
+_WORLDS, _EPOCHS = _Kind(World), _Kind(EpochRecord)
+
+
+class JobCodec:
+    """Encodes what changed of one job. It remembers what it has encoded, as the objects that they were."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+        # What is encoded at present: it counts once all of it is.
+        self._new: dict[str, Any] = {}
+
+    def changes(self, job: Job) -> Rows:
+        """The rows that are not as they were the last time; a row that is gone is None.
+
+        The cost grows with what changed, not with the job. Where something cannot be encoded, nothing of it counts:
+        the next call tells of all that changed since the last one that succeeded.
+        """
+        rows: Rows = {}
+        self._new = {}
+        head = tuple(_own(getattr(job, name)) for name in _HINTS)
+        if head != self._kept.get(_JOB):
+            self._new[_JOB] = head
+            rows[_JOB] = _HEAD.encode(_HEAD_TYPE(STATE_VERSION, *head))
+        self._put(rows, _WORLD, job.world, _WORLDS.encode)
+        letters = _letters(job)
+        if letters != self._kept.get(_PARTS):
+            self._new[_PARTS] = letters
+            rows[_PARTS] = letters.encode()
+        self._table(rows, _NODE, job.nodes, _NODES.encode)
+        self._table(rows, _CHECKPOINT, job.checkpoints.table, _CHECKPOINTS.encode)
+        self._tuple(rows, _LATE, job.late, lambda record: record.digest, _CHECKPOINTS.encode)
+        self._tuple(rows, _EPOCH, job.history, lambda entry: entry.epoch, _EPOCHS.encode)
+        for key, kept in self._new.items():
+            if kept is None:
+                self._kept.pop(key, None)
+            else:
+                self._kept[key] = kept
+        job.nodes.touched.clear()
+        job.checkpoints.table.touched.clear()
+        return rows
+
+    @classmethod
+    def everything(cls, job: Job) -> dict[str, bytes]:
+        """All rows, as a store has them to which nothing was saved before."""
+        copy = job.copy()
+        for table in (copy.nodes, copy.checkpoints.table):
+            table.touched = set(table)
+        return {key: data for key, data in cls().changes(copy).items() if data is not None}
+
+    def _put(self, rows: Rows, key: str, row: object | None, encode: Callable[[Any], bytes]) -> None:
+        if row is self._kept.get(key):
+            return
+        self._new[key] = row
+        rows[key] = None if row is None else encode(row)
+
+    def _table(self, rows: Rows, prefix: str, table: Table[Any], encode: Callable[[Any], bytes]) -> None:
+        for key in table.touched:
+            self._put(rows, prefix + key, table.get(key), encode)
+
+    def _tuple(
+        self,
+        rows: Rows,
+        prefix: str,
+        entries: tuple[Any, ...],
+        key_of: Callable[[Any], object],
+        encode: Callable[[Any], bytes],
+    ) -> None:
+        if entries is self._kept.get(prefix):
+            return
+        before: Iterable[Any] = self._kept.get(prefix, ())
+        self._new[prefix] = entries
+        present = {f"{prefix}{key_of(entry)}": entry for entry in entries}
+        for entry in before:
+            key = f"{prefix}{key_of(entry)}"
+            if key not in present:
+                self._put(rows, key, None, encode)
+        for key, entry in present.items():
+            self._put(rows, key, entry, encode)
+
+    def decode(self, rows: Mapping[str, bytes]) -> Job:
+        """The job that the rows hold. Raises StoreError where they are not a state of a version that is known."""
+        plain = {key: _json(key, data) for key, data in rows.items() if key != _PARTS}
+        letters = rows.get(_PARTS, b"").decode(errors="replace")
+        if legacy.KEY in plain:
+            plain, letters = legacy.upgraded(plain[legacy.KEY])
+        head = plain.get(_JOB)
+        version = head.get("version") if isinstance(head, dict) else None
+        if version != STATE_VERSION:
+            raise StoreError(
+                f"the stored state has version {version}, this master reads {STATE_VERSION}:"
+                " use the version of dalsegno that wrote it"
+            )
+        return _job(plain, letters)
+
+
+def _own(value: Any) -> Any:
+    """What changes in place is copied: what was encoded must stay as it was."""
+    return dict(value) if isinstance(value, dict) else value
+
+
+def _letters(job: Job) -> str:
+    members = job.world.members if job.world is not None else ()
+    return "".join(_LETTERS[job.parts[member.incarnation]] for member in members)
+
+
+def _json(key: str, data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise StoreError(f"the stored state is not JSON ({key}): {error}") from error
+
+
+def _job(plain: Mapping[str, Any], letters: str) -> Job:
+    head = _HEAD.decode(plain[_JOB], _JOB)
+    job = Job(**{name: getattr(head, name) for name in _HINTS})
+    nodes = [_NODES.decode(row, key) for key, row in plain.items() if key.startswith(_NODE)]
+    job.nodes = Nodes(sorted(nodes, key=lambda node: node.order))
+    records = [_CHECKPOINTS.decode(row, key) for key, row in plain.items() if key.startswith(_CHECKPOINT)]
+    job.checkpoints = Checkpoints(sorted(records, key=lambda record: record.age))
+    job.late = tuple(_CHECKPOINTS.decode(row, key) for key, row in plain.items() if key.startswith(_LATE))
+    history = [_EPOCHS.decode(row, key) for key, row in plain.items() if key.startswith(_EPOCH)]
+    job.history = tuple(sorted(history, key=lambda entry: entry.epoch))
+    if plain.get(_WORLD) is not None:
+        job.world = world = _WORLDS.decode(plain[_WORLD], _WORLD)
+        if len(letters) != len(world.members) or not set(letters) <= set(_PART_OF):
+            raise StoreError(f"the stored state does not fit this version of dalsegno: parts: {letters[:80]!r}")
+        job.parts = {m.incarnation: _PART_OF[letter] for m, letter in zip(world.members, letters, strict=True)}
+    return job

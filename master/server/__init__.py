@@ -1,0 +1,1 @@
+"""What carries the brain's decisions out: gRPC, streams, turns and time."""

@@ -1,0 +1,386 @@
+"""The one task that owns the brain.
+
+Every call, stream and timer becomes an event in a bounded queue. A *turn* takes everything that is queued, lets the
+brain decide on it, saves what changed of the durable half of the state in one transaction (group commit: what arrives
+meanwhile shares the next one), and only then lets the effects out: first the replies, then the directives.
+
+What comes every second from every node, heartbeats and progress, waits for no turn: the brain takes note of it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from google.protobuf.message import Message
+
+from dalsegno.protos import control_pb2
+
+from ..brain.events import Called, Event, Reply, StreamClosed, StreamOpened, Tick
+from ..record.store import Rows, Store, StoreStarved, StoreUnavailable
+
+__all__ = ("HELD_UP_AFTER", "Brain", "BrainState", "Driver", "Views")
+
+log = logging.getLogger(__name__)
+
+# Events that may wait for their turn, and how many share one. A call beyond that is told to come again.
+QUEUE_LIMIT = 4096
+TURN_LIMIT = 512
+# The loop is taken for held up when it could not run for longer than an agent's heartbeat interval; in seconds.
+HELD_UP_AFTER = 1.0
+# A store that cannot be written is tried again this long, with these pauses; in seconds.
+SAVE_TIMEOUT = 30.0
+SAVE_PAUSE = 0.1
+SAVE_PAUSE_MAX = 2.0
+# Who asks for the status waits so long for what is being stored; less than an agent waits for an answer. In seconds.
+STATUS_PATIENCE = 1.0
+# The shortest time between two timer turns, so that a wake-up that lies in the past does not burn a core; in seconds.
+TICK_PAUSE = 0.01
+# After a turn the loop serves calls at least so many times as long as that turn took, up to so many seconds: events
+# that come meanwhile share the next one. Each turn looks at all nodes: with thousands of them turns would take it all.
+REST, MOST_REST = 2.0, 0.1
+# Faults that are logged.
+MOST_FAULTS = 100
+
+
+class BrainState(Protocol):
+    """What the shell sees of the brain's state."""
+
+    @property
+    def job(self) -> Any:
+        """The durable half."""
+
+    @property
+    def wake(self) -> float | None:
+        """When the brain wants a Tick, in the clock of `now`; None: not before the next event."""
+
+    @property
+    def faults(self) -> list[str]:
+        """Tracebacks of events that were set aside; taken out by the shell."""
+
+
+S = TypeVar("S", bound=BrainState)
+
+
+class Brain(Protocol[S]):
+    """The pure functions of `master/brain/brain.py`, bound to one job. Times are monotonic seconds."""
+
+    def begin(self, rows: dict[str, bytes], generation: int, now: float, /) -> S:
+        """The state of a new job, or the one that `rows` hold. Raises StoreError."""
+
+    def changes(self, state: S, /) -> Rows:
+        """What is to be stored of the durable half since the last time this was asked."""
+
+    def generation(self, state: S, /) -> int:
+        """The generation that the state wants to speak with: higher than given where agents knew a higher one."""
+
+    def handle_all(self, state: S, events: list[Event], now: float, /) -> tuple[S, list[Reply | None]]:
+        """The next state, and one reply for each `Called` (None for others). May change `state` in place."""
+
+    def note(self, state: S, message: Any, now: float, /) -> tuple[Reply, bool]:
+        """A heartbeat or progress: its reply, and whether the state wants a turn. Changes `state` in place."""
+
+    def admits(self, state: S, incarnation: str, secret: bytes, /) -> bool:
+        """Whether this is the agent that registered the incarnation, as far as it is known."""
+
+    def held_up(self, state: S, seconds: float, now: float, /) -> None:
+        """The loop stood still for so long until now."""
+
+    def look(self, state: S, /) -> Any:
+        """What all directives of this moment have in common; the same object while nothing of it changed."""
+
+    def key(self, common: Any, node: str, incarnation: str, /) -> object:
+        """Equal where a node's directive is; None where the incarnation is unknown."""
+
+    def directive(self, common: Any, node: str, /) -> control_pb2.Directive:
+        """What that agent should be doing."""
+
+    def status(self, state: S, now: float, /) -> control_pb2.StatusReply:
+        """For people and tools."""
+
+
+class Views:
+    """What agents should be doing at one moment. Only good until the next turn."""
+
+    def __init__(self, brain: Brain[Any], common: Any) -> None:
+        self._brain = brain
+        self.common = common
+
+    def key(self, node: str, incarnation: str) -> object:
+        """Equal where what this agent is told is; None where it is unknown."""
+        return self._brain.key(self.common, node, incarnation)
+
+    def directive(self, node: str) -> control_pb2.Directive:
+        """Of a node that has a key."""
+        return self._brain.directive(self.common, node)
+
+
+# Taken note of at once.
+NOTED = (control_pb2.HeartbeatRequest, control_pb2.ProgressRequest)
+
+_HEARD = Reply("OK", "", None)
+_REFUSED = Reply("UNAVAILABLE", "the master is stopping or starting: try again", None)
+
+
+@dataclass
+class _Entry:
+    event: Event
+    answer: asyncio.Future[Reply]
+
+
+class Driver:
+    """Runs the brain until it is stopped or superseded. Everything but `Store` happens in one event loop."""
+
+    def __init__(
+        self,
+        brain: Brain[S],
+        store: Store,
+        on_turn: Callable[[], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        held_up_after: float = HELD_UP_AFTER,
+    ) -> None:
+        """Takes the store over: no earlier master can write any more, and nothing was read before that.
+
+        `on_turn` is called after each turn, when directives may have changed. Raises StoreError.
+        """
+        self._brain: Brain[Any] = brain
+        self._store = store
+        self._on_turn = on_turn
+        self._clock = clock
+        self._held_up_after = held_up_after
+        self.generation = store.raise_generation()
+        self._state: Any = brain.begin(store.load(), self.generation, clock())
+        self._queue: deque[_Entry] = deque()
+        self._arrived = asyncio.Event()
+        self._stopping = False
+        # Something was noted that wants a turn.
+        self._news = False
+        # A turn has changed the state, and has not stored it yet; who asks meanwhile is answered at its end.
+        self._storing = False
+        self._asked: asyncio.Future[Reply] | None = None
+        self._alive_at = clock()
+        # No turn before that, but for one that is full.
+        self._rest_until = clock()
+        # Tracebacks that the log has.
+        self._said: set[str] = set()
+        # One thread: two writes of one store never overlap.
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="dalsegno-store")
+        # When an agent was last heard, for the embedded master's end.
+        self.heard_at = clock()
+
+    async def call(self, message: Message) -> Reply:
+        """The brain's reply to a request, once what it decided is durable.
+
+        Of heartbeats and progress nothing is stored, so they are answered at once.
+        """
+        now = self._beat()
+        self.heard_at = now
+        if isinstance(message, NOTED):
+            return self._note(message, now)
+        if len(self._queue) >= QUEUE_LIMIT:
+            return Reply("RESOURCE_EXHAUSTED", "the master has too many calls waiting: try again", None)
+        return await self._put(Called(message))
+
+    async def status(self) -> Reply:
+        """A `StatusReply` of the job as it is stored, so that a crash takes back nothing of it.
+
+        It waits for no slow store: after `STATUS_PATIENCE` it is what the present turn has decided.
+        """
+        if self._storing and not self._stopping:
+            asked = self._asked = self._asked or asyncio.get_running_loop().create_future()
+            # Nobody's timeout or hanging up cancels it for the others.
+            await asyncio.wait([asked], timeout=STATUS_PATIENCE)
+            if asked.done():
+                return asked.result()
+        return self._status()
+
+    def _end_storing(self, *, stored: bool) -> None:
+        """Answers who asked during the turn, before the next one changes anything."""
+        self._storing = False
+        if self._asked is not None:
+            self._asked.set_result(self._status() if stored else _REFUSED)
+            self._asked = None
+
+    def _status(self) -> Reply:
+        """Of the state in memory."""
+        if self._stopping:
+            return _REFUSED
+        try:
+            return Reply("OK", "", self._brain.status(self._state, self._clock()))
+        except Exception as error:
+            # It only reads: what cannot be shown is no reason to stop the job.
+            log.exception("the master cannot say how the job stands")
+            return Reply("INTERNAL", f"the master cannot say how the job stands: {error!r}", None)
+
+    def admits(self, incarnation: str, secret: bytes) -> bool:
+        """Whether who knows this secret may watch for the incarnation. One that nobody knows learns just that."""
+        return self._brain.admits(self._state, incarnation, secret)
+
+    def _note(self, message: Message, now: float) -> Reply:
+        if self._stopping:
+            return _REFUSED
+        try:
+            reply, news = self._brain.note(self._state, message, now)
+        except Exception as error:
+            log.exception("the master failed on %s", type(message).__name__)
+            return Reply("INTERNAL", f"the master failed on this call: {error!r}", None)
+        if news:
+            self._news = True
+            self._arrived.set()
+        return reply
+
+    def tell(self, event: StreamOpened | StreamClosed) -> asyncio.Future[Reply]:
+        """Queues what happened to a stream. Never refused: the server limits how many streams there are.
+
+        The future is done (with an empty reply) once the event was handled.
+        """
+        return self._put(event)
+
+    def views(self) -> Views:
+        """Only within `on_turn`: between two turns the state is durable, during one it may not be."""
+        return Views(self._brain, self._brain.look(self._state))
+
+    def stop(self) -> None:
+        """Ends `run` after the present turn."""
+        self._stopping = True
+        self._arrived.set()
+
+    async def run(self) -> None:
+        """Takes turns until `stop`. Raises Superseded, StoreError; whatever ends it, nobody is left waiting."""
+        self._alive_at = self._clock()
+        pulse = asyncio.create_task(self._pulse())
+        try:
+            while not self._stopping:
+                await self._wait()
+                await self._rest()
+                await self._turn()
+        finally:
+            pulse.cancel()
+            self._writer.shutdown()
+            self._refuse(self._queue)
+            self._queue.clear()
+            self._stopping = True
+
+    def _put(self, event: Event) -> asyncio.Future[Reply]:
+        answer: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        entry = _Entry(event, answer)
+        if self._stopping:
+            self._refuse([entry])
+        else:
+            self._queue.append(entry)
+            self._arrived.set()
+        return answer
+
+    async def _wait(self) -> None:
+        """Returns when there is an event, a due timer, or a reason to stop."""
+        if self._queue or self._news or self._stopping:
+            return
+        self._arrived.clear()
+        wake = self._state.wake
+        timeout = None if wake is None else max(TICK_PAUSE, wake - self._clock())
+        # Timing out is what this wait is for: the timer is due.
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(self._arrived.wait(), timeout)
+
+    async def _rest(self) -> None:
+        """Lets events gather, the longer the longer turns take."""
+        rest = self._rest_until - self._clock()
+        if rest > 0 and len(self._queue) < TURN_LIMIT and not self._stopping:
+            await asyncio.sleep(min(rest, MOST_REST))
+
+    async def _turn(self) -> None:
+        now = self._beat()
+        self._news = False
+        entries = [self._queue.popleft() for _ in range(min(len(self._queue), TURN_LIMIT))]
+        events = [entry.event for entry in entries] or [Tick()]
+        self._storing = True
+        try:
+            self._state, replies = self._brain.handle_all(self._state, events, now)
+            self._say_faults()
+            took = self._clock() - now
+            await self._persist()
+        except BaseException:
+            self._end_storing(stored=False)
+            self._refuse(entries)
+            raise
+        self._end_storing(stored=True)
+        for entry, reply in zip(entries, replies, strict=False):
+            # A caller that hung up has cancelled its future.
+            if not entry.answer.done():
+                entry.answer.set_result(reply or _HEARD)
+        decided = self._clock()
+        self._on_turn()
+        ended = self._clock()
+        self._rest_until = ended + min(MOST_REST, REST * (took + ended - decided))
+        # Also a turn that had nothing to store lets others have the loop.
+        await asyncio.sleep(0)
+
+    def _say_faults(self) -> None:
+        """Each kind once: the same may come again with every turn."""
+        faults, self._state.faults[:] = list(self._state.faults), []
+        for fault in faults:
+            if fault not in self._said and len(self._said) < MOST_FAULTS:
+                self._said.add(fault)
+                log.error("an event was set aside, the job goes on without it\n%s", fault)
+
+    async def _persist(self) -> None:
+        rows = self._brain.changes(self._state)
+        generation = self._brain.generation(self._state)
+        if not rows and generation <= self.generation:
+            return
+        loop = asyncio.get_running_loop()
+        give_up = self._clock() + SAVE_TIMEOUT
+        pause = SAVE_PAUSE
+        said = ""
+        while True:
+            try:
+                await loop.run_in_executor(self._writer, self._save, rows, generation)
+                return
+            except StoreUnavailable as error:
+                # No effect may leave before its state is kept. Agents repeat their calls, training goes on.
+                # A store that is well is never given up: a restarted master would have no more descriptors.
+                starved = isinstance(error, StoreStarved)
+                if self._stopping or (not starved and self._clock() + pause > give_up):
+                    raise
+                if str(error) != said:
+                    said = str(error)
+                    log.warning("%s; trying again", error)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, SAVE_PAUSE_MAX)
+
+    def _save(self, rows: Rows, generation: int) -> None:
+        """In the writer's thread."""
+        if generation > self.generation:
+            self.generation = self._store.raise_generation(above=generation - 1, owner=self.generation)
+        self._store.save(rows, self.generation)
+
+    def _refuse(self, entries: list[_Entry] | deque[_Entry]) -> None:
+        for entry in entries:
+            if not entry.answer.done():
+                entry.answer.set_result(_REFUSED)
+
+    async def _pulse(self) -> None:
+        """Moves `_alive_at` while the loop runs, also while a turn waits for a slow disk."""
+        while True:
+            await asyncio.sleep(self._held_up_after / 4)
+            self._beat()
+
+    def _beat(self) -> float:
+        """The loop runs. Before any word is taken note of: time in which nobody could be heard does not count."""
+        now = self._clock()
+        gap = now - self._alive_at
+        self._alive_at = now
+        if gap > self._held_up_after:
+            log.warning("the master was held up for %.1f s", gap)
+            self._brain.held_up(self._state, gap - self._held_up_after / 4, now)
+            self._news = True
+            self._arrived.set()
+        return now

@@ -1,0 +1,103 @@
+"""The brain bound to one job, as the driver wants it: with its beginnings, and its durable half as bytes."""
+
+from __future__ import annotations
+
+import traceback
+from dataclasses import replace
+
+from dalsegno.protos import control_pb2
+
+from ..brain import brain
+from ..brain.calls import Noted
+from ..brain.events import Event, Reply
+from ..brain.live import State
+from ..brain.registration import proves
+from ..brain.state import Job, Settings
+from ..brain.views import Common, directive_of
+from ..record.codec import JobCodec
+from ..record.store import Rows, StoreError
+
+__all__ = ("JobBrain",)
+
+
+class JobBrain:
+    """See `driver.Brain`. Holds what the command line says about the job, what was stored of it, and no state."""
+
+    def __init__(self, job_id: str, nnodes: tuple[int, int] | None, *, embedded: bool = False) -> None:
+        """`nnodes` are min and max nodes where the master was told them; otherwise the first agent says them."""
+        self._job_id = job_id
+        self._nnodes = nnodes
+        self._embedded = embedded
+        self._codec = JobCodec()
+        # Encoded, but not asked for yet.
+        self._rows: Rows = {}
+        self._common: Common | None = None
+
+    def begin(self, rows: dict[str, bytes], generation: int, now: float) -> State:
+        """A new job's state, or the stored one's. Raises StoreError where the store's job is another than told."""
+        if not rows:
+            settings = None if self._nnodes is None else Settings(*self._nnodes)
+            return brain.fresh(self._job_id, generation, settings, self._embedded)
+        job = self._codec.decode(rows)
+        job.embedded = self._embedded
+        self._check_nnodes(job)
+        return brain.recover(job, generation, now)
+
+    def changes(self, state: State) -> Rows:
+        """What was decided is encoded already; what cannot be encoded is a fault, and comes with a later turn."""
+        try:
+            self._keep(state.job)
+        except Exception as error:
+            state.faults.append("".join(traceback.format_exception(error)))
+        rows, self._rows = self._rows, {}
+        return rows
+
+    def _keep(self, job: Job) -> None:
+        self._rows.update(self._codec.changes(job))
+
+    def generation(self, state: State) -> int:
+        return state.job.generation
+
+    def handle_all(self, state: State, events: list[Event], now: float) -> tuple[State, list[Reply | None]]:
+        return brain.handle_all(state, events, now, self._keep)
+
+    def note(self, state: State, message: Noted, now: float) -> tuple[Reply, bool]:
+        return brain.note(state, message, now)
+
+    def admits(self, state: State, incarnation: str, secret: bytes) -> bool:
+        node = state.job.node_by(incarnation)
+        return node is None or proves(node, secret)
+
+    def held_up(self, state: State, seconds: float, now: float) -> None:
+        brain.held_up(state, seconds, now)
+
+    def look(self, state: State) -> Common:
+        """What all directives of this moment have in common; the same object while nothing of it changed."""
+        common = Common(state)
+        if self._common is None or not self._common.says_the_same(common):
+            self._common = common
+        return self._common
+
+    def key(self, common: Common, node: str, incarnation: str) -> object:
+        """Tells without building it whether a directive would be another; None where the incarnation is unknown."""
+        known = common.job.nodes.get(node)
+        return common.key(known) if known is not None and known.incarnation == incarnation else None
+
+    def directive(self, common: Common, node: str) -> control_pb2.Directive:
+        return directive_of(common, common.job.nodes[node])
+
+    def status(self, state: State, now: float) -> control_pb2.StatusReply:
+        return brain.status(state, now)
+
+    def _check_nnodes(self, job: Job) -> None:
+        """Min and max belong to the job: a restarted master may be given them again, not others."""
+        if self._nnodes is None:
+            return
+        settings = job.settings
+        if job.settled and self._nnodes != (settings.min_nodes, settings.max_nodes):
+            raise StoreError(
+                f"job {job.job_id!r} has --nnodes {settings.min_nodes}:{settings.max_nodes} in this store,"
+                f" not {self._nnodes[0]}:{self._nnodes[1]}: leave --nnodes out, or start a new job"
+            )
+        job.settings = replace(settings, min_nodes=self._nnodes[0], max_nodes=self._nnodes[1])
+        job.fixed_nnodes = True

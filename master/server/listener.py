@@ -1,0 +1,64 @@
+"""A listening socket that keeps a bounded number of connections, and none for long.
+
+uvicorn has no limit for connections that say nothing, and asyncio lets a TLS handshake take a minute. What a person or
+a scraper asks takes milliseconds, so whoever came first goes first: idlers keep nobody out. (A flood of newcomers can,
+from a page that nothing depends on.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections import deque
+from typing import Any
+
+from ..record.descriptors import HTTP_CONNECTIONS
+
+__all__ = ("Listener",)
+
+# A page that stays open, or a scraper, connects again; in seconds.
+LONGEST_CONNECTION = 30.0
+
+
+class Listener(socket.socket):
+    """For asyncio, which accepts from it and closes what it accepted."""
+
+    def __init__(self, family: int) -> None:
+        super().__init__(family, socket.SOCK_STREAM)
+        # The oldest first.
+        self._accepted: deque[tuple[float, socket.socket]] = deque()
+
+    @classmethod
+    def open(cls, host: str, port: int) -> Listener:
+        """Listens there (port 0: any free one). Raises OSError where the address cannot be had."""
+        listener = cls(socket.AF_INET6 if ":" in host else socket.AF_INET)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((host, port))
+            listener.listen(HTTP_CONNECTIONS)
+        except OSError:
+            listener.close()
+            raise
+        return listener
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """As ever; where there are too many, the oldest connection is ended."""
+        connection, address = super().accept()
+        self._accepted = deque(entry for entry in self._accepted if entry[1].fileno() >= 0)
+        if len(self._accepted) >= HTTP_CONNECTIONS:
+            _end(self._accepted.popleft()[1])
+        self._accepted.append((time.monotonic(), connection))
+        return connection, address
+
+    def drop_old(self) -> None:
+        """Ends what has been open for longer than anybody needs."""
+        now = time.monotonic()
+        while self._accepted and now - self._accepted[0][0] > LONGEST_CONNECTION:
+            _end(self._accepted.popleft()[1])
+
+
+def _end(connection: socket.socket) -> None:
+    """Whoever reads from it sees its end and closes it; also asyncio, whose socket this is."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

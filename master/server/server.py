@@ -1,0 +1,244 @@
+"""The master as one server: store, brain and gRPC put together, and the order in which they start and stop."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from dalsegno.protos import control_pb2
+from dalsegno.protos.limits import MESSAGE_BYTES
+from dalsegno.protos.text import one_line
+
+from ..record.descriptors import connections_left
+from ..record.store import Store
+from .auth import TlsFiles, TokenInterceptor, check_exposure
+from .driver import HELD_UP_AFTER, Brain, Driver, Views
+from .service import ControlService
+from .watchers import MOST_STREAMS, End, Watcher, Watchers
+
+__all__ = ("BindError", "ControlServer", "ServerOptions")
+
+log = logging.getLogger(__name__)
+
+# How long open calls may take to end when the server stops; in seconds.
+STOP_GRACE = 1.0
+# Of an answer, in bytes: the status of a job of very many nodes.
+ANSWER_LIMIT = 16 << 20
+# On one connection. An agent needs three; what is beyond waits until one ends.
+CALLS_PER_CONNECTION = 100
+# Kinds of errors that are logged with a traceback.
+MOST_FAILURES = 100
+# In all, streams included.
+MOST_CALLS = MOST_STREAMS + 4096
+
+
+# A connection whose cable was pulled sends no FIN: pings find it dead, so that its stream does not stay for ever. There
+# is no hurry: who is silent counts as dead by the node-timeout, and a frozen node shall have all of it. In seconds.
+PING_EVERY = 30.0
+PING_TIMEOUT = 60.0
+
+
+def _connections() -> list[tuple[str, int]]:
+    """Options for each connection; times in milliseconds."""
+    timeout = int(PING_TIMEOUT * 1000)
+    return [
+        # Who says nothing, or does not finish TLS, goes. The token comes with each call; who makes none goes, too.
+        ("grpc.server_handshake_timeout_ms", 5000),
+        ("grpc.max_connection_idle_ms", 10_000),
+        # Agents find a dead connection by pings, also while they only watch.
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.keepalive_time_ms", int(PING_EVERY * 1000)),
+        ("grpc.keepalive_timeout_ms", timeout),
+        # Otherwise gRPC takes its own, whatever the line above says.
+        ("grpc.http2.ping_timeout_ms", timeout),
+    ]
+
+
+class BindError(Exception):
+    """The address cannot be listened on; one line for a person."""
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Where and to whom the master speaks."""
+
+    host: str = "127.0.0.1"
+    # 0: any free one.
+    port: int = 0
+    token: str | None = None
+    tls: TlsFiles | None = None
+    # Listen beyond this machine without a token.
+    insecure: bool = False
+    held_up_after: float = HELD_UP_AFTER
+
+
+class ControlServer:
+    """`start`, then `run` until the store is lost, superseded or `stop` is called; then `close`."""
+
+    def __init__(
+        self,
+        job_id: str,
+        brain: Brain[Any],
+        store: Store,
+        options: ServerOptions,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises AuthError where `options` would let everybody in."""
+        check_exposure(options.host, options.token, options.insecure)
+        self._job_id = job_id
+        self._brain = brain
+        self._store = store
+        self._options = options
+        self._clock = clock
+        self.watchers = Watchers()
+        self._server: grpc.aio.Server | None = None
+        self._driver: Driver | None = None
+        # Sequence number of the last notice in the log.
+        self._logged = 0
+        # What went wrong with directives, each kind once.
+        self._failures: set[str] = set()
+        self._most_connections = connections_left()
+        self.address = ""
+
+    @property
+    def driver(self) -> Driver:
+        assert self._driver is not None, "start() comes first"
+        return self._driver
+
+    async def start(self) -> None:
+        """Listens, takes the store over, and serves.
+
+        The port comes first: a start that fails for it must not supersede a master that serves well.
+        Raises BindError, AuthError, StoreError.
+        """
+        server = self._new_server()
+        port = self._bind(server)
+        self._driver = Driver(
+            self._brain,
+            self._store,
+            self._publish,
+            clock=self._clock,
+            held_up_after=self._options.held_up_after,
+        )
+        service = ControlService(self._job_id, self._driver, self.watchers)
+        server.add_generic_rpc_handlers((service.handlers(),))
+        await server.start()
+        self._server = server
+        host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
+        self.address = f"{host}:{port}"
+        log.info("serving job %s at %s, generation %d", self._job_id, self.address, self._driver.generation)
+
+    async def run(self) -> None:
+        """Serves until `stop`. Raises Superseded, StoreError."""
+        await self.driver.run()
+
+    def stop(self) -> None:
+        self.driver.stop()
+
+    async def close(self) -> None:
+        """Ends streams and calls, then lets go of port and store; safe after a failed start."""
+        self.watchers.end_all(End.STOPPING)
+        if self._server is not None:
+            await self._server.stop(STOP_GRACE)
+        self._store.close()
+
+    def _new_server(self) -> grpc.aio.Server:
+        interceptors = [] if self._options.token is None else [TokenInterceptor(self._options.token)]
+        return grpc.aio.server(
+            interceptors=interceptors,
+            options=[
+                # Otherwise a second master on the same port would get every other connection instead of an error.
+                ("grpc.so_reuseport", 0),
+                ("grpc.max_receive_message_length", MESSAGE_BYTES),
+                ("grpc.max_send_message_length", ANSWER_LIMIT),
+                ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
+                *_connections(),
+                ("grpc.max_allowed_incoming_connections", self._most_connections),
+            ],
+            maximum_concurrent_rpcs=MOST_CALLS,
+        )
+
+    def _bind(self, server: grpc.aio.Server) -> int:
+        host, port = self._options.host, self._options.port
+        _probe(host, port)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            if self._options.tls is None:
+                bound = server.add_insecure_port(address)
+            else:
+                bound = server.add_secure_port(address, self._options.tls.credentials())
+        except RuntimeError as error:
+            raise BindError(f"cannot listen on {address}: {error}") from error
+        return bound
+
+    def _publish(self) -> None:
+        """Tells every agent what is new for it. One that cannot be told is cut off, and asks again."""
+        try:
+            views = self.driver.views()
+        except Exception as error:
+            # Agents keep what they were told last; the next turn tries again.
+            self._log_failure("no directives for anybody", error)
+            return
+        for watcher in self.watchers.ready():
+            try:
+                self._tell(watcher, views)
+            except Exception as error:
+                # One node's trouble: it opens another stream, and the others are served.
+                self._failed(watcher, error)
+
+    def _failed(self, watcher: Watcher, error: Exception) -> None:
+        self._log_failure(f"no directive for {watcher.node}", error)
+        watcher.end(End.BROKEN)
+
+    def _log_failure(self, what: str, error: Exception) -> None:
+        """With its traceback, but not again for each turn and stream."""
+        if (kind := one_line(repr(error), 200)) not in self._failures and len(self._failures) < MOST_FAILURES:
+            self._failures.add(kind)
+            log.error("%s", what, exc_info=error)
+
+    def _tell(self, watcher: Watcher, views: Views) -> None:
+        key = views.key(watcher.node, watcher.incarnation)
+        if key is not None and watcher.knows(views.common, key):
+            return
+        if key is None:
+            directive = control_pb2.Directive(
+                generation=self.driver.generation,
+                fenced=control_pb2.Fenced(reason="this incarnation is not known to the master: register anew"),
+            )
+        else:
+            directive = views.directive(watcher.node)
+        self._log_news(directive)
+        watcher.offer(directive)
+        if key is None:
+            watcher.end(End.FENCED)
+
+    def _log_news(self, directive: control_pb2.Directive) -> None:
+        """What the agents' consoles show is in the master's log, too; after a restart the last of it once more."""
+        for notice in directive.notices:
+            if notice.sequence > self._logged:
+                self._logged = notice.sequence
+                log.log(logging.WARNING if notice.warning else logging.INFO, "%s", notice.text)
+
+
+def _probe(host: str, port: int) -> None:
+    """Binds as gRPC will, because its own error does not say what is wrong."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with contextlib.closing(socket.socket(family, kind, protocol)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise BindError(
+            f"cannot listen on {host} port {port}: {error.strerror or error}: choose another --port or --host"
+        ) from error

@@ -1,0 +1,223 @@
+"""The order of samples and the batch plan, as Hugging Face's training loop wants to see them."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from dalsegno.elastic import Batch, Batches, BatchPlan, ElasticSampler, Order, Position
+from dalsegno.elastic.checkpoint import Cut
+from dalsegno.elastic.data.fetching import is_iterable
+
+IGNORED = -100
+"""The label of what no loss counts."""
+_LABELS = ("labels", "shift_labels")
+
+
+class StepLoader:
+    """What the Trainer takes for its DataLoader: iterating gives the steps of one data epoch, from the run's position.
+
+    One iteration of the data goes on from one data epoch to the next, so nothing that was fetched ahead is lost.
+
+    Args:
+        batches: The run's data.
+        dataset: What the Trainer counts examples of.
+        accumulation: Micro-batches per step, in which it counts lengths.
+        per_data_epoch: Steps; None: not known.
+    """
+
+    def __init__(self, batches: Batches[Any], dataset: Any, accumulation: int, per_data_epoch: int | None) -> None:
+        self.dataset = dataset
+        self._batches, self._accumulation, self._per_data_epoch = batches, accumulation, per_data_epoch
+        self._steps: Iterator[Batch[Any]] | None = None
+
+    @property
+    def position(self) -> Position:
+        """Where the training stands."""
+        return self._batches.position
+
+    @property
+    def order(self) -> Order:
+        """For the manifests of checkpoints."""
+        return self._batches.order
+
+    @property
+    def cut(self) -> Cut:
+        """The same."""
+        return self._batches.cut
+
+    @property
+    def alike(self) -> dict[str, Any]:
+        """What all ranks must have alike, by name, for ``Session.compare``."""
+        return self._batches.alike
+
+    @property
+    def endless(self) -> bool:
+        """The data set has no length, and no end that the Trainer would see."""
+        return self._per_data_epoch is None
+
+    @property
+    def epoch_is_over(self) -> bool:
+        """The step that was computed last is a data epoch's last one."""
+        return not self.endless and self.position.samples == 0
+
+    def __len__(self) -> int:
+        if self._per_data_epoch is None:
+            raise TypeError("a data set without a length")
+        return self._per_data_epoch * self._accumulation
+
+    def set_epoch(self, epoch: int) -> None:
+        """The Trainer begins a data epoch.
+
+        Raises:
+            RuntimeError: It is not the one that the run stands in.
+        """
+        position = self.position
+        if self._per_data_epoch is not None and epoch != position.data_epoch:
+            raise RuntimeError(
+                f"the Trainer begins data epoch {epoch}, and the run stands at sample {position.samples} of data epoch "
+                f"{position.data_epoch}: a callback that ends an epoch early (should_epoch_stop) cannot be used"
+            )
+
+    def __iter__(self) -> Iterator[Batch[Any]]:
+        if self._steps is None:
+            self._steps = iter(self._batches)
+        for batch in self._steps:
+            yield batch
+            if self._per_data_epoch is not None and batch.position_after.samples == 0:
+                return
+
+    def close(self) -> None:
+        """Ends the processes that fetch."""
+        self._steps = None
+
+
+def make(trainer: Any, plan: BatchPlan, session: Any, *, by_samples: bool) -> StepLoader:
+    """The loader of a Trainer in this world, at the session's resume point.
+
+    Args:
+        trainer: Constructed.
+        plan: Who computes what.
+        session: The process's.
+        by_samples: A slice counts as many as it has samples; else as many as it has labels.
+
+    Raises:
+        ValueError: The resume point is of another order of samples, or the data set has no batch.
+    """
+    args, dataset = trainer.args, repeatable(trainer.train_dataset)
+    length = len(dataset) if hasattr(dataset, "__len__") else None
+    sampler = ElasticSampler(
+        length,
+        plan.global_batch_size,
+        seed=args.seed if args.data_seed is None else args.data_seed,
+        shuffle=not is_iterable(dataset) and _shuffled(args),
+        drop_last=args.dataloader_drop_last,
+    )
+    collate = trainer.data_collator
+    table = sys.modules.get("datasets")  # which not everybody has
+    if table is not None and isinstance(dataset, table.Dataset):
+        dataset = trainer._remove_unused_columns(dataset, description="training")
+    else:
+        collate = trainer._get_collator_with_removed_columns(collate, description="training")
+    batches = Batches(
+        dataset,
+        sampler,
+        plan,
+        session.rank,
+        collate=collate,
+        resume=session.resume,
+        seed=args.seed,
+        count_tokens=None if by_samples else functools.partial(count_labels, shifted=_shifts_labels(trainer)),
+        reduce=None if by_samples else session.sum,
+        loader_options=_loader_options(args),
+    )
+    return StepLoader(
+        batches, trainer.train_dataset, plan.accumulation, None if length is None else sampler.batches_per_data_epoch
+    )
+
+
+def count_labels(inputs: Any, *, shifted: bool) -> int:
+    """What the mean loss of a micro-batch is a mean over: its labels that count, or its samples where it has none.
+
+    Args:
+        inputs: What the data collator made.
+        shifted: The model predicts each label from the positions before, so none of the first position.
+    """
+    ready, labels = inputs.get("shift_labels"), inputs.get("labels")
+    if isinstance(ready, torch.Tensor):
+        return int(ready.ne(IGNORED).sum())
+    if isinstance(labels, torch.Tensor):
+        return int((labels[..., 1:] if shifted and labels.dim() > 1 else labels).ne(IGNORED).sum())
+    return max(len(value) for value in inputs.values() if hasattr(value, "__len__"))
+
+
+def _shifts_labels(trainer: Any) -> bool:
+    return bool(getattr(trainer, "_loss_shifts_labels", True))
+
+
+def _shuffled(args: Any) -> bool:
+    return bool(getattr(args, "train_dataloader_shuffle", True)) and _strategy(args) != "sequential"
+
+
+def _strategy(args: Any) -> str:
+    return str(getattr(args, "train_sampling_strategy", "random"))
+
+
+def _loader_options(args: Any) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_workers": args.dataloader_num_workers, "pin_memory": args.dataloader_pin_memory}
+    if args.dataloader_num_workers:
+        options["persistent_workers"] = args.dataloader_persistent_workers
+        options["prefetch_factor"] = args.dataloader_prefetch_factor
+        options["multiprocessing_context"] = getattr(args, "dataloader_multiprocessing_context", None)
+    return options
+
+
+def silenced(inputs: Any) -> Any:
+    """The same inputs, of which no token counts: those of a slice that repeats another one's sample.
+
+    Raises:
+        TypeError: They are no dictionary.
+    """
+    if not isinstance(inputs, Mapping):
+        raise TypeError(f"the data collator made {type(inputs).__name__}, a dictionary was expected")
+    return {
+        key: torch.full_like(value, IGNORED) if key in _LABELS and isinstance(value, torch.Tensor) else value
+        for key, value in inputs.items()
+    }
+
+
+class _Repeatable(torch.utils.data.Dataset[Any]):
+    """ms-swift's ``LazyLLMDataset``, whose substitute for a sample that cannot be encoded depends on the sample alone.
+
+    There it depends on how many this process has substituted before: on the world, and on what was fetched ahead.
+    """
+
+    def __init__(self, lazy: Any) -> None:
+        self._lazy = lazy
+
+    def __getitem__(self, index: int) -> Any:
+        self._lazy._idx = index % len(self._lazy)
+        return self._lazy[index]
+
+    def __len__(self) -> int:
+        return len(self._lazy)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_lazy":
+            raise AttributeError(name)
+        return getattr(self._lazy, name)
+
+
+def repeatable(dataset: Any) -> Any:
+    """``dataset``, or one that gives the same sample for the same index whatever was asked of it before."""
+    substitutes = hasattr(dataset, "_idx_list") and hasattr(dataset, "_idx")
+    if substitutes:
+        return _Repeatable(dataset)
+    inner = getattr(dataset, "dataset", None)
+    if hasattr(dataset, "packed_idx") and hasattr(inner, "_idx_list"):
+        dataset.dataset = _Repeatable(inner)
+    return dataset

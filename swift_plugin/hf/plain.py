@@ -1,0 +1,74 @@
+"""A plain Hugging Face ``Trainer`` made elastic: one line before ``train()``.
+
+    trainer = Trainer(model=model, args=args, train_dataset=dataset)
+    elastic(trainer)
+    trainer.train()
+
+Under ``dlrover-run`` its world may change size between any two steps: the global batch, the order of samples and the
+loss curve stay those of an undisturbed run. Elsewhere nothing is changed. See ``docs/ms-swift.md``.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from dalsegno.elastic.training.examination import is_examined
+
+from .options import Options
+
+T = TypeVar("T")
+
+
+def under_dlrover_run() -> bool:
+    """Whether an agent started this process, or ``dalsegno doctor``, which looks how it would be then."""
+    return bool(os.environ.get("DALSEGNO_SOCKET")) or is_examined()
+
+
+def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
+    """For DeepSpeed on a CPU, before ``TrainingArguments``: starts ``torch.distributed`` without a compiler.
+
+    Args:
+        backend: As ``ddp_backend``; None: the accelerator's.
+        timeout: As ``ddp_timeout``, of collectives; None: DeepSpeed's default.
+    """
+    if under_dlrover_run():
+        from dalsegno.elastic import deepspeed
+
+        deepspeed.prepare(backend, timeout=timeout)
+
+
+def elastic(
+    trainer: T,
+    *,
+    global_batch_size: int | None = None,
+    fixed_micro_batch: bool = False,
+    mean_over_samples: bool = False,
+) -> T:
+    """Makes a Trainer elastic, in place. Call it once the Trainer is constructed.
+
+    Args:
+        trainer: A ``transformers.Trainer``, or one of a class derived from it.
+        global_batch_size: Samples per optimizer step over all ranks. Default: what the Trainer's own arguments come to
+            in the largest world that the job may have. ``per_device_train_batch_size`` is the most that one forward
+            pass has.
+        fixed_micro_batch: Cut every global batch into the same micro-batches at every world size: then the curve stays
+            the same also with dropout, and with losses that depend on the micro-batch as a whole.
+        mean_over_samples: What the model or ``compute_loss`` gives for a micro-batch is a mean over its samples.
+            Default: over the labels that count (not -100), which is the same thing where each sample has one.
+
+    Returns:
+        The same Trainer.
+
+    Raises:
+        ValueError: It cannot be trained elastically; says why and what to do.
+    """
+    options = Options(global_batch_size, fixed_micro_batch, mean_over_samples)
+    if under_dlrover_run():
+        from .trainer import elastic_class
+
+        changed: Any = trainer
+        changed.__class__ = elastic_class(type(trainer))
+        changed.become_elastic(options)
+    return trainer

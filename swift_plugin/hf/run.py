@@ -1,0 +1,335 @@
+"""One elastic training by a Trainer: its session, its data, and what happens at the boundaries of its steps."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, replace
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from dalsegno.elastic import Batch, BatchPlan, MicroBatch, SaveError, Session
+from dalsegno.elastic.rank.exchange import MAX_STEPS_APART
+from dalsegno.elastic.saving.resuming import check_strategy
+from dalsegno.elastic.training.findings import OURS, loads_anywhere
+from dalsegno.elastic.training.loop import FINAL_SAVE_PAUSE_SECONDS, FINAL_SAVE_TRIES
+
+from . import checkpoints, data
+from .checkpoints import Unfinished, Write
+from .options import Options, global_batch_size
+
+# An evaluation asks about as often whether some rank is to leave, and at least once in so many batches (seconds).
+_ASK_SECONDS, _ASK_BATCHES = 0.2, 64
+
+
+class Leaving(Exception):
+    """Some rank is to leave, and an evaluation is under way: all ranks leave it at the same batch."""
+
+
+class Run:
+    """What an elastic Trainer knows beside its own state.
+
+    Args:
+        trainer: Constructed, not trained yet.
+        session: The process's.
+        options: What was asked for.
+
+    Raises:
+        ValueError: The resume point does not fit.
+
+    Attributes:
+        plan: Who computes what in this world.
+        batch: The step that is computed, with its ``sample_ids``.
+        micro: The micro-batch that is computed just now.
+        unfinished: Of the resume point, until it is seen to.
+        draining: All ranks save at this boundary and stop.
+        epoch_ended: The Trainer tells of the end of a data epoch.
+        writing: The save under way.
+        finished: The training has come to its end.
+        by_samples: The loss of a slice is a mean over its samples.
+        any_optimizer: DeepSpeed's config allows any optimizer, also one that is not known to fit ZeRO.
+        stopped: Something had decided, when the resume point was saved, that the training was to stop there.
+    """
+
+    def __init__(self, trainer: Any, session: Session, options: Options) -> None:
+        args = trainer.args
+        # Before anything meets in a collective. Rank 0's global batch counts for all, see below.
+        session.compare(_alike(trainer, options, begins=session.resume is None))
+        size = global_batch_size(options, args.per_device_train_batch_size, args.gradient_accumulation_steps, session)
+        # Rank 0's: nodes may have different numbers of ranks, and so different ideas of the largest world.
+        size = round(session.sum(size if session.rank == 0 else 0))
+        self.session = session
+        self.plan = BatchPlan(
+            size, session.world_size, args.per_device_train_batch_size, fixed_micro_batch=options.fixed_micro_batch
+        )
+        self.strategy = _strategy(trainer)
+        self._reshards = partial(_reshards, trainer)
+        check_strategy(session.resume, self.strategy)
+        self.by_samples = options.mean_over_samples
+        self.loader = data.make(trainer, self.plan, session, by_samples=self.by_samples)
+        if self.loader.endless:
+            _refuse_epochs(args)
+        self.output_dir = Path(args.output_dir)
+        self.batch: Batch[Any] | None = None
+        self.micro: MicroBatch[Any] | None = None
+        self._micros: Iterator[MicroBatch[Any]] = iter(())
+        self.unfinished: Unfinished | None = None
+        self.draining = self.epoch_ended = self.finished = self.stopped = self.any_optimizer = False
+        self.writing: Write | None = None
+        self._failed = False
+        self._may_leave, self._ask_every, self._asked, self._asked_at = False, 1, 0, 0.0
+        # The Trainer deletes nothing: the run's own checkpoints are pruned as this says.
+        limit, args.save_total_limit = args.save_total_limit, None
+        self.keep = None if limit is None else max(0, limit)
+        if args.metric_for_best_model is not None:
+            session.track(args.metric_for_best_model, mode="max" if args.greater_is_better else "min")
+        if session.resume is not None:
+            self._link(session.resume.path, session.step)  # who saved it may have died before
+
+    # Where the run stands.
+
+    @property
+    def resume_directory(self) -> str | None:
+        """The ``checkpoint-<n>`` to resume from."""
+        resume = self.session.resume
+        return None if resume is None else str(checkpoints.trainers(resume.path, resume.step))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Data epochs that are complete, and micro-batches of the present one."""
+        position = self.loader.position
+        steps = -(-position.samples // self.plan.global_batch_size)
+        return position.data_epoch, steps * self.plan.accumulation
+
+    def learn(self, args: Any, model: Any, optimizer: Any) -> None:
+        """What is worth knowing of this training before its first step."""
+        examination = self.session.examination
+        examination.learn_parts(model, optimizer)
+        examination.learn(
+            strategy=self.strategy,
+            saves=True,
+            save_every=0 if args.save_strategy == "no" else 1,
+            any_world_size=loads_anywhere(self.strategy),
+            reshards=self._reshards(),
+            data=OURS,
+            fixed_micro_batch=self.plan.fixed_micro_batch,
+        )
+
+    # A step.
+
+    def take(self, batch: Batch[Any]) -> None:
+        """``batch`` is the next step."""
+        self.batch, self._micros = batch, batch.micro_batches
+
+    def next_micro(self) -> MicroBatch[Any]:
+        """What is computed now. With fixed micro-batches the random generators are set for it."""
+        self.micro = next(self._micros)
+        return self.micro
+
+    def computed(self) -> None:
+        """It was, backwards too."""
+        if self.micro is not None and self.micro.is_last:
+            for _ in self._micros:
+                raise RuntimeError("a step has more micro-batches than its last one")
+        self.micro = None
+
+    # Saving.
+
+    def save(self, trainer: Any, save: Callable[[], None]) -> None:
+        """Has the Trainer save the present step as one checkpoint of the run, unless it is saved. Collective."""
+        state, step = trainer.state, trainer.state.global_step
+        best = state.best_model_checkpoint
+        # A save that is not a drain's is told of as soon as it is made, so never in what it saves.
+        due = self.unfinished or Unfinished(tell_of_save=True)
+        unfinished = replace(
+            due,
+            loss=self.session.sum(float(trainer._tr_loss)) / self.session.world_size,
+            logged=trainer._globalstep_last_logged,
+            epoch_end=self.loader.epoch_is_over and not self.epoch_ended,
+            callbacks=trainer.remembered(),
+        )
+        self.writing = Write(save, unfinished, self.session.rank, _reshards(trainer))
+        try:
+            ref = self.session.save(
+                self.writing,
+                position=self.loader.position,
+                order=self.loader.order,
+                cut=self.loader.cut,
+                strategy=self.strategy,
+                metric=state.best_metric if state.best_global_step == step else None,
+                keep=self.keep,
+                create_directory=True,
+                drain=self.draining,
+            )
+            written = self.writing.called
+        finally:
+            self.writing = None
+        self._failed = ref is None
+        if ref is None:
+            state.best_model_checkpoint = best
+            return
+        assert self.session.run_dir is not None
+        checkpoint = self.session.run_dir / ref.name
+        if state.best_global_step == step:
+            state.best_model_checkpoint = str(checkpoints.trainers(checkpoint, step))
+        self._link(checkpoint, step, again=written)
+
+    def _link(self, checkpoint: Path, step: int, *, again: bool = False) -> None:
+        place = checkpoints.trainers(self.output_dir, step)
+        if self.session.rank == 0 and (again or not checkpoints.is_linked(place)):
+            checkpoints.link(self.output_dir, checkpoint, step)
+
+    # Between two steps.
+
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """While it lasts, an evaluation ends with `Leaving` when some rank is to leave."""
+        self._may_leave, self._ask_every, self._asked, self._asked_at = True, 1, 0, time.monotonic()
+        try:
+            yield
+        finally:
+            self._may_leave = False
+
+    def predicted(self) -> None:
+        """One batch of an evaluation is done, on all ranks: the Trainer gathers its results. Collective now and then.
+
+        Raises:
+            Leaving: See `interruptible`.
+        """
+        self.session.busy()
+        self._asked += 1
+        if not self._may_leave or self._asked < self._ask_every:
+            return
+        now = time.monotonic()
+        soon, self._asked, self._asked_at = now - self._asked_at < _ASK_SECONDS, 0, now
+        if self.session.leaving():
+            raise Leaving
+        if self.session.sum(float(soon)) == self.session.world_size:
+            self._ask_every = min(2 * self._ask_every, _ASK_BATCHES)
+        else:
+            self._ask_every = max(1, self._ask_every // 2)
+
+    def leave(self) -> None:
+        """The drain's save has been tried: ends this process, or lets the run go on if it failed on all ranks."""
+        self.draining = False
+        failed, self._failed = self._failed, False
+        if not failed:
+            self.loader.close()
+            self.session.leave_drained()
+        self.session.drain_failed()
+
+    def save_at_last(self, save: Callable[[], None]) -> None:
+        """Where the newest save has failed, the last step is saved now.
+
+        Raises:
+            SaveError: It failed again and again.
+        """
+        for attempt in range(1, FINAL_SAVE_TRIES + 1):
+            if not self._failed:
+                return
+            # Nothing could end this wait early: the disk may have room again, or not.
+            threading.Event().wait(FINAL_SAVE_PAUSE_SECONDS * attempt)
+            save()
+        if self._failed:
+            raise SaveError(f"the last step, {self.session.step}, could not be saved in {FINAL_SAVE_TRIES} tries")
+
+    def finish(self) -> None:
+        """The Trainer has come to its end, and says so."""
+        self.loader.close()
+        self.session.finish()
+        self.finished = True
+        if self.session.rank == 0:
+            with suppress(OSError):
+                checkpoints.tidy(self.output_dir)
+
+
+class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Lets all ranks of a run agree at the boundaries of the Trainer's steps.
+
+    Args:
+        run: The Trainer's.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.learn(args, kwargs.get("model"), kwargs.get("optimizer"))
+        self._run.session.meet(_ahead(state) + 1, self._run.loader.alike)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.session.begin_step(_ahead(state))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        boundary = self._run.session.end_step()
+        # At the end there is nothing to drain: what is left is what a drain would have to do.
+        self._run.draining = boundary.drain and not boundary.end and not control.should_training_stop
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.epoch_ended = True
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._run.predicted()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if logs and "loss" in logs:
+            self._run.session.report(float(logs["loss"]))
+
+
+# Arguments of the Trainer that make another training, or other collectives, of a rank that has another value.
+_COMPARED = (
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "seed", "data_seed", "dataloader_drop_last"),
+    *("train_sampling_strategy", "train_dataloader_shuffle", "max_steps", "num_train_epochs"),
+    *("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"),
+    *("save_strategy", "save_steps", "eval_strategy", "eval_steps", "logging_strategy", "logging_steps"),
+    *("metric_for_best_model", "greater_is_better", "load_best_model_at_end"),
+)
+
+
+def _alike(trainer: Any, options: Options, *, begins: bool) -> dict[str, Any]:
+    """What all ranks must have been told alike, by name, see ``Session.compare``."""
+    args, dataset = trainer.args, trainer.train_dataset
+    alike = {name: getattr(args, name) for name in _COMPARED if hasattr(args, name)}
+    if options.global_batch_size is None and begins:
+        alike["gradient_accumulation_steps"] = args.gradient_accumulation_steps
+    return {
+        # Enumerations as people write them.
+        **{name: str(value.value) if isinstance(value, Enum) else value for name, value in alike.items()},
+        **asdict(options),
+        "strategy": _strategy(trainer),
+        "length of the data set": len(dataset) if hasattr(dataset, "__len__") else None,
+    }
+
+
+def _refuse_epochs(args: Any) -> None:
+    """What happens at the end of a data epoch, where there is none that anybody sees."""
+    for name in ("save_strategy", "eval_strategy", "logging_strategy"):
+        if getattr(args, name) == "epoch":
+            raise ValueError(f"{name}=epoch with a data set without a length, which has no epochs: set it to steps")
+    if getattr(args, "max_epochs", None) is not None:
+        raise ValueError("max_epochs with a data set without a length, which has no epochs: set max_steps alone")
+
+
+def _ahead(state: Any) -> int:
+    """Steps that every rank has after the one that begins."""
+    return max(0, min(MAX_STEPS_APART, int(state.max_steps) - int(state.global_step) - 1))
+
+
+def _strategy(trainer: Any) -> str:
+    if not trainer.is_deepspeed_enabled:
+        return "ddp"
+    return f"deepspeed-zero-{int(trainer.accelerator.state.deepspeed_plugin.zero_stage)}"
+
+
+def _reshards(trainer: Any) -> bool:
+    if not trainer.is_deepspeed_enabled:
+        return False
+    from dalsegno.elastic.deepspeed.checks import can_reshard
+
+    return can_reshard(trainer.model_wrapped)

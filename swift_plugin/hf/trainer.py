@@ -1,0 +1,407 @@
+"""A Hugging Face ``Trainer`` whose world changes size: what is put in front of its class, and why.
+
+The Trainer keeps its loop, its losses, its logs, evaluations and callbacks. Replaced are: where its data come from
+(`data`), what a slice of a step counts, where it saves to and resumes from (`checkpoints`), and what happens between
+two steps (`run`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import transformers.trainer as upstream
+from transformers.trainer_callback import ExportableState
+
+from dalsegno.elastic import session
+from dalsegno.elastic.trainer.strategies import resume_rates
+from dalsegno.elastic.training import wrappers
+from dalsegno.elastic.training.accumulation import has_static_graph, synchronised
+
+from . import data, refusals
+from .checkpoints import Unfinished, is_foreign
+from .options import Options
+from .run import Boundaries, Leaving, Run
+
+# What `_run_epoch` is told that `_maybe_log_save_evaluate` wants to know.
+_OF_AN_EPOCH = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
+
+SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""What DeepSpeed's configuration says of one world."""
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
+    """Mixed in before a Trainer's class by `elastic_class`.
+
+    Attributes:
+        elastic_run: Its part in the run; None until `become_elastic`.
+    """
+
+    elastic_run: Run | None = None
+    control: Any  # the Trainer's, as the next one
+    lr_scheduler: Any
+    # Callbacks that count something and do not save it, by the names of their classes, and their attributes.
+    counting: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def become_elastic(self, options: Options) -> None:
+        """Called once, when the Trainer is constructed.
+
+        Raises:
+            ValueError: It cannot be trained elastically, or the run's resume point is not its own.
+            RuntimeError: This version of transformers cannot do it.
+        """
+        refusals.refuse(self)
+        opened = session()
+        refusals.refuse_world(self, opened.max_world_size)
+        run = Run(self, opened, options)
+        args, plan = self.args, run.plan
+        self.elastic_run = run
+        args.gradient_accumulation_steps = plan.accumulation
+        args.ignore_data_skip = False
+        # A slice's mean is weighed by its part of the step; ms-swift would multiply it by the ranks as well.
+        args.average_tokens_across_devices = False
+        # There is one directory for all nodes.
+        args.save_on_each_node = False
+        if run.session.resume is not None:
+            args.eval_on_start = False
+        if self.is_deepspeed_enabled:
+            _configure_deepspeed(self, run)
+        self.add_callback(Boundaries(run))
+
+    @property
+    def _run(self) -> Run:
+        assert self.elastic_run is not None
+        return self.elastic_run
+
+    # Resuming.
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, **kwargs: Any) -> Any:
+        run = self._run
+        if trial is not None:
+            raise ValueError("a hyperparameter search is many runs: this cannot be trained elastically")
+        if run.session.resume is None:
+            _refuse_other_resume(resume_from_checkpoint, run.output_dir)
+        found = super().train(resume_from_checkpoint=run.resume_directory, **kwargs)
+        run.finish()
+        return found
+
+    def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        found: tuple[int, int] = super()._init_training_state(*args, **kwargs)
+        run = self._run
+        if run.session.resume is None:
+            return found
+        run.unfinished = Unfinished.read(run.session.resume.path)
+        if self.state.global_step != run.session.step:
+            raise ValueError(
+                f"{run.session.resume.ref.name} is of step {run.session.step}, and its trainer_state.json of step "
+                f"{self.state.global_step}"
+            )
+        return found if run.loader.endless else run.place
+
+    def _load_callback_state(self) -> None:
+        """What callbacks have counted, such as early stopping: a change of the world is no new training.
+
+        Into the callbacks that are there, which the Trainer would replace by new ones if it was told to restore any.
+        """
+        saved = {
+            name: data if isinstance(data, list) else [data] for name, data in self.state.stateful_callbacks.items()
+        }
+        for callback in self.callback_handler.callbacks:
+            if isinstance(callback, ExportableState) and saved.get(type(callback).__name__):
+                for name, value in saved[type(callback).__name__].pop(0).get("attributes", {}).items():
+                    setattr(callback, name, value)
+        for control in saved.get(type(self.control).__name__, ()):
+            self._run.stopped = bool(control.get("args", {}).get("should_training_stop"))
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        with _replaced("deepspeed_load_checkpoint", self._load_engine):
+            prepared = super()._prepare_for_training(*args, **kwargs)
+        if self.is_deepspeed_enabled:
+            _check_engine(self.model_wrapped, allowed=self._run.any_optimizer)
+        else:
+            wrappers.tell(self.model_wrapped, ())
+        scheduler = self.lr_scheduler
+        if self._run.session.resume is not None and isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+            resume_rates(self.optimizer, scheduler)
+        return prepared
+
+    def _load_engine(self, engine: Any, path: str, load_module_strict: bool = True) -> None:
+        from dalsegno.elastic.deepspeed import restore
+
+        restore(engine, self._run.session.resume, strict=load_module_strict)
+
+    def _load_rng_state(self, checkpoint: Any) -> None:
+        """Nothing: they are restored before anything draws from them. The Trainer does it behind the first batch."""
+
+    def _load_best_model(self) -> None:
+        if not self.is_deepspeed_enabled:
+            super()._load_best_model()
+            return
+        from dalsegno.elastic.deepspeed import load_weights
+
+        load_weights(self.model_wrapped, Path(self.state.best_model_checkpoint))
+
+    # Data.
+
+    def get_train_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run.loader
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run.unfinished is not None:
+            run.session.restore_rng(self.args.seed)
+            self._see_to(run.unfinished, **{name: kwargs[name] for name in _OF_AN_EPOCH})
+        if run.stopped or self.control.should_training_stop or self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return None
+        run.epoch_ended = False
+        skip = upstream.skip_first_batches
+
+        def stands_there(loader: Any, count: int = 0) -> Any:
+            return loader if loader is run.loader else skip(loader, count)
+
+        with _replaced("skip_first_batches", stands_there):
+            return super()._run_epoch(*args, **kwargs)
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: Any) -> tuple[list[Any], None]:
+        batch = next(epoch_iterator, None)
+        if batch is None:
+            return [], None
+        self._run.take(batch)
+        # No number of items: each slice gives its own mean, and its weight is our affair. Models differ in what they
+        # make of that number, and many in nothing.
+        return [self._silenced(given) if cut.filler else given for cut, given in batch.cut], None
+
+    def _silenced(self, given: Any) -> Any:
+        """A repeated sample. Where a loss is a mean over samples, it may need labels to be labels."""
+        return given if self._run.by_samples else data.silenced(given)
+
+    # The loss of a slice.
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        micro = run.next_micro()
+        # The slice's factor makes it a part of the step's mean: nothing is left to divide by.
+        self.current_gradient_accumulation_steps = 1
+        if micro.silent:
+            micro.zero_gradients(model.parameters())
+        first = run.batch is not None and run.batch.handed_out == 1
+        # The Trainer puts off all but the last; see `Accumulation`.
+        with synchronised(model) if first and has_static_graph(model) else contextlib.nullcontext():
+            loss = super().training_step(model, inputs, *args, **kwargs)
+        run.computed()
+        return loss
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
+    ) -> Any:
+        micro = self._run.micro
+        items = num_items_in_batch if micro is None else None
+        found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=items, **kwargs)
+        if micro is None:  # an evaluation's
+            return found
+        loss, *outputs = found if return_outputs else (found,)
+        loss = micro.scale(loss)
+        return (loss, *outputs) if return_outputs else loss
+
+    # The boundary of a step.
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        ours = tr_loss, grad_norm, model, trial
+        if not self._run.draining:
+            try:
+                with self._run.interruptible():
+                    super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
+                return
+            except Leaving:
+                # An evaluation takes longer than a notice. What was to be logged before it is logged, once.
+                self._run.draining = True
+        self._drain(*ours, *args, **kwargs)
+        # It could not be saved: the run goes on, and the next boundary tries again.
+        super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
+
+    def _drain(self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        """Saves and leaves; comes back where that failed. What resumes here evaluates, and tells of a due save."""
+        run, control = self._run, self.control
+        due = control.should_evaluate, control.should_save
+        control.should_evaluate = control.should_save = False
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
+        run.unfinished = Unfinished(evaluation=due[0], tell_of_save=due[1], untold=due[1])
+        self._save_checkpoint(model, trial)
+        run.unfinished = None
+        run.leave()
+        self.control.should_evaluate, self.control.should_save = due
+
+    def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
+        if self._run.unfinished is not None:  # the run had ended there, and nobody had said so
+            where = {"epoch": int(self.state.epoch or 0), "trial": trial, "start_time": start_time}
+            self._see_to(self._run.unfinished, model=self.model_wrapped, ignore_keys_for_eval=None, **where)
+        # Now, because next the best model's weights may take the place of the last step's.
+        self._run.save_at_last(lambda: self._save_checkpoint(self.model_wrapped, trial))
+        return super()._finalize_training(trial, num_train_samples, start_time)
+
+    def _see_to(self, unfinished: Unfinished, **of_epoch: Any) -> None:
+        """What those who saved the resume point had no time for."""
+        run = self._run
+        run.unfinished = None
+        self._tr_loss += unfinished.loss
+        self._total_loss_scalar -= unfinished.loss  # the mean over this start's steps is of these alone
+        self._globalstep_last_logged = unfinished.logged
+        counting = [one for one in self.callback_handler.callbacks if type(one).__name__ in unfinished.callbacks]
+        for callback in counting:
+            vars(callback).update(unfinished.callbacks[type(callback).__name__])
+        best = self.state.best_global_step
+        self.control.should_evaluate = unfinished.evaluation
+        self._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
+        if unfinished.untold:
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+        elif unfinished.tell_of_save:
+            for callback in counting:
+                callback.on_save(self.args, self.state, self.control)
+        if unfinished.epoch_end:
+            self.control = self.callback_handler.on_epoch_end(self.args, self.state, self.control)
+            self._maybe_log_save_evaluate(self._tr_loss, None, **of_epoch)
+        if self.state.best_global_step != best and self.state.best_global_step == self.state.global_step:
+            run.session.measured(self.state.best_metric)
+            self.state.best_model_checkpoint = run.resume_directory
+
+    # Saving.
+
+    def remembered(self) -> dict[str, dict[str, Any]]:
+        """What the `counting` callbacks have counted."""
+        callbacks = {type(callback).__name__: callback for callback in self.callback_handler.callbacks}
+        return {
+            name: {attribute: getattr(callbacks[name], attribute) for attribute in attributes}
+            for name, attributes in self.counting.items()
+            if name in callbacks
+        }
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        def theirs() -> None:
+            write = self.state.save_to_json
+
+            def kept(path: str) -> None:
+                with self._kept_errors():
+                    write(path)
+
+            self.state.save_to_json = kept
+            try:
+                super(ElasticTrainer, self)._save_checkpoint(model, trial)
+            finally:
+                del self.state.save_to_json
+
+        self._run.save(self, theirs)
+
+    def save_model(self, output_dir: Any = None, _internal_call: bool = False) -> None:
+        if self._run.writing is None or not self.is_deepspeed_enabled:
+            super().save_model(output_dir, _internal_call)
+            return
+        # Where it cannot gather the weights it has the engine save, which comes next in any case.
+        engine = self.model_wrapped
+        engine.save_checkpoint = functools.wraps(engine.save_checkpoint)(lambda *args, **kwargs: None)
+        try:
+            with self._kept_errors():
+                super().save_model(output_dir, _internal_call)
+        finally:
+            del engine.save_checkpoint
+
+    def _get_output_dir(self, trial: Any = None) -> str:
+        writing = self._run.writing if self.elastic_run is not None else None
+        if writing is not None and writing.directory is not None:
+            return str(writing.directory)
+        return str(super()._get_output_dir(trial))
+
+    def _kept_errors(self) -> Any:
+        """Errors of the part of a save that one rank does alone are told when the others no longer wait for it."""
+        writing = self._run.writing
+        return contextlib.nullcontext() if writing is None else writing.errors.kept()
+
+    def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
+        with self._kept_errors():
+            super()._save(output_dir, state_dict=state_dict)
+
+    def _save_rng_state(self, output_dir: Any) -> None:
+        with self._kept_errors():
+            super()._save_rng_state(output_dir)
+
+    def _save_scaler(self, output_dir: Any) -> None:
+        with self._kept_errors():
+            super()._save_scaler(output_dir)
+
+    def _push_from_checkpoint(self, checkpoint_folder: Any) -> None:
+        with self._kept_errors():
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: Any) -> None:
+        with self._kept_errors():
+            if not self.is_deepspeed_enabled:
+                super()._save_optimizer_and_scheduler(output_dir)
+                return
+            from dalsegno.elastic.deepspeed import saved_by_trainer
+
+            with saved_by_trainer(self.model_wrapped):
+                super()._save_optimizer_and_scheduler(output_dir)
+
+
+def elastic_class(base: type[Any]) -> type[Any]:
+    """``base`` made elastic."""
+    return type(base.__name__, (ElasticTrainer, base), {"__module__": base.__module__})
+
+
+def _configure_deepspeed(trainer: Any, run: Run) -> None:
+    """The engine's configuration for this world and resume point, in place of what the arguments had made of it."""
+    from dalsegno.elastic import deepspeed
+    from dalsegno.elastic.deepspeed.checks import ALLOW
+
+    plugin = trainer.accelerator.state.deepspeed_plugin
+    own = plugin.hf_ds_config.config
+    run.any_optimizer = bool(own.get(ALLOW))  # the Trainer itself will allow them all
+    made = deepspeed.config(own, run.plan, run.session.resume)
+    own.clear()
+    own.update(made)
+    plugin.deepspeed_config = own
+    # Found when the arguments were those of another world; what is wrong besides stays wrong.
+    config = plugin.hf_ds_config
+    config.mismatches = [one for one in config.mismatches if not any(size in one for size in SIZES)]
+
+
+def _check_engine(engine: Any, *, allowed: bool) -> None:
+    """DeepSpeed's own guard, which the Trainer has switched off."""
+    from dalsegno.elastic.deepspeed.checks import check_optimizer, tell
+
+    optimizer, scheduled = engine.basic_optimizer, engine.lr_scheduler is not None
+    check_optimizer(optimizer, int(engine.zero_optimization_stage()), allowed=allowed, scheduled=scheduled)
+    tell(engine)
+
+
+def _refuse_other_resume(given: Any, output_dir: Path) -> None:
+    """There is no resume point, and the script says that there is one."""
+    if given is True:
+        given = next((path for path in sorted(output_dir.glob("checkpoint-*")) if is_foreign(path)), None)
+    if given:
+        raise ValueError(
+            f"resume_from_checkpoint: {given} is not the run's. Under dlrover-run a run resumes by itself from what it "
+            "has saved; to begin with weights that are there already, load them as the model"
+        )
+
+
+@contextlib.contextmanager
+def _replaced(name: str, value: Any) -> Iterator[None]:
+    """A function that the training loop calls by its name in its module."""
+    original = getattr(upstream, name)
+    setattr(upstream, name, value)
+    try:
+        yield
+    finally:
+        setattr(upstream, name, original)

@@ -1,0 +1,533 @@
+"""Bugs planted on purpose, at least one per invariant: the simulator must see each of them.
+
+A plant replaces functions of the code under test while a schedule runs; the ledger keeps using the right ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from dalsegno.agent.decisions import directives, handling, leaving
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.decisions.decision import Turn as AgentTurn
+from dalsegno.master.brain import (
+    announcements,
+    brain,
+    calls,
+    checkpoints,
+    conversion,
+    forming,
+    listening,
+    membership,
+    recollection,
+    running,
+    scaling,
+    views,
+)
+from dalsegno.master.brain.live import State
+from dalsegno.master.brain.presences import Presences
+from dalsegno.master.brain.state import Checkpoint, Job, Node, Part, Phase
+from dalsegno.master.brain.turn import Turn
+from dalsegno.protos import control_pb2
+
+from ..plan import Plan
+from ..workers import Collective
+
+Replace = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class Plant:
+    """`owner.name` becomes `replace(original)`; one of the invariants `caught` must fail within `seeds` schedules.
+
+    Where only some schedules can show it, `kind` names them, or `suits` tells them, and only they are run and counted.
+    """
+
+    owner: Any
+    name: str
+    replace: Replace
+    caught: frozenset[str]
+    kind: str = ""
+    seeds: int = 1500
+    # Further replacements that the same bug takes.
+    also: tuple[tuple[Any, str, Replace], ...] = ()
+    suits: Callable[[Plan], bool] = lambda plan: True
+    # The seed from which on they are looked for.
+    first: int = 1
+
+    def is_shown_by(self, plan: Plan) -> bool:
+        return self.kind in ("", plan.kind) and self.suits(plan)
+
+
+@contextlib.contextmanager
+def planted(plant: Plant) -> Iterator[None]:
+    """While it lasts, the bug is there, wherever the functions were imported to."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, replace in ((plant.owner, plant.name, plant.replace), *plant.also):
+            original = getattr(owner, name)
+            replacement = replace(original)
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+            for where, module in list(sys.modules.items()):
+                ours = where.startswith(("dalsegno.master", "dalsegno.agent"))
+                if ours and getattr(module, name, None) is original:
+                    stack.enter_context(mock.patch.object(module, name, replacement))
+        yield
+
+
+# ---- the bugs -------------------------------------------------------------------------------------------------------
+
+
+def opens_without_raising_the_epoch(original: Any) -> Any:
+    def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
+        original(turn, nodes, resume)
+        if turn.job.epoch > 1 and turn.job.world is not None:
+            turn.job.epoch -= 1
+            turn.job.world = dataclasses.replace(turn.job.world, epoch=turn.job.epoch)
+
+    return open_world
+
+
+def forgets_an_epoch_on_restart(original: Any) -> Any:
+    def recover(job: Job, generation: int, now: float) -> State:
+        if job.epoch and not job.phase.has_workers:
+            job.epoch -= 1
+            job.world = None
+        state: State = original(job, generation, now)
+        return state
+
+    return recover
+
+
+def opens_another_world_in_the_same_epoch(original: Any) -> Any:
+    def recover(job: Job, generation: int, now: float) -> State:
+        if job.world is not None and len(job.world.members) > 1:
+            del job.parts[job.world.members[-1].incarnation]
+            job.world = dataclasses.replace(job.world, members=job.world.members[:-1])
+        state: State = original(job, generation, now)
+        return state
+
+    return recover
+
+
+def records_late(turn: Turn, message: control_pb2.Checkpoint) -> bool:
+    """What a closed epoch sealed becomes a part of the run. Returns whether it was that."""
+    job = turn.job
+    late = message.form == control_pb2.FORM_SHARDED and 0 < message.epoch < job.epoch
+    if not late or job.checkpoint(message.ref.digest) is not None or message.run_id != job.run_id:
+        return False
+    job.checkpoints.put(checkpoints.from_proto(message))
+    return True
+
+
+def commits_for_closed_epochs(original: Any) -> Any:
+    def commit(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Any:
+        if records_late(turn, message.checkpoint):
+            return calls.OK
+        return original[control_pb2.CommitRequest](turn, node, message)
+
+    return {**original, control_pb2.CommitRequest: commit}
+
+
+def adopts_what_older_epochs_sealed(original: Any) -> Any:
+    def adopt_sealed(turn: Turn, inventory: Any, by: Node) -> None:
+        for message in inventory:
+            records_late(turn, message)
+        original(turn, inventory, by)
+
+    return adopt_sealed
+
+
+def prunes_everything(original: Any) -> Any:
+    def prunable(job: Job) -> list[Checkpoint]:
+        return list(job.checkpoints)
+
+    return prunable
+
+
+def retires_what_is_in_use(original: Any) -> Any:
+    def in_use_digests(job: Job) -> set[str]:
+        return set()
+
+    return in_use_digests
+
+
+def forgets_the_best(original: Any) -> Any:
+    def bests(kept: Any) -> set[str]:
+        return set()
+
+    return bests
+
+
+def prunes_damaged_at_once(original: Any) -> Any:
+    def prunable(job: Job) -> list[Checkpoint]:
+        return [record for record in job.checkpoints if record.retired]
+
+    return prunable
+
+
+def deletes_late_checkpoints_at_once(original: Any) -> Any:
+    def note_late(turn: Turn, late: Any) -> None:
+        turn.job.late = [checkpoints.from_proto(message) for message in late]
+
+    return note_late
+
+
+def tells_late_members_a_newer_checkpoint(original: Any) -> Any:
+    def world_proto(job: Job, world: Any) -> control_pb2.World:
+        newest = checkpoints.resume_point(job)
+        other = dataclasses.replace(world, resume=newest.digest if newest is not None else "")
+        message: control_pb2.World = original(job, other)
+        return message
+
+    return world_proto
+
+
+def skips_the_resume_point(original: Any) -> Any:
+    def resume_point(job: Job) -> Checkpoint | None:
+        usable = [record for record in job.checkpoints if not record.retired]
+        return usable[0] if usable else None
+
+    return resume_point
+
+
+def starts_from_nothing(original: Any) -> Any:
+    def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
+        original(turn, nodes, None)
+
+    return open_world
+
+
+def grows_before_a_step(original: Any) -> Any:
+    def wants_to_grow(turn: Turn) -> bool:
+        turn.job.has_session = False
+        world = running.world_of(turn)
+        return bool(membership.newcomers(turn)) and len(world.members) < turn.job.settings.max_nodes
+
+    return wants_to_grow
+
+
+def grows_at_once(original: Any) -> Any:
+    def grow_interval(turn: Turn) -> float:
+        return 0.0
+
+    return grow_interval
+
+
+def forgets_the_limit(original: Any) -> Any:
+    def select(turn: Turn, nodes: list[Node]) -> list[Node]:
+        limit, turn.job.limit = turn.job.limit, 0
+        chosen: list[Node] = original(turn, nodes)
+        turn.job.limit = limit
+        return chosen
+
+    return select
+
+
+def never_shrinks(original: Any) -> Any:
+    def wants_to_shrink(turn: Turn) -> bool:
+        return False
+
+    return wants_to_shrink
+
+
+def says_nothing_of_the_unheard(original: Any) -> Any:
+    def without_steps(turn: Turn, world: Any) -> None:
+        return None
+
+    return without_steps
+
+
+def waits_for_nobody(original: Any) -> Any:
+    def is_gathered(turn: Turn, gathering: list[Node], ready: list[Node]) -> bool:
+        turn.job.quiet = False
+        gathered: bool = original(turn, gathering, ready)
+        return gathered
+
+    return is_gathered
+
+
+def opens_below_min(original: Any) -> Any:
+    def select(turn: Turn, nodes: list[Node]) -> list[Node]:
+        return nodes[: turn.job.settings.max_nodes]
+
+    return select
+
+
+def loads_another_shape_as_it_is(original: Any) -> Any:
+    def loads_now(job: Job, record: Checkpoint, world_size: int) -> bool:
+        job.checkpoints.put(dataclasses.replace(record, any_world_size=True))
+        return True
+
+    return loads_now
+
+
+def reshards_whatever_was_asked_for(original: Any) -> Any:
+    def resharded(job: Job, record: Checkpoint, world_size: int) -> bool:
+        return record.reshards and record.world_size != world_size
+
+    return resharded
+
+
+def never_gives_up_resharding(original: Any) -> Any:
+    return lambda turn, record: None
+
+
+def takes_the_blind(original: Any) -> Any:
+    def is_candidate(turn: Turn, node: Node) -> bool:
+        candidate: bool = original(turn, turn.update(node, sees_directory=True))
+        return candidate
+
+    return is_candidate
+
+
+def never_replaces_a_converter(original: Any) -> Any:
+    def check_owner(turn: Turn, held: Any) -> None:
+        return None
+
+    return check_owner
+
+
+def counts_only_files(original: Any) -> Any:
+    def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tuple[str, str]:
+        request.bytes_done = 0
+        answer: tuple[str, str] = original(turn, node, request)
+        return answer
+
+    return report
+
+
+def hears_only_verdicts(original: Any) -> Any:
+    def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) -> tuple[str, str]:
+        answer: tuple[str, str] = ("OK", "") if request.working else original(turn, node, request)
+        return answer
+
+    return verified
+
+
+def asks_for_a_verdict_only_twice(original: Any) -> Any:
+    def verify_pause(verification: Any) -> float:
+        return original(verification) if len(verification.unable) < 2 else 1e9
+
+    return verify_pause
+
+
+def never_sees_a_stall(original: Any) -> Any:
+    def stalled(turn: Turn) -> bool:
+        return False
+
+    return stalled
+
+
+def counts_the_finished_as_at_work(original: Any) -> Any:
+    def stalled(turn: Turn) -> bool:
+        return Part.FINISHED not in turn.job.parts.values() and original(turn)
+
+    return stalled
+
+
+def takes_the_time_between_heartbeats_for_deafness(original: Any) -> Any:
+    return 0.05
+
+
+def believes_the_first_reader(original: Any) -> Any:
+    def acquit(turn: Turn, verification: Any, record: Checkpoint) -> None:
+        checkpoints.retire(turn.job, record, damaged=True)
+        turn.notice(f"{record.name} is damaged", True)
+
+    return acquit
+
+
+def retires_without_a_word(original: Any) -> Any:
+    def retire(job: Job, record: Checkpoint, damaged: bool) -> None:
+        original(job, record, False)
+
+    return retire
+
+
+def gives_up_at_the_first_failure(original: Any) -> Any:
+    def hopeless(turn: Turn) -> bool:
+        return True
+
+    return hopeless
+
+
+def forgets_what_agents_remember(original: Any) -> Any:
+    def remember(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return remember
+
+
+def takes_the_first_agents_settings(original: Any) -> Any:
+    def restore_settings(*args: Any) -> None:
+        return None
+
+    return restore_settings
+
+
+def takes_late_news_for_news(original: Any) -> Any:
+    def last_step(turn: Turn) -> int:
+        return 0
+
+    return last_step
+
+
+def ends_with_the_first_who_finishes(original: Any) -> Any:
+    def end_of_epoch(turn: Turn) -> bool:
+        if Part.FINISHED in turn.job.parts.values():
+            running.end(turn, Phase.SUCCEEDED, "one of them finished")
+            return True
+        ended: bool = original(turn)
+        return ended
+
+    return end_of_epoch
+
+
+def reports_the_end_before_the_commit(original: Any) -> Any:
+    def report_ended(self: Any) -> None:
+        reading, self.state.reading = self.state.reading, frozenset()
+        original(self)
+        self.state.reading = reading
+
+    return report_ended
+
+
+def ignores_a_notice(original: Any) -> Any:
+    def signalled(self: Any, number: int) -> None:
+        original(self, number)
+        self.kill_workers()
+
+    return signalled
+
+
+def calls_everything_saved(original: Any) -> Any:
+    def exit_left(self: Any) -> None:
+        self.exit(ev.EXIT_LEFT, "everything is saved")
+
+    return exit_left
+
+
+def starts_beside_old_workers(original: Any) -> Any:
+    def ordered_gather(self: Any, gather: control_pb2.Gather) -> None:
+        workers, self.state.workers = self.state.workers, handling.Workers.NONE
+        original(self, gather)
+        if workers is handling.Workers.STOPPING:
+            self.state.workers = workers
+
+    return ordered_gather
+
+
+def exits_well_from_a_failed_job(original: Any) -> Any:
+    def ordered_finish(self: Any, finish: control_pb2.Finish) -> None:
+        self.exit(ev.EXIT_FINISHED, finish.message)
+
+    return ordered_finish
+
+
+def leaves_before_the_write_has_ended(original: Any) -> Any:
+    def settle(self: Collective, drain: bool) -> None:
+        self.flight = None
+        self._saved(drain, None)
+
+    return settle
+
+
+def skips_a_sample(original: Any) -> Any:
+    def init(self: Collective, sim: Any, world: control_pb2.World) -> None:
+        original(self, sim, world)
+        if world.HasField("resume"):
+            self.step += 1
+
+    return init
+
+
+def looks_at_the_silent_too_late(original: Any) -> Any:
+    def next_look(self: Presences, timeout: float) -> float | None:
+        look = original(self, timeout)
+        return None if look is None else look + timeout / 2
+
+    return next_look
+
+
+def forgets_who_was_near(original: Any) -> Any:
+    def taken(self: Presences, until: float) -> list[str]:
+        names = original(self, until)
+        return list(names[:-1])
+
+    return taken
+
+
+def plant(
+    owner: Any,
+    name: str,
+    replace: Replace,
+    *caught: str,
+    kind: str = "",
+    also: tuple[tuple[Any, str, Replace], ...] = (),
+) -> tuple[str, Plant]:
+    return replace.__name__, Plant(owner, name, replace, frozenset(caught), kind, also=also)
+
+
+PLANTS: dict[str, Plant] = dict(
+    [
+        plant(forming, "open_world", opens_without_raising_the_epoch, "one world per epoch", "epochs grow"),
+        plant(brain, "recover", forgets_an_epoch_on_restart, "epochs grow", kind="masters"),
+        plant(brain, "recover", opens_another_world_in_the_same_epoch, "one world per epoch"),
+        plant(calls, "HANDLERS", commits_for_closed_epochs, "closed epochs", kind="late"),
+        plant(checkpoints, "adopt_sealed", adopts_what_older_epochs_sealed, "closed epochs"),
+        plant(checkpoints, "prunable", prunes_everything, "deleted only when retired"),
+        plant(checkpoints, "in_use_digests", retires_what_is_in_use, "what is in use stays", "no event is set aside"),
+        plant(checkpoints, "bests", forgets_the_best, "the best stays"),
+        plant(checkpoints, "prunable", prunes_damaged_at_once, "damaged files stay for a while", kind="convert"),
+        plant(
+            checkpoints,
+            "note_late",
+            deletes_late_checkpoints_at_once,
+            "what came too late stays for a while",
+            kind="late",
+        ),
+        plant(views, "world_proto", tells_late_members_a_newer_checkpoint, "same resume point"),
+        plant(checkpoints, "resume_point", skips_the_resume_point, "newest commit", "committed steps grow"),
+        plant(forming, "open_world", starts_from_nothing, "newest commit"),
+        plant(running, "wants_to_grow", grows_before_a_step, "a step between growths"),
+        plant(running, "grow_interval", grows_at_once, "the interval between growths", kind="planned"),
+        plant(announcements, "without_steps", says_nothing_of_the_unheard, "worlds are presented", kind="planned"),
+        plant(forming, "is_gathered", waits_for_nobody, "quiet time"),
+        plant(membership, "select", opens_below_min, "size of the world"),
+        plant(membership, "select", forgets_the_limit, "scaled", kind="planned"),
+        plant(scaling, "wants_to_shrink", never_shrinks, "scaled in time", kind="planned"),
+        plant(checkpoints, "loads_now", loads_another_shape_as_it_is, "loads"),
+        plant(checkpoints, "resharded", reshards_whatever_was_asked_for, "loads"),
+        plant(checkpoints, "give_up_resharding", never_gives_up_resharding, "liveness"),
+        plant(Presences, "next_look", looks_at_the_silent_too_late, "the dead are noticed"),
+        plant(Presences, "_taken", forgets_who_was_near, "the dead are noticed"),
+        plant(membership, "is_candidate", takes_the_blind, "members see the directory", kind="disk"),
+        plant(conversion, "check_owner", never_replaces_a_converter, "liveness", kind="convert"),
+        plant(conversion, "report", counts_only_files, "who moves keeps the lease", kind="convert"),
+        plant(conversion, "verified", hears_only_verdicts, "liveness", kind="disk"),
+        plant(conversion, "verify_pause", asks_for_a_verdict_only_twice, "liveness", kind="disk"),
+        plant(running, "stalled", never_sees_a_stall, "liveness", kind="crashes"),
+        plant(running, "stalled", counts_the_finished_as_at_work, "liveness", kind="crashes"),
+        plant(listening, "DEAF_AFTER", takes_the_time_between_heartbeats_for_deafness, "liveness", kind="crashes"),
+        plant(conversion, "acquit", believes_the_first_reader, "no verifying checkpoint is skipped"),
+        plant(checkpoints, "retire", retires_without_a_word, "committed steps grow"),
+        plant(running, "hopeless", gives_up_at_the_first_failure, "no failure without a reason"),
+        plant(recollection, "remember", forgets_what_agents_remember, "one world per epoch", "epochs grow"),
+        plant(recollection, "restore_settings", takes_the_first_agents_settings, "settings stand", kind="store"),
+        plant(running, "last_step", takes_late_news_for_news, "its own save failed", kind="unheard"),
+        plant(running, "end_of_epoch", ends_with_the_first_who_finishes, "the end is saved"),
+        plant(handling, "report_ended", reports_the_end_before_the_commit, "the end is saved"),
+        plant(leaving, "signalled", ignores_a_notice, "planned changes lose nothing"),
+        plant(AgentTurn, "exit_left", calls_everything_saved, "left with everything saved"),
+        plant(directives, "ordered_gather", starts_beside_old_workers, "one epoch at a time"),
+        plant(directives, "ordered_finish", exits_well_from_a_failed_job, "exit codes"),
+        plant(Collective, "_settle", leaves_before_the_write_has_ended, "planned changes lose nothing"),
+        plant(Collective, "__init__", skips_a_sample, "each sample once"),
+    ]
+)

@@ -1,0 +1,197 @@
+"""Agents, executed as a user does it, or forked with the nursery of their standby workers (`forked`).
+
+All of a forked agent's own code runs as it would otherwise, from the console script's `main` on. Its nursery is a
+process that it has forked before anything else, and that waits to be one: `subprocess.Popen`, where the pool calls it,
+gives it the command line, the environment and the files. A second nursery is executed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import runpy
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import threading
+from collections.abc import Mapping, Sequence
+from multiprocessing import process, resource_tracker
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .forked import PRELOADED, ROOT, Forked, take_environment
+
+DLROVER_RUN = str(Path(sysconfig.get_path("scripts")) / "dlrover-run")
+NURSERY = "dalsegno.agent.processes.nursery"
+# Above whatever an agent or a nursery has open.
+_HIGH = 500
+_MAX_MESSAGE = 100_000
+
+
+def start_agent(
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    console: Path,
+    cwd: Path,
+    *,
+    executed: bool,
+    stdout: Path | None = None,
+    preloaded: str = PRELOADED,
+) -> subprocess.Popen[bytes] | Forked:
+    """Starts an agent in a session of its own.
+
+    Args:
+        command: the console script and its arguments.
+        environment: all of it.
+        console: where it writes to, as in a terminal; a file that it appends to.
+        cwd: its working directory.
+        executed: as a user starts it (any other command, too); otherwise forked.
+        stdout: where standard output goes, if not to the console.
+        preloaded: what is imported already where it is forked.
+    """
+    console.touch()
+    files = (str(stdout or console), str(console))
+    if not executed:
+        return Forked(_run_agent, list(command), dict(environment), files, str(cwd), preloaded=preloaded)
+    with open(files[0], "ab") as out, open(files[1], "ab") as errors:
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=errors,
+            start_new_session=True,
+            env=environment,
+            cwd=cwd,
+        )
+
+
+def _run_agent(command: list[str], environment: dict[str, str], files: tuple[str, str], cwd: str) -> NoReturn:
+    os.setsid()
+    # As in a terminal, also where the tests themselves run under nohup or in the background.
+    for number in (signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _forget_multiprocessing()
+    stdout, stderr = (os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for file in files)
+    _take_files({1: stdout, 2: stderr})
+    os.chdir(cwd)
+    # Before the environment: a nursery that no one has asked for carries no mark by which a test would find it.
+    seed = _Seed()
+    take_environment(environment)
+    _take_arguments(command, os.path.dirname(command[0]))
+    _customize()
+    from dalsegno.agent.commands import dlrover_run
+    from dalsegno.agent.processes import standby_pool
+
+    standby_pool.subprocess = _Subprocess(seed)  # type: ignore[assignment]
+    dlrover_run.main()
+    raise AssertionError("the agent returned")
+
+
+def _forget_multiprocessing() -> None:
+    """Nobody's child as far as libraries can see."""
+    process._parent_process = None  # type: ignore[attr-defined]
+    resource_tracker._resource_tracker._fd = None  # type: ignore[attr-defined]
+
+
+def _take_files(files: Mapping[int, int]) -> None:
+    """Descriptors by the number that they are to have; all others above 2 are closed."""
+    moved = {number: fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH) for number, fd in files.items()}
+    for number, fd in moved.items():
+        os.dup2(fd, number)
+    last = 2
+    for number in sorted(number for number in moved if number > 2):
+        os.closerange(last + 1, number)
+        last = number
+    os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _take_arguments(command: list[str], first_path: str) -> None:
+    sys.argv = command
+    sys.path[:] = [first_path, *(path for path in sys.path if path not in ("", str(ROOT)))]
+
+
+def _customize() -> None:
+    """What an interpreter does when it starts, for modules that a test has put in its way."""
+    for directory in filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)):
+        sys.path.insert(1, directory)
+        if (custom := Path(directory) / "sitecustomize.py").exists():
+            runpy.run_path(str(custom), run_name="sitecustomize")
+
+
+class _Seed:
+    """A child of this process that waits to become its nursery; it ends with this process if nobody asks for it."""
+
+    def __init__(self) -> None:
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.pid = os.fork()
+        if not self.pid:
+            self._channel.close()
+            _become_nursery(theirs)
+        theirs.close()
+
+    def grow(self, command: list[str], environment: Mapping[str, str], files: Mapping[int, int]) -> None:
+        """Returns when it has its own session."""
+        message = json.dumps([command, dict(environment), list(files)]).encode()
+        socket.send_fds(self._channel, [message], list(files.values()))
+        self._channel.recv(1)
+        self._channel.close()
+
+
+def _become_nursery(channel: socket.socket) -> NoReturn:
+    message, fds, _, _ = socket.recv_fds(channel, _MAX_MESSAGE, 16)
+    if not message:
+        os._exit(0)
+    command, environment, numbers = json.loads(message)
+    os.setsid()
+    channel.send(b".")
+    channel.detach()
+    take_environment(environment)
+    _take_files(dict(zip(numbers, fds, strict=True)))
+    # As with -u.
+    sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), write_through=True) for fd in (1, 2))
+    _take_arguments(command, os.getcwd())
+    _customize()
+    from dalsegno.agent.processes import nursery
+
+    code: object = 1
+    try:
+        nursery.main()
+        code = 0
+    except SystemExit as error:
+        code = error.code
+    finally:
+        os._exit(code if isinstance(code, int) else 1)
+
+
+class _Child(subprocess.Popen[bytes]):
+    """A child of this process that nobody has to start any more."""
+
+    def __init__(self, pid: int, command: list[str]) -> None:
+        self.pid, self.args, self.returncode = pid, command, None  # type: ignore[assignment]
+        self.stdin = self.stdout = self.stderr = None
+        self._child_created = True
+        self._waitpid_lock = threading.Lock()
+
+
+class _Subprocess:
+    """What the pool sees as the module `subprocess`."""
+
+    def __init__(self, seed: _Seed) -> None:
+        self._seed: _Seed | None = seed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(subprocess, name)
+
+    def Popen(self, command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        seed, self._seed = self._seed, None
+        if seed is None or command[1:4] != ["-u", "-m", NURSERY]:
+            return subprocess.Popen(command, **options)
+        assert options["start_new_session"]
+        files = {1: options["stdout"].fileno(), 2: options["stderr"].fileno(), **{fd: fd for fd in options["pass_fds"]}}
+        seed.grow([NURSERY, *command[4:]], options["env"], files)
+        return _Child(seed.pid, command)

@@ -1,0 +1,192 @@
+"""Runs one of the examples at a pace that a test controls: `dlrover-run ... hooked.py ddp.py --steps 100`.
+
+Steps of the second half are slow until the file `hurry` appears in DALSEGNO_TEST_HOLDS, so that a run does not end
+before what is to happen to it has happened, however busy the machine is. In the environment of an agent:
+
+    DALSEGNO_TEST_HOLDS     a directory of the test's
+    DALSEGNO_TEST_HOLD      where its workers are held, with commas: `start` (before the example runs), `saved-N` (this
+                            rank's part of the save of step N is written, the checkpoint not yet sealed), `end` (the
+                            training finished and said so, the process not yet gone). `<place>-<node>-<epoch>` appears
+                            in the directory when a worker is held; it goes on when `release` appears. With saves in the
+                            background there is `writing-N` instead of `saved-N`: this rank's part is being written
+    DALSEGNO_TEST_STEPS     so many steps of the second half each epoch makes at once; the next one lasts until the
+                            world is about to change or until `hurry`: the run does not end before, however slowly nodes
+                            come
+    DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
+    DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
+    DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
+    DALSEGNO_TEST_CHILDREN  start two DataLoader workers and a grandchild in a session of its own first
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from dalsegno.elastic import Batches, Session, background, session
+from dalsegno.elastic.saving.background_save import Background
+
+EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+HOLD_LIMIT = 180.0
+# Seconds of a step, from this part of the run on.
+SLOW_STEPS = ((0.9, 10.0), (0.75, 2.0), (0.5, 1.0), (0.0, 0.0))
+LOOK_EVERY = 0.02
+# Steps that this process, and so its epoch, has made in the second half.
+LATE_STEPS = itertools.count()
+
+
+def hold(place: str) -> None:
+    """Waits here if this process is to be held at this place."""
+    if place not in os.environ.get("DALSEGNO_TEST_HOLD", "").split(","):
+        return
+    directory = Path(os.environ["DALSEGNO_TEST_HOLDS"])
+    (directory / f"{place}-{os.environ['DALSEGNO_NODE']}-{os.environ['DALSEGNO_EPOCH']}").touch()
+    deadline = time.monotonic() + HOLD_LIMIT
+    while not (directory / "release").exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"held at {place} for {HOLD_LIMIT:.0f} s")
+        time.sleep(LOOK_EVERY)
+
+
+def in_a_hurry() -> bool:
+    """Nothing more is to happen to the run."""
+    return (Path(os.environ["DALSEGNO_TEST_HOLDS"]) / "hurry").exists()
+
+
+def wait_for_the_test(steps: int) -> None:
+    """Makes the present step of so many long, if it is in the run's second half."""
+    free = int(os.environ.get("DALSEGNO_TEST_STEPS", 0))
+    if free:
+        slow = HOLD_LIMIT if session().step >= steps // 2 and next(LATE_STEPS) >= free else 0.0
+    else:
+        slow = next(seconds for part, seconds in SLOW_STEPS if session().step >= part * steps)
+    deadline = time.monotonic() + slow
+    while time.monotonic() < deadline and not in_a_hurry() and not session().should_drain:
+        if free:
+            session().busy()  # It is no stall.
+        time.sleep(LOOK_EVERY)
+
+
+def slow_down(steps: int) -> None:
+    """Lets steps of the second half last long, unless the test is in a hurry or the world is about to change."""
+    import common  # The example's own, from its directory.
+
+    plain = common.StepClock.wait
+
+    def wait(self: Any) -> None:
+        if not in_a_hurry():
+            plain(self)
+            wait_for_the_test(steps)
+
+    common.StepClock.wait = wait
+
+
+def hold_saves() -> None:
+    """Puts the place `saved-N` behind the script's own writing."""
+    plain = Session.save
+
+    def save(self: Session, write: Any, **options: Any) -> Any:
+        if isinstance(write, Background):
+            return plain(self, write, **options)
+
+        def write_and_hold(path: Path) -> None:
+            write(path)
+            hold(f"saved-{self.step}")
+
+        write_and_hold.reshards = getattr(write, "reshards", False)  # type: ignore[attr-defined]
+        return plain(self, write_and_hold, **options)
+
+    Session.save = save  # type: ignore[method-assign]
+
+
+class Held:
+    """Is pickled as 0, once this process is not held at a place any more."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __deepcopy__(self, memo: object) -> Held:
+        return self
+
+    def __reduce__(self) -> tuple[type[int], tuple[int]]:
+        hold(self.place)
+        return int, (0,)
+
+
+def save_in_background() -> None:
+    """Has what the example writes written in the background instead, behind the place `writing-N`."""
+    plain = Session.save
+
+    def save(self: Session, write: Any, **options: Any) -> Any:
+        def state() -> dict[str, Any]:
+            with tempfile.TemporaryDirectory() as made:
+                write(Path(made))
+                files: dict[str, Any] = {path.name: path.read_bytes() for path in Path(made).iterdir()}
+            return {
+                f"held-{self.rank}.pt": Held(f"writing-{self.step}"),
+                f"more-{self.rank}.bin": bytes(300_000),
+                **files,
+            }
+
+        return plain(self, background(state), **options)
+
+    Session.save = save  # type: ignore[method-assign]
+
+
+def be_strange() -> None:
+    """What a version of DeepSpeed that came after the save may be like: only loading finds out."""
+    from dalsegno.elastic.deepspeed import checks, loading
+
+    assert checks.whole_parameters is loading.whole_parameters
+    loading.whole_parameters = lambda engine: False
+
+
+def read_in_processes(context: str) -> None:
+    """Has the example's batches read by DataLoader processes."""
+    plain = Batches.__init__
+
+    def init(self: Any, *arguments: Any, **options: Any) -> None:
+        loader = {"num_workers": 2, "multiprocessing_context": context}
+        plain(self, *arguments, loader_options=loader, **options)
+
+    Batches.__init__ = init  # type: ignore[method-assign]
+
+
+def start_children() -> Any:
+    """Two DataLoader workers at work and a grandchild that left the process group; kept until this process ends."""
+    data = torch.utils.data.TensorDataset(torch.zeros(1 << 20, 1))
+    batches = iter(DataLoader(data, batch_size=1, num_workers=2, persistent_workers=True))
+    next(batches)
+    code = "import subprocess, sys; subprocess.run(['sleep', '600'], start_new_session=True)"
+    return batches, subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+
+
+def main() -> None:
+    example = EXAMPLES / sys.argv[1]
+    sys.argv = [str(example), *sys.argv[2:]]
+    sys.path.insert(0, str(EXAMPLES))
+    kept = start_children() if os.environ.get("DALSEGNO_TEST_CHILDREN") else None
+    slow_down(next(int(flag.partition("=")[2]) for flag in sys.argv if flag.startswith("--steps=")))
+    save_in_background() if os.environ.get("DALSEGNO_TEST_BACKGROUND") else hold_saves()
+    if os.environ.get("DALSEGNO_TEST_LOADERS"):
+        read_in_processes(os.environ["DALSEGNO_TEST_LOADERS"])
+    if os.environ.get("DALSEGNO_TEST_STRANGE"):
+        be_strange()
+    hold("start")
+    runpy.run_path(str(example), run_name="__main__")
+    hold("end")
+    del kept
+
+
+if __name__ == "__main__":
+    main()

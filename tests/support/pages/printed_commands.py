@@ -1,0 +1,205 @@
+"""How each printed command is run. One that is not here fails `tests/unit/house/test_printed.py`.
+
+Most run by themselves (`Run`) in a scratch copy, with flags appended where time demands; some are lines of a scene
+(`Scene`) that is a test by itself. What cannot run inside the tests says why, and what covers it instead (`Elsewhere`);
+what nobody is meant to type as it stands says so (`Name`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Run:
+    """It is typed as it is printed, and ends with 0.
+
+    Attributes:
+        more: appended.
+        says: a pattern in what it says.
+        replaced: placeholders, and what stands for them.
+        full: only in `make test-all`.
+    """
+
+    more: str = ""
+    says: str = ""
+    replaced: dict[str, str] = field(default_factory=dict)
+    full: bool = False
+
+
+@dataclass(frozen=True)
+class Scene:
+    """It is a line of the scene that this test in `tests/integration/test_printed_scenes.py` plays."""
+
+    test: str
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """It cannot run inside the tests. `by`: a target of the Makefile that `make -n` shall know, or a test."""
+
+    why: str
+    by: str
+
+
+@dataclass(frozen=True)
+class Name:
+    """Nothing to type as it stands: a name, a part of a command, or another program's."""
+
+    why: str
+
+
+How = Run | Scene | Elsewhere | Name
+
+_NETWORK = "installs from the network, for minutes; CI does it on a bare machine"
+_HOURS = "measures for a long time, on a machine that does nothing else"
+_CARD = "shows nothing without a card, and says so"
+_PROGRAM = "names a program, with no arguments of a training"
+_INSIDE = "how one part of the product starts another"
+_STEPS = "--steps=4 --save-every=2"
+_SWIFT = "a program of ms-swift's, named"
+
+COMMANDS: dict[str, How] = {
+    # The examples, as their docstrings print them.
+    "python examples/ddp.py": Run(_STEPS, says="nothing will be saved"),
+    "torchrun --nproc-per-node 2 examples/ddp.py": Run("--steps=10 --save-every=2", says=r"step 10: .*2 ranks"),
+    "dlrover-run --nnodes=1:4 examples/ddp.py": Run(_STEPS, says="finished at step 4"),
+    "python examples/train.py": Run(f"{_STEPS} --layers=1", says="nothing will be saved"),
+    "torchrun --nproc-per-node 2 examples/train.py": Run(f"{_STEPS} --layers=1", full=True),
+    "dlrover-run --nnodes=1:4 --universal-checkpoint examples/train.py": Run(
+        f"{_STEPS} --layers=1", says="finished at step 4", full=True
+    ),
+    "python examples/trainer.py": Run(_STEPS, says="4 steps; nothing was saved"),
+    "torchrun --nproc-per-node 2 examples/trainer.py": Run(_STEPS, says="4 steps; nothing was saved", full=True),
+    "dlrover-run --nnodes=1:4 examples/trainer.py": Run(_STEPS, says="4 steps; best: step-4"),
+    "python examples/hf_trainer.py": Run(_STEPS, says="4 steps, in out", full=True),
+    "torchrun --nproc-per-node 2 examples/hf_trainer.py": Run(_STEPS, says="4 steps, in out", full=True),
+    "dlrover-run --nnodes=1:4 examples/hf_trainer.py": Run(_STEPS, says="finished at step 4", full=True),
+    # The README, from top to bottom.
+    "dlrover-run --nnodes=1:4 train.py": Scene("test_the_first_command_runs_the_printed_script"),
+    "python3 -m venv .venv && . .venv/bin/activate": Run(replaced={".venv": "another"}, full=True),
+    "pip install torch==2.13.0": Elsewhere(_NETWORK, "install"),
+    "pip install -e '.[train]'": Elsewhere(_NETWORK, "install"),
+    "dlrover-run --nnodes=1:4 --universal-checkpoint examples/train.py --steps=1000": Scene("test_the_quickstart"),
+    "kill -9": Scene("test_the_quickstart"),
+    "dalsegno status": Scene("test_the_quickstart"),
+    "dalsegno scale 1": Scene("test_the_quickstart"),
+    "dalsegno scale 4": Scene("test_the_quickstart"),
+    "dalsegno checkpoints ls DIR": Scene("test_the_quickstart"),
+    "dalsegno checkpoints verify DIR": Scene("test_the_quickstart"),
+    "dalsegno checkpoints show DIR": Scene("test_the_quickstart"),
+    "dalsegno checkpoints prune --keep=3 DIR": Scene("test_the_quickstart"),
+    "dlrover-run --nnodes=1:4 --universal-checkpoint train.py --save-dir '${save_dir}'": Scene(
+        "test_a_script_without_a_session"
+    ),
+    "mkdir -p /var/lib/dalsegno": Scene("test_a_master_that_is_a_service"),
+    "(umask 077; openssl rand -hex 32 > token)": Scene("test_a_master_that_is_a_service"),
+    "openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out cert.pem -days 365 -subj /CN=gpt"
+    " -addext subjectAltName=DNS:HOST": Scene("test_a_master_that_is_a_service"),
+    "dlrover-master --job-id=gpt --host=0.0.0.0 --port=29400 --store=sqlite:////var/lib/dalsegno/gpt.sqlite"
+    " --nnodes=1:4 --token-file=token --tls-cert=cert.pem --tls-key=key.pem": Scene("test_a_master_that_is_a_service"),
+    "dlrover-run --nnodes=1:4 --job-id=gpt --master=HOST:29400 --token-file=token --tls-ca=cert.pem"
+    " --checkpoint-dir=/shared/checkpoints train.py": Scene("test_a_master_that_is_a_service"),
+    "torchrun --rdzv-backend=dalsegno --rdzv-endpoint=HOST:PORT --rdzv-id=JOB": Elsewhere(
+        "a node of a job with a master, under torchrun",
+        "tests/integration/test_agent_jobs.py::test_plain_torchrun",
+    ),
+    # The Makefile, and what CONTRIBUTING.md says.
+    "make demo": Run(says="consumed every sample once", full=True),
+    "make demo TORCH=...": Elsewhere(_NETWORK, "demo TORCH=torch"),
+    "python -m examples.demo": Elsewhere("is what `make demo` runs", "demo"),
+    "make test": Elsewhere("this test is a part of it", "test"),
+    "make test-all": Elsewhere("this test is a part of it", "test-all"),
+    "make lint": Elsewhere("`make test` begins with it", "lint"),
+    "make format": Run(),
+    "make bench": Elsewhere(_HOURS, "bench"),
+    "make test-gpu": Elsewhere(_CARD, "test-gpu"),
+    "make test-gpu PYTHON=...": Elsewhere(_CARD, "test-gpu PYTHON=python3"),
+    "make bench-gpu": Elsewhere(_CARD, "bench-gpu"),
+    "make bench-gpu PYTHON=...": Elsewhere(_CARD, "bench-gpu PYTHON=python3"),
+    "make test-gpu PYTHON=/opt/torch/bin/python": Elsewhere(_CARD, "test-gpu PYTHON=python3"),
+    "make bench-gpu PYTHON=/opt/torch/bin/python": Elsewhere(_CARD, "bench-gpu PYTHON=python3"),
+    "make test-gpu PYTHON=.venv/bin/python FLAGS=--device=cpu": Elsewhere(
+        "`make test` runs the same tests on the CPU", "test-gpu PYTHON=python3"
+    ),
+    "make protos": Elsewhere(
+        "needs the generators of the network, which `make test` installs",
+        "tests/unit/protos/test_protos.py::test_generated_code_is_up_to_date",
+    ),
+    "make simulate SEED=42 RUNS=1": Run(),
+    "make fuzz SEED=1 COUNT=1000": Run(replaced={"COUNT=1000": "COUNT=20"}, full=True),
+    "make simulate SEED=1 RUNS=2000": Elsewhere("`make test` runs these very schedules", "simulate SEED=1 RUNS=2000"),
+    ".venv/bin/python -m pytest tests/unit -k sampler": Run(full=True, says="passed"),
+    ".venv/bin/python -m pytest tests/integration/test_membership.py -k joins --repeat 20": Run(
+        "--repeat 1", says="passed", full=True
+    ),
+    "python -m tests.unit.protos.test_protos": Run(),
+    "python -m benchmarks peers": Elsewhere(_HOURS, "bench"),
+    "python -m benchmarks rendezvous": Elsewhere(_HOURS, "bench"),
+    "python -m benchmarks [NAME ...]": Elsewhere(_HOURS, "bench"),
+    "python -m benchmarks sampler": Elsewhere(_HOURS, "bench"),
+    "python -m benchmarks gpu": Elsewhere(_CARD, "bench-gpu"),
+    "python -m benchmarks gpu --device=cpu --sizes=0.05": Run("--repeats=1 --saves=1", says="standby", full=True),
+    "python -m benchmarks.reshard": Run("--megabytes=20 --repeats=1", full=True),
+    "python -m benchmarks.convert --directory DIR": Run("--megabytes=20 --repeats=1", replaced={"DIR": "."}, full=True),
+    "python -m benchmarks.convert_once WAY": Elsewhere(_INSIDE, "bench"),
+    # Conversion.
+    "dalsegno convert checkpoints/global_step400 universal/global_step400": Scene("test_a_conversion_by_hand"),
+    "dalsegno convert": Name(_PROGRAM),
+    "dalsegno convert SRC DST": Elsewhere(
+        "a synopsis", "tests/integration/zero/test_convert_command.py::test_a_checkpoint_of_deepspeeds"
+    ),
+    "dalsegno scale": Name(_PROGRAM),
+    "dalsegno doctor": Name(_PROGRAM),
+    "dalsegno doctor examples/train.py --steps=1000": Run(says="change of the world: goes on as it is"),
+    "dalsegno doctor train.py": Elsewhere("a name", "tests/integration/test_doctor.py::test_a_script_that_fails"),
+    "dalsegno status | checkpoints | convert | doctor": Name(_PROGRAM),
+    "python -m dalsegno.elastic.universal": Elsewhere(
+        _INSIDE, "tests/integration/zero/test_conversion.py::test_killed_and_followed"
+    ),
+    "python -m dalsegno.elastic.universal --source DIR --target DIR [--digest …] [--earlier DIR …]": Elsewhere(
+        _INSIDE, "tests/integration/zero/test_conversion.py::test_killed_and_followed"
+    ),
+    "python -m dalsegno.elastic.universal --source DIR --target DIR [--earlier DIR ...]": Elsewhere(
+        _INSIDE, "tests/integration/zero/test_conversion.py::test_killed_and_followed"
+    ),
+    # ms-swift.
+    "pip install -e '.[train,swift]'": Elsewhere(_NETWORK, "install"),
+    "pip install -e '.[train,hf]'": Elsewhere(_NETWORK, "install"),
+    "NPROC_PER_NODE=4 swift sft --model … --dataset … --deepspeed zero1 --per_device_train_batch_size 2"
+    " --gradient_accumulation_steps 4 --save_steps 100 --output_dir out": Scene("test_ms_swift"),
+    "dlrover-run --nnodes=1:4 --nproc-per-node=4 --checkpoint-dir=/shared/checkpoints -m dalsegno.swift_plugin.sft"
+    " --model … --dataset … --deepspeed zero1 --per_device_train_batch_size 2 --global_batch_size 32 --save_steps 100"
+    " --output_dir /shared/out --universal-checkpoint": Scene("test_ms_swift"),
+    'dlrover-run --nnodes=1:4 … -m swift.cli.sft … --external_plugins "$(python -m dalsegno.swift_plugin)"'
+    " --callbacks dalsegno": Scene("test_ms_swift"),
+    "python -m dalsegno.swift_plugin": Run(says=r"external"),
+    "dlrover-run --nnodes=1:4 … -m dalsegno.swift_plugin.sft …": Scene("test_ms_swift"),
+    "dlrover-run … -m dalsegno.swift_plugin.sft …": Name("in short what docs/ms-swift.md prints in full"),
+    "dlrover-run … -m dalsegno.swift_plugin.pt …": Elsewhere(
+        "as sft, with texts", "tests/integration/test_swift.py::test_changes_of_the_world"
+    ),
+    "dlrover-run … -m dalsegno.swift_plugin.rlhf …": Elsewhere(
+        "as sft, with pairs", "tests/integration/test_swift.py::test_changes_of_the_world"
+    ),
+    "dlrover-run --nnodes=1:4 … swift sft …": Name("of a DLRover set-up, which it is about leaving"),
+    "swift sft": Name(_SWIFT),
+    "swift sft …": Name(_SWIFT),
+    "swift pt": Name(_SWIFT),
+    "swift rlhf": Name(_SWIFT),
+    "swift infer": Name(_SWIFT),
+    "swift export": Name(_SWIFT),
+    "swift infer --adapters out/checkpoint-100": Name("a conversation; what it reads are the Trainer's own files"),
+    "cp -rL": Name("of coreutils"),
+    "dlrover-run --keep-checkpoints": Name("a flag"),
+    # Inside.
+    "python -m dalsegno.master": Elsewhere(
+        _INSIDE, "tests/integration/test_agent_jobs.py::test_status_of_an_embedded_job"
+    ),
+    "python -m": Name(_INSIDE),
+    "python -I -S": Name(_INSIDE),
+    "python -u -m dalsegno.agent.processes.nursery --channel FD …": Name(_INSIDE),
+    "python -u script.py …": Name(_INSIDE),
+    "python -u -m module …": Name(_INSIDE),
+    "python train.py": Elsewhere("the demo's undisturbed run", "demo"),
+}

@@ -1,0 +1,37 @@
+"""For ms-swift's ``--external_plugins`` in tests: ``--callbacks steps`` logs steps, at the test's pace.
+
+``STEP_LOG`` in the environment is the directory of the log; DALSEGNO_TEST_HOLDS: see `hooked`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from swift.callbacks import callbacks_map
+
+ROOT = Path(__file__).resolve().parents[3]
+sys.path += [str(ROOT), str(ROOT / "examples")]
+
+import hf_trainer  # noqa: E402
+
+from tests.support.jobs import hooked  # noqa: E402
+
+
+class Steps(hf_trainer.StepLog):  # type: ignore[misc]  # transformers is not typed
+    """The example's log of steps, for ms-swift, which makes its callbacks itself."""
+
+    def __init__(self, args: Any, trainer: Any) -> None:
+        super().__init__(os.environ.get("STEP_LOG"))
+        self.trainer = trainer
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if "DALSEGNO_TEST_HOLDS" in os.environ and not hooked.in_a_hurry():
+            time.sleep(0.3)
+            hooked.wait_for_the_test(args.max_steps)
+
+
+callbacks_map["steps"] = Steps

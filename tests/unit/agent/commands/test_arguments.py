@@ -1,0 +1,230 @@
+"""The command line of dlrover-run: every torchrun flag, ours, and one clear line for bad input."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed import run as torchrun
+
+from dalsegno.agent.commands import dlrover_run
+from dalsegno.agent.commands.arguments import UsageError, build_parser, ignored, parse
+
+
+def test_every_flag_of_torchrun_is_known() -> None:
+    """A flag that the installed torch has and we don't would be refused."""
+    theirs = {flag for action in torchrun.get_args_parser()._actions for flag in action.option_strings}
+    ours = {flag for action in build_parser({})._actions for flag in action.option_strings}
+    assert theirs - ours == set()
+
+
+def test_torch_reads_our_namespace() -> None:
+    """What torch's launcher wants of a parsed command line is there, under torch's names."""
+    wanted = set(vars(torchrun.get_args_parser().parse_args(["x.py"])))
+    ours = set(vars(parse(["x.py"], {})))
+    # Without effect here, and under another name so that torch does not act on them.
+    assert wanted - ours == {"node_rank", "master_addr", "master_port"}
+
+
+def test_flags_environment_and_spellings() -> None:
+    """The flag wins over the environment, the environment over the default; both spellings are the same."""
+    environ = {"PET_NNODES": "2:3", "PET_NODE_TIMEOUT": "7", "PET_UNIVERSAL_CHECKPOINT": "1", "PET_MAX_RESTARTS": "9"}
+    options = parse(["--max_restarts=5", "--grow-interval", "auto", "train.py", "--nnodes", "8"], environ)
+    assert (options.min_nodes, options.max_nodes) == (2, 3)
+    assert options.node_timeout == 7.0
+    assert options.universal_checkpoint is True
+    assert options.max_restarts == 5
+    assert options.grow_interval == -1.0
+    assert options.training_script_args == ["--nnodes", "8"]
+    assert parse(["x.py"], {}).max_restarts == 3
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "expected"),
+    [
+        (["x.py"], {}, None),
+        (["x.py"], {"DLROVER_MASTER_ADDR": "h:1"}, "h:1"),
+        (["--master", "m:2", "x.py"], {"DLROVER_MASTER_ADDR": "h:1"}, "m:2"),
+        (["--rdzv-endpoint", "r:3", "x.py"], {"DLROVER_MASTER_ADDR": "h:1"}, "r:3"),
+        (["--standalone", "x.py"], {"DLROVER_MASTER_ADDR": "h:1"}, None),
+    ],
+)
+def test_where_the_master_is(arguments: list[str], environ: dict[str, str], expected: str | None) -> None:
+    """An explicit argument is never overridden by the environment."""
+    assert parse(arguments, environ).master == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environ", "word"),
+    [
+        (["--nnodes=4:1", "x.py"], {}, "did you mean 1:4"),
+        (["--nnodes=0", "x.py"], {}, "at least 1"),
+        (["--nnodes=a:b", "x.py"], {}, "MIN:MAX"),
+        (["--nproc-per-node=0", "x.py"], {}, "at least 1 worker"),
+        (["--no-such-flag", "x.py"], {}, "--no-such-flag"),
+        (["--node-timeout=3.9", "x.py"], {}, "so that is the least"),
+        (["--drain-timeout=0", "x.py"], {}, "more than 0"),
+        (["--drain-timeout=soon", "x.py"], {}, "no number of seconds"),
+        (["--grow-interval=-3", "x.py"], {}, "no number of seconds"),
+        (["--master=host", "x.py"], {}, "HOST:PORT"),
+        (["--master=host:99999", "x.py"], {}, "HOST:PORT"),
+        (["x.py"], {"DLROVER_MASTER_ADDR": "nonsense"}, "DLROVER_MASTER_ADDR"),
+        (["x.py"], {"PET_NNODES": "4:1"}, "did you mean"),
+        (["--job-id=a/b", "x.py"], {}, "no job id"),
+        (["--node-unit=3", "--nnodes=1:2", "x.py"], {}, "--node-unit=3 does not fit --nnodes=1:2"),
+        (["--node-unit=2", "--nnodes=3:3", "x.py"], {}, "--node-unit=2 does not fit --nnodes=3:3"),
+        (["--node-name=a/../b", "x.py"], {}, "the name is 'a/../b': no slashes"),
+        (["--node-name=" + 201 * "n", "x.py"], {}, "is 201 long, at most 200"),
+        (["--node-name=\x1b[2J", "x.py"], {}, "cannot be printed"),
+        (["-m", "--no-python", "x"], {}, "exclude each other"),
+        (["--standalone", "--master=h:1", "x.py"], {}, "--standalone"),
+        (["--tls-cert=c", "x.py"], {}, "--tls-key"),
+        (["--redirects=9", "x.py"], {}, "neither"),
+        (["--nnod=2", "x.py"], {}, "--nnod"),
+        ([], {}, "training_script"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments: list[str], environ: dict[str, str], word: str) -> None:
+    """The line names the cause."""
+    with pytest.raises(UsageError) as error:
+        parse(arguments, environ)
+    assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_flags_of_dlrover_are_accepted_with_a_word() -> None:
+    """Command lines written for DLRover work, and say what has no effect."""
+    options = parse(
+        ["--network-check", "--save_at_breakpoint", "--master-port", "29500", "x.py", "--network-check"], {}
+    )
+    lines = ignored(options)
+    assert [line.split()[0] for line in lines] == ["--network-check", "--save-at-breakpoint", "--master-port"]
+    assert ignored(parse(["x.py"], {})) == []
+    (line,) = ignored(parse(["--tls-ca=ca.pem", "x.py"], {"PET_TOKEN_FILE": "token"}))
+    assert line.startswith("--token-file, --tls-ca without --master: no effect")
+    assert ignored(parse(["--tls-ca=ca.pem", "--master=h:1", "x.py"], {})) == []
+
+
+# Those that dlrover-run of DLRover's main branch adds to torchrun's, each as its help spells it first.
+DLROVER = (
+    *("--precheck=1", "--node_unit=1", "--auto_config", "--auto_tunning", "--exclude-straggler"),
+    *("--save_at_breakpoint", "--accelerator=nvidia.com/gpu", "--training_port=60000", "--numa-affinity"),
+    *("--membind-policy=bind", "--network-check", "--comm-perf-test", "--ucp_device_type=cpu"),
+)
+
+
+@pytest.mark.parametrize("flag", DLROVER)
+def test_every_flag_of_dlrover_is_known(flag: str) -> None:
+    """A command line written for it is not refused, and each flag but our own --node-unit says that it does nothing."""
+    name = flag.split("=")[0].replace("_", "-")
+    said = [line.split()[0] for line in ignored(parse([flag, "x.py"], {}))]
+    assert said == ([] if name == "--node-unit" else [name])
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [("rdzv-conf", "timeout=9"), ("monitor-interval", "5"), ("start-method", "fork"), ("shutdown-timeout", "7")],
+)
+def test_flags_of_torchrun_without_effect_say_so(flag: str, value: str) -> None:
+    """Given as a flag or by environment, even with torch's default; torch's launcher reads what was given."""
+    name = flag.replace("-", "_")
+    for options in (
+        parse([f"--{flag}={value}", "x.py"], {}),
+        parse(["x.py"], {f"PET_{name.upper()}": value}),
+    ):
+        assert [line.split()[0] for line in ignored(options)] == [f"--{flag}"]
+        assert str(getattr(options, name)).removesuffix(".0") == value
+    default = getattr(torchrun.get_args_parser().parse_args(["x.py"]), name)
+    assert getattr(parse(["x.py"], {}), name) == default
+
+
+def test_a_switch_of_torchrun_without_effect_says_so() -> None:
+    """--run-path."""
+    assert [line.split()[0] for line in ignored(parse(["--run-path", "x.py"], {}))] == ["--run-path"]
+    assert ignored(parse(["--start-method=spawn", "--shutdown-timeout=0", "x.py"], {}))[1:] != []
+
+
+def options_for(script: str, *arguments: str, module: bool = False) -> argparse.Namespace:
+    return parse([*(["-m"] if module else []), script, *arguments], {})
+
+
+def test_the_default_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same user, script and arguments: same job, from wherever; any difference: another."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my train!.py").touch()
+    one = dlrover_run.default_job_id(options_for("my train!.py", "--lr", "1"), "ann")
+    assert one == dlrover_run.default_job_id(options_for(str(tmp_path / "my train!.py"), "--lr", "1"), "ann")
+    others = [
+        dlrover_run.default_job_id(options_for("my train!.py", "--lr", "2"), "ann"),
+        dlrover_run.default_job_id(options_for("my train!.py", "--lr", "1"), "bob"),
+        dlrover_run.default_job_id(options_for("my train!.py", "--lr1"), "ann"),
+        dlrover_run.default_job_id(options_for("other.py", "--lr", "1"), "ann"),
+    ]
+    assert len({one, *others}) == 5
+    assert parse(["--job-id", one, "x.py"], {}).job_id == one
+    assert one.startswith("my-train-")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["missing.py"], "missing.py does not exist"),
+        (["-m", "no_such_module_here.sub"], "no module no_such_module_here"),
+        (["--no-python", "no-such-program-here"], "no-such-program-here does not exist"),
+        (["--nnodes=4:1", "x.py"], "did you mean 1:4"),
+        (["--checkpoint-dir", "/proc/nowhere", "SELF"], "cannot be written"),
+        (["--master=127.0.0.1:9", "--connect-timeout=1", "--checkpoint-dir=ck", "--job-id=j", "SELF"], "127.0.0.1:9"),
+        (["--master", "127.0.0.1:9", "--tls-ca", "no.pem", "--checkpoint-dir", "ck", "SELF"], "no.pem"),
+        (["--master", "127.0.0.1:9", "--token-file", "no", "--checkpoint-dir", "ck", "SELF"], "token file no"),
+        (["--nproc-per-node", "many", "--checkpoint-dir", "ck", "SELF"], "many"),
+    ],
+)
+@pytest.mark.timeout(60)
+def test_the_program_says_one_line_and_exits_with_2(tmp_path: Path, arguments: list[str], word: str) -> None:
+    """Bad input of every kind, through the real program."""
+    script = tmp_path / "script.py"
+    script.write_text("print('started')\n")
+    command = [
+        sys.executable,
+        "-m",
+        "dalsegno.agent.commands.dlrover_run",
+        *(a.replace("SELF", str(script)) for a in arguments),
+    ]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stdout == ""
+    lines = done.stderr.strip().splitlines()
+    assert len(lines) == 1, done.stderr
+    assert word in lines[0]
+
+
+def test_without_torch_it_names_the_extra(tmp_path: Path) -> None:
+    """On a base install the trainer's command says what to install."""
+    (tmp_path / "x.py").touch()
+    code = (
+        "import importlib.util as u, sys\n"
+        "real = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'torch' else real(name, *a)\n"
+        "from dalsegno.agent.commands import dlrover_run as cli\n"
+        "sys.exit(cli.run(['x.py']))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "dalsegno[train]" in done.stderr
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    """Help is there at once, because nothing heavy is imported for it."""
+    code = (
+        "import sys\nfrom dalsegno.agent.commands import dlrover_run as cli\n"
+        "try:\n    cli.run(['--help'])\n"
+        "except SystemExit:\n    sys.exit(int('torch' in sys.modules or 'grpc' in sys.modules))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert "--universal-checkpoint" in done.stdout
+    # What it does, not only what it is about.
+    assert "hand this flag to the script" in " ".join(done.stdout.split())

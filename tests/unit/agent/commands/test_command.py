@@ -1,0 +1,222 @@
+"""`dalsegno`: what it says of checkpoints and of the installation, and its exit codes."""
+
+from __future__ import annotations
+
+import configparser
+import importlib.metadata
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dalsegno.agent.commands import dalsegno, doctor
+from dalsegno.elastic.checkpoint import Best, LocalLock
+from dalsegno.elastic.universal.journal import Journal
+from tests.support.pages.sources import ROOT
+from tests.unit.agent.storage.test_storage import make_checkpoint
+
+Output = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> Path:
+    """A checkpoint directory: a finished run of one checkpoint, and one with a sealed and an unsealed one."""
+    make_checkpoint(tmp_path / "job" / "run-0001", "step-3.e1.1")
+    (tmp_path / "job" / "run-0001" / "FINISHED.json").write_text("{}")
+    make_checkpoint(tmp_path / "job" / "run-0002", "step-5.e2.1")
+    (tmp_path / "job" / "run-0002" / "step-6.e2.1").mkdir()
+    (tmp_path / ".dalsegno" / "job").mkdir(parents=True)
+    return tmp_path
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("below", ["", "job", "job/run-0002"])
+def test_ls_finds_the_runs_from_any_level(checkpoints: Path, capsys: Output, below: str) -> None:
+    """Each run with its checkpoints, their form and shape; what is not sealed, and why it does not count."""
+    assert dalsegno.run(["checkpoints", "ls", str(checkpoints / below)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    run = lines.index(str(checkpoints / "job" / "run-0002"))
+    assert lines[run + 1].split(", ")[:2] == ["  step-5.e2.1  sharded", "ddp"]
+    assert lines[run + 2].startswith("  step-6.e2.1  not usable: ")
+    assert (f"{checkpoints}/job/run-0001 (finished)" in lines) == (below != "job/run-0002")
+    assert not any(".dalsegno" in line for line in lines)
+
+
+@pytest.mark.parametrize("action", ["ls", "verify"])
+def test_an_empty_directory_says_so(tmp_path: Path, capsys: Output, action: str) -> None:
+    """Silence could be taken for "all is well"; a directory that does not exist is bad usage."""
+    assert dalsegno.run(["checkpoints", action, str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"no checkpoints in {tmp_path}\n"
+    assert dalsegno.run(["checkpoints", action, str(tmp_path / "nothing")]) == 2
+    assert capsys.readouterr().err == f"dalsegno: error: {tmp_path / 'nothing'} is no directory\n"
+
+
+def test_verify_reads_every_byte(checkpoints: Path, capsys: Output) -> None:
+    """A flipped bit is named with its file and makes the exit code 1; unsealed ones cannot be intact either."""
+    sound, bad = (checkpoints / "job" / name for name in ("run-0001/step-3.e1.1", "run-0002/step-5.e2.1"))
+    assert dalsegno.run(["checkpoints", "verify", str(sound)]) == 0
+    assert capsys.readouterr().out == f"{sound}: intact\n"
+    (bad / "model.pt").write_bytes(b"wEights")
+    assert dalsegno.run(["checkpoints", "verify", str(checkpoints)]) == 1
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == f"{sound}: intact"
+    assert second.startswith(f"{bad}: ")
+    assert "model.pt" in second
+    assert third.startswith(f"{bad.parent / 'step-6.e2.1'}: ")
+
+
+def test_show_prints_the_manifest_and_its_digest(checkpoints: Path, capsys: Output) -> None:
+    """As JSON; of what is not sealed there is none."""
+    path = checkpoints / "job" / "run-0002" / "step-5.e2.1"
+    assert dalsegno.run(["checkpoints", "show", str(path)]) == 0
+    *text, digest = capsys.readouterr().out.splitlines()
+    manifest = dalsegno.Manifest.read(path)
+    assert json.loads("\n".join(text)) == json.loads(manifest.to_bytes())
+    assert digest == f"digest {manifest.digest}"
+    assert dalsegno.run(["checkpoints", "show", str(path.parent / "step-6.e2.1")]) == 2
+    assert "is no sealed checkpoint" in capsys.readouterr().err
+
+
+def names(run: Path) -> list[str]:
+    return sorted(path.name for path in run.glob("step-*"))
+
+
+def prune(directory: Path, *flags: str) -> int:
+    return dalsegno.run(["checkpoints", "prune", str(directory), *flags])
+
+
+@pytest.fixture
+def finished(tmp_path: Path) -> Path:
+    """A finished run of four checkpoints, the second of which is the best, and one that was never sealed."""
+    run = tmp_path / "job" / "run-0001"
+    best = Best("step-2.e1.1", "loss", "min", 0.5)
+    for step in (1, 2, 3, 4):
+        make_checkpoint(run, f"step-{step}.e1.1", best=best if step > 1 else None, metric=1.0 / step)
+    (run / "step-5.e1.1").mkdir()
+    (run / "FINISHED.json").write_text("{}")
+    return run
+
+
+def test_prune_keeps_the_newest_and_the_best(finished: Path, capsys: Output) -> None:
+    """A dry run says the same and deletes nothing; `ls` marks the best; what was never sealed goes too."""
+    assert prune(finished, "--keep=1", "--dry-run") == 0
+    dry = capsys.readouterr().out.splitlines()
+    assert dry == [f"{finished}: would delete 3", "  step-1.e1.1", "  step-3.e1.1", "  step-5.e1.1"]
+    assert len(names(finished)) == 5
+    assert prune(finished, "--keep=1") == 0
+    assert capsys.readouterr().out.splitlines() == [f"{finished}: deleted 3", *dry[1:]]
+    assert names(finished) == ["step-2.e1.1", "step-4.e1.1"]
+    assert dalsegno.run(["checkpoints", "ls", str(finished)]) == 0
+    best, newest = capsys.readouterr().out.splitlines()[1:]
+    assert best.endswith("MB, metric 0.5, best loss (min)")
+    assert newest.endswith("MB, metric 0.25")
+
+
+def test_prune_keeps_what_is_sound(finished: Path, capsys: Output) -> None:
+    """A damaged newest is none of those kept: it is named and stays, the one before it too."""
+    shard = next(path for path in (finished / "step-4.e1.1").iterdir() if path.name != "MANIFEST.json")
+    shard.write_bytes(bytes(shard.stat().st_size))
+    assert prune(finished, "--keep=1") == 0
+    said = capsys.readouterr().out
+    assert "step-4.e1.1: it does not count as one that is kept: " in said
+    assert names(finished) == ["step-2.e1.1", "step-3.e1.1", "step-4.e1.1"]
+    assert prune(finished, "--keep=3") == 0
+    assert names(finished) == ["step-2.e1.1", "step-3.e1.1", "step-4.e1.1"]
+
+
+def test_prune_leaves_alone_what_others_decide(finished: Path, capsys: Output) -> None:
+    """A live job, a training at work, two runs in one directory: nothing is deleted, one line says why; exit code 1."""
+    before = names(finished)
+    with LocalLock(finished):
+        assert prune(finished, "--keep=1") == 1
+    assert "in use by another training" in capsys.readouterr().out
+    (finished / "FINISHED.json").unlink()
+    assert prune(finished, "--keep=1") == 1
+    assert "job job has not finished it, and prunes it itself" in capsys.readouterr().out
+    make_checkpoint(finished, "step-9.e1.1", run_id="run-0002")
+    assert prune(finished.parent.parent, "--keep=1") == 1
+    assert "several runs" in capsys.readouterr().out
+    assert names(finished) == [*before, "step-9.e1.1"]
+    assert prune(finished, "--keep=0") == 2
+    assert prune(finished) == 2
+
+
+def test_prune_spares_what_a_conversion_uses(finished: Path, capsys: Output) -> None:
+    """One that somebody has begun by hand; when it has ended, or died, nothing holds it."""
+    target = finished / "step-1.e1.1.universal.7"
+    target.mkdir()
+    with Journal(target, source_digest="d"):
+        assert prune(finished, "--keep=1") == 0
+        assert f"{finished / 'step-1.e1.1'}: in use by a conversion, stays" in capsys.readouterr().out
+        assert names(finished) == ["step-1.e1.1", "step-1.e1.1.universal.7", "step-2.e1.1", "step-4.e1.1"]
+    assert prune(finished, "--keep=1") == 0
+    assert names(finished) == ["step-2.e1.1", "step-4.e1.1"]
+
+
+# ---- doctor ---------------------------------------------------------------------------------------------------------
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
+    """As if exactly these packages were not installed."""
+
+    def version(name: str) -> str:
+        if name in missing:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1.2"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+
+
+def owned_by(monkeypatch: pytest.MonkeyPatch, *owners: str) -> None:
+    """As if these distributions each declared dlrover-run."""
+    points = [SimpleNamespace(name="dlrover-run", dist=SimpleNamespace(name=owner)) for owner in owners]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+
+
+def test_doctor_knows_what_setup_cfg_declares() -> None:
+    """Every package of the base install and of every extra but the developers'."""
+    config = configparser.ConfigParser(interpolation=None)
+    config.read(ROOT / "setup.cfg")
+
+    def names(listing: str) -> set[str]:
+        lines = (line.split("#")[0] for line in listing.splitlines())
+        return {line.split(">")[0].split("=")[0].strip() for line in lines if line.strip()}
+
+    declared = {extra: names(listing) for extra, listing in config["options.extras_require"].items() if extra != "dev"}
+    declared[""] = names(config["options"]["install_requires"])
+    assert {extra: set(packages) for extra, packages in doctor.PARTS.items()} == declared
+
+
+def test_doctor_finds_nothing_wrong(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """A missing extra is no trouble, and named; so is a variable that leads commands elsewhere."""
+    without(monkeypatch, "fastapi")
+    owned_by(monkeypatch, "dalsegno")
+    monkeypatch.setenv("DLROVER_MASTER_ADDR", "host:1")
+    assert dalsegno.run(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "torch: 1.2" in lines
+    assert "fastapi: missing (extra: pip install 'dalsegno[http]')" in lines
+    assert "DLROVER_MASTER_ADDR is set: host:1" in lines
+    assert any(line.startswith("dlrover-run: ") and line.endswith(", of dalsegno") for line in lines)
+    assert any(line.startswith("dlrover-master: ") and line.endswith(", of nobody") for line in lines)
+
+
+def test_doctor_finds_a_hole_in_the_base_install(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """Nothing works without it: exit code 1."""
+    without(monkeypatch, "grpcio")
+    owned_by(monkeypatch, "dalsegno")
+    assert dalsegno.run(["doctor"]) == 1
+    assert "grpcio: missing" in capsys.readouterr().out.splitlines()
+
+
+def test_doctor_finds_two_owners_of_a_script(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    """DLRover's package has a dlrover-run too: exit code 1, and what to call instead."""
+    without(monkeypatch)
+    owned_by(monkeypatch, "dalsegno", "dlrover")
+    assert dalsegno.run(["doctor"]) == 1
+    text = capsys.readouterr().out
+    assert "of dalsegno, dlrover\n" in text
+    assert "dalsegno-run" in text.split("of dalsegno, dlrover\n")[1].splitlines()[0]

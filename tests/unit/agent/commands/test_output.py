@@ -1,0 +1,108 @@
+"""What a person is told of a worker's output."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.commands.arguments import parse
+from dalsegno.agent.commands.launch import verdict
+from dalsegno.agent.commands.status import status_lines
+from dalsegno.agent.processes.workers import last_words
+from dalsegno.agent.shell.console import Console, set_up_logging
+from dalsegno.agent.shell.outlet import Outlet
+from dalsegno.protos import control_pb2 as pb
+
+
+def test_the_last_line_of_the_errors_is_the_reason(tmp_path: Path) -> None:
+    """Without torch's `@record` the traceback's last line says it, with the file that has the rest."""
+    path = tmp_path / "stderr.log"
+    path.write_text("Traceback (most recent call last):\n" + "x" * 20000 + "\nValueError: boom\n\n")
+    assert last_words(str(path), 1) == f"ValueError: boom (see {path})"
+    path.write_text("y" * 20000)
+    assert len(last_words(str(path), 1)) < 400
+    path.write_text("")
+    assert last_words(str(path), 1) == last_words(str(path), -9) == ""
+    assert last_words("", 1) == ""
+    assert last_words(str(tmp_path / "nothing"), 1) == ""
+
+
+@pytest.mark.parametrize(
+    ("errors", "reason"),
+    [
+        ("a.py:1: UserWarning: old\n  return func(*args, **kwargs)\n", ""),
+        ("INFO: loading\n", ""),
+        ("Traceback (most recent call last):\n  File x\nOSError: retried\nINFO 12:00 step 4 done\n", ""),
+        ("Traceback (most recent call last):\n  File x\nmy.Error: no luck\n", "my.Error: no luck"),
+        ("Traceback (most recent call last):\n  File x\nKeyboardInterrupt\n", "KeyboardInterrupt"),
+        ("Fatal Python error: Segmentation fault\n\nThread 0x1:\n  File x\n", "Fatal Python error: Segmentation fault"),
+    ],
+)
+def test_the_reason_of_a_signal_is_not_what_was_printed_last(tmp_path: Path, errors: str, reason: str) -> None:
+    """A killed process printed that long before; only an error of Python's counts. The file is named in any case."""
+    path = tmp_path / "stderr.log"
+    path.write_text(errors)
+    assert last_words(str(path), -9) == (f"{reason} (see {path})" if reason else f"see {path}")
+    last = errors.strip().splitlines()[-1].strip()
+    assert last_words(str(path), 1) == f"{last} (see {path})"
+
+
+def test_the_verdict_of_a_failed_job_says_what_to_do(tmp_path: Path) -> None:
+    """Under either kind of master the next agent takes the run up again."""
+    line = verdict("a: no luck", tmp_path)
+    assert line.startswith("the job failed: a: no luck; ")
+    assert str(tmp_path) in line
+    assert "the same command tries again" in line
+    assert "--new-run starts over" in line
+
+
+def test_errors_go_into_files_unless_told_otherwise() -> None:
+    """The console is for what happened to the run; a peer's death would fill it with tracebacks."""
+    assert parse(["train.py"]).redirects == "2"
+    assert parse(["--redirects=0", "train.py"]).redirects == "0"
+
+
+def test_a_closed_terminal_harms_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    """The drain that follows its SIGHUP goes on; what would have been said is in the log."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    console = Console(Outlet(writer))
+    with caplog.at_level("INFO"):
+        console.say("saving at the next step boundary")
+        console.flush(10)
+    assert "saving at the next step boundary" in caplog.text
+    os.close(writer)
+
+
+def test_what_others_wrote_cannot_move_the_cursor(capfd: pytest.CaptureFixture[str]) -> None:
+    """Escape sequences and line breaks in a reason or a name are shown, not obeyed: one line for each word."""
+    console = Console()
+    console.say("node a\x1b[2J left\ndlrover-run: the run finished\u202e")
+    console.flush(10)
+    assert capfd.readouterr().err == "dlrover-run: node a\\x1b[2J left dlrover-run: the run finished\\u202e\n"
+    reply = pb.StatusReply(
+        job_id="job", reason="a\nb", nodes=[pb.NodeStatus(node="x\x1b[8m", role="spare", host="h\r")]
+    )
+    lines = status_lines(reply)
+    assert all(line.isprintable() for line in lines)
+    assert lines[0].endswith("(a b)")
+    assert lines[1].startswith("  spare x\\x1b[8m on h ")
+
+
+def test_a_log_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an agent that runs for months the last of it is kept; what it says of each event is left out."""
+    monkeypatch.setattr("dalsegno.agent.shell.console.LARGEST_LOG", 10_000)
+    logger = logging.getLogger("test.bounded")
+    set_up_logging(tmp_path / "agent.log", lambda: "here", names=("test.bounded",))
+    for number in range(1000):
+        logger.info("line %d", number)
+        logger.debug("detail")
+    logger.handlers.clear()
+    files = sorted(tmp_path.iterdir())
+    assert [file.name for file in files] == ["agent.log", "agent.log.1"]
+    assert sum(file.stat().st_size for file in files) <= 20_000
+    assert "line 999" in files[0].read_text()
+    assert "detail" not in files[0].read_text()

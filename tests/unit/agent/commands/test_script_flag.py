@@ -1,0 +1,75 @@
+"""`--universal-checkpoint` and the script's own arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from dalsegno.agent.commands import launch
+from dalsegno.agent.commands.arguments import parse
+from dalsegno.agent.shell.elastic_agent import ElasticAgent
+from dalsegno.protos import control_pb2
+
+
+@pytest.mark.parametrize(
+    ("job", "takes_it", "form", "given"),
+    [
+        (True, True, control_pb2.FORM_UNIVERSAL, True),
+        (True, True, control_pb2.FORM_SHARDED, False),
+        (True, False, control_pb2.FORM_UNIVERSAL, False),
+        (False, True, control_pb2.FORM_UNIVERSAL, False),
+    ],
+)
+def test_the_jobs_universal_checkpoint_flag_counts(
+    job: bool, takes_it: bool, form: control_pb2.Form.ValueType, given: bool
+) -> None:
+    """All nodes hand it to their scripts or none, whatever each was told; only on a resume from universal files."""
+    agent = SimpleNamespace(
+        _use_flag=takes_it,
+        _effects=SimpleNamespace(settings=control_pb2.Settings(universal_checkpoint=job)),
+        _script=SimpleNamespace(arguments=("--lr=1",), own=("--lr=1",)),
+    )
+    world = control_pb2.World(epoch=2, resume=control_pb2.ResumePoint(form=form))
+    arguments = ElasticAgent._arguments(agent, world)  # type: ignore[arg-type]
+    assert arguments == (("--lr=1", "--universal-checkpoint") if given else ("--lr=1",))
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "knows"),
+    [
+        (["train.py"], "from dalsegno.elastic import session", True),
+        (["train.py"], "from dalsegno.swift_plugin import hf", True),
+        (["train.py"], "import deepspeed", False),
+        (["-m", "swift.cli.sft"], "", True),
+        (["train.py", "--external_plugins", "a/dalsegno_swift_plugin.py"], "", True),
+        (["-m", "dalsegno.swift_plugin.sft"], "", False),
+    ],
+)
+def test_who_needs_no_flag(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], text: str, knows: bool
+) -> None:
+    """What reads the environment, and ms-swift, which takes no flag that it does not know; our entry knows it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(text)
+    assert launch._knows_us(parse(["--nnodes=1:2", *command], {})) is knows
+
+
+@pytest.mark.parametrize(
+    ("own", "given"),
+    [
+        ([], False),
+        (["--universal-checkpoint"], True),
+        (["--universal-checkpoint", "--lr=1"], True),
+        (["--universal_checkpoint", "true"], True),
+        (["--universal-checkpoint=false"], False),
+        (["--universal_checkpoint", "False", "x"], False),
+        (["--universal-checkpoints"], False),
+    ],
+)
+def test_a_script_that_is_told_from_the_beginning_means_the_job(tmp_path: Path, own: list[str], given: bool) -> None:
+    options = parse(["--nnodes=1:2", "train.py", *own], {})
+    options.job_id = "job"
+    config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path)  # type: ignore[arg-type]
+    assert config.settings.universal_checkpoint is given

@@ -1,0 +1,44 @@
+"""Who gets a signal when, and what the list of them may hold."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+
+import pytest
+
+from dalsegno.agent.commands.arguments import UsageError, parse
+from dalsegno.agent.processes.signals import SignalWatch, signals_of
+
+
+def test_signals_go_to_whoever_has_them_now() -> None:
+    """First to the way out, then to the agent, to nobody when that has ended, and after all to who had them before."""
+    heard: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
+    before = signal.signal(signal.SIGUSR1, lambda *_: heard.put(("before", signal.SIGUSR1)))
+    try:
+        with SignalWatch((signal.SIGUSR1, signal.SIGUSR2), lambda number: heard.put(("first", number))) as watch:
+            os.kill(os.getpid(), signal.SIGUSR1)
+            assert heard.get(timeout=10) == ("first", signal.SIGUSR1)
+            with watch.to(lambda number: heard.put(("agent", number))):
+                os.kill(os.getpid(), signal.SIGUSR2)
+                assert heard.get(timeout=10) == ("agent", signal.SIGUSR2)
+            os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard.get(timeout=10) == ("before", signal.SIGUSR1)
+        assert heard.empty()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_default_is_torchs() -> None:
+    """A terminal that is closed is a notice too."""
+    names = parse(["x.py"], {}).signals_to_handle
+    assert signals_of(names) == (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+@pytest.mark.parametrize("names", ["SIGTERM,SIGNONE", "", "SIGTERM,", "15", "SIGKILL", "SIG_IGN"])
+def test_a_signal_that_cannot_be_handled_is_one_line(names: str) -> None:
+    """Bad usage; torch would only log it."""
+    with pytest.raises(UsageError, match="signals-to-handle"):
+        parse([f"--signals-to-handle={names}", "x.py"], {})

@@ -1,0 +1,94 @@
+"""`dalsegno status` by a person who names no job: which one is meant, and one line where nobody answers."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.commands.dalsegno import run
+from dalsegno.agent.commands.status import status_lines
+from dalsegno.protos import control_pb2 as pb
+
+
+@pytest.fixture
+def listener() -> Iterator[str]:
+    """Where somebody listens (who closes every connection at once, so that nobody waits)."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def gone() -> str:
+    """Where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def claim(directory: Path, job: str, address: str) -> None:
+    private = directory / ".dalsegno" / job
+    private.mkdir(parents=True)
+    fields = {"host": "h", "boot_id": "b", "pid": 1, "start_time": 1, "generation": 1, "counter": 1}
+    (private / "claim.json").write_text(json.dumps({**fields, "address": address}), encoding="utf-8")
+    (private / "token").write_text("x" * 32, encoding="ascii")
+    (private / "token").chmod(0o600)
+
+
+def ask(directory: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+    code = run(["status", f"--checkpoint-dir={directory}"])
+    return code, capsys.readouterr().err
+
+
+def test_a_job_that_nobody_runs_is_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Not a word of gRPC's; what to do."""
+    claim(tmp_path, "job-1", gone())
+    code, said = ask(tmp_path, capsys)
+    assert code == 1
+    assert len(said.splitlines()) == 1
+    assert "nobody runs job job-1 just now" in said
+    assert "dlrover-run command" in said
+    assert "UNAVAILABLE" not in said
+
+
+def test_of_several_jobs_the_one_that_runs_is_meant(
+    tmp_path: Path, listener: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The others are over, and their claims stay."""
+    monkeypatch.setattr("dalsegno.agent.commands.status._TIMEOUT", 0.1)
+    claim(tmp_path, "before", gone())
+    claim(tmp_path, "now", listener)
+    code, said = ask(tmp_path, capsys)
+    assert code == 1
+    assert listener in said
+
+
+def test_of_several_that_run_none_is_meant(tmp_path: Path, listener: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The person has to say which, and hears their names; so where none runs."""
+    for name, address in (("one", listener), ("two", listener)):
+        claim(tmp_path / "both", name, address)
+        claim(tmp_path / "neither", name, gone())
+    for directory in ("both", "neither"):
+        code, said = ask(tmp_path / directory, capsys)
+        assert code == 2
+        assert "--job-id" in said
+        assert "known here: one, two" in said
+
+
+def test_where_no_job_was_the_directory_can_be_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, said = ask(tmp_path, capsys)
+    assert code == 2
+    assert "--checkpoint-dir" in said
+
+
+def test_the_open_epoch_goes_on() -> None:
+    """Its record in the history has the first of its steps only; how far it is by now, the job says."""
+    history = [
+        pb.EpochRecord(epoch=1, cause="a joined", nodes=1, first_step=1, last_step=28),
+        pb.EpochRecord(epoch=2, cause="b joined", nodes=2, first_step=29, last_step=29, lost_steps=1),
+    ]
+    reply = pb.StatusReply(job_id="job", epoch=2, step=97, phase=pb.PHASE_RUNNING, history=history)
+    _, first, second = status_lines(reply)
+    assert "1 node, steps 1 to 28, paused 0.0 s, lost 0 steps" in first
+    assert "2 nodes, steps 29 to 97, paused 0.0 s, lost 1 step" in second

@@ -1,0 +1,132 @@
+"""Claims: what they say, how their counter moves, and what becomes of locks that cannot be had."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.control import claim
+from dalsegno.agent.control.claim import Claim, ClaimFile
+from dalsegno.agent.control.machine import LocksUnavailable, Machine, Place
+
+HERE = Place("host", "boot", "pid:[1]", "net:[1]")
+CLAIM = Claim("host", "boot", 1, 2, 3, 9, "127.0.0.1:1", "pid:[1]", "net:[1]")
+NO_LOCKS = [errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS]
+
+
+def descriptors_below(directory: Path) -> list[str]:
+    """What this process has open there. (What earlier tests left open may be closed at any time.)"""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [path for path in found if path.startswith(str(directory))]
+
+
+@pytest.mark.parametrize(
+    ("place", "reached", "seen"),
+    [
+        (HERE, True, True),
+        (replace(HERE, pid_ns="pid:[2]"), True, False),
+        (replace(HERE, net_ns="net:[2]"), False, False),
+        (replace(HERE, boot_id="other"), False, False),
+        (replace(HERE, host="other"), False, False),
+        # Nothing is known of the kernel's namespaces: the machine decides, as it did before they were told apart.
+        (Place("host", "boot"), True, True),
+    ],
+)
+def test_what_can_be_told_of_a_master_from_where(place: Place, reached: bool, seen: bool) -> None:
+    """Its address counts in its network, its process number among its processes."""
+    assert (CLAIM.is_reached_from(place), CLAIM.is_seen_from(place)) == (reached, seen)
+
+
+def test_a_claim_of_an_older_version_is_read() -> None:
+    """Without namespaces: it is its machine's."""
+    old = {key: value for key, value in asdict(CLAIM).items() if not key.endswith("_ns")}
+    claim = Claim.parse(json.dumps(old).encode())
+    assert claim == replace(CLAIM, pid_ns="", net_ns="")
+    assert claim.is_seen_from(HERE)
+
+
+def test_a_claim_of_a_later_version_is_read() -> None:
+    """What it says besides is passed over: taken for damaged, it would cost a living master its job."""
+    assert Claim.parse(json.dumps({**asdict(CLAIM), "later": [1]}).encode()) == CLAIM
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"pid": "1"}, {"pid": -1}, {"pid": True}, {"pid": 1.0}, {"counter": 1 << 63}, {"address": None}, {"host": 1}),
+        *({"host": "h\x1b[2J"}, {"boot_id": "h\n"}, {"address": "n" * 300}),
+    ],
+)
+def test_what_is_no_claim_holds_nothing(tmp_path: Path, wrong: dict[str, object]) -> None:
+    """A number of another kind would go on into signals and files."""
+    (tmp_path / "claim.json").write_text(json.dumps({**asdict(CLAIM), **wrong}), encoding="utf-8")
+    assert ClaimFile(tmp_path).read() is None
+
+
+@pytest.mark.parametrize("text", [b"", b"\0" * 100, b"[1]", b"{}", b"[" * 100_000, b"\xff\xfe"])
+def test_a_damaged_claim_holds_nothing(tmp_path: Path, text: bytes) -> None:
+    """Whatever is in the file."""
+    (tmp_path / "claim.json").write_bytes(text)
+    assert ClaimFile(tmp_path).read() is None
+
+
+def test_a_counter_moves_from_where_it_was_seen(tmp_path: Path) -> None:
+    """Of two who saw the same one moves it; who saw another claim changes nothing."""
+    file = ClaimFile(tmp_path)
+    file.write(CLAIM, threading.Event())
+    moved = replace(CLAIM, counter=10)
+    assert [file.bump(CLAIM), file.bump(CLAIM), file.bump(replace(moved, pid=7))] == [moved, None, None]
+    assert file.read() == moved
+
+
+def test_a_claim_that_cannot_be_written_names_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same text with every attempt: people and logs are told once."""
+
+    def refuse(path: object, *args: object, **named: object) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), str(path))
+
+    monkeypatch.setattr(claim, "open", refuse, raising=False)
+    said = set()
+    for _ in range(2):
+        with pytest.raises(OSError, match="quota") as failed:
+            ClaimFile(tmp_path).write(CLAIM, threading.Event())
+        said.add(str(failed.value))
+    assert len(said) == 1
+    assert str(tmp_path / "claim.json") in said.pop()
+
+
+@pytest.mark.parametrize("number", [*NO_LOCKS, errno.EIO])
+def test_a_lock_that_cannot_be_had_leaks_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """On every path, however often it is tried; where the mount has no locks at all the line says what to do."""
+    file, machine = ClaimFile(tmp_path), Machine()
+    file.write(CLAIM, threading.Event())
+
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    expected = LocksUnavailable if number in NO_LOCKS else OSError
+    for _ in range(20):
+        with pytest.raises(expected) as refused:
+            machine.lock(tmp_path / "lock")
+        with pytest.raises(expected):
+            file.bump(CLAIM)
+        with pytest.raises(expected), file.starting(1.0, threading.Event()):
+            pass
+    assert descriptors_below(tmp_path) == []
+    if number in NO_LOCKS:
+        assert "--master HOST:PORT" in str(refused.value)
+        assert len(str(refused.value).splitlines()) == 1
+    monkeypatch.undo()
+    assert file.read() == CLAIM

@@ -1,0 +1,244 @@
+"""What an agent tries again: its name, its Join, and what a master that lost its store asks for anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.decisions import handling
+from dalsegno.protos import control_pb2
+from tests.unit.agent.decisions.test_decisions import GATHER, ME, Agent, kinds, world
+
+TAKEN = ev.Refused("ALREADY_EXISTS", "node name 'me' is held by a live node")
+REPLY = control_pb2.RegisterReply(generation=1, node="me-1")
+
+
+# ---- its name -------------------------------------------------------------------------------------------------------
+
+
+def fenced(node_name: str = "") -> Agent:
+    """It was declared dead and has asked for its name again."""
+    agent = Agent(node_name=node_name).registered()
+    agent.directed(fenced=control_pb2.Fenced(reason="silent"))
+    assert agent.did(ev.Register) == [ev.Register("", node_name), ev.Register(ME, "me")]
+    return agent
+
+
+def test_a_name_that_the_master_gave_is_only_a_wish() -> None:
+    """Somebody took it meanwhile: any other will do."""
+    agent = fenced()
+    assert agent.hear(TAKEN) == [ev.Register(ME, "")]
+    agent.hear(ev.Registered("me.2", REPLY))
+    assert agent.state.node == "me-1"
+    assert not agent.did(ev.Exit)
+
+
+def test_a_name_of_the_users_is_waited_for_and_then_given_up() -> None:
+    """One line; asked again every two seconds; a minute later it ends."""
+    agent = fenced("me")
+    assert kinds(agent.hear(TAKEN)) == ["Say"]
+    assert agent.waits(1.0) == []
+    attempts = 0
+    while not agent.did(ev.Exit):
+        assert agent.waits(2.1) == [ev.Register(ME, "me")]
+        agent.hear(TAKEN)
+        attempts += 1
+        assert attempts < 40
+    assert attempts >= 25
+    assert agent.did(ev.Exit) == [ev.Exit(ev.EXIT_USAGE, TAKEN.detail)]
+    assert len([say for say in agent.did(ev.Say) if "waits for it" in say.text]) == 1
+
+
+def test_a_name_that_is_held_at_the_start_is_asked_for_a_little_longer() -> None:
+    """Without a word: it may be its own predecessor's, whose death nobody has noticed yet."""
+    agent = Agent(node_name="me")
+    agent.hear(ev.Started(), TAKEN)
+    for _ in range(4):
+        assert agent.waits(0.6) == [ev.Register("", "me")]
+        agent.hear(TAKEN)
+    assert agent.did(ev.Say) == agent.did(ev.Exit) == []
+    agent.waits(0.6)
+    assert kinds(agent.hear(TAKEN)) == ["Exit"]
+    agent = Agent(node_name="me")
+    agent.hear(ev.Started(), TAKEN)
+    agent.waits(0.6)
+    agent.hear(ev.Registered("me.1", REPLY))
+    assert agent.waits(100) == []
+    assert not agent.did(ev.Exit)
+
+
+def test_a_name_that_becomes_free_is_taken() -> None:
+    """And the next time it is waited for anew."""
+    agent = fenced("me")
+    agent.hear(TAKEN)
+    agent.waits(2.1)
+    agent.hear(ev.Registered("me.2", REPLY))
+    assert agent.waits(100) == []
+    assert agent.state.name_deadline is None
+
+
+# ---- its Join -------------------------------------------------------------------------------------------------------
+
+
+def test_a_join_that_cannot_be_prepared_is_tried_again_every_second() -> None:
+    """The person hears of it once."""
+    agent = Agent().registered()
+    assert kinds(agent.directed(gather=GATHER)) == ["PrepareJoin"]
+    for attempt in range(3):
+        failed = agent.hear(ev.JoinFailed(2, "d3", "no store can be served"))
+        assert kinds(failed) == (["Say"] if attempt == 0 else [])
+        assert agent.waits(0.5) == []
+        assert kinds(agent.waits(0.6)) == ["PrepareJoin"]
+    assert kinds(agent.hear(ev.JoinPrepared(2, "d3", "h", 7, "probe", ()))) == ["Join"]
+    assert agent.waits(10) == []
+
+
+def test_a_failure_to_prepare_an_older_join_changes_nothing() -> None:
+    """The present one is under way."""
+    agent = Agent().registered()
+    agent.directed(gather=GATHER)
+    assert agent.hear(ev.JoinFailed(1, "d3", "no store")) == []
+    assert agent.waits(10) == []
+
+
+def blind(**more: control_pb2.Checkpoint) -> Agent:
+    """A node that does not see the directory has sent its Join."""
+    agent = Agent().registered()
+    wait = control_pb2.Wait(reason="me does not see the job's checkpoint directory", round=1)
+    agent.directed(wait=wait, **more)
+    agent.hear(ev.JoinPrepared(1, "", "h", 7, "other probe", ()))
+    return agent
+
+
+def test_a_node_that_does_not_see_the_directory_looks_again() -> None:
+    """Every five seconds, while no checkpoint can be named to look for; not while nobody would hear it."""
+    agent = blind()
+    assert agent.waits(4.0) == []
+    assert kinds(agent.waits(1.1)) == ["PrepareJoin"]
+    assert agent.waits(20.0) == [], "the first look has not ended"
+    assert kinds(agent.hear(ev.JoinPrepared(1, "", "h", 8, "other probe", ()))) == ["Join"]
+    assert kinds(agent.waits(5.1)) == ["PrepareJoin"]
+    agent.hear(ev.LinkChanged(False), ev.JoinPrepared(1, "", "h", 9, "other probe", ()))
+    assert agent.waits(5.1) == []
+
+
+@pytest.mark.parametrize("change", ["head", "run"])
+def test_a_node_with_something_else_to_do_does_not_look_again(change: str) -> None:
+    """Once there is a commit the order names what to look for; a spare of a full world just waits."""
+    agent = blind()
+    if change == "head":
+        agent = blind(head=control_pb2.Checkpoint(step=3))
+    else:
+        agent.directed(run=world())
+    assert "PrepareJoin" not in kinds(agent.waits(6.0))
+
+
+# ---- a master that lost its store -----------------------------------------------------------------------------------
+
+
+def test_a_master_without_memory_is_obeyed() -> None:
+    """It counts verifications and notices from 1 again, under a higher generation."""
+    agent = Agent().registered()
+    notices = [control_pb2.Notice(sequence=n, text=f"old {n}") for n in range(1, 9)]
+    agent.directed(wait=control_pb2.Wait(), verify=control_pb2.Verification(number=4), notices=notices)
+    news = [control_pb2.Notice(sequence=1, text="new")]
+    agent.directed(generation=2, wait=control_pb2.Wait(), notices=news)
+    assert [say.text for say in agent.did(ev.Say)] == ["new"]
+    for _ in range(2):
+        agent.directed(generation=2, wait=control_pb2.Wait(), verify=control_pb2.Verification(number=1), notices=news)
+    assert [action.verification.number for action in agent.did(ev.Verify)] == [4, 1]
+    assert [say.text for say in agent.did(ev.Say)] == ["new"]
+
+
+def test_a_master_with_its_store_repeats_no_news() -> None:
+    """A restart alone is no news."""
+    agent = Agent().registered()
+    notices = [control_pb2.Notice(sequence=n, text=f"old {n}") for n in range(1, 9)]
+    agent.directed(wait=control_pb2.Wait(), notices=notices)
+    agent.directed(generation=2, wait=control_pb2.Wait(), notices=notices)
+    assert agent.did(ev.Say) == []
+
+
+def test_a_master_that_came_with_a_new_registration_is_new_too() -> None:
+    """The generation was known from the registration before the first directive came."""
+    agent = Agent().registered()
+    agent.directed(wait=control_pb2.Wait(), verify=control_pb2.Verification(number=4))
+    agent.hear(ev.CallFailed("Heartbeat", "FAILED_PRECONDITION", "fenced: not registered"))
+    agent.hear(ev.Registered("me.2", control_pb2.RegisterReply(generation=2, node="me")))
+    agent.directed(generation=2, wait=control_pb2.Wait(), verify=control_pb2.Verification(number=1))
+    assert len(agent.did(ev.Verify)) == 2
+
+
+def test_the_pauses_are_what_the_tests_take_them_for() -> None:
+    """In seconds."""
+    assert (handling.JOIN_PAUSE, handling.LOOK_AGAIN, handling.NAME_PAUSE) == (1.0, 5.0, 2.0)
+
+
+# ---- a master that does not answer ----------------------------------------------------------------------------------
+
+
+def test_a_master_that_never_answers_ends_the_agent() -> None:
+    """One line, once the time for the first answer is over, and not before."""
+    agent = Agent(connect_timeout=20.0)
+    agent.hear(ev.Started())
+    assert agent.state.wake == agent.now + 20.0
+    assert agent.waits(19.0) == []
+    (ending,) = agent.waits(1.0)
+    assert isinstance(ending, ev.Exit)
+    assert ending.code == ev.EXIT_USAGE
+    assert "no master answered within 20 s" in ending.message
+
+
+def test_an_answered_agent_outlives_every_attempt() -> None:
+    """A name that was held at first: no attempt's deadline is left behind, however long the agent lives."""
+    agent = Agent(node_name="me", connect_timeout=20.0)
+    agent.hear(ev.Started(), TAKEN)
+    assert agent.waits(0.6) == [ev.Register("", "me")]
+    agent.hear(ev.Registered("me.1", REPLY))
+    assert agent.state.wake is None
+    assert agent.waits(1000.0) == []
+
+
+def test_every_attempt_has_the_whole_time() -> None:
+    """The master that said the name is held may be gone when the agent asks again."""
+    agent = Agent(node_name="me", connect_timeout=20.0)
+    agent.hear(ev.Started())
+    agent.waits(19.0)
+    agent.hear(TAKEN)
+    assert agent.waits(2.0) == [ev.Register("", "me")]
+    assert agent.waits(19.0) == []
+    assert kinds(agent.waits(1.0)) == ["Exit"]
+
+
+def test_an_answer_that_lies_unread_counts() -> None:
+    """The agent was held up past its deadline: what it hears first is not taken for silence."""
+    agent = Agent(connect_timeout=20.0)
+    agent.hear(ev.Started())
+    agent.now += 30.0
+    assert kinds(agent.hear(ev.StandbyWarm())) == []
+    assert kinds(agent.hear(ev.Registered("me.1", REPLY))) == ["ReportWarm"]
+
+
+def test_a_master_that_puts_off_is_waited_for() -> None:
+    """It is there; the person hears each reason once."""
+    agent = Agent(connect_timeout=20.0)
+    agent.hear(ev.Started())
+    assert agent.hear(ev.Postponed("not yet")) == [ev.Say("not yet")]
+    assert agent.hear(ev.Postponed("not yet")) == []
+    assert agent.waits(1000.0) == []
+
+
+def test_an_agent_that_cannot_speak_with_its_master_ends() -> None:
+    """One line; its workers do not outlive it."""
+    agent = Agent().registered().running()
+    assert kinds(agent.hear(ev.Broken("the agent's thread 'outbox' fails"))) == ["StopWorkers", "Exit"]
+    (ending,) = agent.did(ev.Exit)
+    assert ending.code == ev.EXIT_LEFT_UNSAVED
+    assert "outbox" in ending.message
+
+
+def test_a_node_that_was_in_the_job_waits_for_its_master() -> None:
+    """However long it takes to register anew."""
+    agent = fenced()
+    assert agent.state.answer_deadline is None
+    assert agent.waits(1000.0) == []

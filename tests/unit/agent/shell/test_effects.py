@@ -1,0 +1,109 @@
+"""What the agent's hands make of things that cannot be done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.control.connection import Connector, Credentials
+from dalsegno.agent.decisions import events as ev
+from dalsegno.agent.processes.lifeline import Lifeline
+from dalsegno.agent.shell.config import AgentConfig
+from dalsegno.agent.shell.effects import Effects
+from dalsegno.agent.shell.mailbox import Mailbox
+from dalsegno.agent.storage.job_directory import JobDirectory, Survey
+from dalsegno.protos import control_pb2
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture
+def mailbox() -> Mailbox[ev.Event]:
+    return Mailbox()
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def effects(tmp_path: Path, mailbox: Mailbox[ev.Event], said: list[str]) -> Iterator[Effects]:
+    """Of an agent whose master has no address yet."""
+    directory = JobDirectory(tmp_path, "job")
+    directory.prepare()
+    config = AgentConfig("job", 1, control_pb2.Settings(min_nodes=1, max_nodes=1), tmp_path, tmp_path)
+    lifeline = Lifeline()
+    one = Effects(
+        config,
+        directory,
+        Connector(lambda: [], Credentials),
+        "127.0.0.1:1",
+        lifeline,
+        mailbox,
+        lambda text, warning: said.append(text),
+    )
+    one.run_id = "run-0001"
+    yield one
+    one.close(0.0)
+    lifeline.close()
+
+
+@pytest.mark.parametrize("error", [OSError("no address"), RuntimeError("the server socket failed to listen")])
+def test_a_store_that_cannot_be_opened_is_told(
+    effects: Effects, mailbox: Mailbox[ev.Event], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    """Nobody's loop ends by it, and the decisions hear of it; when it can be opened the Join is prepared."""
+    plain = effects.stores.open
+
+    def fails() -> tuple[str, int]:
+        raise error
+
+    order = ev.PrepareJoin(2, control_pb2.CheckpointRef(name="step-1.e1.1", digest=""))
+    monkeypatch.setattr(effects.stores, "open", fails)
+    assert effects.perform(order)
+    event = mailbox.get(10.0)
+    assert isinstance(event, ev.JoinFailed)
+    assert event.round == 2
+    assert str(error) in event.message
+    assert "--local-addr" in event.message
+    monkeypatch.setattr(effects.stores, "open", plain)
+    assert effects.perform(order)
+    event = mailbox.get(20.0)
+    assert isinstance(event, ev.JoinPrepared)
+    assert event.store_port
+
+
+def test_a_new_incarnation_begins_when_the_decision_falls(effects: Effects, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when the directory has been read: what is called meanwhile is the new incarnation's."""
+    order: list[str] = []
+    monkeypatch.setattr(effects.client, "new_session", lambda: order.append("session"))
+    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable: order.append("survey"))
+    assert effects.perform(ev.Register("before", "me"))
+    assert order == ["session", "survey"]
+
+
+def test_a_master_without_memory_is_told_what_the_one_before_said(
+    effects: Effects, monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    """The highest epoch seen, a spare's too, and the settings in force; what they change later is said once, and new
+    workers write it into manifests."""
+    registered: list[control_pb2.RegisterRequest] = []
+    monkeypatch.setattr(effects.client, "register", registered.append)
+    monkeypatch.setattr(effects.storage, "survey", lambda ready, unreadable: ready(Survey("probe", (), ())))
+    effects.perform(ev.Register())
+    assert not registered[0].HasField("known_settings")
+    effects._registered("first", control_pb2.RegisterReply(settings=control_pb2.Settings(min_nodes=1, max_nodes=1)))
+    assert said == []
+    in_force = control_pb2.Settings(min_nodes=2, max_nodes=4)
+    for _ in range(2):
+        effects._directed(control_pb2.Directive(epoch=7, settings=in_force))
+    effects._registered("second", control_pb2.RegisterReply(settings=in_force))
+    effects._directed(control_pb2.Directive(epoch=0))
+    assert said == ["the job's settings count: --nnodes=2:4, not 1:1"]
+    assert effects.settings == in_force
+    effects.perform(ev.Register("first", "me"))
+    assert (registered[1].epoch, registered[1].known_settings) == (7, in_force)
+    assert registered[1].settings.max_nodes == 1

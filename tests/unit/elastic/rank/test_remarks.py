@@ -1,0 +1,20 @@
+"""What people should know is where they look."""
+
+from __future__ import annotations
+
+import pytest
+
+from dalsegno.elastic.rank.remarks import remark
+
+
+def test_a_remark_is_on_the_console_of_an_agent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is always in the log; an agent shows what is printed."""
+    monkeypatch.delenv("DALSEGNO_SOCKET", raising=False)
+    remark("%d ranks share %s", 3, "a card")
+    assert capsys.readouterr().out == ""
+    monkeypatch.setenv("DALSEGNO_SOCKET", "there")
+    remark("100 %")
+    assert capsys.readouterr().out == "dalsegno: 100 %\n"
+    assert [record.getMessage() for record in caplog.records] == ["3 ranks share a card", "100 %"]

@@ -1,0 +1,193 @@
+"""What ranks are told: what differs is named with its values and ranks, and what does not matter is not refused."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dalsegno.elastic import BatchPlan
+from dalsegno.elastic.checkpoint import SHARDED, Cut, Order, Position
+from dalsegno.elastic.data.sampler import check_cut
+from dalsegno.elastic.rank.agreement import PART, Unlike, agree, differences, missing_part
+from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.saving.resuming import ResumePoint
+from dalsegno.elastic.training.opening import check_world
+from dalsegno.elastic.training.sources import Stateful, file_name, fingerprint
+from tests.unit.elastic.checkpoint.test_checkpoint import manifest_for
+
+
+class Table(Solo):
+    """Ranks of which one is asked; the others have said what they have to say."""
+
+    def __init__(self, *told: dict[str, Any], problems: dict[int, str] | None = None) -> None:
+        self.answers = [{"alike": one, "problem": (problems or {}).get(rank, "")} for rank, one in enumerate(told)]
+
+    def gather(self, message: Any) -> list[Any]:
+        return self.answers
+
+
+def test_what_differs_is_named_with_its_values_and_ranks() -> None:
+    """Of many ranks and values the first few, so that the line stays one."""
+    told = [{"seed": 3 + (rank in (2, 5)), "steps": rank, "same": [1, {"a": None}]} for rank in range(9)]
+    seed, steps = differences(told)
+    assert seed == "seed is 3 on ranks 0, 1, 3, 4 and 3 more, 4 on ranks 2, 5"
+    assert steps == "steps is 0 on rank 0, 1 on rank 1, 2 on rank 2, 3 on rank 3 and 5 other values"
+    many = [{str(name): (name, rank) for name in range(7)} for rank in range(2)]
+    with pytest.raises(Unlike, match=r"3 is .*; and 3 more\. Give all ranks the same"):
+        agree(Table(*many), {})
+
+
+def test_what_only_some_ranks_mention_is_not_compared() -> None:
+    """One of them tracks a metric, as only rank 0's counts; or has another kind of loader, which is compared itself."""
+    assert differences([{"a": 1, "metric": "loss"}, {"a": 1}]) == []
+    agree(Table({"a": 1, PART: [0, 2]}, {"a": 1}), {})
+
+
+@pytest.mark.parametrize(
+    ("parts", "whole"),
+    [
+        ([[0, 1]], True),
+        ([[1, 3], [0, 3], [2, 3]], True),
+        ([[0, 1], [0, 1]], True),  # tensor parallelism: one replica of two ranks
+        ([[0, 2], [0, 2], [1, 2], [1, 2]], True),
+        ([[0, 2], [0, 2]], False),
+        ([[0, 2], [1, 3]], False),
+        ([[0, 2], [1, 2], [1, 2]], False),  # an average of gradients would count one half twice
+        ([[0, 2]], False),
+        ([[0, 3], [1, 3]], False),
+    ],
+)
+def test_ranks_parts_make_a_whole(parts: list[list[int]], whole: bool) -> None:
+    """Each part of a global batch by as many ranks as the others."""
+    assert (missing_part([{PART: part} for part in parts]) is None) == whole
+
+
+def test_a_problem_of_one_rank_is_told_to_all() -> None:
+    """With its number; a difference, from which it may come, is said first."""
+    with pytest.raises(ValueError, match=r"^its disk is upside down \(rank 1\)$"):
+        agree(Table({}, {}, problems={1: "its disk is upside down"}), {})
+    with pytest.raises(Unlike, match="seed is 1 on rank 0, 2 on rank 1"):
+        agree(Table({"seed": 1}, {"seed": 2}, problems={1: "the seed was 1"}), {})
+
+
+def cut(plan: BatchPlan, length: int, *, drop_last: bool = False) -> Cut:
+    return plan.cut(Order(0, length, plan.global_batch_size, True), drop_last=drop_last, tokens=False, seed=5)
+
+
+def test_only_what_moves_the_curve_is_in_the_cut() -> None:
+    """Neither the world nor a limit that comes to the same slices; `pad` and `drop_last` where they do anything."""
+    fixed = {1: cut(BatchPlan(12, 1, 4, True), 40), 3: cut(BatchPlan(12, 3, 4, True), 40)}
+    assert fixed[1] == fixed[3] == cut(BatchPlan(12, 2, 5, True), 40)
+    assert fixed[1].micro_batch_size == 4
+    assert cut(BatchPlan(12, 2, 4), 40) == cut(BatchPlan(12, 1, 7), 40) == Cut(False, False)
+    assert not cut(BatchPlan(12, 1, 4, True, pad=True), 48).pad
+    assert cut(BatchPlan(12, 1, 4, True, pad=True), 40).pad
+    assert cut(BatchPlan(12, 1, 5, True, pad=True), 48) == cut(BatchPlan(12, 1, 5, True), 48)
+    assert cut(BatchPlan(10, 1, 4, True, pad=True), 40).pad
+    assert not cut(BatchPlan(12, 1, 4), 48, drop_last=True).drop_last
+    assert cut(BatchPlan(12, 1, 4), 40, drop_last=True).drop_last
+    assert cut(BatchPlan(12, 1, 4), 0, drop_last=True).drop_last
+
+
+def test_a_cut_of_before_says_nothing() -> None:
+    """Manifests of earlier versions have none, and what was not fixed or not seeded promised nothing."""
+    ours = Cut(True, True, 3, True, 5)
+    check_cut(None, ours)
+    check_cut(Cut(True, True), ours)
+    check_cut(Cut(True, True, 3, True, None), ours)
+    with pytest.raises(ValueError, match=r"tokens: was False and is True; drop_last: was False and is True\)"):
+        check_cut(Cut(False, False), ours)
+
+
+def test_a_fingerprint_is_of_values() -> None:
+    """Equal batches have one, whatever else they are made of; other values, shapes and kinds have another."""
+    made = [{"x": torch.arange(4.0), "ids": (1, "a")}, [torch.tensor(2, dtype=torch.bfloat16), b"", object()]]
+    again = [{"x": torch.arange(4.0), "ids": (1, "a")}, [torch.tensor(2, dtype=torch.bfloat16), b"", object()]]
+    assert fingerprint(made) == fingerprint(again)
+    others = [torch.arange(4.0), torch.arange(4), torch.arange(4.0).reshape(2, 2), [0.0, 1.0], {"a": 1}, {"b": 1}, []]
+    assert len({fingerprint(one) for one in others}) == len(others)
+
+
+class Numbers:
+    """A loader whose state is what it goes on working with."""
+
+    def __init__(self, *, keeps: bool = True) -> None:
+        self.state, self.keeps = {"next": 0}, keeps
+
+    def state_dict(self) -> dict[str, int]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if self.keeps:
+            self.state = state
+
+    def __iter__(self) -> Numbers:
+        return self
+
+    def __next__(self) -> int:
+        if self.state["next"] == 5:
+            raise StopIteration
+        self.state["next"] += 1
+        return self.state["next"]
+
+
+def saved(taken: int, *, ahead: int) -> dict[str, Any]:
+    """What a run holds of its loader after so many steps."""
+    source: Stateful[int] = Stateful(Numbers(), None)
+    for _ in range(taken):
+        source.take()
+        source.ahead(ahead)
+    (content,) = source.files(1).values()
+    return dict(torch.load(io.BytesIO(content), weights_only=True))
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_state_is_that_of_the_last_batch_taken(ahead: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Also where the loader goes on working with what it gave as its state, and has moved on."""
+    again: Stateful[int] = Stateful(Numbers(), saved(3, ahead=ahead))
+    assert again.go_on() == ""
+    assert [again.take(), again.take()] == [4, 5]
+    assert again.ahead(1) == 0
+    assert not caplog.records
+    broken = Numbers()
+    broken.load_state_dict = None  # type: ignore[assignment,method-assign]
+    # Accelerate's begins anew when it is told of its end.
+    over: Stateful[int] = Stateful(broken, saved(5, ahead=1))
+    assert over.go_on() == ""
+    assert over.ahead(1) == 0
+
+
+def test_loaders_states_of_another_world_are_refused_under_an_agent(tmp_path: Path) -> None:
+    """Whatever the shape claims, and with the reason that a person can act on."""
+    directory = tmp_path / "step-4.e2.1"
+    (directory / file_name(0)).parent.mkdir(parents=True)
+    (directory / file_name(0)).write_bytes(b"state")
+    manifest = manifest_for(directory)
+    assert manifest.shape.any_world_size
+    resume = ResumePoint(4, Position(), SHARDED, directory, None, manifest)
+    check_world(resume, 2)
+    with pytest.raises(RuntimeError, match="data loader of each of 2 ranks, and there are 3: start 2"):
+        check_world(resume, 3)
+
+
+def test_a_loader_that_goes_on_with_another_batch_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody else would notice that it has ignored its state; of a wrapper of Accelerate's it is a refusal."""
+    forgetful: Stateful[int] = Stateful(Numbers(keeps=False), saved(3, ahead=1))
+    assert forgetful.go_on() == ""
+    assert "Numbers goes on with another batch than was next" in caplog.text
+    wrapper = Numbers(keeps=False)
+    wrapper.base_dataloader = Numbers()  # type: ignore[attr-defined]
+    assert "its state lacks the order" in Stateful(wrapper, saved(3, ahead=1)).go_on()
+
+
+def test_a_state_that_is_not_taken_is_a_problem_for_all() -> None:
+    """Whatever the loader raises."""
+    broken = Numbers()
+    broken.load_state_dict = None  # type: ignore[assignment,method-assign]
+    assert (
+        "does not go on from the state that was saved of it: TypeError" in Stateful(broken, saved(1, ahead=1)).go_on()
+    )

@@ -1,0 +1,100 @@
+"""What a training is found to be, before its first step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from torch import nn
+
+from dalsegno.elastic.training import examination
+from dalsegno.elastic.training.examination import Examination
+from dalsegno.elastic.training.findings import (
+    BATCH_STATISTICS,
+    NOTHING,
+    OURS,
+    RANDOM,
+    SCRIPTS,
+    STATE,
+    Facts,
+    findings,
+    kinds_of,
+)
+
+SAVES = Facts(directory=True, saves=True, save_every=10, data=OURS, max_world_size=4)
+
+
+def told(facts: Facts) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for about, text in findings(facts):
+        found[about] = f"{found[about]}; {text}" if about in found else text
+    return found
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({}, "as it is: the whole checkpoint"),
+        ({"any_world_size": False, "reshards": True, "strategy": "deepspeed-zero-1"}, "takes its ranges"),
+        ({"any_world_size": False, "strategy": "deepspeed-zero-3"}, "after a conversion to Universal Checkpoint"),
+        ({"any_world_size": False, "strategy": "mine"}, "impossible: checkpoints of strategy mine load with 1 ranks"),
+        ({"directory": False}, "begins again at step 0, as does a crash: there is no checkpoint directory"),
+        ({"saves": False}, "begins again at step 0, as does a crash: nothing is given to save with"),
+    ],
+)
+def test_whether_the_world_can_change_and_how(change: dict[str, object], says: str) -> None:
+    assert says in told(replace(SAVES, **change))["change of the world"]
+
+
+def test_what_is_the_same_only_in_distribution() -> None:
+    """Dropout that drops, and statistics of a micro-batch; not where the world is always one rank."""
+    model = nn.Sequential(nn.Dropout(0.1), nn.Dropout(0.0), nn.BatchNorm1d(3), nn.Linear(3, 3))
+    assert kinds_of(model) == ((RANDOM, ("Dropout",)), (BATCH_STATISTICS, ("BatchNorm1d",)))
+    assert kinds_of(nn.Sequential(nn.Dropout(0.0), nn.SyncBatchNorm(3))) == ()
+    assert kinds_of(nn.MultiheadAttention(4, 2, dropout=0.1)) == ((RANDOM, ("dropout in MultiheadAttention",)),)
+    facts = replace(SAVES, layers=kinds_of(model))
+    text = told(facts)["the same only in distribution"]
+    assert "Dropout: each rank draws" in text
+    assert "BatchNorm1d: statistics" in text
+    assert "BatchNorm1d" not in told(replace(facts, fixed_micro_batch=True))["the same only in distribution"]
+    assert "the same only in distribution" not in told(replace(facts, max_world_size=1))
+    assert "the same only in distribution" not in told(SAVES)
+
+
+def test_what_is_not_saved() -> None:
+    facts = replace(SAVES, save_every=0, stateless=("A", "B", "C", "D"))
+    assert "a crash goes back to the last change" in told(facts)["not saved"]
+    assert "A, B, C and 1 more: without state_dict()" in told(facts)["not saved"]
+    assert "not saved" not in told(SAVES)
+
+
+def test_data_that_nobody_follows() -> None:
+    for what, says in ((NOTHING, "a resume is refused; give Batches"), (STATE, "needs 1 ranks again")):
+        assert says in told(replace(SAVES, data=what))["change of the world"]
+    for what in (OURS, SCRIPTS, ""):
+        assert "goes on as it is" in told(replace(SAVES, data=what))["change of the world"]
+
+
+def test_people_are_told_once_by_rank_0_where_the_run_begins(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank, begins in ((1, True), (0, False), (0, True)):
+        look = Examination(rank, begins, 2, 4, True)
+        look.learn(strategy="fsdp", saves=True, save_every=1)
+        look.learn_parts(nn.Linear(2, 2), None)
+        look.end()
+        look.end()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "dalsegno: training: strategy fsdp, 2 ranks"
+    assert len(lines) == 2
+
+
+def test_the_doctor_gets_them_and_the_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before its first step, on each rank; one writes."""
+    monkeypatch.setenv(examination.VARIABLE, str(tmp_path / "found"))
+    monkeypatch.setattr(examination, "insist", lambda code: None)
+    for rank in (1, 0):
+        assert not (tmp_path / "found").exists()
+        with pytest.raises(SystemExit) as left:
+            Examination(rank, False, 1, 1, False).end()
+        assert left.value.code == 0
+    assert (tmp_path / "found").read_text().startswith("training: strategy ddp, 1 rank\nchange of the world: ")

@@ -1,0 +1,251 @@
+"""A full resume without a framework: bit for bit the training that was not interrupted, or refused with the reason."""
+
+from __future__ import annotations
+
+import gc
+import random
+from fractions import Fraction
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+
+from dalsegno.elastic import SaveError, TrainingState, background
+from dalsegno.elastic.training.examination import Examination
+from dalsegno.elastic.training.session import Session
+from dalsegno.elastic.training.training_state import check_same_names, read_tensors
+from tests.unit.elastic.checkpoint.test_best import start
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def parts(width: int = 8, lr: float = 0.1) -> dict[str, Any]:
+    torch.manual_seed(width)
+    model = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.5), nn.BatchNorm1d(width), nn.Linear(width, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50),
+        "scaler": GradScaler("cpu", init_scale=8.0, growth_interval=2),
+    }
+
+
+def train(session: Session, made: dict[str, Any], until: int, how: str) -> list[tuple[float, float, float]]:
+    """Losses, learning rates and loss scales; draws from torch, dropout and Python's generator."""
+    state = TrainingState(session, **made)
+    assert state.load() == (session.resume is not None)
+    save: Any = background(state.files) if how == "background" else state.write
+    seen = []
+    for _ in session.steps(range(session.step, 100), max_steps=until, save=save, save_every=3, seed=5, advanced=True):
+        loss = made["model"](torch.randn(6, 4) + random.random()).square().mean()
+        made["scaler"].scale(loss * (float("inf") if session.step in (2, 6) else 1.0)).backward()
+        made["scaler"].step(made["optimizer"])
+        made["scaler"].update()
+        made["optimizer"].zero_grad()
+        made["scheduler"].step()
+        seen.append((float(loss.detach()), made["scheduler"].get_last_lr()[0], made["scaler"].get_scale()))
+    return seen
+
+
+@pytest.mark.parametrize("how", ["background", "waiting"])
+def test_an_interrupted_training_goes_on_bit_for_bit(tmp_path: Path, how: str) -> None:
+    """Model with running statistics, optimizer, schedule, loss scale, and all generators."""
+    with start(tmp_path / "a") as session:
+        wanted = train(session, parts(), 9, how)
+    with start(tmp_path / "b") as session:
+        found = train(session, parts(), 4, how)
+    torch.manual_seed(99)
+    random.seed(99)
+    with start(tmp_path / "b") as session:
+        assert session.step == 4
+        found += train(session, parts(), 9, how)
+    assert found == wanted
+    assert [scale for *_, scale in found] == [8, 16, 8, 8, 16, 16, 8, 8, 16]
+
+
+def saved(directory: Path, made: dict[str, Any]) -> None:
+    with start(directory) as session:
+        train(session, made, 2, "waiting")
+
+
+def refusal(directory: Path, made: dict[str, Any]) -> str:
+    before = {name: tensor.clone() for name, tensor in made["model"].state_dict().items()}
+    with start(directory) as session, pytest.raises(ValueError, match="step-2") as caught:
+        TrainingState(session, **made).load()
+    assert all(torch.equal(before[name], tensor) for name, tensor in made["model"].state_dict().items())
+    return str(caught.value)
+
+
+def test_other_parts_are_refused_before_anything_changes(tmp_path: Path) -> None:
+    """Another optimizer would take Adam's moments without a word; a schedule that is gone, likewise."""
+    saved(tmp_path, parts())
+    made = parts()
+    made["optimizer"] = torch.optim.SGD(made["model"].parameters(), lr=0.1)
+    assert "with optimizer AdamW, scheduler CosineAnnealingLR, scaler GradScaler" in refusal(tmp_path, made)
+    made = parts()
+    del made["scheduler"]
+    assert "this training has optimizer AdamW, scaler GradScaler" in refusal(tmp_path, made)
+    # A scaler that is switched off would take the other's state and do nothing with it.
+    made = parts()
+    made["scaler"] = GradScaler("cpu", enabled=False)
+    assert "scaler GradScaler (disabled): it would go on otherwise" in refusal(tmp_path, made)
+
+
+def test_another_model_is_refused_with_the_reason(tmp_path: Path) -> None:
+    """No name in common, some names only on one side, other shapes, other parameter groups."""
+    with pytest.raises(ValueError, match=r"none of its 2 names \(a, b\) is in this one's 1 \(c\)"):
+        check_same_names({"a": 0, "b": 0}, {"c": 0})
+    with pytest.raises(ValueError, match="a, b, c and 1 more only in the checkpoint; e only in the model"):
+        check_same_names(dict.fromkeys("abcdf", 0), dict.fromkeys("ef", 0))
+    saved(tmp_path, parts())
+    with start(tmp_path) as session:
+        with pytest.raises(ValueError, match="of another model"):
+            TrainingState(session, **parts(width=16)).load()
+        made = parts()
+        made["optimizer"] = torch.optim.AdamW([{"params": [p]} for p in made["model"].parameters()])
+        made["scheduler"] = torch.optim.lr_scheduler.CosineAnnealingLR(made["optimizer"], 50)
+        with pytest.raises(ValueError, match=r"the optimizer in step-2\.e0\.1 does not fit this one"):
+            TrainingState(session, **made).load()
+
+
+def test_what_another_script_saved_is_refused(tmp_path: Path) -> None:
+    """A file that is not there is named."""
+    with start(tmp_path) as session:
+        list(session.steps([1, 2], max_steps=2, save=lambda path: (path / "own.pt").write_bytes(b"x") and None))
+    assert "step-2.e0.1 has no model.pt: it was not saved by TrainingState" in refusal(tmp_path, parts())
+
+
+def mapped(name: str) -> bool:
+    return any(name in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+class Average:
+    """A part that keeps the tensors that it is given."""
+
+    def __init__(self) -> None:
+        self.kept: Any = {"shadow": [torch.ones(300, 300)]}
+
+    def state_dict(self) -> Any:
+        return self.kept
+
+    def load_state_dict(self, state: Any) -> None:
+        self.kept = state
+
+
+def test_what_was_loaded_has_nothing_of_the_file(tmp_path: Path) -> None:
+    """Files are mapped, so that each rank reads what it copies; afterwards they may be deleted or cut."""
+    saved(tmp_path, {**parts(width=400), "average": Average()})
+    held: list[Any] = []
+    real = torch.Tensor.copy_
+    with start(tmp_path) as session, pytest.MonkeyPatch.context() as patch:
+        made = {**parts(width=400), "average": Average()}
+        patch.setattr(torch.Tensor, "copy_", lambda *a, **o: held.append(mapped("model.pt")) or real(*a, **o))
+        assert TrainingState(session, **made).load()
+    assert True in held, "it was read as a whole"
+    gc.collect()
+    assert not mapped(".pt")
+    assert made["optimizer"].state[made["model"][0].weight]["exp_avg"].abs().sum() > 0
+
+
+def test_moments_keep_the_dtype_that_they_were_saved_with(tmp_path: Path) -> None:
+    """fp32 beside bf16 weights, as some optimizers have them: torch would make them bf16 with every resume."""
+
+    def made() -> dict[str, Any]:
+        torch.manual_seed(1)
+        model = nn.Linear(4, 4).bfloat16()
+        return {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)}
+
+    first = made()
+    weight = first["model"].weight
+    first["optimizer"].state[weight] = {"momentum_buffer": torch.randn(4, 4)}
+    with start(tmp_path) as session:
+        list(session.steps([1], save=TrainingState(session, **first).write))
+    second = made()
+    with start(tmp_path) as session:
+        TrainingState(session, **second).load()
+    found = second["optimizer"].state[second["model"].weight]["momentum_buffer"]
+    assert torch.equal(found, first["optimizer"].state[weight]["momentum_buffer"])
+    third = made()
+    with start(tmp_path) as session:
+        TrainingState(session, **third).load(cast=True)
+    assert third["optimizer"].state[third["model"].weight]["momentum_buffer"].dtype is torch.bfloat16
+
+
+def test_what_torch_wrote_in_its_old_format_is_read(tmp_path: Path) -> None:
+    """It cannot be mapped."""
+    torch.save({"a": torch.ones(3)}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    assert read_tensors(tmp_path / "old.pt")["a"].tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel, lambda model: nn.DataParallel(torch.compile(model))])
+def test_names_do_not_depend_on_what_is_around_the_model(tmp_path: Path, wrap: Any) -> None:
+    """Nor those of a checkpoint that an earlier version saved with the wrapper's prefix."""
+    made = parts()
+    with start(tmp_path / "a") as session:
+        list(session.steps([1], save=TrainingState(session, **{**made, "model": wrap(made["model"])}).write))
+    with start(tmp_path / "a") as session:
+        assert TrainingState(session, **parts()).load()
+    prefixed = wrap(made["model"]).state_dict()
+    assert not prefixed.keys() & made["model"].state_dict().keys()
+
+    def earlier(path: Path) -> None:
+        TrainingState(session, **made).write(path)
+        torch.save(prefixed, path / "model.pt")
+
+    with start(tmp_path / "b") as session:
+        list(session.steps([1], save=earlier))
+    with start(tmp_path / "b") as session:
+        made = parts()
+        assert TrainingState(session, **{**made, "model": wrap(made["model"])}).load()
+
+
+def test_a_state_that_goes_wrong_later_is_not_saved(tmp_path: Path) -> None:
+    """The rehearsal saw it well; each save looks at the small parts again, and no tensor is copied for it."""
+    average = Average()
+    average.kept["large"] = torch.empty(1 << 33, dtype=torch.uint8, device="cpu")  # never touched
+    with start(tmp_path) as session:
+        state = TrainingState(session, **parts(), average=average)
+        state.rehearse()
+        steps = session.steps(range(9), save=state.write, save_every=2)
+        average.kept["shadow"].append(lambda: 1)
+        with pytest.raises(SaveError, match="could not be saved: TypeError: the state of average has more than plain"):
+            list(steps)
+        average.kept["shadow"].pop()
+        assert "average" in state.files()["training.pt"]
+        average.kept["shadow"].append(Fraction(1, 2))
+        with pytest.raises(TypeError, match=r"the state of average has more .*it holds a fractions.Fraction"):
+            state.files()
+
+
+@pytest.mark.parametrize("value", [Fraction(1, 2), lambda: 1])
+def test_a_state_that_could_not_be_loaded_again_is_not_saved(tmp_path: Path, value: Any) -> None:
+    """Better an error with the first save than with every resume."""
+    made = {**parts(), "own": SimpleNamespace(state_dict=lambda: {"what": value}, load_state_dict=None)}
+    with start(tmp_path) as session, pytest.raises(TypeError, match=r"the state of .*own has more than plain values"):
+        TrainingState(session, **made).files()
+
+
+def test_a_part_that_is_none_is_no_part(tmp_path: Path) -> None:
+    """`scaler=scaler if fp16 else None`: saved and loaded as if it were not there."""
+    with start(tmp_path) as session:
+        state = TrainingState(session, **{**parts(), "scheduler": None, "scaler": None})
+        list(session.steps(range(2), save=state.write))
+    with start(tmp_path) as session:
+        made = parts()
+        assert TrainingState(session, model=made["model"], optimizer=made["optimizer"], scaler=None).load()
+
+
+def test_a_resume_that_was_not_loaded_is_refused() -> None:
+    """It would go on at the step of the checkpoint with the weights of step 0."""
+    resume = SimpleNamespace(step=3, ref=SimpleNamespace(name="step-3.e1.1"))
+    session: Any = SimpleNamespace(rank=0, step=3, resume=resume, examination=Examination(0, False, 1, 1, True))
+    state = TrainingState(session, model=nn.Linear(1, 1))
+    with pytest.raises(ValueError, match=r"goes on from step-3\.e1\.1: call TrainingState\.load\(\)"):
+        state.rehearse()
+    session.step = 4
+    state.rehearse()

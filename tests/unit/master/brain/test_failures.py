@@ -1,0 +1,212 @@
+"""The failure budget where there are more nodes than a world takes: spares must not hide that the script is broken."""
+
+from __future__ import annotations
+
+import pytest
+
+from dalsegno.master.brain.membership import FORGIVEN_AFTER, HOLD_BASE, LOSS_LIMIT, LOSS_WINDOW
+from dalsegno.master.brain.state import Phase
+from dalsegno.protos import control_pb2
+from tests.support.jobs.masters import Driven, Node, all_join, settings
+
+
+def restart(job: Driven, failing: list[Node], *, slow: Node, hangs: bool) -> None:
+    """All workers of the world end with an error, or one hangs until it is stopped; that node joins last."""
+    for node in failing:
+        if not (hangs and node is slow):
+            node.failed()
+    for node in job.nodes:
+        if node is not slow and job.phase is Phase.FORMING:
+            node.join()
+    job.wait(1)
+    if not job.phase.is_terminal:
+        slow.join()
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_slow_member_whose_place_a_spare_took_is_no_loss(hangs: bool) -> None:
+    """Worlds of two of three nodes: each time the slowest is left out, and was there all the time."""
+    job = Driven(settings(max_nodes=2, max_restarts=2))
+    a, b = job.start(2)
+    a.step(1)
+    c = job.node()
+    c.join()
+    for number in range(8):
+        if job.phase is Phase.FAILED:
+            break
+        members = [node for node in (a, b, c) if node.name in job.members]
+        restart(job, members, slow=members[number % 2], hangs=hangs)
+    assert job.phase is Phase.FAILED
+    assert "3 failures without progress" in job.job.message
+
+
+def test_a_member_that_was_lost_after_all_is_no_failure_of_the_script() -> None:
+    """Silent when the next world opened with a spare, and declared dead only then."""
+    job = Driven(settings(max_nodes=2, max_restarts=0, node_timeout=12.0))
+    a, b = job.start(2)
+    a.step(1)
+    c = job.node()
+    c.join()
+    job.silent.add(b.incarnation)
+    a.failed()
+    a.join()
+    c.join()
+    job.wait(1)
+    assert job.phase is Phase.RUNNING
+    assert set(job.members) == {a.name, c.name}
+    job.wait(20)
+    c.hang_up()
+    job.wait(3)
+    a.failed()
+    a.join()
+    job.wait(3)
+    assert job.phase is Phase.RUNNING, job.job.message
+
+
+# ---- whose failure it was --------------------------------------------------------------------------------------------
+
+
+def stopped_by_a_peer(node: Node) -> None:
+    """Its ranks ended because another node's could not load the resume point."""
+    request = control_pb2.FailureRequest(caller=node.caller(), kind=control_pb2.FAILURE_KIND_PEER, message="a peer")
+    assert node.job.call(request).code == "OK"
+
+
+@pytest.mark.parametrize("peer_first", [True, False])
+def test_who_had_the_failure_is_blamed_not_who_tells_of_it(peer_first: bool) -> None:
+    """Whichever word comes first."""
+    job = Driven(settings(max_restarts=0))
+    a, b = job.start(2)
+    a.step(1)
+    for turn in (1, 2):
+        if peer_first == (turn == 1):
+            stopped_by_a_peer(a)
+        else:
+            b.failed("out of memory", 1)
+    all_join([a, b])
+    assert job.phase is Phase.FAILED
+    assert f"{b.name}: out of memory" in job.job.message
+
+
+@pytest.mark.parametrize("how", ["damage", "loss"])
+def test_a_failure_whose_cause_is_elsewhere_counts_for_nobody(how: str) -> None:
+    """The peer reports damage, or is lost: the budget of none is untouched."""
+    job = Driven(settings(max_restarts=0))
+    a, b = job.start(2)
+    a.step(1)
+    made = job.seal(1, any_size=True)
+    a.commit(made)
+    stopped_by_a_peer(a)
+    if how == "damage":
+        b.bad(made.ref)
+        all_join([a, b])
+        (verifier,) = [node for node in (a, b) if node.directive.verify.number]
+        verifier.verified(intact=False)
+    else:
+        b.hang_up()
+        job.wait(2.0)
+    all_join([a, b] if how == "damage" else [a])
+    job.wait(2.0)
+    assert job.phase is Phase.RUNNING
+    assert job.job.budget.failures == 0
+    assert job.job.budget.pending is None
+
+
+# ---- nodes that are lost again and again -----------------------------------------------------------------------------
+
+
+def lose(job: Driven, a: Node, times: int) -> float:
+    """`flaky` trains and is killed, so often. Returns for how long it is a spare now."""
+    for _ in range(times):
+        flaky = job.node(node="flaky")
+        flaky.join()
+        flaky.warm()
+        a.step(1000 * job.epoch)
+        job.wait(1.0)
+        for node in (a, flaky):
+            node.drained(1000 * job.epoch)
+        all_join([a, flaky])
+        job.wait(2.0)
+        assert "flaky" in job.members, job.notices
+        a.step(1000 * job.epoch)
+        flaky.hang_up()
+        job.wait(8.0)
+        all_join([a])
+        job.wait(2.0)
+    return job.job.holds["flaky"]
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_old_losses_are_forgiven(restarted: bool) -> None:
+    """Each hold doubles the one before; after hours without a loss it begins anew, also under a restarted master."""
+    job = Driven(settings(stall_timeout=0.0, drain_timeout=1.0))
+    (a,) = job.start(1)
+    a.step(1)
+    assert lose(job, a, LOSS_LIMIT) == HOLD_BASE
+    job.wait(HOLD_BASE)
+    assert lose(job, a, 1) == 2 * HOLD_BASE
+    job.wait(2 * HOLD_BASE)
+    if restarted:
+        job.restart()
+        a.beat()
+        assert job.now - job.state.live.lost_at["flaky"][-1] >= LOSS_WINDOW, "no loss of this window"
+    job.now += 2 * FORGIVEN_AFTER + LOSS_WINDOW
+    a.beat()
+    job.wait(1.0)
+    assert lose(job, a, LOSS_LIMIT) == HOLD_BASE
+
+
+def test_what_is_remembered_of_losses_is_bounded() -> None:
+    """Names that do not come back are forgotten, whichever master counted them."""
+    job = Driven(settings(stall_timeout=0.0))
+    a, b = job.start(2)
+    a.step(1)
+    job.job.losses.update({f"old-{number}": 3 for number in range(100)})
+    job.restart()
+    for node in (a, b):
+        node.beat()
+    job.now += 10 * FORGIVEN_AFTER
+    for node in (a, b):
+        node.beat()
+    b.hang_up()
+    job.wait(10.0)
+    assert not b.is_known
+    assert set(job.job.losses) <= {b.name}
+    assert set(job.state.live.lost_at) <= {b.name}
+
+
+# ---- scripts without a session: seconds, not the notice -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("why", ["leave", "drain", "scale"])
+def test_a_change_of_a_script_without_a_session_takes_seconds(why: str) -> None:
+    """It cannot be drained: nobody trains on in vain until --drain-timeout has passed."""
+    job = Driven(settings(drain_timeout=300.0, min_nodes=1, max_nodes=2))
+    a, b = job.start(2)
+    job.wait(40.0)
+    if why == "leave":
+        b.leave(notice=300.0)
+    elif why == "drain":
+        # A rank that says it has drained without ever having said hello.
+        b.drained(0)
+    else:
+        assert job.scale(1).code == "OK"
+    job.wait(8.0)
+    assert job.phase is not Phase.RUNNING
+    if why == "leave":
+        assert b.order == "release"
+    all_join([a, b])
+    job.wait(2.0)
+    assert (job.phase, a.name in job.members) == (Phase.RUNNING, True)
+
+
+def test_a_leave_right_after_the_start_waits_for_the_hello() -> None:
+    """A script that opens a session says so within seconds: then it is drained as ever."""
+    job = Driven(settings(drain_timeout=300.0))
+    a, b = job.start(2)
+    b.leave(notice=300.0)
+    job.wait(2.0)
+    assert job.phase is Phase.DRAINING
+    a.step(0)
+    job.wait(60.0)
+    assert job.phase is Phase.DRAINING

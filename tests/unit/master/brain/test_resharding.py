@@ -1,0 +1,93 @@
+"""When a world of another size loads the shards as they lie, and when they are converted after all."""
+
+from __future__ import annotations
+
+from dalsegno.master.brain.state import Phase
+from dalsegno.protos import control_pb2
+from tests.support.jobs.masters import Driven, Node, settings, stored
+
+AUTO = settings(universal_checkpoint=False)
+SHARDED, UNIVERSAL = control_pb2.FORM_SHARDED, control_pb2.FORM_UNIVERSAL
+
+
+def shrunk(job: Driven) -> Node:
+    """A world of two has committed step 3, which others can load; one of its nodes died, and the other is back."""
+    a, b = job.start(2)
+    assert a.commit(job.seal(3, reshards=True)).code == "OK"
+    b.hang_up()
+    job.wait(2)
+    a.join()
+    return a
+
+
+def test_another_size_needs_no_conversion() -> None:
+    job = Driven(AUTO)
+    a = shrunk(job)
+    assert job.phase is Phase.RUNNING
+    assert a.directive.run.resume.form == SHARDED
+    assert a.directive.run.resume.source.shape.reshards
+    a.step(4)
+    assert "resumed at step 3 (re-sharded)" in job.notices
+
+
+def test_universal_files_are_made_where_they_are_asked_for() -> None:
+    job = Driven(settings(universal_checkpoint=True))
+    a = shrunk(job)
+    assert job.phase is Phase.FORMING
+    assert a.lease
+    a.convert()
+    assert a.directive.run.resume.form == UNIVERSAL
+    a.step(4)
+    assert "resumed at step 3 (universal)" in job.notices
+
+
+def test_the_same_size_is_no_resharding() -> None:
+    job = Driven(AUTO)
+    (a,) = job.start(1)
+    assert a.commit(job.seal(3, reshards=True)).code == "OK"
+    a.failed()
+    a.join()
+    a.step(4)
+    assert "resumed at step 3, paused" in job.notices
+
+
+def test_what_cannot_be_loaded_so_is_converted() -> None:
+    """Nobody asks why: another version of DeepSpeed, another layout. Also a master that is restarted knows it."""
+    job = Driven(settings(universal_checkpoint=False, max_restarts=0))
+    a = shrunk(job)
+    a.failed()
+    a.join()
+    assert job.phase is Phase.FORMING
+    assert a.lease
+    assert "it is converted instead" in job.notices
+    assert not stored(job.job).checkpoints[-1].reshards
+    a.convert()
+    assert a.directive.run.resume.form == UNIVERSAL
+
+
+def test_a_failure_after_the_first_step_says_nothing_about_it() -> None:
+    job = Driven(AUTO)
+    a = shrunk(job)
+    a.step(4)
+    a.failed()
+    a.join()
+    assert job.phase is Phase.RUNNING
+    assert a.directive.run.resume.form == SHARDED
+
+
+def test_universal_files_that_are_there_come_first() -> None:
+    """A master that lost its record does not know that re-sharding failed; what was made because of that is there."""
+    job = Driven(AUTO)
+    a = shrunk(job)
+    a.failed()
+    a.join()
+    universal = a.convert()
+    assert a.directive.run.resume.form == UNIVERSAL
+    everything = [*job.sealed, universal]
+    job.restart(keep_store=False)
+    again = job.node(inventory=everything)
+    again.join(everything)
+    job.wait(20)
+    again.join(everything)
+    job.wait(2)
+    assert again.directive.run.resume.form == UNIVERSAL

@@ -1,0 +1,135 @@
+"""Scripts without a session: nobody hears of their steps, and yet people are told what happens to them."""
+
+from __future__ import annotations
+
+from dalsegno.master.brain.announcements import SESSION_WITHIN
+from dalsegno.master.brain.state import Phase
+from tests.support.jobs.masters import Driven, all_join, settings
+
+
+def lines(job: Driven, word: str) -> list[str]:
+    """The console's lines with this word in them."""
+    return [line for line in job.notices.splitlines() if word in line]
+
+
+def test_a_world_that_is_not_heard_of_is_presented_once() -> None:
+    """Its nodes, its cause, where it starts, and why nothing more is known."""
+    job = Driven()
+    a, b = job.start(2)
+    job.wait(SESSION_WITHIN - 2)
+    assert not lines(job, "epoch 1")
+    job.wait(300)
+    (line,) = lines(job, "epoch 1")
+    assert f"{a.name}, {b.name} joined, 2 nodes, from step 0" in line
+    assert "has not called session()" in line
+    assert [(record.epoch, record.nodes) for record in job.job.history] == [(1, 2)]
+
+
+def test_a_script_with_a_session_is_not_presented_before_its_first_step() -> None:
+    """However long that takes: it has said hello."""
+    job = Driven(settings(stall_timeout=600))
+    (a,) = job.start(1)
+    a.step(0)
+    job.wait(SESSION_WITHIN + 100)
+    assert not lines(job, "epoch 1")
+
+
+def test_a_late_session_is_announced_with_its_first_step() -> None:
+    """What was said before is not the last word, and the history has the world once."""
+    job = Driven()
+    (a,) = job.start(1)
+    job.wait(SESSION_WITHIN + 1)
+    a.step(1)
+    assert len(lines(job, "epoch 1")) == 2
+    assert "session()" not in lines(job, "epoch 1")[1]
+    assert [record.epoch for record in job.job.history] == [1]
+
+
+def test_the_worlds_after_a_silent_one_are_presented_when_they_open() -> None:
+    """A node is killed: who goes on, and that it starts over, is said at once."""
+    job = Driven()
+    a, b = job.start(2)
+    job.wait(SESSION_WITHIN + 1)
+    b.hang_up()
+    job.wait(2)
+    a.join()
+    (line,) = lines(job, "epoch 2")
+    assert f"{b.name} was lost (its connection closed), 1 node, from step 0" in line
+    assert [record.epoch for record in job.job.history] == [1, 2]
+
+
+def test_a_restart_for_a_newcomer_is_announced_before_and_when_it_comes() -> None:
+    """When it will be, once; then that it is now, and the world it made."""
+    job = Driven(settings(grow_wait=100))
+    (a,) = job.start(1)
+    job.wait(SESSION_WITHIN + 1)
+    late = job.node()
+    late.join()
+    job.wait(50)
+    (line,) = lines(job, f"{late.name} joined:")
+    assert "in 100 s (--grow-wait)" in line
+    job.wait(51)
+    assert job.phase is Phase.FORMING
+    (notice,) = [notice for notice in job.job.notices if "all workers restart to take" in notice.text]
+    assert notice.warning
+    assert "--grow-wait" in notice.text
+    all_join([a, late])
+    (line,) = lines(job, "epoch 2")
+    assert f"{late.name} joined, 2 nodes, from step 0" in line
+
+
+def test_an_early_restart_for_a_newcomer_is_announced_too() -> None:
+    """Also where the grow-wait is so short that the world before was never presented."""
+    job = Driven(settings(grow_wait=5))
+    (a,) = job.start(1)
+    late = job.node()
+    late.join()
+    job.wait(6)
+    assert lines(job, "all workers restart to take")
+    all_join([a, late])
+    assert lines(job, "epoch 2")
+
+
+def test_a_restart_after_a_commit_says_so() -> None:
+    """It is what was waited for, and no warning."""
+    job = Driven(settings(grow_wait=100))
+    (a,) = job.start(1)
+    job.wait(7)
+    job.node().join()
+    job.wait(1)
+    a.save(4)
+    (notice,) = [notice for notice in job.job.notices if "all workers restart to take" in notice.text]
+    assert "commit" in notice.text
+    assert not notice.warning
+
+
+def test_a_late_crash_of_a_script_that_is_not_heard_of_counts_as_a_failure() -> None:
+    """It may have made many steps, so it is tried again, --max-restarts times."""
+    job = Driven(settings(max_restarts=1))
+    (a,) = job.start(1)
+    job.wait(SESSION_WITHIN + 1)
+    a.failed("out of memory")
+    assert job.phase is Phase.FORMING
+    a.join()
+    assert job.epoch == 2
+    a.failed("out of memory")
+    a.join()
+    assert job.phase is Phase.FAILED
+    assert "--max-restarts" in job.job.message
+
+
+def test_a_node_that_keeps_coming_and_dying_is_held_although_no_step_is_heard() -> None:
+    """Each time everybody has to start over."""
+    job = Driven(settings(grow_wait=2))
+    (a,) = job.start(1)
+    job.wait(SESSION_WITHIN + 1)
+    for _ in range(3):
+        flaky = job.node(node="flaky")
+        flaky.join()
+        job.wait(3)
+        all_join([a, flaky])
+        assert job.members == [a.name, "flaky"]
+        flaky.hang_up()
+        job.wait(2)
+        a.join()
+    assert "flaky was lost 3 times" in job.notices

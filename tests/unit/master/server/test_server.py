@@ -1,0 +1,600 @@
+"""The master's shell with real gRPC on loopback, around a small brain."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from dalsegno.master.record.store import MemoryStore, Rows, StoreUnavailable, Superseded
+from dalsegno.master.server import driver as driver_module
+from dalsegno.master.server import server as server_module
+from dalsegno.master.server.auth import AuthError, read_token
+from dalsegno.master.server.lifetime import Lifetime
+from dalsegno.master.server.server import BindError, ControlServer, ServerOptions
+from dalsegno.master.server.service import PROTOCOL
+from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos import control_pb2_grpc
+from tests.support.jobs.fake_brain import SOMEBODY_ELSES, FakeBrain
+
+pytestmark = pytest.mark.timeout(60)
+TOKEN = "0123456789abcdef"
+
+
+def registration(node: str = "a", incarnation: str = "1", **fields: Any) -> pb.RegisterRequest:
+    """As little as the door lets in."""
+    return pb.RegisterRequest(job_id="job", node=node, incarnation=incarnation, nproc=1, secret=bytes(16), **fields)
+
+
+class Master:
+    """A served master and its client."""
+
+    def __init__(self, server: ControlServer, store: MemoryStore, task: asyncio.Task[None]) -> None:
+        self.server = server
+        self.store = store
+        self.task = task
+        self.channel = grpc.aio.insecure_channel(server.address)
+        self.stub = control_pb2_grpc.ControlStub(self.channel)
+
+    async def register(self, node: str = "a", incarnation: str = "1") -> None:
+        await self.stub.Register(registration(node, incarnation), timeout=30)
+
+    async def join(self, request: int, node: str = "a") -> pb.Ack:
+        return await self.stub.Join(pb.JoinRequest(caller=caller(node, request=request)), timeout=30)
+
+    def watch(self, node: str = "a", incarnation: str = "1") -> AsyncIterator[pb.Directive]:
+        return aiter(self.stub.Watch(pb.WatchRequest(caller=caller(node, incarnation)), timeout=20))
+
+    async def status(self) -> pb.StatusReply:
+        return await self.stub.GetStatus(pb.StatusRequest(), timeout=30)
+
+
+class SometimesFull(MemoryStore):
+    """Fails every write while it is not `writable`."""
+
+    writable = True
+    attempts = 0
+    saves = 0
+
+    def save(self, rows: Rows, generation: int) -> None:
+        self.attempts += 1
+        if not self.writable:
+            raise StoreUnavailable("cannot write the store: no space")
+        self.saves += 1
+        super().save(rows, generation)
+
+
+def caller(node: str = "a", incarnation: str = "1", request: int = 0, protocol: int = PROTOCOL) -> pb.Caller:
+    return pb.Caller(job_id="job", node=node, incarnation=incarnation, request=request, protocol=protocol)
+
+
+@contextlib.asynccontextmanager
+async def serving(store: MemoryStore | None = None, options: ServerOptions | None = None) -> AsyncIterator[Master]:
+    store = store if store is not None else MemoryStore()
+    server = ControlServer("job", FakeBrain(), store, options or ServerOptions())
+    await server.start()
+    task = asyncio.create_task(server.run())
+    master = Master(server, store, task)
+    try:
+        yield master
+    finally:
+        await master.channel.close()
+        server.stop()
+        with contextlib.suppress(Superseded, StoreUnavailable, asyncio.CancelledError):
+            await task
+        await server.close()
+
+
+async def until(condition: Callable[[], Awaitable[bool]], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not await condition():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def fails(call: Awaitable[object], code: grpc.StatusCode, line: str) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as error:
+        await call
+    assert error.value.code() is code, error.value.details()
+    details = error.value.details() or ""
+    assert line in details
+    assert "\n" not in details
+
+
+def test_calls_are_answered_and_streams_get_what_changed() -> None:
+    """One stream: the present directive first, then each change once, nothing when nothing changed."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register()
+            stream = master.watch()
+            assert (await anext(stream)).epoch == 0
+            assert (await master.join(1)).generation == master.server.driver.generation
+            assert (await anext(stream)).epoch == 1
+            await master.stub.Heartbeat(pb.HeartbeatRequest(caller=caller()))
+            await master.join(2)
+            # The heartbeat changed nothing and was not sent.
+            assert (await anext(stream)).epoch == 2
+
+    asyncio.run(scene())
+
+
+def test_a_repeated_call_has_no_second_effect() -> None:
+    """The same request number: answered, but counted once."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register()
+            await asyncio.gather(*(master.join(7) for _ in range(5)))
+            assert (await anext(master.watch())).epoch == 1
+
+    asyncio.run(scene())
+
+
+def test_every_operation_of_the_protocol_reaches_the_brain() -> None:
+    """No RPC is left at the generated code's UNIMPLEMENTED."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register()
+            service = pb.DESCRIPTOR.services_by_name["Control"]
+            for method in service.methods:
+                if method.name in ("Register", "Watch", "GetStatus", "Scale", "ReportFailure"):
+                    continue
+                request = getattr(pb, method.input_type.name)(caller=caller())
+                if isinstance(request, pb.CommitRequest):
+                    ref = pb.CheckpointRef(name="step-1.e1.0", digest="0" * 64)
+                    request.checkpoint.MergeFrom(
+                        pb.Checkpoint(ref=ref, run_id="run-0001", step=1, epoch=1, form=pb.FORM_SHARDED)
+                    )
+                call = getattr(master.stub, method.name)(request, timeout=30)
+                if method.name == "ReportPruned":
+                    await fails(call, grpc.StatusCode.FAILED_PRECONDITION, "fenced: for a test")
+                else:
+                    assert (await call).generation == master.server.driver.generation
+
+    asyncio.run(scene())
+
+
+def test_scaling_needs_no_registration_and_the_right_job() -> None:
+    """A person's tool may call it; another job's master refuses."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            assert (await master.stub.Scale(pb.ScaleRequest(nodes=3), timeout=30)).limit == 3
+            other = master.stub.Scale(pb.ScaleRequest(job_id="other", nodes=3), timeout=30)
+            await fails(other, grpc.StatusCode.INVALID_ARGUMENT, "not 'other'")
+
+    asyncio.run(scene())
+
+
+def test_no_effect_leaves_before_it_is_durable() -> None:
+    """While the store cannot be written neither a reply nor a directive goes out; then one write serves all."""
+
+    async def scene() -> None:
+        store = SometimesFull()
+        async with serving(store) as master:
+            await master.register()
+            stream = master.watch()
+            await anext(stream)
+            store.writable = False
+            first = asyncio.ensure_future(master.join(1))
+            directive = asyncio.ensure_future(anext(stream))
+            await until(lambda: _true(store.attempts > 2))
+            # These arrive during the write and share the next one.
+            later = [asyncio.ensure_future(master.join(number)) for number in range(2, 30)]
+            await until(lambda: _true(len(master.server.driver._queue) == len(later)))
+            assert not any(task.done() for task in (first, directive, *later))
+            saves = store.saves
+            store.writable = True
+            await asyncio.gather(first, *later)
+            assert (await directive).epoch >= 1
+            assert store.saves - saves <= 3
+
+    asyncio.run(scene())
+
+
+async def _true(value: bool) -> bool:
+    return value
+
+
+def test_the_queue_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While nothing can be decided, calls beyond the limit are told to come again instead of piling up."""
+    monkeypatch.setattr(driver_module, "QUEUE_LIMIT", 5)
+
+    async def scene() -> None:
+        store = SometimesFull()
+        async with serving(store) as master:
+            await master.register()
+            store.writable = False
+            calls = [asyncio.ensure_future(master.join(1))]
+            await until(lambda: _true(store.attempts > 1))
+            calls += [asyncio.ensure_future(master.join(number)) for number in range(2, 7)]
+            await until(lambda: _true(len(master.server.driver._queue) == 5))
+            await fails(master.join(9), grpc.StatusCode.RESOURCE_EXHAUSTED, "try again")
+            store.writable = True
+            await asyncio.gather(*calls)
+
+    asyncio.run(scene())
+
+
+def test_a_store_that_stays_unwritable_ends_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a bounded time it gives up with the store's line, and nobody is left waiting."""
+    monkeypatch.setattr(driver_module, "SAVE_TIMEOUT", 0.3)
+
+    class Full(MemoryStore):
+        def save(self, rows: Rows, generation: int) -> None:
+            raise StoreUnavailable("cannot write the store: no space")
+
+    async def scene() -> None:
+        async with serving(Full()) as master:
+            first = asyncio.ensure_future(fails(master.join(1), grpc.StatusCode.UNAVAILABLE, "try again"))
+            await asyncio.sleep(0.1)
+            # Queued behind the turn that never ends.
+            await fails(master.join(2), grpc.StatusCode.UNAVAILABLE, "try again")
+            await first
+            with pytest.raises(StoreUnavailable, match="no space"):
+                await master.task
+            await fails(master.join(3), grpc.StatusCode.UNAVAILABLE, "try again")
+
+    asyncio.run(scene())
+
+
+def test_two_masters_on_one_store() -> None:
+    """The older one's next write fails: it answers nothing, ends, and what it decided is not part of the job."""
+
+    async def scene() -> None:
+        store = MemoryStore()
+        async with serving(store) as old:
+            await old.register()
+            await old.join(1)
+            async with serving(store.share()) as new:
+                await fails(old.join(2), grpc.StatusCode.UNAVAILABLE, "try again")
+                with pytest.raises(Superseded):
+                    await old.task
+                await new.register()
+                assert (await anext(new.watch())).epoch == 1
+                assert (await new.join(2)).generation > 1
+
+    asyncio.run(scene())
+
+
+def test_the_generation_rises_above_what_agents_know() -> None:
+    """A store that was lost: the reply's generation is above the agent's, and the store has it before the reply."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            request = registration(generation=17)
+            reply = await master.stub.Register(request)
+            assert reply.generation == 18
+            await master.join(1)
+            assert master.store.share().raise_generation() == 19
+
+    asyncio.run(scene())
+
+
+def test_a_newer_stream_of_an_incarnation_replaces_the_older() -> None:
+    """The older ends, and its end is not told to the brain as a lost node."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register()
+            older = master.watch()
+            await anext(older)
+            newer = master.watch()
+            await anext(newer)
+            await fails(anext(older), grpc.StatusCode.ABORTED, "a newer stream")
+            await master.join(1)
+            assert (await anext(newer)).epoch == 1
+            assert (await master.status()).reason == "StreamOpened a/1; StreamOpened a/1"
+
+    asyncio.run(scene())
+
+
+def test_a_closed_stream_becomes_an_event() -> None:
+    """The peer hangs up: the brain hears of it at once."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register()
+            call = master.stub.Watch(pb.WatchRequest(caller=caller()))
+            await call.read()
+            call.cancel()
+
+            async def heard() -> bool:
+                return "StreamClosed a/1" in (await master.status()).reason
+
+            await until(heard, 2.0)
+            assert len(master.server.watchers) == 0
+
+    asyncio.run(scene())
+
+
+def test_an_unknown_incarnation_is_told_that_it_is_fenced() -> None:
+    """A stream of an incarnation that the brain does not know (any more) gets one directive and ends."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register("a", "1")
+            known = master.watch("a", "1")
+            await anext(known)
+            unknown = [directive async for directive in master.watch("a", "0")]
+            assert [directive.WhichOneof("order") for directive in unknown] == ["fenced"]
+            await master.register("a", "2")
+            rest = [directive async for directive in known]
+            assert [directive.WhichOneof("order") for directive in rest] == ["fenced"]
+
+    asyncio.run(scene())
+
+
+def test_the_brain_is_woken_when_it_asked_for_it() -> None:
+    """A Tick comes at the time that the state names, once."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register()
+            start = time.monotonic()
+            await master.stub.Leave(pb.LeaveRequest(caller=caller(request=1), notice=0.3))
+
+            async def ticked() -> bool:
+                return "Tick" in (await master.status()).reason
+
+            await until(ticked)
+            assert time.monotonic() - start >= 0.3
+            await asyncio.sleep(0.2)
+            assert (await master.status()).reason.count("Tick") == 1
+
+    asyncio.run(scene())
+
+
+def test_a_master_that_was_held_up_tells_the_brain_first() -> None:
+    """The loop stands still past a deadline: the brain hears of it before the Tick and before what was queued."""
+
+    async def scene() -> None:
+        async with serving(options=ServerOptions(held_up_after=0.3)) as master:
+            await master.register()
+            stream = master.watch()
+            await anext(stream)
+            await master.stub.Leave(pb.LeaveRequest(caller=caller(request=1), notice=0.2))
+            time.sleep(0.8)
+
+            async def ticked() -> bool:
+                return "Tick" in (await master.status()).reason
+
+            await until(ticked)
+            # On a busy machine it may be held up once more.
+            told = (await master.status()).reason.split("; ")
+            assert told[told.index("Tick") - 1] == "HeldUp"
+
+    asyncio.run(scene())
+
+
+def test_status_and_heartbeats_do_not_wait_for_the_store() -> None:
+    """While it cannot be written, both are answered: an agent must not take a slow disk for a dead master."""
+
+    async def scene() -> None:
+        store = SometimesFull()
+        async with serving(store) as master:
+            await master.register()
+            store.writable = False
+            join = asyncio.ensure_future(master.join(1))
+            await until(lambda: _true(store.attempts > 2))
+            assert (await master.status()).job_id == "job"
+            await master.stub.Heartbeat(pb.HeartbeatRequest(caller=caller()), timeout=30)
+            assert not join.done()
+            store.writable = True
+            await join
+
+    asyncio.run(scene())
+
+
+def test_status_shows_nothing_that_a_crash_takes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked while a decision is being stored, it is answered once that is stored."""
+    monkeypatch.setattr(driver_module, "STATUS_PATIENCE", 30.0)
+
+    async def scene() -> None:
+        store = SometimesFull()
+        async with serving(store) as master:
+            await master.register()
+            store.writable = False
+            finished = pb.FinishedRequest(caller=caller(request=1))
+            end = asyncio.ensure_future(master.stub.ReportFinished(finished, timeout=30))
+            await until(lambda: _true(store.attempts > 2))
+            seen = [asyncio.ensure_future(master.status()) for _ in range(3)]
+            await until(lambda: _true(master.server.driver._asked is not None))
+            assert not any(status.done() for status in seen)
+            store.writable = True
+            assert {(await status).phase for status in seen} == {pb.PHASE_SUCCEEDED}
+            assert store.saves == 2
+            await end
+
+    asyncio.run(scene())
+
+
+def test_nobody_watches_for_another() -> None:
+    """A stream with another secret is refused; the agent's own goes on."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register()
+            own = master.watch()
+            await anext(own)
+            foreign = caller()
+            foreign.secret = SOMEBODY_ELSES
+            stream = aiter(master.stub.Watch(pb.WatchRequest(caller=foreign), timeout=30))
+            await fails(anext(stream), grpc.StatusCode.PERMISSION_DENIED, "only the agent that registered a")
+            await master.join(1)
+            assert (await anext(own)).epoch == 1
+
+    asyncio.run(scene())
+
+
+def test_a_bug_in_one_decision_costs_one_call() -> None:
+    """The caller gets INTERNAL, the traceback is in the log, streams stay, and the others go on."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register()
+            stream = master.watch()
+            await anext(stream)
+            await master.join(1)
+            await fails(
+                master.stub.ReportFailure(pb.FailureRequest(caller=caller(request=2))),
+                grpc.StatusCode.INTERNAL,
+                "RuntimeError('a bug')",
+            )
+            status = await master.status()
+            assert status.reason == "StreamOpened a/1"
+            await master.join(2)
+            assert (await anext(stream)).epoch == 1
+            assert (await anext(stream)).epoch == 2
+
+    asyncio.run(scene())
+
+
+def test_who_is_let_in() -> None:
+    """Token, protocol version and job are checked on every call, and each refusal is one clear line."""
+
+    async def scene() -> None:
+        async with serving(options=ServerOptions(token=TOKEN)) as master:
+            join, watch = pb.JoinRequest(caller=caller(request=1)), pb.WatchRequest(caller=caller())
+            good = (("authorization", f"Bearer {TOKEN}"),)
+            for metadata in ((), (("authorization", "Bearer wrong"),), (("authorization", TOKEN),)):
+                for call in (
+                    master.stub.Join(join, metadata=metadata),
+                    anext(aiter(master.stub.Watch(watch, metadata=metadata))),
+                    master.stub.GetStatus(pb.StatusRequest(), metadata=metadata),
+                ):
+                    await fails(call, grpc.StatusCode.UNAUTHENTICATED, "missing or wrong token")
+            assert await master.stub.Join(join, metadata=good)
+            newer = pb.JoinRequest(caller=caller(protocol=PROTOCOL + 1))
+            line = f"speaks protocol {PROTOCOL + 1}, this master only {PROTOCOL}"
+            await fails(master.stub.Join(newer, metadata=good), grpc.StatusCode.UNIMPLEMENTED, line)
+            register = pb.RegisterRequest(job_id="job", protocol=PROTOCOL + 1)
+            await fails(master.stub.Register(register, metadata=good), grpc.StatusCode.UNIMPLEMENTED, line)
+            other = pb.HeartbeatRequest(caller=pb.Caller(job_id="other"))
+            await fails(master.stub.Heartbeat(other, metadata=good), grpc.StatusCode.INVALID_ARGUMENT, "not 'other'")
+            foreign = pb.WatchRequest(caller=pb.Caller(job_id="other"))
+            await fails(
+                anext(aiter(master.stub.Watch(foreign, metadata=good))), grpc.StatusCode.INVALID_ARGUMENT, "not 'other'"
+            )
+
+    asyncio.run(scene())
+
+
+def test_nobody_listens_beyond_this_machine_by_accident() -> None:
+    """Without a token only loopback, unless told so."""
+    for host in ("0.0.0.0", "::", "192.0.2.1", "example.org"):
+        with pytest.raises(AuthError, match="--token-file"):
+            ControlServer("job", FakeBrain(), MemoryStore(), ServerOptions(host=host))
+        ControlServer("job", FakeBrain(), MemoryStore(), ServerOptions(host=host, token=TOKEN))
+        ControlServer("job", FakeBrain(), MemoryStore(), ServerOptions(host=host, insecure=True))
+    for host in ("127.0.0.1", "::1", "localhost"):
+        ControlServer("job", FakeBrain(), MemoryStore(), ServerOptions(host=host))
+
+
+def test_a_port_in_use_is_one_line_and_supersedes_nobody() -> None:
+    """The second master fails before it touches the store."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            port = int(master.server.address.rpartition(":")[2])
+            second = ControlServer("job", FakeBrain(), master.store.share(), ServerOptions(port=port))
+            with pytest.raises(BindError, match=f"port {port}: Address already in use"):
+                await second.start()
+            await second.close()
+            await master.register()
+            await master.join(1)
+
+    asyncio.run(scene())
+
+
+def test_two_masters_never_share_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when both looked at the same time: gRPC would by default let both listen."""
+    monkeypatch.setattr(server_module, "_probe", lambda host, port: None)
+
+    async def scene() -> None:
+        async with serving() as master:
+            port = int(master.server.address.rpartition(":")[2])
+            second = ControlServer("job", FakeBrain(), master.store.share(), ServerOptions(port=port))
+            try:
+                with pytest.raises(BindError):
+                    await second.start()
+            finally:
+                await second.close()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("content", ["", "short", "0123456789 abcdef", "0123456789abcdéf"])
+def test_a_bad_token_file_is_refused(tmp_path: Path, content: str) -> None:
+    """Empty, short, or not fit for a header."""
+    file = tmp_path / "token"
+    file.write_text(content, encoding="utf-8")
+    with pytest.raises(AuthError, match="openssl rand -hex 32"):
+        read_token(file)
+    with pytest.raises(AuthError, match="cannot read"):
+        read_token(tmp_path / "none")
+    file.write_text(f"{TOKEN}\n")
+    assert read_token(file) == TOKEN
+
+
+def test_a_stopping_master_says_so_to_its_streams() -> None:
+    """Streams and calls end with UNAVAILABLE: agents look for the next master."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register()
+            stream = master.watch()
+            await anext(stream)
+            master.server.stop()
+            await master.task
+            closing = asyncio.create_task(master.server.close())
+            await fails(anext(stream), grpc.StatusCode.UNAVAILABLE, "the master is stopping")
+            await closing
+
+    asyncio.run(scene())
+
+
+def test_an_embedded_master_ends_when_it_is_alone() -> None:
+    """Not while a stream is open; status questions of people do not keep it."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register()
+            call = master.stub.Watch(pb.WatchRequest(caller=caller()))
+            await call.read()
+            life = asyncio.create_task(Lifetime(master.server, idle_timeout=0.4, linger=9).run())
+            await asyncio.sleep(1.5)
+            assert not life.done()
+            call.cancel()
+            await asyncio.wait_for(asyncio.gather(life, master.task), 4)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_an_embedded_master_ends_with_its_job(connected: bool) -> None:
+    """Soon after the last agent left, and after a while even if one stays."""
+
+    async def scene() -> None:
+        async with serving() as master:
+            await master.register()
+            call = master.stub.Watch(pb.WatchRequest(caller=caller()))
+            await call.read()
+            life = asyncio.create_task(Lifetime(master.server, idle_timeout=60, linger=1.0).run())
+            await asyncio.sleep(1.2)
+            assert not life.done()
+            await master.stub.ReportFinished(pb.FinishedRequest(caller=caller(request=1)))
+            if not connected:
+                call.cancel()
+            await asyncio.wait_for(asyncio.gather(life, master.task), 4)
+
+    asyncio.run(scene())

@@ -1,0 +1,632 @@
+"""An elastic Trainer in this process: its losses, and what a drain, a kill and a resume make of its history."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback
+
+from dalsegno.elastic import Drained, ElasticSampler
+from dalsegno.elastic.checkpoint import inventory
+from dalsegno.elastic.training import entry
+from dalsegno.swift_plugin.hf import refusals
+from dalsegno.swift_plugin.hf.options import Options
+from dalsegno.swift_plugin.hf.trainer import elastic_class
+
+pytestmark = pytest.mark.timeout(120)
+
+LENGTH, BATCH = 22, 6  # data epochs of 4 steps, the last of 4 samples
+
+
+class Tokens(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences of 8 tokens, of which different numbers count."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, 16, (8,), generator=torch.Generator().manual_seed(index))
+        labels = tokens.clone()
+        labels[: index % 6] = -100
+        return {"input_ids": tokens, "labels": labels}
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=16,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+class At(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Does something at the end of a step."""
+
+    def __init__(self, step: int, what: Any) -> None:
+        self.step, self.what = step, what
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step + 1 == self.step:
+            self.what()
+
+
+@pytest.fixture(autouse=True)
+def own_session(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(entry, "_sessions", [])
+    # ms-swift, where a test has imported it, puts callbacks of its own there for every Trainer of the process.
+    monkeypatch.setattr("transformers.trainer.DEFAULT_CALLBACKS", [DefaultFlowCallback])
+    monkeypatch.setattr("transformers.trainer.PrinterCallback", PrinterCallback)
+    yield
+    close()
+
+
+def close() -> None:
+    for one in entry._sessions:
+        one.close()
+    entry._sessions.clear()
+
+
+def make(
+    directory: Path,
+    *callbacks: Any,
+    micro: int = 2,
+    fixed: bool = False,
+    base: type[Any] = Trainer,
+    model: Any = None,
+    data: Any = None,
+    by_samples: bool = False,
+    **arguments: Any,
+) -> Any:
+    """A Trainer with the session of this directory."""
+    close()
+    own = entry.session(directory / "checkpoints")
+    own._exchange._interval = 0.0  # agree in every step, however fast they are
+    given = {
+        "output_dir": str(directory / "out"),
+        "per_device_train_batch_size": micro,
+        "max_steps": 12,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "save_steps": 5,
+        "seed": 3,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **arguments,
+    }
+    trainer = elastic_class(base)(
+        model=model or make_model(),
+        args=TrainingArguments(**given),
+        train_dataset=data or Tokens(),
+        eval_dataset=torch.utils.data.Subset(Tokens(), range(5)),
+        callbacks=list(callbacks),
+    )
+    trainer.become_elastic(Options(BATCH, fixed, by_samples))
+    return trainer
+
+
+def drain() -> None:
+    entry._sessions[0]._notice.given = True
+
+
+def train(trainer: Any) -> list[dict[str, Any]]:
+    """Trains; the log history without what depends on time."""
+    trainer.train()
+    timed = ("runtime", "per_second", "total_flos")
+    return [
+        {key: value for key, value in line.items() if not key.endswith(timed)} for line in trainer.state.log_history
+    ]
+
+
+def interrupted(directory: Path, step: int, **arguments: Any) -> list[dict[str, Any]]:
+    """The history of a run that drains at the end of this step, and is started again."""
+    with pytest.raises(Drained):
+        train(make(directory, At(step, drain), **arguments))
+    assert inventory(directory / "checkpoints")[-1].step == step
+    return train(make(directory, **arguments))
+
+
+def without_end(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """All but the line of the end, whose means are those of one start."""
+    return [line for line in history if "train_loss" not in line]
+
+
+def test_losses_are_those_of_a_plain_loop(tmp_path: Path) -> None:
+    """Means over the tokens of the global batch, whatever it is cut into; the learning rate falls linearly."""
+    model, data = make_model(), Tokens()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    wanted = []
+    for step, batch in zip(range(12), ElasticSampler(LENGTH, BATCH, seed=3), strict=False):
+        samples = [data[i] for i in batch.sample_ids]
+        tokens, labels = (torch.stack([sample[key] for sample in samples]) for key in ("input_ids", "labels"))
+        logits = model(input_ids=tokens).logits[:, :-1]
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * (12 - step) / 12
+        optimizer.step()
+        optimizer.zero_grad()
+        wanted.append(loss.item())
+    for micro in (1, 2, 4, 6):
+        found = train(make(tmp_path / str(micro), micro=micro))
+        losses = [line["loss"] for line in found if "loss" in line]
+        assert losses == pytest.approx(wanted, rel=1e-5), micro
+
+
+class Classified(torch.utils.data.Dataset[dict[str, Tensor]]):
+    """Sequences, each of one class."""
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        tokens = torch.randint(0, 16, (8,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": tokens, "labels": tokens[0] % 3}
+
+
+def test_a_mean_over_samples_is_the_same_however_it_is_cut(tmp_path: Path) -> None:
+    """Bert takes any keywords, is not interested in the number of items, and returns a mean."""
+    config = BertConfig(
+        vocab_size=16,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=16,
+        max_position_embeddings=16,
+        num_labels=3,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+
+    def model() -> Any:
+        torch.manual_seed(2)
+        return BertForSequenceClassification(config)
+
+    wanted = []
+    with torch.no_grad():
+        for _, batch in zip(range(4), ElasticSampler(LENGTH, BATCH, seed=3), strict=False):
+            samples = [Classified()[i] for i in batch.sample_ids]
+            together = {key: torch.stack([one[key] for one in samples]) for key in samples[0]}
+            wanted.append(model()(**together).loss.item())
+    for micro in (1, 2, 4):
+        found = train(make(tmp_path / str(micro), micro=micro, model=model(), data=Classified(), learning_rate=0.0))
+        losses = [line["loss"] for line in found if "loss" in line][:4]
+        assert losses == pytest.approx(wanted, rel=1e-5), micro
+
+
+def test_a_loss_of_ones_own_is_a_mean_too(tmp_path: Path) -> None:
+    class Own(Trainer):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss = model(input_ids=inputs["input_ids"]).logits.square().mean()
+            return (loss, {}) if return_outputs else loss
+
+    found = []
+    for micro in (1, 2, 6):
+        history = train(make(tmp_path / str(micro), micro=micro, base=Own, by_samples=True))
+        found.append([line["loss"] for line in history if "loss" in line])
+    assert found[0] == pytest.approx(found[2], rel=1e-5)
+    assert found[1] == pytest.approx(found[2], rel=1e-5)
+
+
+def test_a_run_that_died_after_its_last_save_makes_no_further_step(tmp_path: Path) -> None:
+    """In the middle of a data epoch."""
+    with pytest.raises(KeyboardInterrupt):
+        train(make(tmp_path, Die("on_train_end"), max_steps=10))
+    trainer = make(tmp_path, max_steps=10)
+    found = train(trainer)
+    assert trainer.state.global_step == 10
+    assert [line["step"] for line in found if "loss" in line] == list(range(1, 11))
+    assert [one.step for one in inventory(tmp_path / "checkpoints")] == [5, 10]
+
+
+@pytest.mark.parametrize("step", [3, 4, 5, 8])
+def test_a_drain_changes_nothing(tmp_path: Path, step: int) -> None:
+    """In the middle of a data epoch, at its end, and where a save is due anyway."""
+    assert without_end(interrupted(tmp_path / "a", step)) == without_end(train(make(tmp_path / "b")))
+
+
+def test_a_log_over_several_steps_spans_a_drain(tmp_path: Path) -> None:
+    found = interrupted(tmp_path / "a", 6, logging_steps=4)
+    wanted = train(make(tmp_path / "b", logging_steps=4))
+    losses = [[line["loss"] for line in one if "loss" in line] for one in (found, wanted)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert len(losses[0]) == 3
+
+
+@pytest.mark.parametrize("unit", ["steps", "epoch"])
+@pytest.mark.parametrize("step", [4, 8])
+def test_an_evaluation_that_a_drain_leaves_out_is_made_by_what_resumes(tmp_path: Path, step: int, unit: str) -> None:
+    """Due at the step of the drain, or at the data epoch's end that it is: once, with the same result; the best too."""
+    often = {"eval_strategy": unit, "save_strategy": unit, "eval_steps": 4, "save_steps": 4}
+    best = {"metric_for_best_model": "loss", "load_best_model_at_end": True}
+    found = interrupted(tmp_path / "a", step, **often, **best)
+    wanted = train(make(tmp_path / "b", **often, **best))
+    assert without_end(found) == without_end(wanted)
+    assert [line["step"] for line in found if "eval_loss" in line] == [4, 8, 12]
+
+
+def test_the_best_model_is_there_at_the_end(tmp_path: Path) -> None:
+    """The first evaluation's, saved by an earlier start."""
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "load_best_model_at_end": True}
+    best = {"metric_for_best_model": "loss", "greater_is_better": True}
+    with pytest.raises(Drained):
+        train(make(tmp_path, At(6, drain), **often, **best))
+    trainer = make(tmp_path, **often, **best)
+    train(trainer)
+    assert trainer.state.best_global_step == 4
+    saved = load_file(tmp_path / "out" / "checkpoint-4" / "model.safetensors")
+    weights = trainer.model.state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in saved.items())
+    last = load_file(tmp_path / "out" / "checkpoint-12" / "model.safetensors")
+    assert not all(torch.equal(weights[name], value) for name, value in last.items())
+
+
+class Predicting(TrainerCallback):  # type: ignore[misc]
+    """Does something once, at the second batch of the evaluation of a step."""
+
+    def __init__(self, step: int, what: Any) -> None:
+        self.step, self.what, self.batches = step, what, 0
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.batches += 1
+            if self.batches == 2:
+                self.what()
+
+
+@pytest.mark.parametrize("unit", ["steps", "epoch"])
+@pytest.mark.parametrize("step", [4, 8, 12])
+def test_a_leave_cuts_an_evaluation_short(tmp_path: Path, step: int, unit: str) -> None:
+    """It takes longer than a notice: the step is saved at once, and evaluated where the run goes on."""
+    often = {"eval_strategy": unit, "save_strategy": unit, "eval_steps": 4, "save_steps": 4}
+    best = {"metric_for_best_model": "loss", "load_best_model_at_end": True, "per_device_eval_batch_size": 1}
+    leaving = Predicting(step, drain)
+    with pytest.raises(Drained):
+        train(make(tmp_path / "a", leaving, **often, **best))
+    assert leaving.batches <= 3  # of 5
+    assert inventory(tmp_path / "a" / "checkpoints")[-1].step == step
+    found = train(make(tmp_path / "a", **often, **best))
+    assert without_end(found) == without_end(train(make(tmp_path / "b", **often, **best)))
+    assert [line["step"] for line in found if "eval_loss" in line] == [4, 8, 12]
+
+
+def test_a_leave_in_an_evaluation_that_was_owed(tmp_path: Path) -> None:
+    """The next one who resumes there makes it."""
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "per_device_eval_batch_size": 1}
+    for leaving in (Predicting(4, drain), Predicting(4, drain)):
+        with pytest.raises(Drained):
+            train(make(tmp_path / "a", leaving, **often))
+    found = train(make(tmp_path / "a", **often))
+    assert without_end(found) == without_end(train(make(tmp_path / "b", **often)))
+
+
+def test_a_leave_in_an_evaluation_whose_save_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on, and the evaluation is made; the next try, after a pause, saves."""
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 100, "per_device_eval_batch_size": 1}
+    leaving = Predicting(4, drain)
+    trainer = make(tmp_path / "a", leaving, **often)
+    real, tries = trainer._save, []
+
+    def failing(*args: Any, **kwargs: Any) -> None:
+        tries.append(trainer.state.global_step)
+        if len(tries) == 1:
+            raise OSError(28, "No space left on device")
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(trainer, "_save", failing)
+    monkeypatch.setattr("dalsegno.elastic.training.session.DRAIN_PAUSE_SECONDS", 0.0)
+    entry._sessions[0]._drain_pause = 0.3
+    trainer.add_callback(At(6, lambda: time.sleep(0.4)))
+    with pytest.raises(Drained):
+        train(trainer)
+    assert (tries[0], len(tries)) == (4, 2)
+    assert leaving.batches <= 3 + 5  # it was not cut short once more
+    found = train(make(tmp_path / "a", **often))
+    assert without_end(found) == without_end(train(make(tmp_path / "b", **often)))
+
+
+def test_an_evaluation_is_a_sign_of_life(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With each batch: however long all of it takes, it is no stall."""
+    seen = []
+    monkeypatch.setattr("dalsegno.elastic.Session.busy", lambda self: seen.append(self.step))
+    train(make(tmp_path, eval_strategy="steps", eval_steps=4, max_steps=4, per_device_eval_batch_size=1))
+    assert seen == [4] * 5
+
+
+@pytest.mark.skipif(
+    "_initial_global_step" not in inspect.getsource(Trainer),
+    reason="this transformers divides the losses since the start by all steps",
+)
+def test_the_mean_loss_at_the_end_is_of_the_steps_of_its_start(tmp_path: Path) -> None:
+    found = interrupted(tmp_path / "a", 11, logging_steps=50)
+    wanted = train(make(tmp_path / "b", logging_steps=1))
+    assert found[-1]["train_loss"] == pytest.approx(wanted[-2]["loss"], rel=1e-6)
+
+
+class Own(Trainer):  # type: ignore[misc]
+    """A loss that knows no labels to be left out."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+        logits = model(input_ids=inputs["input_ids"]).logits[:, -1]
+        loss = -logits.log_softmax(-1).gather(1, inputs["labels"][:, -1:]).mean()
+        return (loss, {}) if return_outputs else loss
+
+
+def test_a_repeated_sample_keeps_its_labels_where_the_mean_is_over_samples(tmp_path: Path) -> None:
+    """A short last batch, of which a slice has no sample of its own."""
+    losses = [
+        [line["loss"] for line in train(make(tmp_path / str(micro), micro=micro, base=Own, by_samples=True))[:-1]]
+        for micro in (1, 6)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_a_checkpoint_that_was_sealed_and_not_linked_is_linked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who saved it died in between, also after the last step."""
+    with monkeypatch.context() as patched:
+        patched.setattr("dalsegno.swift_plugin.hf.checkpoints.link", lambda place, source, step: exit_at(step, 10))
+        with pytest.raises(KeyboardInterrupt):
+            train(make(tmp_path, max_steps=10))
+    train(make(tmp_path, max_steps=10))
+    assert (tmp_path / "out" / "checkpoint-10" / "trainer_state.json").exists()
+
+
+def exit_at(step: int, last: int) -> None:
+    if step == last:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("change", [{"save_strategy": "epoch"}, {"eval_strategy": "epoch"}])
+def test_epochs_of_a_stream_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
+    class Stream(torch.utils.data.IterableDataset[dict[str, Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            yield from (Tokens()[index] for index in range(LENGTH))
+
+    make(tmp_path, data=Stream())
+    with pytest.raises(ValueError, match="without a length, which has no epochs: set it to steps"):
+        make(tmp_path, data=Stream(), **change)
+
+
+class Die(TrainerCallback):  # type: ignore[misc]
+    """Dies where one of the Trainer's events is told of."""
+
+    def __init__(self, event: str) -> None:
+        setattr(self, event, self.die)
+
+    def die(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_a_death_between_a_save_and_the_end_of_its_data_epoch(tmp_path: Path) -> None:
+    """The evaluation of the step was made before, and is not made again; what the epoch's end brings is."""
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4}
+    with pytest.raises(KeyboardInterrupt):
+        train(make(tmp_path / "a", Die("on_epoch_end"), **often))
+    assert [one.step for one in inventory(tmp_path / "a" / "checkpoints")] == [4]
+    assert without_end(train(make(tmp_path / "a", **often))) == without_end(train(make(tmp_path / "b", **often)))
+
+
+def test_a_training_that_was_stopped_stays_stopped(tmp_path: Path) -> None:
+    """Decided by an evaluation, saved with it, and then everything died."""
+    often = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    best = {"metric_for_best_model": "loss", "load_best_model_at_end": True, "greater_is_better": True}
+    with pytest.raises(KeyboardInterrupt):
+        train(make(tmp_path, EarlyStoppingCallback(2), Die("on_train_end"), **often, **best))
+    trainer = make(tmp_path, EarlyStoppingCallback(2), **often, **best)
+    train(trainer)
+    assert trainer.state.global_step == 6
+
+
+def test_early_stopping_survives(tmp_path: Path) -> None:
+    """Its patience, and a stop that the evaluation left out by a drain decides."""
+    often = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    best = {"metric_for_best_model": "loss", "load_best_model_at_end": True, "greater_is_better": True}
+    wanted = without_end(train(make(tmp_path / "all", EarlyStoppingCallback(2), **often, **best)))
+    stop = wanted[-1]["step"]
+    assert stop == 6, "the loss falls: the first evaluation should stay the best"
+    for step in range(1, stop + 1):
+        with pytest.raises(Drained):
+            train(make(tmp_path / str(step), EarlyStoppingCallback(2), At(step, drain), **often, **best))
+        found = train(make(tmp_path / str(step), EarlyStoppingCallback(2), **often, **best))
+        assert without_end(found) == wanted, step
+
+
+def test_a_kill_goes_back_to_the_last_save(tmp_path: Path) -> None:
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(make(tmp_path / "a", At(8, die)))
+    found = train(make(tmp_path / "a"))
+    assert without_end(found) == without_end(train(make(tmp_path / "b")))
+
+
+def test_dropout_with_fixed_micro_batches_survives_a_drain(tmp_path: Path) -> None:
+    def dropping(directory: Path, *callbacks: Any) -> Any:
+        trainer = make(directory, *callbacks, fixed=True)
+        trainer.model.model.layers[0].register_forward_hook(
+            lambda layer, args, out: torch.nn.functional.dropout(out, 0.3, layer.training)
+        )
+        return trainer
+
+    with pytest.raises(Drained):
+        train(dropping(tmp_path / "a", At(7, drain)))
+    assert without_end(train(dropping(tmp_path / "a"))) == without_end(train(dropping(tmp_path / "b")))
+
+
+def test_a_filler_adds_nothing_even_if_it_is_not_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data epochs end with 4 samples for 6 slices of one: two slices repeat a sample, and count for nothing."""
+    wanted = train(make(tmp_path / "a", micro=6))
+    plain = Trainer.compute_loss
+
+    def strange(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        found = plain(self, model, inputs, *args, **kwargs)
+        return found * math.nan if bool((inputs["labels"] == -100).all()) else found
+
+    monkeypatch.setattr(Trainer, "compute_loss", strange)
+    found = train(make(tmp_path / "b", micro=1))
+    losses = [[line["loss"] for line in one if "loss" in line] for one in (wanted, found)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_the_trainer_deletes_nothing_and_its_limit_is_the_runs(tmp_path: Path) -> None:
+    train(make(tmp_path, save_steps=2, save_total_limit=2))
+    kept = [one.step for one in inventory(tmp_path / "checkpoints")]
+    assert kept == [10, 12]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["checkpoint-10", "checkpoint-12"]
+    state = json.loads((tmp_path / "out" / "checkpoint-12" / "trainer_state.json").read_text())
+    assert state["global_step"] == 12
+
+
+@pytest.mark.parametrize("part", ["_save", "_save_rng_state", "_save_optimizer_and_scheduler", "save_to_json"])
+def test_a_save_that_fails_is_told_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    """Whichever part of it one rank does alone: the Trainer's collectives that follow are reached all the same."""
+    owner = TrainerState if part == "save_to_json" else Trainer
+    whole, failures, reached = getattr(owner, part), [OSError(28, "No space left on device")], []
+
+    def full_once(self: Any, *args: Any, **kwargs: Any) -> None:
+        if failures:
+            raise failures.pop()
+        whole(self, *args, **kwargs)
+
+    def rotate(*args: Any, **kwargs: Any) -> None:
+        reached.append(True)
+
+    monkeypatch.setattr(owner, part, full_once)
+    monkeypatch.setattr("transformers.trainer.rotate_checkpoints", rotate)
+    train(make(tmp_path, save_steps=4))
+    assert [one.step for one in inventory(tmp_path / "checkpoints")] == [8, 12]
+    assert not (tmp_path / "out" / "checkpoint-4").exists()
+    assert "No space left on device" in caplog.text
+    assert len(reached) == 3
+
+
+def test_the_last_step_is_saved_with_its_own_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its save fails at first; what is tried again must not have the best model's, which are loaded at the end."""
+    often = {"eval_strategy": "steps", "eval_steps": 4, "save_steps": 4, "load_best_model_at_end": True}
+    best = {"metric_for_best_model": "loss", "greater_is_better": True}  # the first one
+    train(make(tmp_path / "b", **often, **best))
+    whole = Trainer._save
+
+    def full(self: Any, *args: Any, **kwargs: Any) -> None:
+        if self.state.global_step == 12 and not failed:
+            failed.append(True)
+            raise OSError(28, "No space left on device")
+        whole(self, *args, **kwargs)
+
+    failed: list[bool] = []
+    monkeypatch.setattr(Trainer, "_save", full)
+    monkeypatch.setattr("dalsegno.swift_plugin.hf.run.FINAL_SAVE_PAUSE_SECONDS", 0.0)
+    train(make(tmp_path / "a", **often, **best))
+    weights = [load_file(tmp_path / name / "out" / "checkpoint-12" / "model.safetensors") for name in ("a", "b")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
+
+
+class Noisy(Tokens):
+    """Draws from the global generator whenever it is asked."""
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        found = super().__getitem__(index)
+        return {**found, "input_ids": (found["input_ids"] + torch.randint(0, 2, (8,))) % 16}
+
+
+def test_what_is_drawn_while_samples_are_made_goes_on(tmp_path: Path) -> None:
+    """The generators are put back before the first sample of a run that resumes, in a world that has not changed."""
+    with pytest.raises(Drained):
+        train(make(tmp_path / "a", At(6, drain), data=Noisy(), dataloader_num_workers=0))
+    found = train(make(tmp_path / "a", data=Noisy()))
+    assert without_end(found) == without_end(train(make(tmp_path / "b", data=Noisy())))
+
+
+class Counted(TrainerCallback):  # type: ignore[misc]
+    """Counts as ms-swift's early stopping does: when it is told of a save, and saves nothing."""
+
+    def __init__(self) -> None:
+        self.saves: list[int] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.saves.append(state.global_step)
+
+
+class Hears(Counted):
+    """Counts for nobody."""
+
+
+@pytest.mark.parametrize("step", [3, 4, 5])
+def test_a_callback_that_counts_saves_counts_those_that_were_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
+) -> None:
+    """Not a drain's own save; that of a step where one is due anyway, once. Others hear of each such step, too."""
+    monkeypatch.setattr("dalsegno.swift_plugin.hf.trainer.ElasticTrainer.counting", {"Counted": ("saves",)})
+    first, others = Hears(), Hears()
+    with pytest.raises(Drained):
+        train(make(tmp_path, Counted(), first, At(step, drain), save_steps=4))
+    last = Counted()
+    train(make(tmp_path, last, others, save_steps=4))
+    assert last.saves == [4, 8, 12]
+    assert first.saves + others.saves == [4, 8, 12]
+
+
+def test_a_path_to_resume_from_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="resumes by itself"):
+        make(tmp_path).train(resume_from_checkpoint="somewhere")
+
+
+@pytest.mark.parametrize(("version", "ranks", "refused"), [("5.17", 2, True), ("5.17", 1, False), ("5.18", 2, False)])
+def test_a_transformers_that_cannot_resume_in_several_processes_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, ranks: int, refused: bool
+) -> None:
+    """On CPUs only; before anything was trained that could not go on."""
+    trainer = make(tmp_path)
+    monkeypatch.setattr("dalsegno.swift_plugin.hf.refusals._version", lambda: tuple(map(int, version.split("."))))
+    with pytest.raises(RuntimeError, match=r"install transformers>=5\.18") if refused else nullcontext():
+        refusals.refuse_world(trainer, ranks)
+
+
+def test_a_checkpoint_that_is_not_the_runs_is_not_resumed_from(tmp_path: Path) -> None:
+    (tmp_path / "out" / "checkpoint-7").mkdir(parents=True)
+    (tmp_path / "out" / "checkpoint-7" / "trainer_state.json").write_text("{}")
+    with pytest.raises(ValueError, match="checkpoint-7 is not the run's"):
+        make(tmp_path).train(resume_from_checkpoint=True)
+
+
+def test_another_order_of_samples_is_refused(tmp_path: Path) -> None:
+    train(make(tmp_path, max_steps=2))
+    with pytest.raises(ValueError, match="seed was 3 and is 4"):
+        make(tmp_path, max_steps=4, seed=4)
+
+
+def test_one_node_saves_for_all(tmp_path: Path) -> None:
+    """They have one directory."""
+    assert not make(tmp_path, save_on_each_node=True).args.save_on_each_node
