@@ -32,14 +32,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from benchmarks.cluster import PATIENCE, Cluster, SceneFailed, World
 from benchmarks.results import report
-from dalsegno.agent.shell.config import DEFAULT_SETTINGS
 from dalsegno.master.brain.listening import RECONNECT
 from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.contract import JobSettings
 
 # Seconds: from the last Join to the world, from a loss noticed to the next world, and what may be added to the time in
 # which a loss must be noticed, for the ways of calls and processes.
@@ -245,7 +245,7 @@ def shown(row: Row) -> str:
 def settings(nodes: int, options: Options, **changes: Any) -> pb.Settings:
     """The agents' own, but for the sizes, and a growth whenever somebody comes."""
     values = {"min_nodes": max(1, nodes // 4), "max_nodes": nodes, "grow_interval": 0.0}
-    return pb.Settings(**(DEFAULT_SETTINGS | values | {"node_timeout": options.node_timeout} | changes))
+    return pb.Settings(**(asdict(JobSettings()) | values | {"node_timeout": options.node_timeout} | changes))
 
 
 def measure(results: Results, nodes: int, options: Options) -> None:
@@ -344,7 +344,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     flags = argparse.ArgumentParser(prog="python -m benchmarks rendezvous", description=__doc__.partition("\n")[0])
     flags.add_argument("--nodes", default="10,100,1000,2000", help="how many, with commas (%(default)s)")
     flags.add_argument("--steady", type=float, default=60.0, help="seconds of nothing but heartbeats (%(default)s)")
-    flags.add_argument("--node-timeout", type=float, default=float(DEFAULT_SETTINGS["node_timeout"]))
+    flags.add_argument("--node-timeout", type=float, default=JobSettings().node_timeout)
     flags.add_argument("--commits", type=int, default=MARKS[-1], help="of the longest record; 0: none (%(default)s)")
     given = flags.parse_args(arguments)
     options = Options([int(n) for n in given.nodes.split(",")], given.steady, given.node_timeout, given.commits)

@@ -23,10 +23,11 @@ import grpc
 import grpc.aio
 from google.protobuf.message import Message
 
-from dalsegno.agent.control.connection import PROTOCOL, RETRIED, channel_options
+from dalsegno.agent.control.connection import RETRIED, channel_options
 from dalsegno.agent.control.master_client import CALL_TIMEOUT
 from dalsegno.agent.control.pace import Pace
 from dalsegno.protos import control_pb2 as pb
+from dalsegno.protos.contract import CONTROL_PROTOCOL
 
 __all__ = ("Node", "Observer")
 
@@ -126,7 +127,7 @@ class Node:
         request = pb.RegisterRequest(
             job_id=self.observer.job_id,
             incarnation=self.incarnation,
-            protocol=PROTOCOL,
+            protocol=CONTROL_PROTOCOL,
             host=self.name,
             node=self.name,
             nproc=1,
@@ -291,7 +292,7 @@ class Node:
             node=self.name,
             incarnation=self.incarnation,
             epoch=self.epoch,
-            protocol=PROTOCOL,
+            protocol=CONTROL_PROTOCOL,
             secret=self.secret,
         )
 

@@ -19,12 +19,13 @@ from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dalsegno.protos.contract import Variable
 from dalsegno.protos.text import one_line
 
 from .brain.door import MOST_SETTING
 from .record.descriptors import raise_limit
 from .record.store import Store, StoreDamaged, StoreError, Superseded, open_store
-from .server.auth import TOKEN_VARIABLE, AuthError, TlsFiles, check_exposure, is_loopback, read_token
+from .server.auth import AuthError, TlsFiles, check_exposure, is_loopback, read_token
 from .server.job_brain import JobBrain
 from .server.lifetime import Lifetime
 from .server.server import BindError, ControlServer, ServerOptions
@@ -88,7 +89,7 @@ def _collect_rarely() -> None:
 
 
 async def _serve(options: argparse.Namespace) -> int:
-    token = read_token(options.token_file, os.environ.get(TOKEN_VARIABLE, ""))
+    token = read_token(options.token_file, os.environ.get(Variable.TOKEN, ""))
     server_options = ServerOptions(
         host=options.host, port=options.port, token=token, tls=_tls(options), insecure=options.insecure
     )
@@ -329,13 +330,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--node_num", dest="nnodes", type=_nnodes, metavar="N", help="as --nnodes N (DLRover's name)")
     add("--platform", help="accepted for DLRover's command lines; no effect")
     for flag, text in (
-        ("--token-file", f"file with the token that agents must show (or {TOKEN_VARIABLE}: the token itself)"),
+        ("--token-file", f"file with the token that agents must show (or {Variable.TOKEN}: the token itself)"),
         ("--tls-cert", "the server's certificate chain (PEM)"),
         ("--tls-key", "its key (PEM)"),
         ("--tls-ca", "let in only clients with a certificate of this authority (PEM)"),
     ):
         # Not the agents' PET_...: there --tls-ca is the authority of the master.
-        variable = f"DALSEGNO_MASTER_{flag[2:].upper().replace('-', '_')}"
+        variable = f"{Variable.MASTER_FLAG}{flag[2:].upper().replace('-', '_')}"
         add(flag, type=Path, metavar="FILE", default=os.environ.get(variable) or None, help=f"{text}; also {variable}")
     add("--insecure", action="store_true", help="listen beyond this machine without a token")
     add("--log-file", type=Path, metavar="FILE", help="write the log there")

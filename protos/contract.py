@@ -1,9 +1,103 @@
-"""Exit codes of `dlrover-run` and of its workers (docs/contracts.md). Nothing is imported here: a light way in."""
+"""What agent, master and workers take for granted of one another, each thing once (for people: docs/contracts.md).
 
+Standard library only, and nothing that takes time: every process of a job imports this.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, fields
+
+__all__ = (
+    "CONTROL_PROTOCOL",
+    "EXIT_FAILED",
+    "EXIT_FINISHED",
+    "EXIT_LEFT",
+    "EXIT_LEFT_UNSAVED",
+    "EXIT_USAGE",
+    "FRAME",
+    "WORKER_BAD_CHECKPOINT",
+    "WORKER_DRAINED",
+    "WORKER_PROTOCOL",
+    "JobSettings",
+    "Variable",
+)
+
+# Exit codes of `dlrover-run`.
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_LEFT = 75
 EXIT_LEFT_UNSAVED = 76
+# Exit codes of a worker.
 WORKER_DRAINED = 83
 WORKER_BAD_CHECKPOINT = 84
+
+# Versions of control.proto (agent and master) and of worker.proto (worker and agent).
+CONTROL_PROTOCOL = 2
+WORKER_PROTOCOL = 1
+# What stands before each message on a socket between processes of one node: its length in bytes.
+FRAME = struct.Struct(">I")
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What all agents of a job must agree on, and what holds where nothing is said: `Settings` of control.proto.
+
+    Each is a flag of `dlrover-run`; min and max are --nnodes. Durations in seconds; negative is "auto" or "for ever".
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    node_unit: int = 1
+    node_timeout: float = 15.0
+    drain_timeout: float = 30.0
+    join_timeout: float = 60.0
+    stall_timeout: float = 600.0
+    grow_interval: float = -1.0
+    grow_wait: float = 300.0
+    wait_for_nodes: float = -1.0
+    quiet_time: float = 1.0
+    max_restarts: int = 3
+    # Universal files at each change of shape, also where ranks could re-shard; agents hand scripts the flag then.
+    universal_checkpoint: bool = False
+    keep_checkpoints: int = 3
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """All of them, in the order of the fields."""
+        return tuple(field.name for field in fields(cls))
+
+
+class Variable:
+    """Names of environment variables."""
+
+    # What a person may set.
+    TOKEN = "DALSEGNO_TOKEN"
+    MASTER = "DLROVER_MASTER_ADDR"
+    # Before the capitals of a flag's name: of dlrover-run, of dlrover-master.
+    FLAG = "PET_"
+    MASTER_FLAG = "DALSEGNO_MASTER_"
+    # What an agent gives its workers.
+    SOCKET = "DALSEGNO_SOCKET"
+    EPOCH = "DALSEGNO_EPOCH"
+    JOB_ID = "DALSEGNO_JOB_ID"
+    RUN_ID = "DALSEGNO_RUN_ID"
+    RUN_DIR = "DALSEGNO_RUN_DIR"
+    NODE = "DALSEGNO_NODE"
+    GENERATION = "DALSEGNO_GENERATION"
+    MIN_NODES = "DALSEGNO_MIN_NODES"
+    MAX_NODES = "DALSEGNO_MAX_NODES"
+    NOTICES = "DALSEGNO_NOTICES"
+    # The resume point: empty where the run begins; its universal form where there is one.
+    RESUME_NAME = "DALSEGNO_RESUME_NAME"
+    RESUME_DIGEST = "DALSEGNO_RESUME_DIGEST"
+    RESUME_DIR = "DALSEGNO_RESUME_DIR"
+    RESUME_FORM = "DALSEGNO_RESUME_FORM"
+    UNIVERSAL_NAME = "DALSEGNO_UNIVERSAL_NAME"
+    UNIVERSAL_DIGEST = "DALSEGNO_UNIVERSAL_DIGEST"
+    UNIVERSAL_DIR = "DALSEGNO_UNIVERSAL_DIR"
+    # What every process of an agent carries, so that its keeper knows it.
+    LIFELINE = "DALSEGNO_LIFELINE"
+    # Where `dalsegno doctor` wants to read what a session found.
+    DOCTOR = "DALSEGNO_DOCTOR"

@@ -20,6 +20,8 @@ from swift.callbacks.base import TrainerCallback
 from swift.pipelines import SwiftSft
 from swift.trainers import TrainerFactory
 
+from dalsegno.protos.contract import Variable
+
 from .hf.checkpoints import is_foreign, trainers
 from .hf.data import silenced
 from .hf.options import Options, from_environment
@@ -90,9 +92,7 @@ def _add_version(original: Any, args: Any) -> None:
         return
     versioned = args.add_version
     if versioned:
-        args.output_dir = os.path.join(
-            args.output_dir, f"{os.environ['DALSEGNO_JOB_ID']}-{os.environ['DALSEGNO_RUN_ID']}"
-        )
+        args.output_dir = os.path.join(args.output_dir, f"{os.environ[Variable.JOB_ID]}-{os.environ[Variable.RUN_ID]}")
     args.add_version = False
     original(args)
     args.add_version = versioned
@@ -155,7 +155,7 @@ def options_of(args: Any) -> Options:
     """What was asked for: by our entry's flags, else by the environment."""
     found = from_environment()
     size = getattr(args, "global_batch_size", None) or found.global_batch_size
-    if size is None and args.gradient_accumulation_steps is None and "DALSEGNO_RESUME_NAME" not in os.environ:
+    if size is None and args.gradient_accumulation_steps is None and Variable.RESUME_NAME not in os.environ:
         size = _USUAL_BATCH
     fixed = bool(getattr(args, "fixed_micro_batch", False)) or found.fixed_micro_batch
     pairs = getattr(args, "rlhf_type", None) is not None

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+from dalsegno.protos.contract import JobSettings, Variable
 from dalsegno.protos.text import name_problem
 
 from ..processes.signals import signals_of
@@ -46,6 +47,8 @@ _IGNORED: tuple[tuple[str, bool, str], ...] = (
 
 # What shows this node to a master that is a service.
 _FOR_A_SERVICE = ("--token-file", "--tls-ca", "--tls-cert", "--tls-key")
+# What holds where nothing is said.
+_SETTINGS = JobSettings()
 # Of torchrun, read by torch's launcher but by nothing that runs here: name, torch's default, why.
 _UNUSED: tuple[tuple[str, Any, str], ...] = (
     ("rdzv-conf", "", "the rendezvous is the master's, with flags of its own such as --join-timeout and --quiet-time"),
@@ -175,16 +178,19 @@ class _Group:
         self._group = group
         self._environ = environ
 
-    def value(self, *flags: str, default: Any, type: Callable[[str], Any] = str, **extra: Any) -> None:
-        """A flag with a value. One from the environment is checked like one from the command line."""
+    def value(self, *flags: str, default: Any = None, type: Callable[[str], Any] = str, **extra: Any) -> None:
+        """A flag with a value. One from the environment is checked like one from the command line.
+
+        What is a setting of the job has its default there.
+        """
         name = flags[-1].lstrip("-").replace("-", "_")
-        given = self._environ.get(f"PET_{name.upper()}", default)
+        given = self._environ.get(f"{Variable.FLAG}{name.upper()}", getattr(_SETTINGS, name, default))
         self._group.add_argument(*_spellings(flags), dest=name, default=given, type=type, **extra)
 
     def switch(self, *flags: str, **extra: Any) -> None:
         """A flag without one."""
         name = flags[-1].lstrip("-").replace("-", "_")
-        given = self._environ.get(f"PET_{name.upper()}", "").lower() in _TRUE
+        given = self._environ.get(f"{Variable.FLAG}{name.upper()}", "").lower() in _TRUE
         self._group.add_argument(*_spellings(flags), dest=name, action="store_true", default=given, **extra)
 
 
@@ -213,30 +219,22 @@ def _add_ours(group: _Group) -> None:
         help="make universal files at each change of shape, and hand this flag to the script when it resumes from them "
         "(one with a session needs none); without it they are made only where ranks cannot load the others' shards",
     )
-    group.value("--node-unit", default=1, type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
+    group.value("--node-unit", type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
     group.value("--node-name", type=_node_name, default="", metavar="NAME", help="default: the host name and a number")
-    group.value(
-        "--node-timeout", default=15.0, type=_node_timeout, help="silence after which a node is dead", **seconds
-    )
-    group.value("--drain-timeout", default=30.0, type=_more_than_none, help="notice that SIGTERM gives", **seconds)
-    group.value("--join-timeout", default=60.0, type=_more_than_none, help="time to stop workers and join", **seconds)
-    group.value("--stall-timeout", default=600.0, type=_more_than_none, help="no step for so long: stuck", **seconds)
-    group.value(
-        "--grow-interval", default=-1.0, type=_grow_interval, metavar="SECONDS|auto", help="least time between growths"
-    )
-    group.value(
-        "--grow-wait", default=300.0, type=_seconds, help="wait for a commit of a script without session", **seconds
-    )
-    group.value("--wait-for-nodes", default=-1.0, type=_seconds, help="give up waiting; default: never", **seconds)
+    group.value("--node-timeout", type=_node_timeout, help="silence after which a node is dead", **seconds)
+    group.value("--drain-timeout", type=_more_than_none, help="notice that SIGTERM gives", **seconds)
+    group.value("--join-timeout", type=_more_than_none, help="time to stop workers and join", **seconds)
+    group.value("--stall-timeout", type=_more_than_none, help="no step for so long: stuck", **seconds)
+    group.value("--grow-interval", type=_grow_interval, metavar="SECONDS|auto", help="least time between growths")
+    group.value("--grow-wait", type=_seconds, help="wait for a commit of a script without session", **seconds)
+    group.value("--wait-for-nodes", type=_seconds, help="give up waiting; default: never", **seconds)
     group.value(
         "--master-outage-timeout", default=60.0, type=_seconds, help="a node cut off from the master drains", **seconds
     )
-    group.value("--quiet-time", default=1.0, type=_seconds, help="wait for more nodes at a start", **seconds)
+    group.value("--quiet-time", type=_seconds, help="wait for more nodes at a start", **seconds)
     group.value("--connect-timeout", default=60.0, type=_more_than_none, help="wait for the master's answer", **seconds)
-    group.value("--keep-checkpoints", default=3, type=_count(0), metavar="N", help="0: all")
-    group.value(
-        "--max-restarts", default=3, type=_count(0), metavar="N", help="failures without progress that the job survives"
-    )
+    group.value("--keep-checkpoints", type=_count(0), metavar="N", help="0: all")
+    group.value("--max-restarts", type=_count(0), metavar="N", help="failures without progress that the job survives")
     group.value(
         "--log-level",
         default="INFO",
@@ -346,9 +344,9 @@ def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.envir
             options.master = _address(options.rdzv_endpoint)
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"argument --rdzv-endpoint: {error}") from error
-    if not options.master and not options.standalone and environ.get("DLROVER_MASTER_ADDR"):
+    if not options.master and not options.standalone and environ.get(Variable.MASTER):
         try:
-            options.master = _address(environ["DLROVER_MASTER_ADDR"])
+            options.master = _address(environ[Variable.MASTER])
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"environment variable DLROVER_MASTER_ADDR: {error}") from error
     if options.standalone and options.master:

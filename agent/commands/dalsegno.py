@@ -25,6 +25,7 @@ from dalsegno.elastic.checkpoint import (
 )
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.universal import is_written
+from dalsegno.protos.contract import Variable
 
 from ..control.grpc_logs import quiet_grpc
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
@@ -281,13 +282,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_master(command: argparse.ArgumentParser) -> None:
     """Which master to ask, and how it lets in."""
-    command.add_argument("--master", default=os.environ.get("DLROVER_MASTER_ADDR"), metavar="HOST:PORT")
+    command.add_argument("--master", default=os.environ.get(Variable.MASTER), metavar="HOST:PORT")
     command.add_argument("--job-id")
     command.add_argument(
         "--checkpoint-dir", default="checkpoints", metavar="DIR", help="where an embedded master lives"
     )
     for name in ("token-file", "tls-ca", "tls-cert", "tls-key"):
-        variable = f"PET_{name.upper().replace('-', '_')}"
+        variable = f"{Variable.FLAG}{name.upper().replace('-', '_')}"
         command.add_argument(
             f"--{name}", metavar="FILE", default=os.environ.get(variable), help="as dlrover-run's; also its variable"
         )

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.protos.contract import Variable
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
 from ..processes.proc import kill_group
@@ -35,7 +36,6 @@ PARTS = {
     "log": ("tensorboard", "wandb"),
 }
 # Names the file in which the script's session writes down what it found (`dalsegno.elastic.training.examination`).
-_VARIABLE = "DALSEGNO_DOCTOR"
 # Seconds that a script has to end once it was asked to.
 _END_WITHIN = 10.0
 
@@ -100,7 +100,7 @@ def _installation() -> int:
             except importlib.metadata.PackageNotFoundError:
                 trouble += not extra
                 print(f"{name}: missing" + (f" (extra: pip install 'dalsegno[{extra}]')" if extra else ""))
-    for name in ("DLROVER_MASTER_ADDR", "DALSEGNO_SOCKET"):
+    for name in (Variable.MASTER, Variable.SOCKET):
         if name in os.environ:
             print(f"{name} is set: {os.environ[name]}")
     return EXIT_FAILED if trouble else EXIT_FINISHED
@@ -112,7 +112,7 @@ def _installation() -> int:
 def _examine(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="dalsegno-doctor-") as directory:
         found = Path(directory) / "findings"
-        code = _run(_command(options), {**os.environ, _VARIABLE: str(found)}, options.timeout)
+        code = _run(_command(options), {**os.environ, Variable.DOCTOR: str(found)}, options.timeout)
         lines = found.read_text(encoding="utf-8").splitlines() if found.is_file() else []
     for line in lines:
         print(printable(line))

@@ -15,9 +15,10 @@ from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.contract import JobSettings, Variable
 
 from ..control.connection import Connector
-from ..control.credentials import TOKEN_VARIABLE, CredentialFiles, CredentialsError
+from ..control.credentials import CredentialFiles, CredentialsError
 from ..control.embedded import EmbeddedMaster, MasterError
 from ..control.handshake import mismatch
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE, Event
@@ -38,7 +39,7 @@ from .arguments import UsageError
 __all__ = ["launch"]
 
 # DLRover's client library, used in a script, would take our master for its own.
-_NOT_FOR_WORKERS = ("DLROVER_MASTER_ADDR", TOKEN_VARIABLE)
+_NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN)
 
 
 def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWatch, output: Output) -> int:
@@ -48,7 +49,7 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
         UsageError: bad input that only now came to light.
     """
     console = output.console
-    token = os.environ.get(TOKEN_VARIABLE)
+    token = os.environ.get(Variable.TOKEN)
     for name in _NOT_FOR_WORKERS:
         os.environ.pop(name, None)
     directory = JobDirectory(Path(options.checkpoint_dir).absolute(), options.job_id)
@@ -136,23 +137,9 @@ def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Scri
 
 
 def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path) -> AgentConfig:
-    settings = control_pb2.Settings(
-        min_nodes=options.min_nodes,
-        max_nodes=options.max_nodes,
-        node_unit=options.node_unit,
-        node_timeout=options.node_timeout,
-        drain_timeout=options.drain_timeout,
-        join_timeout=options.join_timeout,
-        stall_timeout=options.stall_timeout,
-        grow_interval=options.grow_interval,
-        grow_wait=options.grow_wait,
-        wait_for_nodes=options.wait_for_nodes,
-        quiet_time=options.quiet_time,
-        max_restarts=options.max_restarts,
-        # Also where the script is told so from the beginning: its own flag is the same.
-        universal_checkpoint=options.universal_checkpoint or _asks_for_universal(options.training_script_args),
-        keep_checkpoints=options.keep_checkpoints,
-    )
+    settings = control_pb2.Settings(**{name: getattr(options, name) for name in JobSettings.names()})
+    # Also where the script is told so from the beginning: its own flag is the same.
+    settings.universal_checkpoint |= _asks_for_universal(options.training_script_args)
     return AgentConfig(
         job_id=options.job_id,
         nproc=nproc,

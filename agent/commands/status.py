@@ -13,11 +13,12 @@ from typing import Any
 import grpc
 
 from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos.contract import CONTROL_PROTOCOL, Variable
 from dalsegno.protos.text import one_line
 
 from ..control.claim import Claim, ClaimFile
-from ..control.connection import PROTOCOL, Credentials, code_of, detail_of
-from ..control.credentials import TOKEN_VARIABLE, CredentialFiles
+from ..control.connection import Credentials, code_of, detail_of
+from ..control.credentials import CredentialFiles
 from ..control.handshake import mismatch
 from ..control.spawning import read_token
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
@@ -39,7 +40,7 @@ def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
         OSError: a file cannot be read.
     """
     if options.master:
-        files = CredentialFiles.given(options, os.environ.get(TOKEN_VARIABLE))
+        files = CredentialFiles.given(options, os.environ.get(Variable.TOKEN))
         files.check()
         return options.master.split(",")[0], files.read()
     private = Path(options.checkpoint_dir) / ".dalsegno"
@@ -82,7 +83,7 @@ def status(options: argparse.Namespace) -> int:
     Raises:
         ValueError, OSError: see `_master_of`.
     """
-    return _ask(options, "GetStatus", control_pb2.StatusRequest(protocol=PROTOCOL), status_lines)
+    return _ask(options, "GetStatus", control_pb2.StatusRequest(protocol=CONTROL_PROTOCOL), status_lines)
 
 
 def scale(options: argparse.Namespace) -> int:
@@ -93,7 +94,7 @@ def scale(options: argparse.Namespace) -> int:
     """
     if options.nodes < 1:
         raise ValueError(f"a world has at least 1 node, not {options.nodes}")
-    return _ask(options, "Scale", control_pb2.ScaleRequest(protocol=PROTOCOL, nodes=options.nodes), scale_lines)
+    return _ask(options, "Scale", control_pb2.ScaleRequest(protocol=CONTROL_PROTOCOL, nodes=options.nodes), scale_lines)
 
 
 def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Callable[[Any], list[str]]) -> int:

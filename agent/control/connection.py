@@ -13,10 +13,9 @@ import grpc
 
 from dalsegno.protos import control_pb2_grpc
 
-__all__ = ["PROTOCOL", "RETRIED", "Connector", "Credentials", "Link", "channel_options", "code_of", "detail_of"]
+__all__ = ["RETRIED", "Connector", "Credentials", "Link", "channel_options", "code_of", "detail_of"]
 
 # Of control.proto; a master answers UNIMPLEMENTED to a newer one.
-PROTOCOL = 2
 # Answers that say nothing about the call itself: it is repeated, with the same request number.
 RETRIED = frozenset(
     {

@@ -8,12 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dalsegno.protos.contract import Variable
+
 from .connection import Credentials
 
-__all__ = ["TOKEN_VARIABLE", "CredentialFiles", "CredentialsError"]
+__all__ = ["CredentialFiles", "CredentialsError"]
 
 # The token itself, where no file has it.
-TOKEN_VARIABLE = "DALSEGNO_TOKEN"
 
 
 class CredentialsError(ValueError):
@@ -43,7 +44,7 @@ class CredentialFiles:
         Raises:
             CredentialsError: it cannot be read, or cannot be sent.
         """
-        token, where = self.token, TOKEN_VARIABLE
+        token, where = self.token, Variable.TOKEN
         if self.token_file is not None:
             where = f"the token file {self.token_file}"
             try:

@@ -18,10 +18,11 @@ from pathlib import Path
 import grpc
 
 from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos.contract import CONTROL_PROTOCOL
 
 from ..storage.private import NotPrivateError, check_private
 from .claim import Claim, ClaimFile, LockTimeout
-from .connection import PROTOCOL, RETRIED, Credentials, code_of
+from .connection import RETRIED, Credentials, code_of
 from .machine import LocksUnavailable, Machine
 from .spawning import COMMAND, MasterError, TokenLostError, make_token, read_token, start_master
 
@@ -303,7 +304,7 @@ class EmbeddedMaster:
         self._unasked = ""
         with credentials.channel(address) as channel:
             try:
-                request = control_pb2.StatusRequest(job_id=self._job_id, protocol=PROTOCOL)
+                request = control_pb2.StatusRequest(job_id=self._job_id, protocol=CONTROL_PROTOCOL)
                 control_pb2_grpc.ControlStub(channel).GetStatus(
                     request, timeout=_ANSWER_TIMEOUT, metadata=credentials.metadata
                 )

@@ -23,9 +23,10 @@ import grpc
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.contract import CONTROL_PROTOCOL
 
 from .client_threads import Backoff, Listener, kept_up
-from .connection import PROTOCOL, RETRIED, Connector, Link, code_of, detail_of
+from .connection import RETRIED, Connector, Link, code_of, detail_of
 from .master_checks import MOST
 from .pace import HEARTBEAT_INTERVAL, Pace
 
@@ -143,7 +144,7 @@ class MasterClient:
             self._incarnation = request.incarnation
             copied = control_pb2.RegisterRequest()
             copied.CopyFrom(request)
-            copied.job_id, copied.protocol, copied.secret = self._job_id, PROTOCOL, self._secret
+            copied.job_id, copied.protocol, copied.secret = self._job_id, CONTROL_PROTOCOL, self._secret
             copied.generation = max(copied.generation, self._generation)
             later = [waiting for waiting in self._queue if waiting.method != "Register"]
             for waiting in later:
@@ -207,7 +208,7 @@ class MasterClient:
 
     def _fill(self, caller: control_pb2.Caller, number: int) -> None:
         caller.job_id, caller.node, caller.incarnation = self._job_id, self._node, self._incarnation
-        caller.request, caller.protocol, caller.secret = number, PROTOCOL, self._secret
+        caller.request, caller.protocol, caller.secret = number, CONTROL_PROTOCOL, self._secret
 
     def _cancel_stream(self) -> None:
         if self._stream is not None:

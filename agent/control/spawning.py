@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint.files import publish
+from dalsegno.protos.contract import Variable
 
 from ..processes.keeper import DEAF_TO
-from ..processes.lifeline import LIFELINE_VARIABLE
 from ..processes.signals import held_back
 from ..storage.private import open_private, put_aside, read_private
 
@@ -24,8 +24,6 @@ __all__ = ["COMMAND", "MasterError", "Started", "TokenLostError", "make_token", 
 COMMAND = (sys.executable, "-m", "dalsegno.master")
 # Seconds.
 _START_TIMEOUT = 60.0
-# What the environment variables of `dlrover-master` begin with.
-_SERVICE_VARIABLES = "DALSEGNO_MASTER_"
 # Characters; the master takes no shorter one.
 _SHORTEST_TOKEN = 16
 
@@ -115,7 +113,7 @@ def start_master(directory: Path, job_id: str, command: Sequence[str] = COMMAND)
     ]
     # It outlives this agent: no lifeline, no terminal, no output but its first line.
     # Nor does it listen to what is meant for a master that is a service.
-    ours = (LIFELINE_VARIABLE, _SERVICE_VARIABLES)
+    ours = (Variable.LIFELINE, Variable.MASTER_FLAG)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
     # It outlives a notice that all processes of the node are given, from its first moment on.
     with open(open_private(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as errors, held_back(DEAF_TO):

@@ -4,13 +4,13 @@ It is a process of its own, executed as a file with `python -I -S` so that it st
 nothing but the standard library. It reads lines from its standard input, a pipe whose only write end the agent
 holds:
 
-    token TEXT          the value of DALSEGNO_LIFELINE that this agent's processes carry
+    mark NAME=VALUE     the environment variable that this agent's processes carry
     add PGID START      a process group to end; START is the start time of its leader (proc(5) stat, field 22)
     drop PGID           that group is over
     path DIRECTORY      a private directory of the agent to remove with it
 
 When the pipe ends (the kernel closes it with the agent, SIGKILL included) every registered group gets SIGKILL,
-and so does every process whose environment carries the token: it finds grandchildren that left their group with
+and so does every process whose environment carries the mark: it finds grandchildren that left their group with
 setsid, and processes that were spawned but not yet registered. PR_SET_PDEATHSIG alone would do neither: it fires
 when the spawning *thread* ends and does not reach grandchildren.
 """
@@ -57,9 +57,8 @@ def is_ours(group: int, started: int) -> bool:
     return int(fields[19]) == started
 
 
-def find(groups: dict[int, int], token: str) -> list[int]:
-    """Live processes (no zombies) of the groups, and those whose environment carries the token."""
-    mark = b"DALSEGNO_LIFELINE=" + os.fsencode(token)
+def find(groups: dict[int, int], mark: str) -> list[int]:
+    """Live processes (no zombies) of the groups, and those whose environment carries the mark."""
     found: list[int] = []
     for pid in os.listdir("/proc"):
         if not pid.isdigit() or int(pid) == os.getpid():
@@ -68,7 +67,7 @@ def find(groups: dict[int, int], token: str) -> list[int]:
             fields = _stat(pid)
             if fields[0] in "ZX":
                 continue
-            if int(fields[2]) in groups or (token and _carries(pid, mark)):
+            if int(fields[2]) in groups or (mark and _carries(pid, os.fsencode(mark))):
                 found.append(int(pid))
         except (OSError, ValueError):
             # Gone between the listing and the reading, or another user's: not ours.
@@ -76,15 +75,15 @@ def find(groups: dict[int, int], token: str) -> list[int]:
     return found
 
 
-def end_all(groups: dict[int, int], token: str, patience: float = PATIENCE) -> None:
-    """SIGKILLs the groups and all carriers of the token until two scans in a row find none alive."""
+def end_all(groups: dict[int, int], mark: str, patience: float = PATIENCE) -> None:
+    """SIGKILLs the groups and all carriers of the mark until two scans in a row find none alive."""
     ours = {group: started for group, started in groups.items() if is_ours(group, started)}
     for group in ours:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(group, signal.SIGKILL)
     quiet, deadline = 0, time.monotonic() + patience
     while quiet < QUIET_SCANS and time.monotonic() < deadline:
-        found = find(ours, token)
+        found = find(ours, mark)
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -100,11 +99,11 @@ def main() -> None:
         signal.signal(signum, signal.SIG_IGN)
     groups: dict[int, int] = {}
     paths: list[str] = []
-    token = ""
+    mark = ""
     for raw in sys.stdin.buffer:
         word, _, rest = os.fsdecode(raw).rstrip("\n").partition(" ")
-        if word == "token":
-            token = rest
+        if word == "mark":
+            mark = rest
         elif word == "add":
             group, started = rest.split()
             groups[int(group)] = int(started)
@@ -112,7 +111,7 @@ def main() -> None:
             groups.pop(int(rest), None)
         elif word == "path":
             paths.append(rest)
-    end_all(groups, token)
+    end_all(groups, mark)
     for path in paths:
         shutil.rmtree(path, ignore_errors=True)
 

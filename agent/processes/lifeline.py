@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from dalsegno.protos.contract import Variable
+
 from . import keeper
 from .proc import start_time
 from .signals import held_back
 
-__all__ = ["LIFELINE_VARIABLE", "Lifeline"]
+__all__ = ["Lifeline"]
 
-LIFELINE_VARIABLE = "DALSEGNO_LIFELINE"
 # Seconds between two keepers when they die one after another; the first is replaced at once.
 _RESPAWN_PAUSE = 0.2
 # How many are told to end everything, if they die before they have.
@@ -58,7 +59,7 @@ class Lifeline:
 
     def environment(self) -> dict[str, str]:
         """What every process of this node must carry in its environment from its start."""
-        return {LIFELINE_VARIABLE: self.token}
+        return {Variable.LIFELINE: self.token}
 
     def add_group(self, pgid: int) -> None:
         """Registers a process group whose leader, `pgid`, is a child of this process that was not yet reaped."""
@@ -149,7 +150,7 @@ class Lifeline:
         self._register_all()
 
     def _register_all(self) -> None:
-        self._send(f"token {self.token}")
+        self._send(f"mark {Variable.LIFELINE}={self.token}")
         for pgid, started in self._groups.items():
             self._send(f"add {pgid} {started}")
         for path in self._paths:

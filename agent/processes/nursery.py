@@ -26,7 +26,6 @@ import runpy
 import selectors
 import signal
 import socket
-import struct
 import sys
 import threading
 import types
@@ -34,9 +33,10 @@ import warnings
 from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
+from dalsegno.protos.contract import FRAME
+
 __all__ = ["Assignment", "receive", "send"]
 
-_HEADER = struct.Struct(">I")
 _PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALIZED = 3
 
@@ -64,13 +64,13 @@ class Assignment:
 def send(channel: socket.socket, value: dict[str, object]) -> None:
     """Writes one JSON message."""
     data = json.dumps(value).encode()
-    channel.sendall(_HEADER.pack(len(data)) + data)
+    channel.sendall(FRAME.pack(len(data)) + data)
 
 
 def receive(channel: socket.socket) -> dict[str, object] | None:
     """Reads one JSON message; None at the end of the channel."""
-    header = _read(channel, _HEADER.size)
-    data = _read(channel, *_HEADER.unpack(header)) if header else None
+    header = _read(channel, FRAME.size)
+    data = _read(channel, *FRAME.unpack(header)) if header else None
     return dict(json.loads(data)) if data else None
 
 

@@ -14,10 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["NOTICES_VARIABLE", "SignalWatch", "held_back", "signals_of"]
-
-# What workers are told of them: names, with commas.
-NOTICES_VARIABLE = "DALSEGNO_NOTICES"
+__all__ = ["SignalWatch", "held_back", "signals_of"]
 
 # Whoever has them ignored when we start (nohup; a shell, for a job in the background) wants them to stay so. The others
 # are sent to somebody on purpose.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.contract import Variable
 
 __all__ = ["Place", "place_of", "worker_environment"]
 
@@ -48,16 +49,16 @@ def resume_environment(world: control_pb2.World, run_dir: Path) -> dict[str, str
         return {}
     resume = world.resume
     environment = {
-        "DALSEGNO_RESUME_NAME": resume.source.ref.name,
-        "DALSEGNO_RESUME_DIGEST": resume.source.ref.digest,
-        "DALSEGNO_RESUME_DIR": str(run_dir / resume.source.ref.name),
-        "DALSEGNO_RESUME_FORM": _FORMS[resume.form],
+        Variable.RESUME_NAME: resume.source.ref.name,
+        Variable.RESUME_DIGEST: resume.source.ref.digest,
+        Variable.RESUME_DIR: str(run_dir / resume.source.ref.name),
+        Variable.RESUME_FORM: _FORMS[resume.form],
     }
     if resume.form == control_pb2.FORM_UNIVERSAL:
         environment |= {
-            "DALSEGNO_UNIVERSAL_NAME": resume.universal.name,
-            "DALSEGNO_UNIVERSAL_DIGEST": resume.universal.digest,
-            "DALSEGNO_UNIVERSAL_DIR": str(run_dir / resume.universal.name),
+            Variable.UNIVERSAL_NAME: resume.universal.name,
+            Variable.UNIVERSAL_DIGEST: resume.universal.digest,
+            Variable.UNIVERSAL_DIR: str(run_dir / resume.universal.name),
         }
     return environment
 
@@ -91,14 +92,14 @@ def worker_environment(
         "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
         "TORCHELASTIC_RUN_ID": job_id,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-        "DALSEGNO_EPOCH": str(world.epoch),
-        "DALSEGNO_JOB_ID": job_id,
-        "DALSEGNO_RUN_ID": world.run_id,
-        "DALSEGNO_NODE": place.node,
-        "DALSEGNO_GENERATION": str(generation),
-        "DALSEGNO_MIN_NODES": str(settings.min_nodes),
-        "DALSEGNO_MAX_NODES": str(settings.max_nodes),
-        "DALSEGNO_RUN_DIR": str(run_dir),
+        Variable.EPOCH: str(world.epoch),
+        Variable.JOB_ID: job_id,
+        Variable.RUN_ID: world.run_id,
+        Variable.NODE: place.node,
+        Variable.GENERATION: str(generation),
+        Variable.MIN_NODES: str(settings.min_nodes),
+        Variable.MAX_NODES: str(settings.max_nodes),
+        Variable.RUN_DIR: str(run_dir),
         **resume_environment(world, run_dir),
     }
     return [

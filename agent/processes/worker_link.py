@@ -28,6 +28,7 @@ from pathlib import Path
 from google.protobuf.message import DecodeError
 
 from dalsegno.protos import worker_pb2
+from dalsegno.protos.contract import FRAME
 
 from ..decisions.worker_checks import checked, one_line
 from .proc import belongs_to
@@ -36,7 +37,6 @@ __all__ = ["MAX_FRAME", "WorkerLink"]
 
 # Bytes; worker.proto.
 MAX_FRAME = 1 << 20
-_HEADER = struct.Struct(">I")
 # Bytes that a worker may leave unread before it is cut off: about ten thousand messages of ours.
 _MAX_UNSENT = 1 << 16
 # Connections that have not said who they are: how many there may be, for how long (seconds), and with how many bytes.
@@ -325,15 +325,15 @@ class WorkerLink:
         if not data:
             raise _Broken
         connection.received += data
-        while len(connection.received) >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(connection.received)
+        while len(connection.received) >= FRAME.size:
+            (length,) = FRAME.unpack_from(connection.received)
             most = MAX_FRAME if connection.hello is not None else _MAX_HELLO
             if length > most:
                 raise _Broken(f"a frame of {length} bytes, at most {most} are allowed")
-            end = _HEADER.size + length
+            end = FRAME.size + length
             if len(connection.received) < end:
                 return
-            frame = bytes(connection.received[_HEADER.size : end])
+            frame = bytes(connection.received[FRAME.size : end])
             del connection.received[:end]
             self._said(connection, worker_pb2.ToAgent.FromString(frame))
 
@@ -386,7 +386,7 @@ class WorkerLink:
 
     def _send(self, connection: _Connection, message: worker_pb2.ToWorker) -> None:
         data = message.SerializeToString()
-        connection.unsent += _HEADER.pack(len(data)) + data
+        connection.unsent += FRAME.pack(len(data)) + data
         try:
             if len(connection.unsent) > _MAX_UNSENT:
                 raise _Broken("it does not read")

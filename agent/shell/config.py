@@ -4,27 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.contract import JobSettings
 
-__all__ = ["DEFAULT_SETTINGS", "AgentConfig", "differences"]
-
-# As `control_pb2.Settings`: durations in seconds, negative for "auto" or "for ever".
-DEFAULT_SETTINGS: dict[str, Any] = {
-    "node_unit": 1,
-    "node_timeout": 15.0,
-    "drain_timeout": 30.0,
-    "join_timeout": 60.0,
-    "stall_timeout": 600.0,
-    "grow_interval": -1.0,
-    "grow_wait": 300.0,
-    "wait_for_nodes": -1.0,
-    "quiet_time": 1.0,
-    "max_restarts": 3,
-    "universal_checkpoint": False,
-    "keep_checkpoints": 3,
-}
+__all__ = ["AgentConfig", "differences"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +44,7 @@ def differences(mine: control_pb2.Settings, job: control_pb2.Settings) -> str:
     found = []
     if (mine.min_nodes, mine.max_nodes) != (job.min_nodes, job.max_nodes):
         found.append(f"--nnodes={job.min_nodes}:{job.max_nodes}, not {mine.min_nodes}:{mine.max_nodes}")
-    for name in DEFAULT_SETTINGS:
+    for name in JobSettings.names()[2:]:
         ours, theirs = getattr(mine, name), getattr(job, name)
         if ours != theirs:
             found.append(f"--{name.replace('_', '-')}={_as_flag(theirs)}, not {_as_flag(ours)}")

@@ -23,11 +23,12 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.utils.api import macros
 
 from dalsegno.protos import control_pb2, worker_pb2
+from dalsegno.protos.contract import Variable
 
 from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
-from ..processes.signals import NOTICES_VARIABLE, SignalWatch
+from ..processes.signals import SignalWatch
 from ..processes.standby_pool import StandbyPool, modules_of
 from ..processes.worker_env import Place, place_of, worker_environment
 from ..processes.worker_link import WorkerLink
@@ -252,8 +253,8 @@ class ElasticAgent(LocalElasticAgent):
         environment: Any
         for local, environment in enumerate(added):
             environment |= {
-                "DALSEGNO_SOCKET": str(self._link.path),
-                NOTICES_VARIABLE: ",".join(number.name for number in self._watch.signals),
+                Variable.SOCKET: str(self._link.path),
+                Variable.NOTICES: ",".join(number.name for number in self._watch.signals),
                 **self._lifeline.environment(),
             }
             self._set_local_rank_env(environment, local, spec)

@@ -6,6 +6,7 @@ import os
 import sys
 import threading
 import time
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,16 +22,17 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.contract import JobSettings, Variable
 
 from ..control.connection import Connector
-from ..control.credentials import TOKEN_VARIABLE, CredentialFiles
+from ..control.credentials import CredentialFiles
 from ..control.handshake import mismatch
 from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
 from ..processes.worker_env import place_of
 from ..storage.job_directory import JobDirectory
-from .config import DEFAULT_SETTINGS, AgentConfig
+from .config import AgentConfig
 from .console import Console, make_log_dir, set_up_logging
 from .effects import Effects
 from .mailbox import Mailbox
@@ -253,13 +255,13 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         raise ValueError("--rdzv-endpoint=HOST:PORT of the master is needed with --rdzv-backend=dalsegno")
     root = Path(params.get("checkpoint_dir", "checkpoints")).absolute()
     named = {name: params.get(name) for name in ("token_file", "tls_ca", "tls_cert", "tls_key")}
-    files = CredentialFiles.given(named, os.environ.get(TOKEN_VARIABLE))
+    files = CredentialFiles.given(named, os.environ.get(Variable.TOKEN))
     files.check()
-    settings = control_pb2.Settings(min_nodes=params.min_nodes, max_nodes=params.max_nodes, **DEFAULT_SETTINGS)
+    chosen = JobSettings(min_nodes=params.min_nodes, max_nodes=params.max_nodes)
     config = AgentConfig(
         job_id=params.run_id,
         nproc=params.get_as_int("nproc", 1) or 1,
-        settings=settings,
+        settings=control_pb2.Settings(**asdict(chosen)),
         checkpoint_dir=root,
         log_dir=make_log_dir(params.get("log_dir"), params.run_id),
         node_name=params.get("node_name", "") or "",

@@ -8,8 +8,10 @@ import os
 import sys
 from typing import NoReturn
 
-EXIT_DRAINED = 83
-EXIT_BAD_CHECKPOINT = 84
+from dalsegno.protos.contract import WORKER_BAD_CHECKPOINT, WORKER_DRAINED
+
+EXIT_DRAINED = WORKER_DRAINED
+EXIT_BAD_CHECKPOINT = WORKER_BAD_CHECKPOINT
 
 
 class Drained(SystemExit):

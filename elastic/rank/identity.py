@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from dalsegno.protos.contract import Variable
+
 from ..checkpoint import SHARDED, UNIVERSAL, Ref
 
 
@@ -61,7 +63,7 @@ def from_environment(environ: Mapping[str, str] = os.environ, checkpoint_dir: Pa
         RuntimeError: A variable that belongs to the set is missing or is not a number.
     """
     rank, world_size, local_rank, local_world_size = (_number(environ, key, default) for key, default in _TORCHRUN)
-    socket = environ.get("DALSEGNO_SOCKET")
+    socket = environ.get(Variable.SOCKET)
     if not socket:
         return Identity(rank, world_size, local_rank, local_world_size, run_dir=checkpoint_dir)
     return Identity(
@@ -69,15 +71,15 @@ def from_environment(environ: Mapping[str, str] = os.environ, checkpoint_dir: Pa
         world_size=world_size,
         local_rank=local_rank,
         local_world_size=local_world_size,
-        epoch=_number(environ, "DALSEGNO_EPOCH"),
+        epoch=_number(environ, Variable.EPOCH),
         socket=socket,
-        job_id=_text(environ, "DALSEGNO_JOB_ID"),
-        run_id=_text(environ, "DALSEGNO_RUN_ID"),
-        node=_text(environ, "DALSEGNO_NODE"),
-        generation=_number(environ, "DALSEGNO_GENERATION"),
-        min_nodes=_number(environ, "DALSEGNO_MIN_NODES"),
-        max_nodes=_number(environ, "DALSEGNO_MAX_NODES"),
-        run_dir=Path(_text(environ, "DALSEGNO_RUN_DIR")),
+        job_id=_text(environ, Variable.JOB_ID),
+        run_id=_text(environ, Variable.RUN_ID),
+        node=_text(environ, Variable.NODE),
+        generation=_number(environ, Variable.GENERATION),
+        min_nodes=_number(environ, Variable.MIN_NODES),
+        max_nodes=_number(environ, Variable.MAX_NODES),
+        run_dir=Path(_text(environ, Variable.RUN_DIR)),
         resume=_resume(environ),
     )
 
@@ -86,15 +88,15 @@ _TORCHRUN = (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0), ("LOCAL_WORLD_SI
 
 
 def _resume(environ: Mapping[str, str]) -> ResumeOrder | None:
-    if not environ.get("DALSEGNO_RESUME_NAME"):
+    if not environ.get(Variable.RESUME_NAME):
         return None
-    source = Ref(_text(environ, "DALSEGNO_RESUME_NAME"), _text(environ, "DALSEGNO_RESUME_DIGEST"))
-    form = _text(environ, "DALSEGNO_RESUME_FORM")
+    source = Ref(_text(environ, Variable.RESUME_NAME), _text(environ, Variable.RESUME_DIGEST))
+    form = _text(environ, Variable.RESUME_FORM)
     if form not in (SHARDED, UNIVERSAL):
         raise RuntimeError(f"DALSEGNO_RESUME_FORM is {form!r}: 'sharded' or 'universal' was expected")
     if form == SHARDED:
         return ResumeOrder(source, form, None)
-    universal = Ref(_text(environ, "DALSEGNO_UNIVERSAL_NAME"), _text(environ, "DALSEGNO_UNIVERSAL_DIGEST"))
+    universal = Ref(_text(environ, Variable.UNIVERSAL_NAME), _text(environ, Variable.UNIVERSAL_DIGEST))
     return ResumeOrder(source, form, universal)
 
 

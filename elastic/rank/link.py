@@ -10,21 +10,19 @@ import logging
 import os
 import select
 import socket
-import struct
 import threading
 import time
 import weakref
 
 from dalsegno.protos import worker_pb2
+from dalsegno.protos.contract import FRAME
 
 log = logging.getLogger(__name__)
 
-PROTOCOL = 1
 MAX_FRAME_BYTES = 1 << 20
 SEND_SECONDS = 30.0
 CONNECT_SECONDS = 10.0
 CONNECT_PAUSE_SECONDS = 0.05
-_HEADER = struct.Struct(">I")
 
 
 class Link:
@@ -84,7 +82,7 @@ class Link:
         with self._lock:
             if self._alive and (not droppable or self._writable(0.0)):
                 try:
-                    self._send_all(_HEADER.pack(len(data)) + data)
+                    self._send_all(FRAME.pack(len(data)) + data)
                 except OSError as error:
                     self._lost(error)
 
@@ -149,17 +147,17 @@ class Link:
             self._lost(None)
 
     def _take(self, buffer: bytearray) -> None:
-        while len(buffer) >= _HEADER.size:
-            (length,) = _HEADER.unpack_from(buffer)
+        while len(buffer) >= FRAME.size:
+            (length,) = FRAME.unpack_from(buffer)
             if length > MAX_FRAME_BYTES:
                 raise ValueError(f"the agent sent a frame of {length} bytes")
-            if len(buffer) < _HEADER.size + length:
+            if len(buffer) < FRAME.size + length:
                 return
             try:
-                message = worker_pb2.ToWorker.FromString(bytes(buffer[_HEADER.size : _HEADER.size + length]))
+                message = worker_pb2.ToWorker.FromString(bytes(buffer[FRAME.size : FRAME.size + length]))
             except Exception as error:  # protobuf's DecodeError differs between its implementations
                 raise ValueError(f"the agent sent something unreadable: {error}") from error
-            del buffer[: _HEADER.size + length]
+            del buffer[: FRAME.size + length]
             self._drain, self._master_seen = message.drain, message.master_seen
 
     def _lost(self, error: Exception | None) -> None:

@@ -14,17 +14,18 @@ from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Any
 
+from dalsegno.protos.contract import Variable
+
 log = logging.getLogger(__name__)
 
-VARIABLE = "DALSEGNO_NOTICES"
 DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 def noticed(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
     """The signals that are a notice: the agent's; outside ``dlrover-run`` only SIGTERM."""
-    if not environ.get("DALSEGNO_SOCKET"):
+    if not environ.get(Variable.SOCKET):
         return (signal.SIGTERM,)
-    names = environ.get(VARIABLE, DEFAULT).split(",")
+    names = environ.get(Variable.NOTICES, DEFAULT).split(",")
     return tuple(signal.Signals[name] for name in names if name in signal.Signals.__members__)
 
 

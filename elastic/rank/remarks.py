@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 
+from dalsegno.protos.contract import Variable
+
 log = logging.getLogger(__name__)
 
 
@@ -15,5 +17,5 @@ def remark(text: str, *values: object) -> None:
         text, values: As for ``logging``.
     """
     log.warning(text, *values)
-    if os.environ.get("DALSEGNO_SOCKET"):
+    if os.environ.get(Variable.SOCKET):
         print(f"dalsegno: {text % values if values else text}", flush=True)

@@ -1,7 +1,7 @@
 """What a session learns of its training until the first step, and who is told: the user once, or `dalsegno doctor`.
 
-Under the doctor (`VARIABLE` names a file) the findings are written down there, and the process ends before its first
-step. Else they are printed where the run begins.
+Under the doctor (`Variable.DOCTOR` names a file) the findings are written down there, and the process ends before its
+first step. Else they are printed where the run begins.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dalsegno.protos.contract import Variable
+
 from ..rank.exits import insist
 from .findings import Facts, findings, kinds_of
 
 # Names the file for the findings; set by `dalsegno doctor`.
-VARIABLE = "DALSEGNO_DOCTOR"
 
 
 class Examined(SystemExit):
@@ -27,7 +28,7 @@ class Examined(SystemExit):
 
 def is_examined() -> bool:
     """Whether this process runs only to be looked at."""
-    return bool(os.environ.get(VARIABLE))
+    return bool(os.environ.get(Variable.DOCTOR))
 
 
 def refuse_to_go_on() -> None:
@@ -84,7 +85,7 @@ class Examination:
         if not self._speaks:
             return
         if is_examined():
-            Path(os.environ[VARIABLE]).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+            Path(os.environ[Variable.DOCTOR]).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
         elif self._begins:
             for line in lines:
                 print(f"dalsegno: {line}", flush=True)  # the agent shows what is printed, not what is logged

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import NoReturn
 
 from dalsegno.protos import control_pb2, worker_pb2
+from dalsegno.protos.contract import WORKER_PROTOCOL
 
 from ..checkpoint import SHARDED, UNIVERSAL, LocalLock
 from ..rank.collective import Collective
 from ..rank.exits import EXIT_BAD_CHECKPOINT, BadResumePoint, insist
 from ..rank.identity import Identity
-from ..rank.link import PROTOCOL, Link
+from ..rank.link import Link
 from ..saving.resuming import Damaged, ResumePoint, check_loaders
 
 log = logging.getLogger(__name__)
@@ -24,7 +25,7 @@ _FORMS = {SHARDED: control_pb2.FORM_SHARDED, UNIVERSAL: control_pb2.FORM_UNIVERS
 def hello(identity: Identity) -> worker_pb2.Hello:
     """The first word to the agent."""
     return worker_pb2.Hello(
-        protocol=PROTOCOL,
+        protocol=WORKER_PROTOCOL,
         epoch=identity.epoch,
         rank=identity.rank,
         local_rank=identity.local_rank,

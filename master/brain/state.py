@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
 
+from dalsegno.protos.contract import JobSettings
+
 from .entries import Checkpoint, Checkpoints, Joined, Node, Nodes
 
 __all__ = (
@@ -76,24 +78,8 @@ LEAST_NODE_TIMEOUT = 5.0
 
 
 @dataclass(frozen=True)
-class Settings:
-    """As `dalsegno.control.v1.Settings`; durations in seconds, negative for "auto" or "for ever"."""
-
-    min_nodes: int = 1
-    max_nodes: int = 1
-    node_unit: int = 1
-    node_timeout: float = 15.0
-    drain_timeout: float = 30.0
-    join_timeout: float = 60.0
-    stall_timeout: float = 600.0
-    grow_interval: float = -1.0
-    grow_wait: float = 300.0
-    wait_for_nodes: float = -1.0
-    quiet_time: float = 1.0
-    max_restarts: int = 3
-    # Universal files at each change of shape, also where ranks could re-shard; agents hand scripts the flag then.
-    universal_checkpoint: bool = False
-    keep_checkpoints: int = 3
+class Settings(JobSettings):
+    """The job's settings, and what follows from them."""
 
     @property
     def least_nodes(self) -> int:

@@ -13,11 +13,12 @@ from typing import Any, Optional
 import grpc
 import grpc.aio
 
-__all__ = ("TOKEN_VARIABLE", "AuthError", "TlsFiles", "TokenInterceptor", "check_exposure", "is_loopback", "read_token")
+from dalsegno.protos.contract import Variable
+
+__all__ = ("AuthError", "TlsFiles", "TokenInterceptor", "check_exposure", "is_loopback", "read_token")
 
 TOKEN_MIN_LENGTH = 16
 # The token itself, for agents and master alike.
-TOKEN_VARIABLE = "DALSEGNO_TOKEN"
 
 Handler = Optional["grpc.RpcMethodHandler[Any, Any]"]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
@@ -34,7 +35,7 @@ def read_token(path: Path | None, variable: str = "") -> str | None:
     """
     if path is None and not variable:
         return None
-    token, where = variable.strip(), TOKEN_VARIABLE
+    token, where = variable.strip(), Variable.TOKEN
     if path is not None:
         where = str(path)
         try:

@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError, Message
 
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
+from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.text import one_line
 
 from ..brain.door import ShapeError, admit
@@ -19,12 +20,11 @@ from ..brain.events import Reply, StreamClosed, StreamOpened
 from .driver import Driver
 from .watchers import End, TooManyStreams, Watchers
 
-__all__ = ("PROTOCOL", "ControlService")
+__all__ = ("ControlService",)
 
 log = logging.getLogger(__name__)
 
 # Raised when an older master would misunderstand a newer agent. 2: a world names only the place of who is told of it.
-PROTOCOL = 2
 # Lines about what was left out of a request that are remembered, so that a repeated request does not fill the log.
 MOST_SAID = 1000
 
@@ -163,10 +163,10 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 grpc.StatusCode.INVALID_ARGUMENT, "the request's bytes are no such message: which client sends this?"
             )
         speaker = request.caller if "caller" in request.DESCRIPTOR.fields_by_name else request
-        if speaker.protocol > PROTOCOL:
+        if speaker.protocol > CONTROL_PROTOCOL:
             await context.abort(
                 grpc.StatusCode.UNIMPLEMENTED,
-                f"the client speaks protocol {speaker.protocol}, this master only {PROTOCOL}:"
+                f"the client speaks protocol {speaker.protocol}, this master only {CONTROL_PROTOCOL}:"
                 " upgrade dalsegno on the master",
             )
         job_id = speaker.job_id

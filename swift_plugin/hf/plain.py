@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from dalsegno.elastic.training.examination import is_examined
+from dalsegno.protos.contract import Variable
 
 from .options import Options
 
@@ -23,7 +24,7 @@ T = TypeVar("T")
 
 def under_dlrover_run() -> bool:
     """Whether an agent started this process, or ``dalsegno doctor``, which looks how it would be then."""
-    return bool(os.environ.get("DALSEGNO_SOCKET")) or is_examined()
+    return bool(os.environ.get(Variable.SOCKET)) or is_examined()
 
 
 def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> None:

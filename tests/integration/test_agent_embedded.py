@@ -23,12 +23,12 @@ import pytest
 
 from dalsegno.agent.control import embedded
 from dalsegno.agent.control.claim import Claim, ClaimFile
-from dalsegno.agent.control.connection import PROTOCOL
 from dalsegno.agent.control.embedded import EmbeddedMaster, MasterError
 from dalsegno.agent.control.machine import Machine
 from dalsegno.agent.control.spawning import make_token
 from dalsegno.agent.processes.proc import Status, is_same_process, process_state, start_time
 from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos.contract import CONTROL_PROTOCOL
 from tests.support.jobs.master_process import settings
 
 pytestmark = pytest.mark.timeout(120)
@@ -490,7 +490,13 @@ def test_a_master_with_a_slow_store_lives_on(jobs: Jobs) -> None:
     with credentials.channel(before.address) as channel:
         stub = control_pb2_grpc.ControlStub(channel)
         request = control_pb2.RegisterRequest(
-            job_id="job", incarnation="i" * 16, protocol=PROTOCOL, host="h", nproc=1, settings=settings(), probe="p"
+            job_id="job",
+            incarnation="i" * 16,
+            protocol=CONTROL_PROTOCOL,
+            host="h",
+            nproc=1,
+            settings=settings(),
+            probe="p",
         )
         request.secret = b"s" * 16
         with lock_store(jobs):

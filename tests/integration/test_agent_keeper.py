@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.processes.lifeline import LIFELINE_VARIABLE, Lifeline
+from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.processes.proc import is_same_process, start_time
+from dalsegno.protos.contract import Variable
 
 # A worker with a forked child, a child with a session of its own, and a grandchild of that.
 WORKER = """
@@ -89,7 +90,7 @@ def test_everything_dies_with_a_killed_agent(tmp_path: Path, how: str) -> None:
 
 def sleeper(token: str = "") -> subprocess.Popen[bytes]:
     """A process without the token, or with another one, so that only its registration can find it."""
-    environment = {**os.environ, LIFELINE_VARIABLE: token} if token else None
+    environment = {**os.environ, Variable.LIFELINE: token} if token else None
     command = [sys.executable, "-c", "import time; time.sleep(300)"]
     return subprocess.Popen(command, start_new_session=True, env=environment)
 

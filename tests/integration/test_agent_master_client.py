@@ -15,10 +15,11 @@ import grpc
 import pytest
 
 from dalsegno.agent.control import client_threads, master_client
-from dalsegno.agent.control.connection import PROTOCOL, Connector, Credentials
+from dalsegno.agent.control.connection import Connector, Credentials
 from dalsegno.agent.control.master_client import Listener, MasterClient
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
+from dalsegno.protos.contract import CONTROL_PROTOCOL
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -191,7 +192,7 @@ def test_registration_stream_and_token(master: Master, agent: Agent) -> None:
         "one",
         2,
         1,
-        PROTOCOL,
+        CONTROL_PROTOCOL,
     )
     assert {heard["authorization"] for heard in master.servicer.metadata} == {"Bearer secret"}
 

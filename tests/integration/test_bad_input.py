@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.control.connection import PROTOCOL
+from dalsegno.protos.contract import CONTROL_PROTOCOL
 from tests.support.jobs.master_process import master_process
 from tests.support.jobs.shell import Shell, expect_one_line
 
@@ -22,8 +22,8 @@ SMALL = ("--steps=3", "--save-every=0", "--global-batch-size=4")
 # A client of tomorrow: the same agent, which says that it speaks a newer protocol.
 NEWER = """
 import sys
-from dalsegno.agent.control import connection
-connection.PROTOCOL = 99
+from dalsegno.protos import contract
+contract.CONTROL_PROTOCOL = 99
 from dalsegno.agent.commands.dlrover_run import main
 sys.argv[0] = "dlrover-run"
 main()
@@ -105,7 +105,7 @@ def test_newer_client(shell: Shell) -> None:
     with master_process(shell.directory / "job.sqlite") as master:
         arguments = (f"--master={master.address}", "--job-id=job", str(EXAMPLES / "ddp.py"))
         ended = shell.run(*arguments, command=(sys.executable, "-c", NEWER))
-    expect_one_line(ended, "protocol 99", f"only {PROTOCOL}", "upgrade dalsegno on the master")
+    expect_one_line(ended, "protocol 99", f"only {CONTROL_PROTOCOL}", "upgrade dalsegno on the master")
 
 
 def test_other_job(shell: Shell) -> None:

@@ -16,9 +16,9 @@ from typing import Any
 
 import grpc
 
-from dalsegno.agent.control.connection import PROTOCOL
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
+from dalsegno.protos.contract import CONTROL_PROTOCOL
 
 START_TIMEOUT = 20.0
 
@@ -89,7 +89,7 @@ class Agent:
             incarnation=self.incarnation,
             epoch=epoch,
             request=request,
-            protocol=PROTOCOL,
+            protocol=CONTROL_PROTOCOL,
             secret=self.secret,
         )
 
@@ -102,7 +102,7 @@ class Agent:
             job_id="job",
             node=self.node,
             incarnation=self.incarnation,
-            protocol=PROTOCOL,
+            protocol=CONTROL_PROTOCOL,
             host=self.node,
             nproc=1,
             settings=settings,

@@ -18,7 +18,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "elastic": ("dalsegno.protos",),
     "master": ("dalsegno.protos",),
     "agent": ("dalsegno.protos", "dalsegno.elastic.checkpoint", "dalsegno.elastic.universal"),
-    "swift_plugin": ("dalsegno.elastic",),
+    "swift_plugin": ("dalsegno.elastic", "dalsegno.protos.contract"),
 }
 # Distribution -> the name it is imported by, where they differ.
 IMPORT_NAMES = {"grpcio": "grpc", "protobuf": "google", "ms-swift": "swift", "prometheus-client": "prometheus_client"}

@@ -21,6 +21,7 @@ from dalsegno.elastic.training.findings import (
     findings,
     kinds_of,
 )
+from dalsegno.protos.contract import Variable
 
 SAVES = Facts(directory=True, saves=True, save_every=10, data=OURS, max_world_size=4)
 
@@ -90,7 +91,7 @@ def test_people_are_told_once_by_rank_0_where_the_run_begins(capsys: pytest.Capt
 
 def test_the_doctor_gets_them_and_the_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before its first step, on each rank; one writes."""
-    monkeypatch.setenv(examination.VARIABLE, str(tmp_path / "found"))
+    monkeypatch.setenv(Variable.DOCTOR, str(tmp_path / "found"))
     monkeypatch.setattr(examination, "insist", lambda code: None)
     for rank in (1, 0):
         assert not (tmp_path / "found").exists()

@@ -19,9 +19,9 @@ from dalsegno.master.server import server as server_module
 from dalsegno.master.server.auth import AuthError, read_token
 from dalsegno.master.server.lifetime import Lifetime
 from dalsegno.master.server.server import BindError, ControlServer, ServerOptions
-from dalsegno.master.server.service import PROTOCOL
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos import control_pb2_grpc
+from dalsegno.protos.contract import CONTROL_PROTOCOL
 from tests.support.jobs.fake_brain import SOMEBODY_ELSES, FakeBrain
 
 pytestmark = pytest.mark.timeout(60)
@@ -71,7 +71,7 @@ class SometimesFull(MemoryStore):
         super().save(rows, generation)
 
 
-def caller(node: str = "a", incarnation: str = "1", request: int = 0, protocol: int = PROTOCOL) -> pb.Caller:
+def caller(node: str = "a", incarnation: str = "1", request: int = 0, protocol: int = CONTROL_PROTOCOL) -> pb.Caller:
     return pb.Caller(job_id="job", node=node, incarnation=incarnation, request=request, protocol=protocol)
 
 
@@ -474,10 +474,10 @@ def test_who_is_let_in() -> None:
                 ):
                     await fails(call, grpc.StatusCode.UNAUTHENTICATED, "missing or wrong token")
             assert await master.stub.Join(join, metadata=good)
-            newer = pb.JoinRequest(caller=caller(protocol=PROTOCOL + 1))
-            line = f"speaks protocol {PROTOCOL + 1}, this master only {PROTOCOL}"
+            newer = pb.JoinRequest(caller=caller(protocol=CONTROL_PROTOCOL + 1))
+            line = f"speaks protocol {CONTROL_PROTOCOL + 1}, this master only {CONTROL_PROTOCOL}"
             await fails(master.stub.Join(newer, metadata=good), grpc.StatusCode.UNIMPLEMENTED, line)
-            register = pb.RegisterRequest(job_id="job", protocol=PROTOCOL + 1)
+            register = pb.RegisterRequest(job_id="job", protocol=CONTROL_PROTOCOL + 1)
             await fails(master.stub.Register(register, metadata=good), grpc.StatusCode.UNIMPLEMENTED, line)
             other = pb.HeartbeatRequest(caller=pb.Caller(job_id="other"))
             await fails(master.stub.Heartbeat(other, metadata=good), grpc.StatusCode.INVALID_ARGUMENT, "not 'other'")
