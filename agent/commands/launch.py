@@ -151,6 +151,7 @@ def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirecto
         new_run=options.new_run,
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
+        addresses=options.master or "embedded",
         script_flag=not _knows_us(options),
     )
 
@@ -263,10 +264,7 @@ def _run(
         raise UsageError(str(error)) from error
     where.now = agent.where
     agent.run()
-    ending = agent.ending
-    if ending.code == EXIT_USAGE and config.settings.max_nodes and "no master answered" in ending.message:
-        return Ending(ending.code, f"{ending.message} ({', '.join(source.addresses()) or 'embedded'})")
-    return ending
+    return agent.ending
 
 
 def _later_fields(torch_config: Any) -> dict[str, Any]:

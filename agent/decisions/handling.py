@@ -143,10 +143,11 @@ def postponed(turn: Turn, detail: str) -> None:
 
 def check_answer(turn: Turn) -> None:
     """Nobody has answered the first registration. Only when nothing else is to be heard: an answer may lie there."""
-    deadline = turn.state.answer_deadline
-    if deadline is not None and turn.now >= deadline:
-        seconds = turn.state.settings.connect_timeout
-        turn.exit(ev.EXIT_USAGE, f"no master answered within {seconds:.0f} s: is it running at that address?")
+    state = turn.state
+    if state.answer_deadline is not None and turn.now >= state.answer_deadline:
+        seconds = state.settings.connect_timeout
+        where = f" ({state.settings.addresses})" if state.settings.addresses else ""
+        turn.exit(ev.EXIT_USAGE, f"no master answered within {seconds:.0f} s: is it running at that address?{where}")
 
 
 def refused(turn: Turn, event: ev.Refused) -> None:
@@ -184,7 +185,7 @@ def register_when_due(turn: Turn) -> None:
 
 def call_failed(turn: Turn, event: ev.CallFailed) -> None:
     """An error status to one of our calls."""
-    if event.code == "FAILED_PRECONDITION" and event.detail.startswith("fenced"):
+    if event.code == "NOT_FOUND":
         turn.become_fenced(event.detail)
     elif event.code == "FAILED_PRECONDITION" and event.method == "ReportDrained":
         turn.state.refused = True

@@ -37,6 +37,8 @@ class AgentSettings:
     node_name: str = ""
     drain_timeout: float = 30.0
     master_outage_timeout: float = 60.0
+    # Where the master was looked for, for a person.
+    addresses: str = ""
     # How long the first registration may go without any answer.
     connect_timeout: float = 60.0
     # How long a leaver without a word from the master still waits for one, once its part is safe.

@@ -22,6 +22,7 @@ class AgentConfig:
         local_addr: where other nodes reach this one; None: found out.
         new_run: start over although the job's last run is finished or has failed.
         connect_timeout: how long the first registration may take.
+        addresses: where the master was looked for, for a person.
         script_flag: where the job was told `--universal-checkpoint`, add it to the script's own arguments when it
             resumes from universal files.
     """
@@ -36,6 +37,7 @@ class AgentConfig:
     new_run: bool = False
     master_outage_timeout: float = 60.0
     connect_timeout: float = 60.0
+    addresses: str = ""
     script_flag: bool = False
 
 

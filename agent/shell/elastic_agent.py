@@ -114,6 +114,7 @@ class ElasticAgent(LocalElasticAgent):
                 node_name=config.node_name,
                 drain_timeout=config.settings.drain_timeout,
                 master_outage_timeout=config.master_outage_timeout,
+                addresses=config.addresses,
                 connect_timeout=config.connect_timeout,
             )
         )

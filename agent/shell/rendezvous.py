@@ -105,6 +105,7 @@ class Rendezvous(RendezvousHandler):
             drain_timeout=config.settings.drain_timeout,
             # Its workers cannot drain, so an outage of the master must not ask them to.
             master_outage_timeout=float("inf"),
+            addresses=config.addresses,
             connect_timeout=config.connect_timeout,
         )
         self._state = handling.fresh(settings)
@@ -266,6 +267,7 @@ def create(params: RendezvousParameters) -> RendezvousHandler:
         log_dir=make_log_dir(params.get("log_dir"), params.run_id),
         node_name=params.get("node_name", "") or "",
         local_addr=params.local_addr,
+        addresses=params.endpoint,
     )
     timeout = float(params.get_as_int("timeout", 900) or 900)
     return Rendezvous(config, params.endpoint.split(","), files, timeout)

@@ -49,7 +49,7 @@ def enter(turn: Turn, caller: control_pb2.Caller) -> Node | Reply:
         return Reply("INVALID_ARGUMENT", f"this master runs job {job.job_id!r}, not {caller.job_id!r}: check --job-id")
     node = job.node_by(caller.incarnation)
     if node is None:
-        return Reply("FAILED_PRECONDITION", f"fenced: {caller.node or 'this node'} is not registered (declared dead?)")
+        return Reply("NOT_FOUND", f"{caller.node or 'this node'} is not registered (declared dead?)")
     if not proves(node, caller.secret):
         return Reply("PERMISSION_DENIED", f"only the agent that registered {node.name} may speak for it")
     return node

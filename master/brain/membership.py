@@ -43,7 +43,7 @@ PINGED = 3.5
 
 
 def drop(turn: Turn, node: Node) -> None:
-    """Forget a node: whatever its incarnation still says is answered "fenced"."""
+    """Forget a node: whatever its incarnation still says is answered NOT_FOUND."""
     turn.job.nodes.drop(node.name)
     turn.live.nodes.drop(node.name)
     gathering = turn.live.gathering

@@ -54,6 +54,8 @@ OLD_RECORD = "record"
 # How long a write waits for another process that holds the file's lock; in seconds. A living master holds it for
 # milliseconds, so whoever holds it longer is stopped or the file system is in trouble.
 LOCK_TIMEOUT = 5.0
+# Primary codes of SQLite (https://sqlite.org/rescode.html).
+_BUSY, _CANTOPEN = 5, 14
 # A write opens the journal and its directory; connections must not be able to take what it needs.
 RESERVED_DESCRIPTORS = 8
 
@@ -359,17 +361,23 @@ class SqliteStore:
         except sqlite3.OperationalError as error:
             text = one_line(str(error))
             # SQLite says of an exhausted process only that it cannot open a file.
-            if "unable to open" in text and are_exhausted():
+            if _is(error, _CANTOPEN, "unable to open") and are_exhausted():
                 raise StoreStarved(
                     f"cannot {doing} the store {self._path}: no file descriptor is left, connections hold them all:"
                     " raise the limit (ulimit -n), or see who connects"
                 ) from error
-            if "locked" in text:
+            if _is(error, _BUSY, "locked"):
                 text = f"another process holds its lock for more than {LOCK_TIMEOUT:g} s (a stopped master?)"
             raise StoreUnavailable(f"cannot {doing} the store {self._path}: {text}") from error
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             # SQLite's own message may quote bytes out of the file that are no text.
             raise self._damaged(one_line(str(error))) from error
+
+
+def _is(error: sqlite3.Error, code: int, words: str) -> bool:
+    """Whether it is this error of SQLite's. Python 3.10 has only its words."""
+    found: int | None = getattr(error, "sqlite_errorcode", None)
+    return words in str(error) if found is None else found & 0xFF == code
 
 
 def _seal(job_id: object, generation: object, checksum: object) -> str:

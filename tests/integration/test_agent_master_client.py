@@ -424,9 +424,9 @@ def test_a_master_that_hangs_is_noticed(master: Master, agent: Agent, monkeypatc
 
 def test_a_stream_that_is_refused_is_told_and_not_reopened(master: Master, agent: Agent) -> None:
     """Fenced while it was away: the agent learns it, and watches again after it registered anew."""
-    master.servicer.errors["Watch"] = [(grpc.StatusCode.FAILED_PRECONDITION, "fenced: declared dead")]
+    master.servicer.errors["Watch"] = [(grpc.StatusCode.NOT_FOUND, "declared dead")]
     agent.register()
-    assert agent.expect("failed") == ("Watch", "FAILED_PRECONDITION", "fenced: declared dead")
+    assert agent.expect("failed") == ("Watch", "NOT_FOUND", "declared dead")
     assert master.servicer.streams == []
     agent.register("two")
     agent.expect("directed")

@@ -103,7 +103,7 @@ class FakeBrain:
             state.faults.append("RuntimeError: a bug")
             return Reply("INTERNAL", "the master failed on this call: RuntimeError('a bug')", None)
         if isinstance(message, control_pb2.PrunedRequest):
-            return Reply("FAILED_PRECONDITION", "fenced: for a test", None)
+            return Reply("NOT_FOUND", "fenced for a test", None)
         if isinstance(message, control_pb2.LeaveRequest):
             state.wake = now + message.notice
         if isinstance(message, control_pb2.FinishedRequest):

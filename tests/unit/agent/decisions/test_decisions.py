@@ -200,7 +200,7 @@ def test_fenced_stops_everything_and_registers_anew(how: str) -> None:
     """Under its former incarnation's name, once its workers are gone."""
     agent = Agent().registered().running()
     if how == "call":
-        actions = agent.hear(ev.CallFailed("Heartbeat", "FAILED_PRECONDITION", "fenced: declared dead"))
+        actions = agent.hear(ev.CallFailed("Heartbeat", "NOT_FOUND", "declared dead"))
     else:
         actions = agent.directed(fenced=control_pb2.Fenced(reason="declared dead"))
     assert "StopWorkers" in kinds(actions)

@@ -163,7 +163,7 @@ def test_a_master_that_came_with_a_new_registration_is_new_too() -> None:
     """The generation was known from the registration before the first directive came."""
     agent = Agent().registered()
     agent.directed(wait=control_pb2.Wait(), verify=control_pb2.Verification(number=4))
-    agent.hear(ev.CallFailed("Heartbeat", "FAILED_PRECONDITION", "fenced: not registered"))
+    agent.hear(ev.CallFailed("Heartbeat", "NOT_FOUND", "not registered"))
     agent.hear(ev.Registered("me.2", control_pb2.RegisterReply(generation=2, node="me")))
     agent.directed(generation=2, wait=control_pb2.Wait(), verify=control_pb2.Verification(number=1))
     assert len(agent.did(ev.Verify)) == 2

@@ -156,7 +156,7 @@ def test_every_operation_of_the_protocol_reaches_the_brain() -> None:
                     )
                 call = getattr(master.stub, method.name)(request, timeout=30)
                 if method.name == "ReportPruned":
-                    await fails(call, grpc.StatusCode.FAILED_PRECONDITION, "fenced: for a test")
+                    await fails(call, grpc.StatusCode.NOT_FOUND, "fenced for a test")
                 else:
                     assert (await call).generation == master.server.driver.generation
 
