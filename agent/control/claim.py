@@ -1,4 +1,4 @@
-"""The claim of an embedded master: who serves a job whose master was not started by hand (DESIGN section 5).
+"""The claim of an embedded master: who serves a job whose master was not started by hand.
 
 One small file per job in the checkpoint directory, replaced as a whole. Its counter moves as long as an agent lives
 that can see the master's process, or reaches it, so that others can tell a served job from an abandoned one without

@@ -13,7 +13,7 @@ import grpc
 
 from dalsegno.protos import control_pb2_grpc
 
-__all__ = ["RETRIED", "Connector", "Credentials", "Link", "channel_options", "code_of", "detail_of"]
+__all__ = ["RETRIED", "Connector", "Credentials", "MasterLink", "channel_options", "code_of", "detail_of"]
 
 # Of control.proto; a master answers UNIMPLEMENTED to a newer one.
 # Answers that say nothing about the call itself: it is repeated, with the same request number.
@@ -125,7 +125,7 @@ class Credentials:
 
 
 @dataclass(frozen=True)
-class Link:
+class MasterLink:
     """One channel, while it lasts."""
 
     channel: grpc.Channel
@@ -159,7 +159,7 @@ class Connector:
         self._on_missing = on_missing
         self._lock = threading.Lock()
         self._turn = 0
-        self._link: Link | None = None
+        self._link: MasterLink | None = None
         self._last: Credentials | None = None
         self._unreadable = False
         self._closed = False
@@ -170,7 +170,7 @@ class Connector:
         with self._lock:
             return () if self._last is None else self._last.metadata
 
-    def get(self) -> Link | None:
+    def get(self) -> MasterLink | None:
         """The present link, opened if need be; None when that cannot be done now, or this is closed."""
         with self._lock:
             if self._link is None and not self._closed:
@@ -179,7 +179,7 @@ class Connector:
                     address = addresses[self._turn % len(addresses)]
                     channel = self._open(address)
                     if channel is not None:
-                        self._link = Link(channel, control_pb2_grpc.ControlStub(channel), address)
+                        self._link = MasterLink(channel, control_pb2_grpc.ControlStub(channel), address)
             return self._link
 
     def hopeless(self) -> str:
@@ -219,7 +219,7 @@ class Connector:
             self._unreadable = True
             logger.warning("token or certificates cannot be read now: %s", error)
 
-    def failed(self, link: Link | None) -> None:
+    def failed(self, link: MasterLink | None) -> None:
         """Somebody got no answer over `link`: the next `get` goes to the next address."""
         with self._lock:
             if self._closed:

@@ -1,4 +1,4 @@
-"""The embedded master: found, started and started again by the agents of the job on one machine (DESIGN section 5).
+"""The embedded master: found, started and started again by the agents of the job on one machine.
 
 Only a master that has ended or is stopped (SIGSTOP) is replaced. One that lives and does not answer waits for its disk,
 or for this machine: to kill it would cost another start, and the next one would wait for the same disk. It is waited

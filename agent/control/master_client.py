@@ -26,7 +26,7 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import CONTROL_PROTOCOL
 
 from .client_threads import Backoff, Listener, kept_up
-from .connection import RETRIED, Connector, Link, code_of, detail_of
+from .connection import RETRIED, Connector, MasterLink, code_of, detail_of
 from .master_checks import MOST
 from .pace import HEARTBEAT_INTERVAL, Pace
 
@@ -254,7 +254,7 @@ class MasterClient:
             self._tell_link()
         return True
 
-    def _unheard(self, link: Link | None, why: str) -> None:
+    def _unheard(self, link: MasterLink | None, why: str) -> None:
         """Takes note of a call or stream without an answer."""
         self._connector.failed(link)
         with self._changed:
@@ -314,7 +314,7 @@ class MasterClient:
             self._opened(waiting, reply)
         return True
 
-    def _send_failed(self, waiting: _Waiting, link: Link, error: Exception) -> bool:
+    def _send_failed(self, waiting: _Waiting, link: MasterLink, error: Exception) -> bool:
         if not isinstance(error, grpc.RpcError):
             # gRPC's ValueError for a channel that another thread closed.
             return False
@@ -407,7 +407,7 @@ class MasterClient:
             self._pace.told(ack.pace, self._clock())
 
     def _beat_failed(
-        self, progress: control_pb2.ProgressRequest | None, link: Link, session: int, error: Exception
+        self, progress: control_pb2.ProgressRequest | None, link: MasterLink, session: int, error: Exception
     ) -> None:
         code = code_of(error) if isinstance(error, grpc.RpcError) else grpc.StatusCode.CANCELLED
         retried = code in RETRIED or code in _INTERNAL
@@ -473,7 +473,7 @@ class MasterClient:
         # The master ended it in good order: it is fenced, or about to close.
         return False
 
-    def _watch_failed(self, session: int, link: Link, error: Exception) -> bool:
+    def _watch_failed(self, session: int, link: MasterLink, error: Exception) -> bool:
         with self._changed:
             if session != self._session:
                 return False

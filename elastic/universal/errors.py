@@ -1,4 +1,4 @@
-"""How a conversion can fail, and what each failure means for the run (DESIGN §4, conversion gate)."""
+"""How a conversion can fail, and what each failure means for the run (docs/architecture.md, conversion gate)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What must hold after every event (DESIGN 4). Asserted in the running master, and checked by the simulator."""
+"""What must hold after every event. Asserted in the running master, and checked by the simulator."""
 
 from __future__ import annotations
 

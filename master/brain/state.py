@@ -43,7 +43,18 @@ __all__ = (
 
 
 class Phase(str, Enum):
-    """The job's phases; see `phases` for what each waits for."""
+    """The job's phases: what each waits for, and what ends it.
+
+    WAITING: for as many nodes as a world needs. Ended by the node that makes them enough (`forming`); by
+        --wait-for-nodes, which fails the job.
+    FORMING: for the Joins of all who are to be in the next world, and beside them for a form of the resume point that
+        it can load (`forming`). Ended by the opening of the world; by --join-timeout, which drops who has not joined.
+    RUNNING: for nothing; the world trains. Ended by a failure, a leave, a growth or a scale-down, by the last part's
+        end, or by --stall-timeout (`running`).
+    DRAINING: for one save of all ranks at one boundary (`running`). Ended by the last part's end; by the leaver's
+        notice, or for growths and scale-downs by a withdrawal.
+    SUCCEEDED, FAILED: for late agents, who are told how it ended. FAILED ends where an agent registers anew.
+    """
 
     WAITING = "waiting"
     FORMING = "forming"

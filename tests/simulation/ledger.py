@@ -1,4 +1,4 @@
-"""The global view: what all masters and nodes ever did, and the invariants of DESIGN 4 over it."""
+"""The global view: what all masters and nodes ever did, and the invariants over it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who may import whom (the table of the design's section 3), and what imports without torch."""
+"""Who may import whom (the tables of docs/architecture.md), and what imports without torch."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def violations(path: Path, source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", product_files(), ids=str)
 def test_imports_follow_the_table(path: Path) -> None:
-    """No package imports what the design forbids it, lazily or otherwise."""
+    """No package imports what the table forbids it, lazily or otherwise."""
     assert violations(path, (ROOT / path).read_text(encoding="utf-8")) == []
 
 

@@ -1,4 +1,4 @@
-"""The conversion gate, damaged checkpoints, lost stores and restarts (DESIGN 4 and 5)."""
+"""The conversion gate, damaged checkpoints, lost stores and restarts."""
 
 from __future__ import annotations
 

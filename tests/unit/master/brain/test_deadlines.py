@@ -1,4 +1,4 @@
-"""Every phase has a deadline and a way out, also where nobody says another word (DESIGN 4)."""
+"""Every phase has a deadline and a way out, also where nobody says another word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How worlds form: names, settings, gathering, quiet time, membership, the resume point (DESIGN 4)."""
+"""How worlds form: names, settings, gathering, quiet time, membership, the resume point."""
 
 from __future__ import annotations
 

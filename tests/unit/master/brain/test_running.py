@@ -1,4 +1,4 @@
-"""Growing, draining, liveness, stalls and the end of a run (DESIGN 4)."""
+"""Growing, draining, liveness, stalls and the end of a run."""
 
 from __future__ import annotations
 
