@@ -36,7 +36,10 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 # What stands in none of them (`master/cli.py`) is above all.
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
     "agent": (("decisions",), ("processes", "storage"), ("control",), ("shell",), ("commands",)),
-    "elastic": (("checkpoint",), ("rank", "universal"), ("data", "saving"), ("deepspeed", "training"), ("trainer",)),
+    "elastic": (
+        *(("checkpoint",), ("rank", "universal"), ("data", "saving")),
+        *(("training",), ("deepspeed",), ("trainer",)),
+    ),
     "master": (("brain",), ("record",), ("server",), ("http",)),
     "swift_plugin": (("hf",),),
 }
