@@ -169,7 +169,7 @@ class ElasticAgent(LocalElasticAgent):
             case ev.StopWorkers():
                 self._stop_world(action.epoch, action.grace)
             case ev.TellWorkers():
-                self._link.tell(drain=action.drain, master_seen=action.master_seen)
+                self._link.tell(drain=action.drain, master_seen=action.master_seen, ending=action.ending)
             case ev.Exit():
                 self._ending = Ending(action.code, action.message)
             case _:

@@ -286,6 +286,8 @@ class TellWorkers:
 
     drain: bool
     master_seen: bool
+    # `control.Ending`.
+    ending: int = 0
 
 
 @dataclass(frozen=True)

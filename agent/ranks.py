@@ -23,6 +23,7 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
             return  # No script seals so fast. What is sealed lies on the disk, and is found there.
         # Worth recording whatever became of these workers since: the master refuses what comes too late.
         state.reading = state.reading | {message.sealed.name}
+        state.took = {**state.took, message.sealed.name: message.sealed.seconds}
         turn.do(ev.ReadManifest(message.sealed.name, message.sealed.digest))
         return
     if event.epoch != state.started or state.workers is Workers.NONE:
@@ -36,7 +37,8 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
         case "saving":
             saving(turn, event.rank, message.saving)
         case "draining":
-            state.agreed = True
+            # Not where they have gone on since: the drain was withdrawn.
+            state.agreed = state.agreed or message.draining.step >= state.step
             state.step = max(state.step, message.draining.step)
             turn.report_progress()
         case "save_failed":
@@ -57,6 +59,9 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
 def progress(turn: Turn, rank: int, progress: worker_pb2.Progress) -> None:
     """A step is done on this rank, or what lies between two steps goes on."""
     state = turn.state
+    if progress.step > state.step:
+        # Nothing is saved any more before a step, and a boundary that lies behind them is not the end.
+        state.agreed, state.written = False, {}
     if progress.step >= state.step:
         state.step = progress.step
         state.loss = progress.loss
@@ -72,6 +77,7 @@ def saving(turn: Turn, rank: int, saving: worker_pb2.Saving) -> None:
     state = turn.state
     if saving.name != state.saving:
         state.saving, state.saving_parts = saving.name, {}
+    state.written = {**state.written, rank: saving.written}
     known = state.saving_parts.get(rank, 0)
     if saving.bytes > known:
         # A script can say what it likes; the report to the master has 64 bits.
@@ -82,7 +88,7 @@ def saving(turn: Turn, rank: int, saving: worker_pb2.Saving) -> None:
 
 def save_ended(turn: Turn) -> None:
     """The next one starts from nothing, also under the same name. (After a sealed one the name is another.)"""
-    turn.state.saving, turn.state.saving_parts = "", {}
+    turn.state.saving, turn.state.saving_parts, turn.state.written = "", {}, {}
 
 
 def save_failed(turn: Turn, failed: worker_pb2.SaveFailed) -> None:

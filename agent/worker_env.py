@@ -99,6 +99,7 @@ def worker_environment(
         "DALSEGNO_MIN_NODES": str(settings.min_nodes),
         "DALSEGNO_MAX_NODES": str(settings.max_nodes),
         "DALSEGNO_RUN_DIR": str(run_dir),
+        "DALSEGNO_STALL_TIMEOUT": f"{max(0.0, settings.stall_timeout):g}",
         **resume_environment(world, run_dir),
     }
     return [

@@ -11,7 +11,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,6 +20,12 @@ log = logging.getLogger(__name__)
 
 # A peer that dies closes its sockets, which ends a wait at once; this bounds the wait for one that only hangs.
 TIMEOUT = 1800.0
+# How often a collective is looked at that somebody may call off: at first, and at last, seconds.
+FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.001, 0.1
+
+
+class PeerLost(RuntimeError):
+    """A peer is gone, or is not waited for any more. Only inside ``Collective.unless``."""
 
 
 class Pending(Protocol):
@@ -56,6 +63,10 @@ class Collective(Protocol):
         ...
 
     def barrier(self) -> None: ...
+
+    def unless(self, gone: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Inside, a collective raises ``PeerLost`` where a peer is gone: its connection closed, or ``gone()``."""
+        ...
 
     def close(self) -> None: ...
 
@@ -96,6 +107,9 @@ class Solo:
     def barrier(self) -> None:
         return None
 
+    def unless(self, gone: Callable[[], bool]) -> AbstractContextManager[None]:
+        return nullcontext()
+
     def close(self) -> None:
         return None
 
@@ -117,6 +131,7 @@ class GlooCollective:
         self._group: Any = None
         self._store: Any = None
         self._left = 0
+        self._gone: Callable[[], bool] | None = None
 
     def start_max(self, values: Sequence[int]) -> Pending:
         return self._start(values, "MAX")
@@ -152,6 +167,14 @@ class GlooCollective:
     def barrier(self) -> None:
         self.max([0])
 
+    @contextmanager
+    def unless(self, gone: Callable[[], bool]) -> Iterator[None]:
+        self._gone = gone
+        try:
+            yield
+        finally:
+            self._gone = None
+
     def close(self) -> None:
         """Leaves the group. Call ``barrier`` before: a peer in the middle of something would see its connection go.
 
@@ -169,7 +192,7 @@ class GlooCollective:
         tensor = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, operation))
-        return _Reduction(self._connected().allreduce([tensor], options), tensor, self._timeout)
+        return _Reduction(self._connected().allreduce([tensor], options), tensor, self._wait)
 
     def _all_gather(self, tensor: Any) -> list[Any]:
         import torch
@@ -179,7 +202,20 @@ class GlooCollective:
         return parts
 
     def _wait(self, work: Any) -> None:
-        work.wait(self._timeout)
+        gone, pause = self._gone, FIRST_LOOK_SECONDS
+        if gone is None:
+            work.wait(self._timeout)
+            return
+        while not work.is_completed():
+            if gone():
+                raise PeerLost("its notice is over")
+            # It can be waited for, or for somebody's word, and for both only so.
+            threading.Event().wait(pause)
+            pause = min(2 * pause, LAST_LOOK_SECONDS)
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise PeerLost(str(error).partition("\n")[0]) from error
 
     def _connected(self) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -201,10 +237,10 @@ class GlooCollective:
 
 
 class _Reduction:
-    def __init__(self, work: Any, tensor: Any, timeout: timedelta) -> None:
-        self._work, self._tensor, self._timeout = work, tensor, timeout
+    def __init__(self, work: Any, tensor: Any, wait: Callable[[Any], None]) -> None:
+        self._work, self._tensor, self._wait = work, tensor, wait
 
     def wait(self) -> list[int]:
-        self._work.wait(self._timeout)
+        self._wait(self._work)
         values: list[int] = self._tensor.tolist()
         return values

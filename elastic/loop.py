@@ -289,7 +289,8 @@ class _Run:
         if boundary.drain:
             if self._write is None or self._save(drain=True) is not None:
                 self._session.leave_drained()
-            self._session.drain_failed()
+            else:
+                self._session.drain_failed()
         elif self._due(boundary.step):
             self._save(wait=False)
         return True

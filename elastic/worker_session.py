@@ -20,11 +20,9 @@ from typing import Any, NoReturn, TypeVar
 
 from dalsegno.protos import worker_pb2
 
-from . import rng
 from .agreement import agree
 from .background_save import Background
 from .checkpoint import (
-    SHARDED,
     Best,
     CheckpointStore,
     Cut,
@@ -47,7 +45,7 @@ from .opening import refuse
 from .process_group import settle_device
 from .pruning import prune
 from .reports import Reports
-from .resuming import Damaged, ResumePoint
+from .resuming import Damaged, ResumePoint, restore_rng
 from .saving import Content, Saver
 from .tracking import Tracking
 
@@ -356,11 +354,10 @@ class Session:
             if create_directory is None:
                 create_directory = not strategy.startswith("deepspeed")
             manifest = self._saver.save(content, write, create_directory=create_directory, drain=drain)
-            if manifest is None:
-                return None
-            self._saved = (self.step, manifest.ref)
-            self._prune()
-            return manifest.ref
+            if manifest is not None:
+                self._saved = (self.step, manifest.ref)
+                self._prune()
+            return self._completed(manifest and manifest.ref)
         finally:
             self._reports.lap()
 
@@ -373,7 +370,13 @@ class Session:
         ended = None if self._saver is None else self._saver.settle()
         if ended is not None:
             self._saved = ended
-        return None if ended is None else ended[1]
+        return self._completed(None if ended is None else ended[1])
+
+    def _completed(self, saved: Ref | None) -> Ref | None:
+        """Of a save that ended without a leaver nothing is left to do together."""
+        if self._saver is not None and self._saver.apart:
+            self.leave_drained()
+        return saved
 
     def _content(self, strategy: str, any_world_size: bool | None, metric: float | None, **rest: Any) -> Content:
         if any_world_size is None:
@@ -387,17 +390,24 @@ class Session:
         self._drain_not_before = time.monotonic() + self._drain_pause
         self._drain_pause = min(2 * self._drain_pause, MAX_DRAIN_PAUSE_SECONDS)
 
-    def leave_drained(self) -> NoReturn:
+    def leave_drained(self, closing: Callable[[], None] = lambda: None) -> None:
         """Everything is saved: tells the agent and ends this process with exit code 83. Collective.
 
+        Returns only where the change was withdrawn while the ranks saved. They train on then; what they saved counts.
+        ``closing`` is called before the process ends.
+
         Raises:
-            Drained: Always. The exit code is 83 whatever the script makes of it.
+            Drained: The process ends. The exit code is 83 whatever the script makes of it.
         """
+        apart = self._saver is not None and self._saver.apart
+        if not apart and not self._collective.max([int(self.should_drain)])[0]:
+            return
+        closing()
         insist(EXIT_DRAINED)
         saved = self._saved_here or Ref("", "")
         drained = worker_pb2.Drained(name=saved.name, digest=saved.digest, step=self.step)
         self._reports.send(worker_pb2.ToAgent(drained=drained))
-        self._part()
+        self._part(apart)
         raise Drained
 
     def finish(self) -> None:
@@ -437,14 +447,7 @@ class Session:
         Args:
             seed: None: at step 0 the generators stay as they are.
         """
-        resume = self.resume
-        if seed is not None or resume is not None:
-            # Also where there is a state: it may lack a generator, as that of a run on CPUs lacks the cards'.
-            rng.seed_rank(seed or 0, self.step, self.rank)
-        if resume is not None and resume.form == SHARDED and resume.manifest.shape.world_size == self.world_size:
-            state = resume.path / rng.file_name(self.rank)
-            if state.is_file():
-                rng.restore(state.read_bytes())
+        restore_rng(self.resume, seed, self.step, self.rank, self.world_size)
 
     def bad_checkpoint(self, file: str, message: str) -> NoReturn:
         """The resume point cannot be loaded: has the agent see to it, and ends this process with exit code 84.
@@ -471,12 +474,13 @@ class Session:
     def _wants_drain(self) -> bool:
         return self.should_drain and time.monotonic() >= self._drain_not_before
 
-    def _part(self) -> None:
+    def _part(self, apart: bool = False) -> None:
         """The last meeting: nobody's connections, nor card, go while another rank is still in a collective."""
         self._over = True
         try:
             settle_device()
-            self._collective.barrier()
+            if not apart:
+                self._collective.barrier()
         except RuntimeError as error:
             # Everything is saved and said; a peer that died by now is the agent's business.
             log.warning("a rank was gone before the last barrier: %s", error)

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
-from . import announcements, checkpoints, conversion, failures, membership, phases
+from . import announcements, checkpoints, conversion, failures, membership, phases, saves
 from .events import Reply
 from .recollection import remember
 from .registration import proves, register
@@ -171,6 +171,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     if message.beats > epoch.beats.get(node.name, 0):
         epoch.beats[node.name] = message.beats
         epoch.moved = turn.heard
+    epoch.written[node.name] = message.written_bytes
     if message.draining and not epoch.stopping:
         epoch.stopping = news = True
     # A copy that was long under way speaks of a drain before this one.
@@ -242,7 +243,7 @@ def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) 
     made_step(turn, node, message.step)
     if drain is None or 0 < message.step <= drain.after:
         return OK
-    job.drain = replace(drain, agreed=False)
+    job.drain, turn.open.saving_since = replace(drain, agreed=False), None
     if drain.optional:
         phases.withdraw(turn, f"its save failed ({message.reason})")
     return OK
@@ -296,7 +297,10 @@ def commit(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer
             return "FAILED_PRECONDITION", f"{node.name} is no member of epoch {made.epoch}: it has nothing to commit"
         return "FAILED_PRECONDITION", f"epoch {made.epoch} is closed; {made.ref.name} is not part of the run"
     refused = checkpoints.record_commit(turn, made, node.name)
-    return ("FAILED_PRECONDITION", refused) if refused else OK
+    if refused:
+        return "FAILED_PRECONDITION", refused
+    saves.note_seconds(turn, made.step, message.seconds)
+    return OK
 
 
 def commit_form(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer:

@@ -63,13 +63,14 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
         if not node.leaving:
             live.gathering.note_loss(node.name, turn.now)
         member = world.member(node.incarnation) if world is not None else None
-        if member is None or job.part(member) is Part.LOST:
+        if member is None or job.part(member) in (Part.LOST, Part.LEFT):
             if member is None and not node.leaving:
                 gone.setdefault(how, []).append(node.name)
             continue
         if not breaks_world(turn, member):
             continue
-        turn.set_part(member, Part.LOST)
+        saves_on = node.leaving and turn.is_working(node) and job.drain is not None and job.drain.agreed
+        turn.set_part(member, Part.LEFT if saves_on else Part.LOST)
         if counts and not node.leaving:
             count_loss(turn, node.name)
         broken.setdefault("left" if node.leaving else how, []).append(node.name)

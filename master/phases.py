@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements
+from . import announcements, saves
 from .membership import newcomers, select
 from .scaling import is_too_large, of_nodes, wants_to_shrink
 from .state import Drain, Failure, Node, Part, Phase, World
@@ -109,11 +109,14 @@ def end_of_epoch(turn: Turn) -> bool:
         else:
             unplanned(turn)
         return True
+    if parts == {Part.LEFT}:
+        unplanned(turn)
+        return True
     if parts == {Part.FINISHED}:
         last = turn.open.top_step
         end(turn, Phase.SUCCEEDED, f"the run finished at step {last}" if last else "the run finished")
         return True
-    if parts <= {Part.DRAINED, Part.FINISHED}:
+    if parts <= {Part.DRAINED, Part.FINISHED, Part.LEFT}:
         regroup(turn)
         return True
     return False
@@ -164,7 +167,7 @@ def stalled(turn: Turn) -> bool:
             announcements.perhaps_stalled(turn, world_of(turn))
         return False
     ended = bool(epoch.ended) or Part.FINISHED in job.parts.values()
-    if epoch.first_step_at is not None and not ended:
+    if epoch.first_step_at is not None and not ended and not any(epoch.written.values()):
         # What was taken for a stall may have been the first evaluation: each time more patience, up to the setting.
         limit = min(limit, max(STALL_MIN, STALL_FACTOR * epoch.longest) * 2.0 ** min(job.stalls, 60))
     if not turn.overdue(epoch.moved + limit):
@@ -276,28 +279,62 @@ def draining(turn: Turn) -> bool:
     if drain.shrink and not drain.agreed and not drained and not is_too_large(turn):
         withdraw(turn, "it is not wanted any more")
         return True
-    # Where nobody goes it may take as long as ranks advance or its save grows; a leaver's notice runs out regardless.
+    if drain.agreed or drained:
+        return saving(turn, drain, drained)
+    # Where nobody goes it may take as long as ranks advance; a leaver's notice runs out regardless.
     deadline = epoch.drain_deadline if epoch.drain_deadline is not None else turn.heard
     if drain.optional:
         deadline = max(deadline, epoch.moved + job.settings.drain_timeout)
     if not turn.overdue(deadline):
         return False
-    if drain.optional and not drain.agreed and not drained:
+    if drain.optional:
         withdraw(turn, f"the ranks did not agree on a boundary within {job.settings.drain_timeout:.0f} s")
     else:
-        turn.notice(f"the drain ({drain.reason}) did not end in time: going back to the last commit", True)
-        turn.cause("drain timed out")
-        unplanned(turn)
+        give_up_drain(turn, drain)
     return True
+
+
+def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
+    """The ranks have agreed, and save: that may take as long as they live, and nothing stands still for too long.
+
+    Whether bytes move says little: a sync, in which a slow disk spends its time, moves none. When a leaver's notice is
+    over the others go on without it.
+    """
+    job, epoch = turn.job, turn.open
+    saves.await_save(turn, drain.subject)
+    leavers = [node for node in job.nodes.leavers if turn.is_working(node)]
+    if leavers and turn.overdue(epoch.drain_deadline or turn.heard) and saves.part_with(turn, leavers):
+        epoch.drain_deadline = notice_end(turn)
+        # From now on they write, or seal, what is left.
+        epoch.moved = turn.heard
+        return True
+    limit = job.settings.stall_timeout
+    if limit <= 0 or not turn.overdue(epoch.moved + limit):
+        return False
+    if drain.optional and not drained:
+        withdraw(turn, f"its save stood still for {limit:.0f} s (--stall-timeout)")
+        # Else each of these saves would be followed by the next one.
+        turn.live.grow_hold_until = max(turn.live.grow_hold_until, turn.now + limit)
+    else:
+        give_up_drain(turn, drain)
+    return True
+
+
+def give_up_drain(turn: Turn, drain: Drain) -> None:
+    """Nothing more can be saved."""
+    turn.notice(f"the drain ({drain.reason}) did not end in time: going back to the last commit", True)
+    turn.cause("drain timed out")
+    unplanned(turn)
 
 
 def withdraw(turn: Turn, why: str) -> None:
     """Nobody goes and nobody comes now; the ranks train on, and it is tried again at the next commit."""
-    shrinks = turn.job.drain is not None and turn.job.drain.shrink
-    turn.notice(f"{'scaling down' if shrinks else 'growing'} is put off: {why}")
+    if turn.job.drain is not None:
+        turn.notice(f"{turn.job.drain.subject} is put off: {why}")
     turn.job.drain = None
     turn.job.grown = False
-    turn.open.drain_deadline = None
+    turn.open.drain_deadline = turn.open.saving_since = None
+    turn.open.stopping = False
     turn.live.grow_after_commit = True
     turn.open.moved = turn.heard
     turn.enter(Phase.RUNNING)

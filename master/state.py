@@ -68,6 +68,8 @@ class Part(str, Enum):
     FINISHED = "finished"
     FAILED = "failed"
     LOST = "lost"
+    # Gone when its notice was over, or before, while the ranks saved: the others see whether its part is there.
+    LEFT = "left"
 
 
 # A heartbeat comes a second after the last word, and is given 3 s before the next one is sent: one that got lost must
@@ -222,6 +224,11 @@ class Drain:
     agreed: bool = False
     # The last step known when it began: its boundary comes later, and what speaks of an earlier one is late news.
     after: int = 0
+
+    @property
+    def subject(self) -> str:
+        """What waits for it, for a person."""
+        return "growing" if self.growth else "scaling down" if self.shrink else f"the drain ({self.reason})"
 
     @property
     def optional(self) -> bool:

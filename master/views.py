@@ -8,6 +8,7 @@ from .checkpoints import prunable, resume_point, to_proto, witnesses
 from .forming import missing
 from .live import State
 from .registration import settings_proto
+from .saves import ending_of, last_writer
 from .scaling import of_nodes
 from .state import Checkpoint, Job, Node, Part, Phase, World
 
@@ -35,6 +36,8 @@ class Common:
         self.job = job
         head = resume_point(job)
         self.witnesses = witnesses(job)
+        # Who seals what a leaver left behind.
+        self.last_writer = last_writer(job)
         # Everything below the job is replaced whole: the same objects say the same.
         self.parts = (
             *(job.generation, job.phase, job.epoch, job.run, job.settings, head, job.noticed, job.world),
@@ -57,7 +60,8 @@ class Common:
 
     def key(self, node: Node) -> tuple[object, ...]:
         """What else this node's directive depends on."""
-        return node, self.job.parts.get(node.incarnation), node.name in self.state.live.held_until
+        ending = ending_of(node.incarnation, self.last_writer)
+        return node, self.job.parts.get(node.incarnation), node.name in self.state.live.held_until, ending
 
     @property
     def template(self) -> control_pb2.Directive:
@@ -121,6 +125,7 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
             directive.drain.epoch = job.epoch
             directive.drain.reason = job.drain.reason if job.drain is not None else ""
             directive.drain.run.CopyFrom(common.world(job.world, node))
+            directive.drain.ending = ending_of(node.incarnation, common.last_writer)
         else:
             directive.run.CopyFrom(common.world(job.world, node))
     else:

@@ -75,6 +75,34 @@ PHASE_SUCCEEDED: Phase.ValueType  # 5
 PHASE_FAILED: Phase.ValueType  # 6
 global___Phase = Phase
 
+class _Ending:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EndingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Ending.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ENDING_TOGETHER: _Ending.ValueType  # 0
+    """All of them at once, as always."""
+    ENDING_WRITE: _Ending.ValueType  # 1
+    """A leaver's notice is over, and nobody waits for it any more. Each rank writes its part, and goes."""
+    ENDING_WAIT: _Ending.ValueType  # 2
+    """The same, and then the first rank of this node waits for the other nodes."""
+    ENDING_SEAL: _Ending.ValueType  # 3
+    """They have all gone: it seals the checkpoint if every rank's part is there."""
+
+class Ending(_Ending, metaclass=_EndingEnumTypeWrapper):
+    """How the ranks end the save of a drain."""
+
+ENDING_TOGETHER: Ending.ValueType  # 0
+"""All of them at once, as always."""
+ENDING_WRITE: Ending.ValueType  # 1
+"""A leaver's notice is over, and nobody waits for it any more. Each rank writes its part, and goes."""
+ENDING_WAIT: Ending.ValueType  # 2
+"""The same, and then the first rank of this node waits for the other nodes."""
+ENDING_SEAL: Ending.ValueType  # 3
+"""They have all gone: it seals the checkpoint if every rank's part is there."""
+global___Ending = Ending
+
 class _FailureKind:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -876,8 +904,10 @@ class Drain(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
+    ENDING_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     reason: builtins.str
+    ending: global___Ending.ValueType
     @property
     def run(self) -> global___World: ...
     def __init__(
@@ -886,9 +916,10 @@ class Drain(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         reason: builtins.str = ...,
         run: global___World | None = ...,
+        ending: global___Ending.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "reason", b"reason", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ending", b"ending", "epoch", b"epoch", "reason", b"reason", "run", b"run"]) -> None: ...
 
 global___Drain = Drain
 
@@ -1131,6 +1162,7 @@ class ProgressRequest(google.protobuf.message.Message):
     SAVED_BYTES_FIELD_NUMBER: builtins.int
     TRAINING_ENDED_FIELD_NUMBER: builtins.int
     BEATS_FIELD_NUMBER: builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The highest step that a rank of this node has finished in the caller's epoch."""
     loss: builtins.float
@@ -1148,6 +1180,8 @@ class ProgressRequest(google.protobuf.message.Message):
     """The training reached its end on a rank of this node: what its script does from here on makes no steps."""
     beats: builtins.int
     """Signs of life of this node's ranks between their steps, of an evaluation for one; they only grow within an epoch."""
+    written_bytes: builtins.int
+    """Size of what the save that is under way has written so far, bytes, as this node sees it; 0: none is under way."""
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1162,9 +1196,10 @@ class ProgressRequest(google.protobuf.message.Message):
         saved_bytes: builtins.int = ...,
         training_ended: builtins.bool = ...,
         beats: builtins.int = ...,
+        written_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["beats", b"beats", "caller", b"caller", "draining", b"draining", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beats", b"beats", "caller", b"caller", "draining", b"draining", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
 
 global___ProgressRequest = ProgressRequest
 
@@ -1294,8 +1329,11 @@ class CommitRequest(google.protobuf.message.Message):
     CALLER_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
     lease: builtins.int
     """The conversion lease, for a universal form."""
+    seconds: builtins.float
+    """How long the ranks took to save it; 0: not known."""
     @property
     def caller(self) -> global___Caller: ...
     @property
@@ -1306,9 +1344,10 @@ class CommitRequest(google.protobuf.message.Message):
         caller: global___Caller | None = ...,
         checkpoint: global___Checkpoint | None = ...,
         lease: builtins.int = ...,
+        seconds: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint", "lease", b"lease"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint", "lease", b"lease", "seconds", b"seconds"]) -> None: ...
 
 global___CommitRequest = CommitRequest
 

@@ -68,17 +68,21 @@ class ToWorker(google.protobuf.message.Message):
 
     DRAIN_FIELD_NUMBER: builtins.int
     MASTER_SEEN_FIELD_NUMBER: builtins.int
+    ENDING_FIELD_NUMBER: builtins.int
     drain: builtins.bool
     """Save at the next agreed boundary and stop."""
     master_seen: builtins.bool
     """The agent has heard the master lately."""
+    ending: builtins.int
+    """As dalsegno.control.v1.Ending: how the save of a drain ends."""
     def __init__(
         self,
         *,
         drain: builtins.bool = ...,
         master_seen: builtins.bool = ...,
+        ending: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "master_seen", b"master_seen"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "ending", b"ending", "master_seen", b"master_seen"]) -> None: ...
 
 global___ToWorker = ToWorker
 
@@ -150,39 +154,49 @@ class Saving(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    WRITTEN_FIELD_NUMBER: builtins.int
     name: builtins.str
     bytes: builtins.int
     """Written, synced or summed by this rank; it only grows while the name is the same."""
+    written: builtins.int
+    """Size of the checkpoint's files so far, as this rank sees them, at least 1; 0: this part of the save is over."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         bytes: builtins.int = ...,
+        written: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "name", b"name", "written", b"written"]) -> None: ...
 
 global___Saving = Saving
 
 @typing.final
 class Sealed(google.protobuf.message.Message):
-    """Sent by rank 0 only: the manifest is written. Its bytes are on the disk; the agent reads it there."""
+    """Sent by the rank that sealed it, mostly rank 0: the manifest is written. Its bytes are on the disk; the agent reads it
+    there.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
     name: builtins.str
     digest: builtins.str
     step: builtins.int
+    seconds: builtins.float
+    """From the beginning of the save; 0: not known."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         digest: builtins.str = ...,
         step: builtins.int = ...,
+        seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "name", b"name", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "name", b"name", "seconds", b"seconds", "step", b"step"]) -> None: ...
 
 global___Sealed = Sealed
 

@@ -21,6 +21,7 @@ from dalsegno.elastic.checkpoint import (
     CheckpointName,
     CheckpointStore,
     Manifest,
+    Position,
     Ref,
     Shape,
     Tracked,
@@ -31,7 +32,7 @@ from dalsegno.elastic.checkpoint import (
 from dalsegno.elastic.collective import Solo
 from dalsegno.elastic.identity import Identity
 from dalsegno.elastic.resuming import ResumePoint, newest
-from dalsegno.elastic.saving import Content, Position, Saver
+from dalsegno.elastic.saving import Content, Saver
 from dalsegno.elastic.worker_session import Session
 from tests.unit.test_checkpoint import manifest_for
 

@@ -1,0 +1,61 @@
+"""Saves that take longer than a notice, with `examples/ddp.py` on a disk that syncs slowly: no change costs a step.
+
+The disk takes 3 s or 15 s for the model's file (see `tests/support/hooked.py`), a notice is 8 s.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from tests.support.cluster import LEFT, LEFT_UNSAVED, Cluster, Training, Undisturbed
+
+pytestmark = pytest.mark.timeout(400)
+
+Clusters = Callable[..., Cluster]
+
+# Only changes save, and the end.
+TRAINING = Training(steps=100, save_every=1000)
+SECONDS = [pytest.param(3, marks=pytest.mark.full), 15]
+
+
+def slow(clusters: Clusters, sync: str, *names: str, **options: object) -> tuple[Cluster, int]:
+    """A job with a world of these nodes; returns it and its epoch."""
+    job = clusters(
+        training=TRAINING,
+        nnodes="1:3",
+        agent_flags=("--drain-timeout=8", *(("--quiet-time=60",) if len(names) == 3 else ())),
+        agent_environment={"DALSEGNO_TEST_SYNC": sync, "DALSEGNO_TEST_STEPS": "4"},
+        **options,
+    )
+    return job, job.open(*names)
+
+
+def end(job: Cluster, undisturbed: Undisturbed) -> None:
+    job.finish()
+    job.assert_lost({})
+    job.assert_undisturbed(undisturbed)
+
+
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_a_join_and_a_scale_down_wait_for_a_slow_save(
+    clusters: Clusters, undisturbed: Undisturbed, seconds: int
+) -> None:
+    """Longer than the notice and without a byte that moves; after 5 s all are told how far it is."""
+    job, first = slow(clusters, str(seconds), "a")
+    (b,) = job.start("b")
+    second = job.wait_world(2, steps=2, after=first)
+    command = [sys.executable, "-m", "dalsegno.agent.command", "scale", "1", f"--job-id={job.job}"]
+    subprocess.run([*command, f"--checkpoint-dir={job.checkpoints}"], check=True, timeout=60, capture_output=True)
+    job.wait_world(1, steps=2, after=second)
+    if seconds > 5:
+        said = r"(growing|scaling down) waits for the save of step \d+: [\d.]+ kB written in [56] s \([\d.]+ kB/s\)"
+        lines = [line for line in b.said() if re.fullmatch(said, line)]
+        assert len(lines) == 2, b.said()
+        warned = [line for line in b.said() if "is given 8 s for it" in line and "--drain-timeout=40" in line]
+        assert len(warned) == 1, b.said()
+    end(job, undisturbed)
