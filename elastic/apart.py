@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 # A peer is gone: so long it may take until it is known whether that was a leaver, whose end the master sees by a clock
 # of its own, seconds. After a crash the agent ends this process before.
-WORD_SECONDS = 15.0
+WORD_SECONDS = 30.0
 # For the other nodes, which still write: the master gives them up before (--stall-timeout).
 OTHERS_SECONDS = 1800.0
 LOOK_SECONDS = 0.1

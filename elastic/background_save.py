@@ -41,7 +41,7 @@ FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.02, 1.0
 SIGHT_PAUSES = (0.2, 0.5, 1.0, 3.0, 6.0)
 # After the script has left its loop without a word, the other ranks have so long to write something more, seconds.
 LAST_WORDS_SECONDS = 30.0
-STUCK = "the disk has not answered for {:.0f} s (--stall-timeout)"
+STUCK = "the disk has not answered for {:.0f} s (as --stall-timeout allows)"
 
 
 @dataclass(frozen=True)

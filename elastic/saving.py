@@ -48,6 +48,9 @@ from .staging import HostBuffers
 log = logging.getLogger(__name__)
 
 
+# Of --stall-timeout: so long a disk may move nothing before the save fails, so that steps are made before the master
+# takes the ranks for stuck.
+PATIENCE_SHARE = 0.75
 _TOLD_OTHERWISE = "the ranks were told to save different things"
 
 
@@ -195,7 +198,7 @@ class Saver:
             return digest
 
         copied = self._buffers.wait
-        patience = identity.stall_timeout
+        patience = PATIENCE_SHARE * identity.stall_timeout
         flight = Flight(path, identity.rank, identity.world_size, files, copied, seal_all, done, patience, reports)
         self._under_way = _UnderWay(name, content, drain, flight, began)
         return name
@@ -403,7 +406,7 @@ class Saver:
         try:
             with SavingReports(self._link, own.name, done.read, path if identity.local_rank == 0 else None):
                 sync = partial(checksums, path, dealt, sync=True, moved=done.add)
-                own.entries = tuple(unless_stuck(sync, done, identity.stall_timeout))
+                own.entries = tuple(unless_stuck(sync, done, PATIENCE_SHARE * identity.stall_timeout))
             part["files"] = [asdict(entry) for entry in own.entries]
         except (OSError, CheckpointDamaged) as error:
             part["text"] = describe(error)

@@ -59,3 +59,19 @@ def test_a_join_and_a_scale_down_wait_for_a_slow_save(
         warned = [line for line in b.said() if "is given 8 s for it" in line and "--drain-timeout=40" in line]
         assert len(warned) == 1, b.said()
     end(job, undisturbed)
+
+
+@pytest.mark.parametrize("leaver", ["a", "b"], ids=["of rank 0", "of the last rank"])
+@pytest.mark.parametrize("seconds", SECONDS)
+def test_a_leave_loses_nothing_where_the_leavers_part_is_there(
+    clusters: Clusters, undisturbed: Undisturbed, seconds: int, leaver: str
+) -> None:
+    """What the leaver wrote is complete when its notice is over; the others make it durable, and seal it."""
+    job, first = slow(clusters, str(seconds), "a", "b", "c")
+    in_time = seconds < 8
+    node = next(one for one in job.alive() if job.group_ranks()[one.name] == (0 if leaver == "a" else 2))
+    job.leave(node, LEFT if in_time else LEFT_UNSAVED)
+    job.wait_exit(node)
+    assert (node.said()[-1] == "left on notice; everything is saved") == in_time
+    job.wait_world(2, steps=2, after=first)
+    end(job, undisturbed)

@@ -12,7 +12,7 @@ from dalsegno.agent.elastic_agent import ElasticAgent
 from dalsegno.agent.master_client import MasterClient
 from dalsegno.agent.outlet import Outlet
 from dalsegno.agent.workers import WorkersContext
-from dalsegno.master import brain, calls, forming, membership
+from dalsegno.master import brain, calls, forming, membership, phases
 from dalsegno.master.events import Reply
 from dalsegno.master.live import Gathering, State
 from dalsegno.master.state import Node
@@ -21,7 +21,7 @@ from dalsegno.protos import control_pb2
 
 from . import threads
 from .plan import Plan
-from .plants import Plant, Replace
+from .plants import Plant, Replace, gives_up_a_slow_save, is_slow
 from .threads import running
 
 
@@ -230,6 +230,14 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             suits=lambda plan: plan.connect_timeout < 15.0 and has("restart_named")(plan),
             seeds=60,
             also=((Effects, "_registered", ends_the_last_timer),),
+        ),
+        _plant(
+            phases,
+            "saving",
+            gives_up_a_slow_save,
+            "planned changes lose nothing",
+            suits=is_slow,
+            seeds=60,
         ),
         _plant(
             Outlet,

@@ -12,7 +12,8 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_STEPS     so many steps of the second half each epoch makes at once; the next one lasts until the
                             world is about to change or until `hurry`: the run does not end before, however slowly nodes
                             come
-    DALSEGNO_TEST_SYNC      seconds that the disk takes to sync the model's file; `<file>=<seconds>` for another one
+    DALSEGNO_TEST_SYNC      seconds that the disk takes to sync the model's file; `<file>=<seconds>` for another one.
+                            Until `hurry`
     DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
@@ -151,7 +152,9 @@ def sync_slowly(what: str) -> None:
 
     def fsync(descriptor: int) -> None:
         if os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")) == (name or "model.pt"):
-            time.sleep(float(seconds))
+            deadline = time.monotonic() + float(seconds)
+            while time.monotonic() < deadline and not in_a_hurry():
+                time.sleep(LOOK_EVERY)
         plain(descriptor)
 
     os.fsync = fsync

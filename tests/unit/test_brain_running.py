@@ -134,7 +134,7 @@ def test_a_growth_is_withdrawn_when_its_newcomer_goes() -> None:
 
 
 def test_a_growth_without_agreement_is_withdrawn_and_tried_again_at_the_next_commit() -> None:
-    """Counted while no rank advances and no part grows."""
+    """Counted while no rank advances. Once agreed, see `test_brain_saves`."""
     job = Driven(settings(drain_timeout=10))
     (a,) = job.start(1)
     grown(job, [a])
@@ -148,17 +148,6 @@ def test_a_growth_without_agreement_is_withdrawn_and_tried_again_at_the_next_com
     assert job.phase is Phase.RUNNING
     a.save(3)
     assert job.phase is Phase.DRAINING
-
-
-def test_an_agreed_growth_that_does_not_end_is_unplanned() -> None:
-    """Back to the last commit."""
-    job = Driven(settings(drain_timeout=10))
-    (a,) = job.start(1)
-    grown(job, [a])
-    a.step(2, draining=True)
-    job.wait(11)
-    assert job.phase is Phase.FORMING
-    assert a.order == "gather"
 
 
 def test_a_failed_save_withdraws_a_growth_but_not_a_leave() -> None:
