@@ -6,12 +6,14 @@ The disk takes 3 s or 15 s for the model's file (see `tests/support/hooked.py`),
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 
+from tests.support import local_processes as processes
 from tests.support.cluster import LEFT, LEFT_UNSAVED, Cluster, Training, Undisturbed
 
 pytestmark = pytest.mark.timeout(400)
@@ -23,14 +25,13 @@ TRAINING = Training(steps=100, save_every=1000)
 SECONDS = [pytest.param(3, marks=pytest.mark.full), 15]
 
 
-def slow(clusters: Clusters, sync: str, *names: str, **options: object) -> tuple[Cluster, int]:
+def slow(clusters: Clusters, sync: str, *names: str, flags: tuple[str, ...] = ()) -> tuple[Cluster, int]:
     """A job with a world of these nodes; returns it and its epoch."""
     job = clusters(
         training=TRAINING,
         nnodes="1:3",
-        agent_flags=("--drain-timeout=8", *(("--quiet-time=60",) if len(names) == 3 else ())),
+        agent_flags=("--drain-timeout=8", *flags, *(("--quiet-time=60",) if len(names) == 3 else ())),
         agent_environment={"DALSEGNO_TEST_SYNC": sync, "DALSEGNO_TEST_STEPS": "4"},
-        **options,
     )
     return job, job.open(*names)
 
@@ -75,3 +76,29 @@ def test_a_leave_loses_nothing_where_the_leavers_part_is_there(
     assert (node.said()[-1] == "left on notice; everything is saved") == in_time
     job.wait_world(2, steps=2, after=first)
     end(job, undisturbed)
+
+
+def test_a_leaver_that_stands_still_is_not_waited_for(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Its machine is frozen in the middle of the save, so that no connection closes: its notice ends all the same."""
+    job, first = slow(clusters, "15", "a", "b", "c")
+    leaver = next(node for node in job.alive() if job.group_ranks()[node.name] == 2)
+    job.leave(leaver)
+    job.wait_line(r"the drain \(. leaves\) waits for the save of step \d+: .*")
+    processes.send({leaver.pid, *job.processes(leaver)}, signal.SIGSTOP)
+    job.wait_world(2, steps=2, after=first)
+    job.kill_node(leaver)
+    end(job, undisturbed)
+
+
+def test_a_stuck_disk_puts_a_growth_off(clusters: Clusters, undisturbed: Undisturbed) -> None:
+    """Nothing moves for most of --stall-timeout: the save fails on all ranks, and they train on in their world."""
+    job, first = slow(clusters, "60", "a", flags=("--stall-timeout=8",))
+    job.start("b")
+    job.wait_line(r"growing is put off: its save .*")
+    stood = job.poll()[-1].step
+    job.wait_step(stood + 2)
+    assert job.epoch() == first
+    job.hurry()
+    job.finish()
+    job.assert_lost({})
+    job.assert_undisturbed(undisturbed)

@@ -167,7 +167,7 @@ def test_rank_0_may_be_the_leaver(restarted: bool) -> None:
 def test_who_has_a_notice_of_its_own_seals_last() -> None:
     """It may be gone before the others have written their parts."""
     job = Driven(settings(drain_timeout=60))
-    a, b, c = leaving(job, 2)
+    a, b, _ = leaving(job, 2)
     a.leave(notice=50.0)
     job.wait(9)
     assert endings([a, b]) == [WRITE, WAIT]
