@@ -163,6 +163,7 @@ class Effects:
                     new_run=self._config.new_run and not previous,
                     previous_incarnation=previous,
                     known_settings=self._told,
+                    expects_session=self._config.expects_session,
                 )
             )
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from string import Template
 from typing import Any
 
@@ -289,6 +290,7 @@ class ElasticAgent(LocalElasticAgent):
             self._lifeline,
             self._link,
             self._exited(world.epoch, self._starts),
+            partial(self._mailbox.put, ev.SessionImported(world.epoch)),
             getattr(spec, "numa_options", None),
             getattr(spec, "duplicate_stdout_filters", None),
             getattr(spec, "duplicate_stderr_filters", None),

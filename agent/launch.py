@@ -32,6 +32,7 @@ from .mailbox import Mailbox
 from .output import Output
 from .rendezvous import NamedRendezvous
 from .signals import SignalWatch
+from .standby_pool import imports_session
 from .storage import JobDirectory, StorageError
 from .workers import Script
 
@@ -63,7 +64,7 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
     for line in notices:
         console.say(line)
     torch_config, script = _torch_config(options, log_dir)
-    config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir)
+    config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir, script)
     source = _connect(options, token, directory, console, log_dir)
     try:
         ending = _run(config, directory, torch_config, script, source, console, where, watch)
@@ -135,7 +136,9 @@ def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Scri
     return torch_config, Script(str(entrypoint), tuple(arguments))
 
 
-def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path) -> AgentConfig:
+def _agent_config(
+    options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path, script: Script
+) -> AgentConfig:
     settings = control_pb2.Settings(
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
@@ -165,6 +168,7 @@ def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirecto
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
         script_flag=not _knows_us(options),
+        expects_session=_has_plugin(options) or imports_session(script.source),
     )
 
 
@@ -181,13 +185,17 @@ def _asks_for_universal(arguments: Sequence[str]) -> bool:
 _SWIFT_PLUGIN = "dalsegno_swift_plugin"
 
 
+def _has_plugin(options: argparse.Namespace) -> bool:
+    return any(_SWIFT_PLUGIN in argument for argument in options.training_script_args)
+
+
 def _knows_us(options: argparse.Namespace) -> bool:
     """Whether the script has our session, which reads the environment and needs no flag.
 
     Its text says so, or it is ms-swift, with our plugin or not: that program takes no flag that it does not know.
     """
     path = Path(options.training_script)
-    if any(_SWIFT_PLUGIN in argument for argument in options.training_script_args):
+    if _has_plugin(options):
         return True
     if options.module and options.training_script.startswith("swift."):
         return True

@@ -20,7 +20,7 @@ from .processes import kill_group
 from .signals import held_back
 from .standby import Assignment, receive, send
 
-__all__ = ["ALWAYS", "Nursery", "StandbyPool", "StandbyProcess", "modules_of"]
+__all__ = ["ALWAYS", "Nursery", "StandbyPool", "StandbyProcess", "imports_session", "modules_of"]
 
 # The first DDP wrap imports torch._dynamo: seconds on a busy machine.
 ALWAYS = ("torch", "torch.distributed", "torch._dynamo")
@@ -71,19 +71,35 @@ def modules_of(script: Path | str | None) -> tuple[str, ...]:
         script: Its file, whose text is looked at; or the name of a module, which alone counts: to find its file could
             take imports. None: neither.
     """
-    if isinstance(script, str):
-        # Those run ms-swift.
-        named = {script, "swift"} if script.startswith("dalsegno.swift_plugin.") else {script}
-    elif script is None or not script.is_file():
-        return ALWAYS
-    else:
-        with open(script, encoding="utf-8", errors="replace") as file:
-            named = set(_IMPORT.findall(file.read(_MAX_TEXT)))
+    named = _named_by(script)
     wanted = [module for module in _HEAVY if any(name == module or name.startswith(f"{module}.") for name in named)]
     later = [one for module in wanted for one in _LATER.get(module, ())]
     if "deepspeed" in wanted and "dalsegno.elastic" in wanted:
         later.append("dalsegno.elastic.deepspeed?")
     return (*ALWAYS, *wanted, *later)
+
+
+def imports_session(script: Path | str | None) -> bool:
+    """Whether the script's own text says that it may call `session()`. (Of what it imports see `when_imported`.)
+
+    Args:
+        script: As for `modules_of`.
+    """
+    packages = ("dalsegno.elastic", "dalsegno.swift_plugin")
+    return any(
+        name == "dalsegno" or name.startswith(tuple(f"{one}." for one in packages)) or name in packages
+        for name in _named_by(script)
+    )
+
+
+def _named_by(script: Path | str | None) -> set[str]:
+    if isinstance(script, str):
+        # Those run ms-swift.
+        return {script, "swift"} if script.startswith("dalsegno.swift_plugin.") else {script}
+    if script is None or not script.is_file():
+        return set()
+    with open(script, encoding="utf-8", errors="replace") as file:
+        return set(_IMPORT.findall(file.read(_MAX_TEXT)))
 
 
 class StandbyProcess:
@@ -106,6 +122,8 @@ class StandbyProcess:
         # Its nursery was stuck: it never was, and never will be.
         self.abandoned = False
         self.returncode: int | None = None
+        self._imported = False
+        self._on_import: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
@@ -145,6 +163,22 @@ class StandbyProcess:
         with self._lock:
             self.pid = pid
             return self.returncode is None and not self._unwanted
+
+    def when_imported(self, call: Callable[[], None]) -> None:
+        """Calls, on any thread, when the script imports `dalsegno.elastic`; not where its nursery has imported that."""
+        with self._lock:
+            self._on_import = call
+            known = self._imported
+        if known:
+            call()
+
+    def imported(self) -> None:
+        """The script imports `dalsegno.elastic`."""
+        with self._lock:
+            self._imported = True
+            call = self._on_import
+        if call is not None:
+            call()
 
     def abandon(self) -> None:
         """Its nursery is given up: whoever waits for it starts it another way, unless it was told to end before."""
@@ -278,11 +312,14 @@ class Nursery:
             assert isinstance(report, dict)
             self._on_ready(self, report)
             return
-        number = int(str(message.get("started", message.get("exited"))))
+        number = int(str(message.get("started", message.get("imports", message.get("exited")))))
         with self._lock:
-            worker = self._workers.get(number) if "started" in message else self._workers.pop(number, None)
+            worker = self._workers.pop(number, None) if "exited" in message else self._workers.get(number)
         if worker is None:
             return  # It was given up, and is being killed.
+        if "imports" in message:
+            worker.imported()
+            return
         if "started" in message:
             pid = int(str(message["pid"]))
             self._lifeline.add_group(pid)

@@ -111,6 +111,7 @@ class Turn:
                 saved_bytes=state.saved_bytes,
                 training_ended=bool(state.finished_ranks),
                 beats=sum(state.beats.values()),
+                expects_session=state.expects_session,
             ),
         )
 

@@ -157,6 +157,8 @@ class WorkersContext(SubprocessContext):
         link: asked to deliver a worker's last words before its exit is told.
         on_exit: called on a thread of its own with (local rank, exit status, message); the status is negative for a
             signal. The worker's whole process group is dead by then.
+        on_import: called on any thread, once for each worker, when a script imports `dalsegno.elastic` of which that
+            could not be seen before.
         extras: `numa_options` and the output filters, as torch has them.
     """
 
@@ -172,6 +174,7 @@ class WorkersContext(SubprocessContext):
         lifeline: Lifeline,
         link: WorkerLink,
         on_exit: OnExit,
+        on_import: Callable[[], None],
         numa_options: NumaOptions | None = None,
         stdout_filters: list[str] | None = None,
         stderr_filters: list[str] | None = None,
@@ -193,6 +196,7 @@ class WorkersContext(SubprocessContext):
         self._lifeline = lifeline
         self._link = link
         self._on_exit = on_exit
+        self._on_import = on_import
         self._running: list[_Running] = []
         self._lock = threading.Lock()
         self._stopping = False
@@ -296,6 +300,7 @@ class WorkersContext(SubprocessContext):
         if process is None:
             return None
         self.adopted += 1
+        process.when_imported(self._on_import)
         self.subprocess_handlers[rank] = _StandbyHandler(process, rank)
         return process
 

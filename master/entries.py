@@ -46,6 +46,8 @@ class Node:
     unreadable: str = ""
     # What its agent tells its person about this registration.
     remark: str = ""
+    # Its workers import what session() comes from: they may call it, however late.
+    expects_session: bool = False
     # The last changing call and its answer, so that a repeat has no second effect.
     request: int = 0
     answer: tuple[str, str] = ("OK", "")

@@ -105,6 +105,7 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest, remark: str) -> Node
         sees_directory=message.probe == job.probe,
         probe=message.probe,
         remark=remark,
+        expects_session=message.expects_session,
     )
     job.nodes.put(node.name, node)
     live.nodes.add(node.name, Presence(turn.heard))

@@ -75,6 +75,7 @@ class Node:
         self.directory = directory
         self.said: queue.SimpleQueue[tuple[int, int, worker_pb2.ToAgent]] = queue.SimpleQueue()
         self.exits: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
+        self.imports: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.order: list[str] = []
         # Seconds that each message takes its reader.
         self.slowness = 0.0
@@ -130,6 +131,7 @@ class Node:
             self.lifeline,
             self.link,
             self.exited,
+            lambda: self.imports.put(True),
         )
 
     def close(self) -> None:
@@ -229,6 +231,48 @@ sys.stdout.write("last line, ")
     context.stop(0)
     assert Path(context.stdouts[0]).read_text() == "last line, thread\nhandler\n"
     assert Path(context.stderrs[0]).read_text() == errors
+
+
+@pytest.mark.parametrize("known", [False, True], ids=["unknown", "imported before"])
+def test_a_script_is_seen_to_import_what_a_session_comes_from(node: Node, known: bool) -> None:
+    """Once, also where a module of its own imports it; where the nursery had imported it its text has said so."""
+    script = script_in(node.directory, "import own, os\nprint(own.WHERE)\nfrom dalsegno.elastic import Order\n")
+    (node.directory / "scripts" / "own.py").write_text("import json\nimport dalsegno.elastic\nWHERE = __file__\n")
+    context = node.workers(script, 1, node.pool(1, ("dalsegno.elastic",) if known else ("json",)))
+    context.start()
+    assert node.exits.get(timeout=30) == (0, 0, "")
+    context.stop(0)
+    assert [node.imports.get(timeout=10) for _ in range(not known)] == [True] * (not known)
+    assert node.imports.empty()
+
+
+@pytest.mark.parametrize("text", ["", "import json, dalsegno.protos\n", "import os\nos.execv('/bin/true', ['true'])\n"])
+def test_a_script_that_imports_no_session_is_not_said_to(node: Node, text: str) -> None:
+    """Nor is one that becomes another program."""
+    context = node.workers(script_in(node.directory, text), 1, node.pool(1))
+    context.start()
+    assert node.exits.get(timeout=30) == (0, 0, "")
+    context.stop(0)
+    assert node.imports.empty()
+
+
+def test_a_scripts_files_are_its_own(node: Node) -> None:
+    """One that closes all descriptors and opens its own finds nothing of ours in them."""
+    text = """
+import os
+os.closerange(3, 100)
+files = [os.open(f"{os.environ['WHERE']}/{number}", os.O_RDWR | os.O_CREAT) for number in range(60)]
+import dalsegno.elastic
+print(sum(os.fstat(file).st_size for file in files))
+"""
+    files = node.directory / "files"
+    files.mkdir()
+    context = node.workers(script_in(node.directory, text), 1, node.pool(1), WHERE=str(files))
+    context.start()
+    assert node.exits.get(timeout=30) == (0, 0, "")
+    context.stop(0)
+    assert Path(context.stdouts[0]).read_text() == "0\n"
+    assert node.imports.empty()
 
 
 def test_an_error_file_gives_the_message(node: Node) -> None:
