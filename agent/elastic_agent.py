@@ -32,8 +32,9 @@ from .config import AgentConfig
 from .effects import Effects
 from .lifeline import Lifeline
 from .mailbox import Mailbox
+from .script_imports import modules_of
 from .signals import NOTICES_VARIABLE, SignalWatch
-from .standby_pool import StandbyPool, modules_of
+from .standby_pool import StandbyPool
 from .worker_env import Place, place_of, worker_environment
 from .worker_link import WorkerLink
 from .workers import Script, WorkersContext

@@ -274,7 +274,7 @@ class EmbeddedMaster:
         self._closing.wait(_LOOK_PAUSE)
 
     def _standing(self, claim: Claim | None) -> _Standing:
-        if claim is None:
+        if claim is None or claim.ended_with_boot(self._place):
             return _Standing.GONE
         if not claim.is_reached_from(self._place):
             return _Standing.ELSEWHERE
@@ -394,6 +394,7 @@ class EmbeddedMaster:
             started.address,
             self._place.pid_ns,
             self._place.net_ns,
+            self._place.machine,
         )
         self._publish(claim, process)
         self._found(started.address)

@@ -31,8 +31,8 @@ from .lifeline import Lifeline
 from .mailbox import Mailbox
 from .output import Output
 from .rendezvous import NamedRendezvous
+from .script_imports import imports_session
 from .signals import SignalWatch
-from .standby_pool import imports_session
 from .storage import JobDirectory, StorageError
 from .workers import Script
 

@@ -15,10 +15,12 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dalsegno.protos import processes
 from dalsegno.protos.text import one_line
 
 from .auth import TOKEN_VARIABLE, AuthError, TlsFiles, check_exposure, is_loopback, read_token
@@ -94,7 +96,8 @@ async def _serve(options: argparse.Namespace) -> int:
     )
     check_exposure(options.host, token, options.insecure)
     store, remark = _open(options)
-    brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded)
+    is_gone = partial(processes.is_gone, here=processes.own_process())
+    brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded, is_gone=is_gone)
     server = ControlServer(options.job_id, brain, store, server_options)
     edge = None
     try:

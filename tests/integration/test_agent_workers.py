@@ -26,7 +26,8 @@ from dalsegno.agent.elastic_agent import ElasticAgent
 from dalsegno.agent.lifeline import Lifeline
 from dalsegno.agent.mailbox import Mailbox
 from dalsegno.agent.processes import process_state, start_time
-from dalsegno.agent.standby_pool import ALWAYS, StandbyPool, modules_of
+from dalsegno.agent.script_imports import ALWAYS, modules_of
+from dalsegno.agent.standby_pool import StandbyPool
 from dalsegno.agent.worker_link import WorkerLink
 from dalsegno.agent.workers import Script, WorkersContext
 from dalsegno.protos import worker_pb2
