@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.utils.api import macros
 
 from dalsegno.protos import control_pb2, worker_pb2
+from dalsegno.protos.shortage import shortage
 
 from . import decisions
 from . import events as ev
@@ -216,7 +217,8 @@ class ElasticAgent(LocalElasticAgent):
             self._start_workers(self._worker_group)
         except (OSError, ValueError, RuntimeError) as error:
             logger.exception("the workers of epoch %d could not be started", world.epoch)
-            self._mailbox.put(ev.StartFailed(world.epoch, f"the workers cannot be started: {error}"))
+            why = shortage(error) or error
+            self._mailbox.put(ev.StartFailed(world.epoch, f"the workers cannot be started: {why}"))
             return
         self._worker_group.state = WorkerState.HEALTHY
 
@@ -366,7 +368,11 @@ class ElasticAgent(LocalElasticAgent):
                 self._mailbox.put(ev.WorkersStopped(epoch))
 
         # A process that is stuck in the kernel must not stop the agent from hearing its master.
-        threading.Thread(target=stop, name="stop-workers", daemon=True).start()
+        try:
+            threading.Thread(target=stop, name="stop-workers", daemon=True).start()
+        except RuntimeError as error:
+            logger.warning("the workers are stopped here: %s", shortage(error) or error)
+            stop()
 
     def _end_context(self) -> None:
         self._adoption.close()

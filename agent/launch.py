@@ -15,6 +15,7 @@ from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.shortage import CannotStartError, prove_room, shortage, starting
 
 from .adoption import FLAG
 from .arguments import UsageError
@@ -25,7 +26,7 @@ from .credentials import TOKEN_VARIABLE, CredentialFiles, CredentialsError
 from .effects import Effects
 from .elastic_agent import ElasticAgent, Ending
 from .embedded import EmbeddedMaster, MasterError
-from .events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE, Event
+from .events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Event
 from .handshake import mismatch
 from .lifeline import Lifeline
 from .mailbox import Mailbox
@@ -37,6 +38,8 @@ from .storage import JobDirectory, StorageError
 from .workers import Script
 
 __all__ = ["launch"]
+
+logger = logging.getLogger(__name__)
 
 # DLRover's client library, used in a script, would take our master for its own.
 _NOT_FOR_WORKERS = ("DLROVER_MASTER_ADDR", TOKEN_VARIABLE)
@@ -246,14 +249,19 @@ def _run(
     watch: SignalWatch,
 ) -> Ending:
     mailbox: Mailbox[Event] = Mailbox()
+    with starting("the agent"):
+        prove_room()
     lifeline = Lifeline()
     address = source.addresses()[0]
     try:
-        effects = Effects(
-            config, directory, source.connector(), address, lifeline, mailbox, console.say, source.generation
-        )
+        with starting("the agent"):
+            effects = Effects(
+                config, directory, source.connector(), address, lifeline, mailbox, console.say, source.generation
+            )
     except OSError as error:
         lifeline.close()
+        if isinstance(error, CannotStartError):
+            raise UsageError(str(error)) from error
         raise UsageError(f"{address} cannot be reached: {error.strerror or error}; check --master") from error
     spec = WorkerSpec(
         role=torch_config.role,
@@ -266,24 +274,31 @@ def _run(
     )
     initialize_metrics(MetricsConfig(torch_config.metrics_cfg))
     try:
-        agent = ElasticAgent(
-            spec,
-            torch_config.logs_specs,
-            config,
-            script,
-            mailbox,
-            effects,
-            lifeline,
-            watch,
-            torch_config.log_line_prefix_template,
-        )
+        with starting("the agent"):
+            agent = ElasticAgent(
+                spec,
+                torch_config.logs_specs,
+                config,
+                script,
+                mailbox,
+                effects,
+                lifeline,
+                watch,
+                torch_config.log_line_prefix_template,
+            )
     except OSError as error:
         # No place for the workers' socket, or no process can be made.
         effects.close(0.0)
         lifeline.close()
         raise UsageError(str(error)) from error
     where.now = agent.where
-    agent.run()
+    try:
+        agent.run()
+    except (OSError, RuntimeError, MemoryError) as error:
+        if not (why := shortage(error)):
+            raise
+        logger.exception("the agent cannot go on")
+        return Ending(EXIT_LEFT_UNSAVED, f"the agent cannot go on: {why}; the same command joins again")
     ending = agent.ending
     if ending.code == EXIT_USAGE and config.settings.max_nodes and "no master answered" in ending.message:
         return Ending(ending.code, f"{ending.message} ({', '.join(source.addresses()) or 'embedded'})")

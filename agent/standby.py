@@ -36,12 +36,16 @@ import warnings
 from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
+from dalsegno.protos.shortage import shortage
+
 __all__ = ["Assignment", "receive", "send"]
 
 _HEADER = struct.Struct(">I")
 _PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALIZED = 3
 _SESSION_PACKAGE = "dalsegno.elastic"
+# EX_OSERR of sysexits.h.
+_CANNOT_START = 71
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,7 +333,16 @@ class _Nursery:
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that libraries (OpenBLAS) keep and restart in the child themselves.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                os.close(reader)
+                os.close(writer)
+                # Those that were started before live on: what becomes of them is the agent's to say.
+                why = shortage(error) or str(error)
+                failure = f"it cannot be started: {why}"
+                send(self._channel, {"exited": number, "code": _CANNOT_START, "failure": failure})
+                return None
         if pid:
             os.close(writer)
             # Until it has a group of its own; an end of file if it died before.

@@ -14,6 +14,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dalsegno.protos.shortage import starting
+
 from .lifeline import Lifeline
 from .processes import kill_group
 from .signals import held_back
@@ -52,8 +54,10 @@ class StandbyProcess:
         self._unwanted = False
         # 0 until it exists.
         self.pid = 0
-        # Its nursery was stuck: it never was, and never will be.
+        # Its nursery is stuck or gone: it never was, and never will be.
         self.abandoned = False
+        # Why its nursery could not start it, for a person.
+        self.failure = ""
         self.returncode: int | None = None
         self._imported = False
         self._on_import: Callable[[], None] | None = None
@@ -114,7 +118,7 @@ class StandbyProcess:
             call()
 
     def abandon(self) -> None:
-        """Its nursery is given up: whoever waits for it starts it another way, unless it was told to end before."""
+        """Its nursery is given up or gone: whoever waits for it starts it another way, unless it was told to end."""
         with self._lock:
             self.abandoned = self.returncode is None and not self.pid and not self._unwanted
         self.ended(-signal.SIGKILL)
@@ -233,8 +237,11 @@ class Nursery:
             self._follow(workers[0])
             return
         if workers:
-            logger.warning("nursery %d is gone; its workers end with it", self.process.pid)
+            logger.warning("nursery %d is gone; the workers that it started end with it", self.process.pid)
         for worker in workers:
+            if not worker.pid:
+                worker.abandon()
+                continue
             worker.signal_group(signal.SIGKILL)
             worker.ended(-signal.SIGKILL)
 
@@ -260,6 +267,7 @@ class Nursery:
                 kill_group(pid)
         else:
             self._lifeline.drop_group(worker.pid)
+            worker.failure = str(message.get("failure", ""))
             worker.ended(int(str(message["code"])))
 
     def _follow(self, worker: StandbyProcess) -> None:
@@ -326,7 +334,13 @@ class StandbyPool:
                 dead.end()
             wanted = 1 if self._fork else self._count
             for _ in range(wanted - len(self._nurseries)):
-                self._nurseries.append(self._start(low_priority))
+                try:
+                    self._nurseries.append(self._start(low_priority))
+                except OSError as error:
+                    # Nobody waits for what will not be there: workers start cold.
+                    logger.warning("%s", error)
+                    self._on_warm()
+                    return
 
     def warm(self) -> int:
         """How many workers can start at once now."""
@@ -385,7 +399,7 @@ class StandbyPool:
             *("--", *self._modules),
         ]
         try:
-            with open(self._log, "ab") as log, held_back(self._notices):
+            with open(self._log, "ab") as log, starting("a standby worker"), held_back(self._notices):
                 process = subprocess.Popen(
                     command,
                     stdout=log,
@@ -400,8 +414,17 @@ class StandbyPool:
             for fd in console:
                 os.close(fd)
         self._lifeline.add_group(process.pid)
-        nursery = Nursery(process, ours, self._lifeline, not self._fork, self._on_ready)
-        threading.Thread(target=self._watch_imports, args=(nursery,), name="nursery-imports", daemon=True).start()
+        try:
+            with starting("a thread for a standby worker"):
+                nursery = Nursery(process, ours, self._lifeline, not self._fork, self._on_ready)
+                threading.Thread(
+                    target=self._watch_imports, args=(nursery,), name="nursery-imports", daemon=True
+                ).start()
+        except OSError:
+            kill_group(process.pid)
+            process.wait()
+            self._lifeline.drop_group(process.pid)
+            raise
         return nursery
 
     def _watch_imports(self, nursery: Nursery) -> None:

@@ -26,6 +26,8 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 from torch.numa.binding import NumaOptions
 
+from dalsegno.protos.shortage import starting
+
 from .lifeline import Lifeline
 from .processes import kill_group, start_time
 from .standby import Assignment
@@ -279,7 +281,8 @@ class WorkersContext(SubprocessContext):
             )
             self._running.append(_Running(process, ended, watcher))
             self._link.started(rank, partial(self._pid, rank))
-            watcher.start()
+            with starting(f"the thread that watches worker {rank}"):
+                watcher.start()
 
     def _pid(self, rank: int) -> int:
         return self._running[rank].process.pid
@@ -305,15 +308,16 @@ class WorkersContext(SubprocessContext):
         return process
 
     def _start_cold(self, rank: int) -> _ColdProcess:
-        handler = get_subprocess_handler(
-            entrypoint=self._script.entrypoint,
-            args=self.args[rank],
-            env=self.envs[rank],
-            stdout=self.stdouts[rank],
-            stderr=self.stderrs[rank],
-            local_rank_id=rank,
-            numa_options=self._numa_options,
-        )
+        with starting(f"worker {rank}"):
+            handler = get_subprocess_handler(
+                entrypoint=self._script.entrypoint,
+                args=self.args[rank],
+                env=self.envs[rank],
+                stdout=self.stdouts[rank],
+                stderr=self.stderrs[rank],
+                local_rank_id=rank,
+                numa_options=self._numa_options,
+            )
         self._lifeline.add_group(handler.proc.pid)
         for ours in (handler._stdout, handler._stderr):
             if ours is not None:
@@ -325,7 +329,7 @@ class WorkersContext(SubprocessContext):
         """Waits for one worker's end on a thread of its own."""
         if isinstance(process, StandbyProcess):
             code = process.wait()
-            if process.abandoned and (cold := self._start_instead(rank)) is not None:
+            if process.abandoned and (cold := self._start_instead(rank, process)) is not None:
                 self._watch(rank, cold, ended)
                 return
         else:
@@ -334,17 +338,19 @@ class WorkersContext(SubprocessContext):
         ended.set()
         if not self._link.flush(process.pid, _LAST_WORDS):
             logger.warning("the last messages of worker %d (process %d) did not come through", rank, process.pid)
-        self._on_exit(rank, code, self._reason(rank, code) if code else "")
+        unstarted = process.failure if isinstance(process, StandbyProcess) else ""
+        self._on_exit(rank, code, unstarted or (self._reason(rank, code) if code else ""))
 
-    def _start_instead(self, rank: int) -> _ColdProcess | None:
+    def _start_instead(self, rank: int, abandoned: StandbyProcess) -> _ColdProcess | None:
         """A worker that its nursery could not start; None if all are to end anyway, or it cannot be started."""
         with self._lock:
             if self._stopping:
                 return None
             try:
                 cold = self._start_cold(rank)
-            except OSError:
+            except OSError as error:
                 logger.exception("worker %d cannot be started", rank)
+                abandoned.failure = str(error)
                 return None
             running = self._running[rank]
             self._running[rank] = _Running(cold, running.ended, running.watcher)

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dalsegno.protos import processes
+from dalsegno.protos.shortage import prove_room, shortage
 from dalsegno.protos.text import one_line
 
 from .auth import TOKEN_VARIABLE, AuthError, TlsFiles, check_exposure, is_loopback, read_token
@@ -76,11 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         _set_up_logging(options.log_file, options.job_id)
         raise_limit()
+        prove_room()
         _collect_rarely()
         return asyncio.run(_serve(options))
     except (UsageError, AuthError, BindError, StoreError) as error:
         print(f"dlrover-master: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except (OSError, RuntimeError, MemoryError) as error:
+        if not (why := shortage(error)):
+            raise
+        print(f"dlrover-master: it cannot go on: {why}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _collect_rarely() -> None:
