@@ -17,6 +17,7 @@ from typing import IO
 
 from dalsegno.elastic.checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, Manifest
 from dalsegno.protos import control_pb2
+from dalsegno.protos.shortage import starting
 
 from .events import ConversionUpdate
 from .lifeline import Lifeline
@@ -116,9 +117,15 @@ class ConversionJob:
         converter = self._adopt(arguments) or self._start_cold(arguments)
         with self._lock:
             self._converter, self._lease = converter, conversion.lease
-        threading.Thread(
+        follower = threading.Thread(
             target=self._follow, args=(converter, conversion.lease, target), name="conversion", daemon=True
-        ).start()
+        )
+        try:
+            with starting("the thread that follows the converter"):
+                follower.start()
+        except OSError:
+            self.stop(conversion.lease)
+            raise
 
     def stop(self, lease: int | None = None) -> None:
         """Kills the conversion (of that lease) with everything it started; nothing is delivered for it any more."""
@@ -152,7 +159,7 @@ class ConversionJob:
         return _Converter(process, open(reader, encoding="utf-8"), writer)
 
     def _start_cold(self, arguments: list[str]) -> _Converter:
-        with open(self._log, "ab") as log:
+        with open(self._log, "ab") as log, starting("the converter"):
             process = subprocess.Popen(
                 [sys.executable, "-m", self._module, *arguments],
                 stdin=subprocess.DEVNULL,

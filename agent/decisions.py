@@ -72,6 +72,8 @@ def take(turn: Turn, event: ev.Event) -> None:
             ranks.worker_exited(turn, event)
         case ev.WorkersStopped():
             ranks.workers_stopped(turn, event.epoch)
+        case ev.SessionImported():
+            ranks.session_imported(turn, event)
         case ev.StartFailed():
             ranks.start_failed(turn, event)
         case ev.Signalled():

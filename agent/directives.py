@@ -113,7 +113,7 @@ def start(turn: Turn, world: control_pb2.World) -> None:
     state.saved_bytes = 0
     state.saving, state.saving_parts, state.written = "", {}, {}
     state.beats = {}
-    state.has_session = False
+    state.has_session = state.expects_session = False
     state.agreed = False
     state.anyone_sees_master = False
     state.bad_reported = False

@@ -18,6 +18,7 @@ import tempfile
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.protos.shortage import starting
 
 from .events import EXIT_FAILED, EXIT_FINISHED
 from .processes import kill_group
@@ -139,7 +140,8 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 def _run(command: list[str], environment: dict[str, str], timeout: float) -> int | None:
     """The exit code, None: it took too long. Nothing of it is left."""
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    with starting("the script"):
+        process = subprocess.Popen(command, env=environment, start_new_session=True)
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from string import Template
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.utils.api import macros
 
 from dalsegno.protos import control_pb2, worker_pb2
+from dalsegno.protos.shortage import shortage
 
 from . import decisions
 from . import events as ev
@@ -31,8 +33,9 @@ from .config import AgentConfig
 from .effects import Effects
 from .lifeline import Lifeline
 from .mailbox import Mailbox
+from .script_imports import modules_of
 from .signals import NOTICES_VARIABLE, SignalWatch
-from .standby_pool import StandbyPool, modules_of
+from .standby_pool import StandbyPool
 from .worker_env import Place, place_of, worker_environment
 from .worker_link import WorkerLink
 from .workers import Script, WorkersContext
@@ -214,7 +217,8 @@ class ElasticAgent(LocalElasticAgent):
             self._start_workers(self._worker_group)
         except (OSError, ValueError, RuntimeError) as error:
             logger.exception("the workers of epoch %d could not be started", world.epoch)
-            self._mailbox.put(ev.StartFailed(world.epoch, f"the workers cannot be started: {error}"))
+            why = shortage(error) or error
+            self._mailbox.put(ev.StartFailed(world.epoch, f"the workers cannot be started: {why}"))
             return
         self._worker_group.state = WorkerState.HEALTHY
 
@@ -289,6 +293,7 @@ class ElasticAgent(LocalElasticAgent):
             self._lifeline,
             self._link,
             self._exited(world.epoch, self._starts),
+            partial(self._mailbox.put, ev.SessionImported(world.epoch)),
             getattr(spec, "numa_options", None),
             getattr(spec, "duplicate_stdout_filters", None),
             getattr(spec, "duplicate_stderr_filters", None),
@@ -363,7 +368,11 @@ class ElasticAgent(LocalElasticAgent):
                 self._mailbox.put(ev.WorkersStopped(epoch))
 
         # A process that is stuck in the kernel must not stop the agent from hearing its master.
-        threading.Thread(target=stop, name="stop-workers", daemon=True).start()
+        try:
+            threading.Thread(target=stop, name="stop-workers", daemon=True).start()
+        except RuntimeError as error:
+            logger.warning("the workers are stopped here: %s", shortage(error) or error)
+            stop()
 
     def _end_context(self) -> None:
         self._adoption.close()

@@ -18,6 +18,7 @@ from pathlib import Path
 import grpc
 
 from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos.shortage import CannotStartError, starting
 
 from .claim import Claim, ClaimFile, LockTimeout
 from .connection import PROTOCOL, RETRIED, Credentials, code_of
@@ -135,7 +136,8 @@ class EmbeddedMaster:
         check_private(self._directory)
         self._ensure()
         for thread in self._threads:
-            thread.start()
+            with starting("a thread of this agent"):
+                thread.start()
 
     def addresses(self) -> Sequence[str]:
         """The present address; never blocks."""
@@ -274,7 +276,7 @@ class EmbeddedMaster:
         self._closing.wait(_LOOK_PAUSE)
 
     def _standing(self, claim: Claim | None) -> _Standing:
-        if claim is None:
+        if claim is None or claim.ended_with_boot(self._place):
             return _Standing.GONE
         if not claim.is_reached_from(self._place):
             return _Standing.ELSEWHERE
@@ -342,6 +344,8 @@ class EmbeddedMaster:
             raise MasterError(str(error)) from error
         except NotPrivateError:
             raise
+        except CannotStartError as error:
+            raise MasterError(str(error)) from error
         except OSError as error:
             raise MasterError(
                 f"no master can be started ({error.strerror or error}): its token, log, store and claim are in"
@@ -394,6 +398,7 @@ class EmbeddedMaster:
             started.address,
             self._place.pid_ns,
             self._place.net_ns,
+            self._place.machine,
         )
         self._publish(claim, process)
         self._found(started.address)

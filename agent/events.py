@@ -112,6 +112,13 @@ class StartFailed:
 
 
 @dataclass(frozen=True)
+class SessionImported:
+    """A worker of this epoch imports `dalsegno.elastic`: it may call session(), however late."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
 class Signalled:
     """One of --signals-to-handle reached the agent: a notice to leave."""
 
@@ -217,6 +224,7 @@ Event = (
     | WorkersStopped
     | StartFailed
     | Signalled
+    | SessionImported
     | StandbyWarm
     | JoinPrepared
     | JoinFailed

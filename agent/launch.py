@@ -15,6 +15,7 @@ from torch.distributed.elastic.metrics import initialize_metrics
 from torch.distributed.elastic.metrics.api import MetricsConfig
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.shortage import CannotStartError, prove_room, shortage, starting
 
 from .adoption import FLAG
 from .arguments import UsageError
@@ -25,17 +26,20 @@ from .credentials import TOKEN_VARIABLE, CredentialFiles, CredentialsError
 from .effects import Effects
 from .elastic_agent import ElasticAgent, Ending
 from .embedded import EmbeddedMaster, MasterError
-from .events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE, Event
+from .events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Event
 from .handshake import mismatch
 from .lifeline import Lifeline
 from .mailbox import Mailbox
 from .output import Output
 from .rendezvous import NamedRendezvous
+from .script_imports import imports_session
 from .signals import SignalWatch
 from .storage import JobDirectory, StorageError
 from .workers import Script
 
 __all__ = ["launch"]
+
+logger = logging.getLogger(__name__)
 
 # DLRover's client library, used in a script, would take our master for its own.
 _NOT_FOR_WORKERS = ("DLROVER_MASTER_ADDR", TOKEN_VARIABLE)
@@ -63,7 +67,7 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
     for line in notices:
         console.say(line)
     torch_config, script = _torch_config(options, log_dir)
-    config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir)
+    config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir, script)
     source = _connect(options, token, directory, console, log_dir)
     try:
         ending = _run(config, directory, torch_config, script, source, console, where, watch)
@@ -135,7 +139,9 @@ def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Scri
     return torch_config, Script(str(entrypoint), tuple(arguments))
 
 
-def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path) -> AgentConfig:
+def _agent_config(
+    options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path, script: Script
+) -> AgentConfig:
     settings = control_pb2.Settings(
         min_nodes=options.min_nodes,
         max_nodes=options.max_nodes,
@@ -165,6 +171,7 @@ def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirecto
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
         script_flag=not _knows_us(options),
+        expects_session=_has_plugin(options) or imports_session(script.source),
     )
 
 
@@ -181,13 +188,17 @@ def _asks_for_universal(arguments: Sequence[str]) -> bool:
 _SWIFT_PLUGIN = "dalsegno_swift_plugin"
 
 
+def _has_plugin(options: argparse.Namespace) -> bool:
+    return any(_SWIFT_PLUGIN in argument for argument in options.training_script_args)
+
+
 def _knows_us(options: argparse.Namespace) -> bool:
     """Whether the script has our session, which reads the environment and needs no flag.
 
     Its text says so, or it is ms-swift, with our plugin or not: that program takes no flag that it does not know.
     """
     path = Path(options.training_script)
-    if any(_SWIFT_PLUGIN in argument for argument in options.training_script_args):
+    if _has_plugin(options):
         return True
     if options.module and options.training_script.startswith("swift."):
         return True
@@ -238,14 +249,19 @@ def _run(
     watch: SignalWatch,
 ) -> Ending:
     mailbox: Mailbox[Event] = Mailbox()
+    with starting("the agent"):
+        prove_room()
     lifeline = Lifeline()
     address = source.addresses()[0]
     try:
-        effects = Effects(
-            config, directory, source.connector(), address, lifeline, mailbox, console.say, source.generation
-        )
+        with starting("the agent"):
+            effects = Effects(
+                config, directory, source.connector(), address, lifeline, mailbox, console.say, source.generation
+            )
     except OSError as error:
         lifeline.close()
+        if isinstance(error, CannotStartError):
+            raise UsageError(str(error)) from error
         raise UsageError(f"{address} cannot be reached: {error.strerror or error}; check --master") from error
     spec = WorkerSpec(
         role=torch_config.role,
@@ -258,24 +274,31 @@ def _run(
     )
     initialize_metrics(MetricsConfig(torch_config.metrics_cfg))
     try:
-        agent = ElasticAgent(
-            spec,
-            torch_config.logs_specs,
-            config,
-            script,
-            mailbox,
-            effects,
-            lifeline,
-            watch,
-            torch_config.log_line_prefix_template,
-        )
+        with starting("the agent"):
+            agent = ElasticAgent(
+                spec,
+                torch_config.logs_specs,
+                config,
+                script,
+                mailbox,
+                effects,
+                lifeline,
+                watch,
+                torch_config.log_line_prefix_template,
+            )
     except OSError as error:
         # No place for the workers' socket, or no process can be made.
         effects.close(0.0)
         lifeline.close()
         raise UsageError(str(error)) from error
     where.now = agent.where
-    agent.run()
+    try:
+        agent.run()
+    except (OSError, RuntimeError, MemoryError) as error:
+        if not (why := shortage(error)):
+            raise
+        logger.exception("the agent cannot go on")
+        return Ending(EXIT_LEFT_UNSAVED, f"the agent cannot go on: {why}; the same command joins again")
     ending = agent.ending
     if ending.code == EXIT_USAGE and config.settings.max_nodes and "no master answered" in ending.message:
         return Ending(ending.code, f"{ending.message} ({', '.join(source.addresses()) or 'embedded'})")

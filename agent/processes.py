@@ -5,51 +5,17 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from typing import NamedTuple
+
+from dalsegno.protos.processes import stat_fields, status_of
 
 __all__ = [
-    "Status",
     "belongs_to",
-    "boot_id",
     "is_same_process",
     "kill_group",
     "owner_of",
     "process_state",
     "start_time",
-    "status_of",
 ]
-
-
-class Status(NamedTuple):
-    """Of one process.
-
-    Attributes:
-        state: one letter of proc(5): "R", "S", "T" stopped, "Z" zombie, ...
-        started: in clock ticks since boot (field 22 of proc(5) stat).
-    """
-
-    state: str
-    started: int
-
-    def is_of(self, started: int) -> bool:
-        """Whether this is the live process that began at `started` (a reused number or a zombie is not)."""
-        return self.started == started and self.state not in ("Z", "X")
-
-
-def _stat_fields(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the third (state) on, or None for a process that is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The command name (second field) may contain blanks and brackets: count from its closing bracket.
-    return text[text.rindex(")") + 2 :].split()
-
-
-def status_of(pid: int) -> Status | None:
-    """State and start of a process; None when it is gone."""
-    fields = _stat_fields(pid)
-    return Status(fields[0], int(fields[19])) if fields else None
 
 
 def start_time(pid: int) -> int | None:
@@ -71,7 +37,7 @@ def belongs_to(pid: int, root: int) -> bool:
     """
     seen: set[int] = set()
     while pid != root:
-        fields = _stat_fields(pid)
+        fields = stat_fields(pid)
         if fields is None:
             return True
         seen.add(pid)
@@ -82,11 +48,6 @@ def belongs_to(pid: int, root: int) -> bool:
         if pid <= 1 or pid in seen:
             return False
     return True
-
-
-def boot_id() -> str:
-    """The kernel's identifier of the present boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def is_same_process(pid: int, started: int) -> bool:

@@ -56,6 +56,14 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
             bad_checkpoint(turn, message.bad_checkpoint)
 
 
+def session_imported(turn: Turn, event: ev.SessionImported) -> None:
+    """The master is told, which must not take a slow start for a script without a session."""
+    state = turn.state
+    if event.epoch == state.started and state.workers is Workers.RUNNING and not state.expects_session:
+        state.expects_session = True
+        turn.report_progress()
+
+
 def progress(turn: Turn, rank: int, progress: worker_pb2.Progress) -> None:
     """A step is done on this rank, or what lies between two steps goes on."""
     state = turn.state

@@ -85,6 +85,8 @@ class AgentState:
     has_session: bool = False
     # Some rank that this agent ever started has opened a session: the script has one, even before its hello.
     session_known: bool = False
+    # A rank of this epoch has imported what session() comes from, which its script's text did not say.
+    expects_session: bool = False
     agreed: bool = False
     anyone_sees_master: bool = False
     bad_reported: bool = False

@@ -112,6 +112,7 @@ class Turn:
                 training_ended=bool(state.finished_ranks),
                 beats=sum(state.beats.values()),
                 written_bytes=max(state.written.values(), default=0),
+                expects_session=state.expects_session,
             ),
         )
 

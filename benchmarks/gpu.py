@@ -27,8 +27,9 @@ import torch
 
 from benchmarks.results import report
 from dalsegno.agent.lifeline import Lifeline
+from dalsegno.agent.script_imports import modules_of
 from dalsegno.agent.standby import Assignment
-from dalsegno.agent.standby_pool import StandbyPool, modules_of
+from dalsegno.agent.standby_pool import StandbyPool
 
 SIZES, REPEATS, SAVES = "1,10", 3, 3
 RANK = Path(__file__).with_name("gpu_rank.py")

@@ -158,6 +158,11 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     news = epoch.first_step_at is None
     if message.has_session and not job.has_session:
         job.has_session = news = True
+        # Until here nobody's silence said anything: its start may have taken longer than any step.
+        epoch.moved = turn.heard
+    if message.expects_session and not node.expects_session:
+        expect_session(turn, node)
+        news = True
     epoch.longest = max(epoch.longest, message.longest)
     if made_step(turn, node, message.step):
         epoch.loss = message.loss
@@ -179,6 +184,13 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
         job.drain = replace(job.drain, agreed=True)
         news = True
     return news
+
+
+def expect_session(turn: Turn, node: Node) -> None:
+    """Its workers have imported what session() comes from: what was concluded from their silence is void."""
+    turn.update(node, expects_session=True)
+    turn.job.told = replace(turn.job.told, start=False)
+    turn.open.growth_told = frozenset()
 
 
 def made_step(turn: Turn, node: Node, step: int) -> bool:

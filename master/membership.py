@@ -24,6 +24,7 @@ __all__ = (
     "is_candidate",
     "look_at_streams",
     "lose",
+    "may_call_session",
     "newcomers",
     "of_size",
     "sees_resume",
@@ -380,6 +381,15 @@ def of_size(nodes: list[Node], world_size: int, settings: Settings, most: int) -
     taken = found[max(counts), world_size]
     chosen = {node.name for more, alike in zip(taken, kinds.values(), strict=True) for node in alike[:more]}
     return [node for node in nodes if node.name in chosen]
+
+
+def may_call_session(turn: Turn) -> bool:
+    """The open world's script has not called session(), and imports what it comes from: it may do so, however late."""
+    job = turn.job
+    if job.world is None or job.has_session:
+        return False
+    members = (job.node_by(member.incarnation) for member in job.world.members)
+    return any(node is not None and node.expects_session for node in members)
 
 
 def newcomers(turn: Turn, presumed: bool = False) -> list[Node]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from . import announcements, saves
-from .membership import newcomers, select
+from .membership import may_call_session, newcomers, select
 from .scaling import is_too_large, of_nodes, wants_to_shrink
 from .state import Drain, Failure, Node, Part, Phase, World
 from .turn import Turn, names
 
-# Newcomers that are not warm by then are taken as they are (seconds after their Join).
-WARM_LIMIT = 30.0
+# Newcomers that are not warm by then are taken as they are (seconds after their Join). Meanwhile the others train on,
+# so it is more than an agent waits for its own imports before it says that there is nothing to wait for.
+WARM_LIMIT = 150.0
 # Auto grow interval: this many times what the last growth cost, at most GROW_MAX seconds.
 GROW_FACTOR = 20.0
 GROW_MAX = 60.0
@@ -57,7 +58,7 @@ def go_without(turn: Turn, leavers: list[str]) -> None:
     """
     job = turn.job
     if leavers and not job.has_session and turn.overdue(turn.live.phase_heard + HELLO_WITHIN):
-        job.told = replace(job.told, start=True)
+        go_on_unheard(turn)
         regroup(turn)
         return
     goes = "leaves" if len(leavers) == 1 else "leave"
@@ -71,8 +72,7 @@ def grow(turn: Turn) -> None:
         job.grown = True
         start_drain(turn, growth=True, reason=f"{names(n.name for n in new)} {'joins' if len(new) == 1 else 'join'}")
         return
-    # The next world is presented when it opens: this one was not heard of either.
-    job.told = replace(job.told, start=True)
+    go_on_unheard(turn)
     announcements.restart_to_grow(turn, new, turn.live.committed > unheard_since(turn, new))
     regroup(turn)
 
@@ -85,9 +85,18 @@ def shrink(turn: Turn) -> None:
         if turn.job.drain is not None:
             turn.job.drain = replace(turn.job.drain, shrink=True)
         return
-    turn.job.told = replace(turn.job.told, start=True)
+    go_on_unheard(turn)
     turn.notice(f"all workers restart, {text}: the script has not called session() and cannot be drained", True)
     regroup(turn)
+
+
+def go_on_unheard(turn: Turn) -> None:
+    """The next world is presented when it opens: this one was not heard of either.
+
+    Of one that has not come to its session() yet this says nothing: it has made no step, and the next one may be heard.
+    """
+    if not may_call_session(turn):
+        turn.job.told = replace(turn.job.told, start=True)
 
 
 def world_of(turn: Turn) -> World:
@@ -198,10 +207,14 @@ def wants_to_grow(turn: Turn) -> bool:
         since = unheard_since(turn, new)
         # After an outage a hello may still be on its way.
         heard = turn.overdue(live.phase_heard + job.settings.node_timeout)
-        if (heard and live.committed > since) or turn.overdue(since + job.settings.grow_wait):
+        if heard and live.committed > since:
             return True
-        if job.told.start:
-            announcements.waiting_to_grow(turn, new, since + job.settings.grow_wait)
+        # While session() may still come, no time alone is a reason to restart everybody.
+        until = None if may_call_session(turn) else since + job.settings.grow_wait
+        if until is not None and turn.overdue(until):
+            return True
+        if job.told.unheard:
+            announcements.waiting_to_grow(turn, new, until)
         return False
     if turn.open.first_step_at is None or live.grow_after_commit:
         return False
@@ -264,7 +277,7 @@ def draining(turn: Turn) -> bool:
     if end_of_epoch(turn):
         return True
     if not job.has_session and not drain.agreed and turn.overdue(turn.live.phase_heard + HELLO_WITHIN):
-        job.told = replace(job.told, start=True)
+        go_on_unheard(turn)
         regroup(turn)
         return True
     leaving = any(turn.is_working(node) for node in job.nodes.leavers)

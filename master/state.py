@@ -178,7 +178,9 @@ class Told:
 
     # Its first step was heard.
     first_step: bool = False
-    # That it has started, because nothing is heard of its steps.
+    # That it has started, and that nothing is heard of its steps yet.
+    unheard: bool = False
+    # It counts as one whose steps are made unheard: its script may have no session.
     start: bool = False
     # That nobody can tell whether it is stuck.
     doubt: bool = False

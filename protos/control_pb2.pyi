@@ -481,6 +481,8 @@ class RegisterRequest(google.protobuf.message.Message):
     PREVIOUS_INCARNATION_FIELD_NUMBER: builtins.int
     KNOWN_SETTINGS_FIELD_NUMBER: builtins.int
     SECRET_FIELD_NUMBER: builtins.int
+    EXPECTS_SESSION_FIELD_NUMBER: builtins.int
+    PROCESS_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     incarnation: builtins.str
     protocol: builtins.int
@@ -501,6 +503,8 @@ class RegisterRequest(google.protobuf.message.Message):
     """16 to 64 random bytes, known to this agent and the master alone, and the same for all of the agent's incarnations.
     Every later call carries it; it also proves that `previous_incarnation` was this agent's.
     """
+    expects_session: builtins.bool
+    """The script imports `dalsegno.elastic`: it may call session(), however late."""
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -516,6 +520,10 @@ class RegisterRequest(google.protobuf.message.Message):
         """The job's settings as a master told them to this agent last; absent for a new agent. `settings` is what its own
         command line says.
         """
+
+    @property
+    def process(self) -> global___Process:
+        """Where this agent's process lives; absent from an older agent, or where it cannot be told."""
 
     def __init__(
         self,
@@ -536,11 +544,45 @@ class RegisterRequest(google.protobuf.message.Message):
         previous_incarnation: builtins.str = ...,
         known_settings: global___Settings | None = ...,
         secret: builtins.bytes = ...,
+        expects_session: builtins.bool = ...,
+        process: global___Process | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["known_settings", b"known_settings", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "protocol", b"protocol", "secret", b"secret", "settings", b"settings"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["known_settings", b"known_settings", "process", b"process", "settings", b"settings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "expects_session", b"expects_session", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "process", b"process", "protocol", b"protocol", "secret", b"secret", "settings", b"settings"]) -> None: ...
 
 global___RegisterRequest = RegisterRequest
+
+@typing.final
+class Process(google.protobuf.message.Message):
+    """One process for good: numbers are reused, but not by a process of the same machine, boot and start."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MACHINE_FIELD_NUMBER: builtins.int
+    BOOT_ID_FIELD_NUMBER: builtins.int
+    PID_NS_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    machine: builtins.str
+    """A digest of what identifies the machine, which no other machine knows."""
+    boot_id: builtins.str
+    pid_ns: builtins.str
+    """The namespace of `pid`, as the kernel names it."""
+    pid: builtins.int
+    start_time: builtins.int
+    """Clock ticks from the boot to its start."""
+    def __init__(
+        self,
+        *,
+        machine: builtins.str = ...,
+        boot_id: builtins.str = ...,
+        pid_ns: builtins.str = ...,
+        pid: builtins.int = ...,
+        start_time: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "machine", b"machine", "pid", b"pid", "pid_ns", b"pid_ns", "start_time", b"start_time"]) -> None: ...
+
+global___Process = Process
 
 @typing.final
 class RegisterReply(google.protobuf.message.Message):
@@ -1163,6 +1205,7 @@ class ProgressRequest(google.protobuf.message.Message):
     TRAINING_ENDED_FIELD_NUMBER: builtins.int
     BEATS_FIELD_NUMBER: builtins.int
     WRITTEN_BYTES_FIELD_NUMBER: builtins.int
+    EXPECTS_SESSION_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The highest step that a rank of this node has finished in the caller's epoch."""
     loss: builtins.float
@@ -1182,6 +1225,8 @@ class ProgressRequest(google.protobuf.message.Message):
     """Signs of life of this node's ranks between their steps, of an evaluation for one; they only grow within an epoch."""
     written_bytes: builtins.int
     """Size of what the save that is under way has written so far, bytes, as this node sees it; 0: none is under way."""
+    expects_session: builtins.bool
+    """A worker of this node has imported `dalsegno.elastic`: it may call session(), however late."""
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1197,9 +1242,10 @@ class ProgressRequest(google.protobuf.message.Message):
         training_ended: builtins.bool = ...,
         beats: builtins.int = ...,
         written_bytes: builtins.int = ...,
+        expects_session: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["beats", b"beats", "caller", b"caller", "draining", b"draining", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beats", b"beats", "caller", b"caller", "draining", b"draining", "expects_session", b"expects_session", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
 
 global___ProgressRequest = ProgressRequest
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.lifeline import Lifeline
+from dalsegno.agent.script_imports import modules_of
 from dalsegno.agent.standby import Assignment
-from dalsegno.agent.standby_pool import StandbyPool, modules_of
+from dalsegno.agent.standby_pool import StandbyPool
 from tests.gpu import scenes
 from tests.gpu.scenes import DEVICE, environment, needs_card, touches_card
 

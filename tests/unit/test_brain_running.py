@@ -50,7 +50,7 @@ def test_a_join_drains_and_loses_nothing() -> None:
 
 
 def test_a_growth_waits_for_the_first_step_and_for_warm_newcomers() -> None:
-    """Between two growths there is a step; newcomers that never get warm are taken after 30 s."""
+    """Between two growths there is a step; newcomers that never get warm are taken after 150 s."""
     job = Driven()
     (a,) = job.start(1)
     late = job.node()
@@ -63,9 +63,9 @@ def test_a_growth_waits_for_the_first_step_and_for_warm_newcomers() -> None:
     (a,) = cold.start(1)
     a.step(1)
     cold.node().join()
-    train(cold, a, 2, 25)
+    train(cold, a, 2, 145)
     assert cold.phase is Phase.RUNNING
-    train(cold, a, 27, 6)
+    train(cold, a, 147, 6)
     assert cold.phase is Phase.DRAINING
 
 
