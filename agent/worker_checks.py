@@ -60,6 +60,8 @@ def checked(message: worker_pb2.ToAgent, rank: int) -> worker_pb2.ToAgent:
             bad = message.bad_checkpoint
             _reference(bad.name, bad.digest)
             bad.file, bad.message = one_line(bad.file), one_line(bad.message)
+        case "refused":
+            message.refused.message = one_line(message.refused.message)
     return message
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements
+from . import announcements, refusals
+from .checkpoints import only_size
 from .membership import newcomers, select
 from .scaling import is_too_large, of_nodes, wants_to_shrink
 from .state import Drain, Failure, Node, Part, Phase, World
@@ -106,6 +107,8 @@ def end_of_epoch(turn: Turn) -> bool:
         if hopeless(turn):
             failure = job.budget.pending
             end(turn, Phase.FAILED, f"{failure.node}: {failure.message}" if failure else "every node failed at once")
+        elif refusals.ends_job(turn):
+            end_refused(turn)
         else:
             unplanned(turn)
         return True
@@ -189,7 +192,8 @@ def wants_to_grow(turn: Turn) -> bool:
         return False
     new = newcomers(turn)
     members = [n for n in (job.node_by(m.incarnation) for m in world.members) if n is not None]
-    if not new or len(select(turn, members + new)) <= len(world.members):
+    grown = select(turn, members + new)
+    if not new or len(grown) <= len(world.members) or only_size(job) not in (0, sum(node.nproc for node in grown)):
         return False
     if not job.has_session:
         since = unheard_since(turn, new)
@@ -304,6 +308,12 @@ def withdraw(turn: Turn, why: str) -> None:
 
 
 # ---- the end --------------------------------------------------------------------------------------------------------
+
+
+def end_refused(turn: Turn) -> None:
+    """All ranks refuse, and nobody else could go on: no other start would come to anything else."""
+    refusal = refusals.pending(turn)
+    end(turn, Phase.FAILED, f"the training was refused: {refusal.message if refusal is not None else ''}")
 
 
 def end(turn: Turn, phase: Phase, message: str) -> None:
