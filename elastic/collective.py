@@ -51,8 +51,12 @@ class Collective(Protocol):
         """Rank 0's ``message`` (plain JSON values) on every rank; the others' is ignored."""
         ...
 
-    def gather(self, message: Any) -> list[Any]:
-        """Every rank's ``message`` (plain JSON values), in rank order, on every rank."""
+    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
+        """Every rank's ``message`` (plain JSON values), in rank order, on every rank.
+
+        Args:
+            patience: Seconds that it may take; after that the group cannot be used any more. Default: the group's own.
+        """
         ...
 
     def barrier(self) -> None: ...
@@ -90,7 +94,7 @@ class Solo:
     def broadcast(self, message: Any) -> Any:
         return message
 
-    def gather(self, message: Any) -> list[Any]:
+    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
         return [message]
 
     def barrier(self) -> None:
@@ -139,11 +143,11 @@ class GlooCollective:
         # Messages are short, so the one gather that everybody takes part in is as good as a real broadcast.
         return self.gather(message if self.rank == 0 else None)[0]
 
-    def gather(self, message: Any) -> list[Any]:
+    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
         import torch
 
         data = json.dumps(message, allow_nan=True).encode()
-        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), patience)
         padded = torch.zeros(max(int(size.item()) for size in sizes), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = self._all_gather(padded)
@@ -171,15 +175,13 @@ class GlooCollective:
         options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, operation))
         return _Reduction(self._connected().allreduce([tensor], options), tensor, self._timeout)
 
-    def _all_gather(self, tensor: Any) -> list[Any]:
+    def _all_gather(self, tensor: Any, patience: float | None = None) -> list[Any]:
         import torch
 
         parts = [torch.zeros_like(tensor) for _ in range(self.world_size)]
-        self._wait(self._connected().allgather([parts], [tensor]))
+        timeout = self._timeout if patience is None else timedelta(seconds=patience)
+        self._connected().allgather([parts], [tensor]).wait(timeout)
         return parts
-
-    def _wait(self, work: Any) -> None:
-        work.wait(self._timeout)
 
     def _connected(self) -> Any:
         if threading.current_thread() is not threading.main_thread():

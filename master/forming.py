@@ -115,7 +115,7 @@ def ends_in_vain(turn: Turn, stuck: bool) -> bool:
         live.vain_until = turn.now + patience
     if not turn.due(live.vain_until):
         return False
-    end(turn, Phase.FAILED, missing(turn.state))
+    end(turn, Phase.FAILED, missing(turn.state), notice=False)
     return True
 
 

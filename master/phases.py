@@ -313,11 +313,12 @@ def withdraw(turn: Turn, why: str) -> None:
 def end_refused(turn: Turn) -> None:
     """All ranks refuse, and nobody else could go on: no other start would come to anything else."""
     refusal = refusals.pending(turn)
-    end(turn, Phase.FAILED, f"the training was refused: {refusal.message if refusal is not None else ''}")
+    why = refusal.message if refusal is not None else ""
+    end(turn, Phase.FAILED, f"the training was refused: {why}", notice=False)
 
 
-def end(turn: Turn, phase: Phase, message: str) -> None:
-    """The job is over, well or not."""
+def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
+    """The job is over, well or not. Every agent's last line says so; without `notice` nothing else does."""
     job = turn.job
     job.message = message
     job.conversion = None
@@ -325,5 +326,6 @@ def end(turn: Turn, phase: Phase, message: str) -> None:
     job.drain = None
     if job.world is not None:
         announcements.close_record(turn, job.world, max(turn.open.top_step, job.world.resumed_step))
-    turn.notice(message, phase is Phase.FAILED)
+    if notice:
+        turn.notice(message, phase is Phase.FAILED)
     turn.enter(phase)

@@ -13,9 +13,14 @@ from .turn import Turn, names
 
 
 def pending(turn: Turn) -> Failure | None:
-    """The refusal that ended the last world, if that is what did."""
-    failure = turn.job.budget.pending
-    return failure if failure is not None and failure.refused and turn.job.world is not None else None
+    """The refusal that ended the last world, if that is what did.
+
+    Where re-sharding was to be tried, it is that which did not work: the checkpoint is converted instead.
+    """
+    job, failure = turn.job, turn.job.budget.pending
+    if failure is None or not failure.refused or job.world is None:
+        return None
+    return None if job.world.resharded and not job.told.first_step else failure
 
 
 def ends_job(turn: Turn) -> bool:
