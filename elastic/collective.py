@@ -156,6 +156,13 @@ class GlooCollective:
     def barrier(self) -> None:
         self.max([0])
 
+    def channel(self) -> Any:
+        """A connection to this world's store of its own, under names that only this use of it has."""
+        import torch.distributed as dist
+
+        self._connected()
+        return dist.PrefixStore(f"dalsegno/{self._epoch}/{self._left}/hurry", self._store.clone())  # type: ignore[attr-defined]
+
     def close(self) -> None:
         """Leaves the group. Call ``barrier`` before: a peer in the middle of something would see its connection go.
 

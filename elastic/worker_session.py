@@ -423,6 +423,7 @@ class Session:
         self._notice.release()
         if self._saver is not None:
             self._saver.close()
+        self._exchange.close()
         self._collective.close()
         if self._link is not None:
             self._link.close()
@@ -480,6 +481,7 @@ class Session:
         except RuntimeError as error:
             # Everything is saved and said; a peer that died by now is the agent's business.
             log.warning("a rank was gone before the last barrier: %s", error)
+        self._exchange.close()
         self._collective.close()
 
     def _prune(self) -> None:

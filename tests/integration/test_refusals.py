@@ -90,7 +90,7 @@ def jobs(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 @pytest.mark.parametrize("only", ["", "1"])
 def test_a_refusal_at_a_resume_is_one_start_and_one_line(shell: Shell, only: str) -> None:
-    """An optimizer that is not the one that was saved, on all ranks or on one alone, which the others do not outlive."""
+    """An optimizer that is not the one that was saved, on all ranks, or on one alone."""
     job = Job(shell.directory, "1", steps=8, crash=5)
     flags = ("--nproc-per-node=2", "--max-restarts=0")
     assert shell.run(*job.words("a", *flags)).code == FAILED
