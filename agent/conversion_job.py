@@ -31,6 +31,7 @@ __all__ = ["ConversionJob"]
 _STATES = {
     0: control_pb2.CONVERSION_STATE_READY,
     65: control_pb2.CONVERSION_STATE_SOURCE_BAD,
+    69: control_pb2.CONVERSION_STATE_IMPOSSIBLE,
 }
 # Seconds between two progress events; the master only wants to know that it moves, and they are kept while it is away.
 _PROGRESS_INTERVAL = 1.0

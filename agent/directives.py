@@ -117,6 +117,7 @@ def start(turn: Turn, world: control_pb2.World) -> None:
     state.agreed = False
     state.anyone_sees_master = False
     state.bad_reported = False
+    state.refusals = {}
     state.told = (False, False, 0)
     state.joining = None
     turn.do(ev.StartWorkers(world))

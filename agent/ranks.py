@@ -54,6 +54,8 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
             turn.report_progress()
         case "bad_checkpoint":
             bad_checkpoint(turn, message.bad_checkpoint)
+        case "refused":
+            state.refusals = {**state.refusals, event.rank: message.refused.message or "it did not say why"}
 
 
 def session_imported(turn: Turn, event: ev.SessionImported) -> None:
@@ -70,6 +72,9 @@ def progress(turn: Turn, rank: int, progress: worker_pb2.Progress) -> None:
     if progress.step > state.step:
         # Nothing is saved any more before a step, and a boundary that lies behind them is not the end.
         state.agreed, state.written = False, {}
+    if rank in state.refusals:
+        # The script went on all the same: that was not what it ends with.
+        state.refusals = {other: why for other, why in state.refusals.items() if other != rank}
     if progress.step >= state.step:
         state.step = progress.step
         state.loss = progress.loss
@@ -137,7 +142,10 @@ def worker_exited(turn: Turn, event: ev.WorkerExited) -> None:
         return
     state.exits = (*state.exits, (event.local_rank, event.code))
     drained = event.code == ev.WORKER_DRAINED or (event.code == 0 and has_drained(turn, event.local_rank))
-    if event.code != 0 and not drained:
+    refusal = state.refusals.get(global_rank(turn, event.local_rank))
+    if refusal is not None and not drained:
+        worker_refused(turn, refusal, event.code)
+    elif event.code != 0 and not drained:
         worker_failed(turn, event)
     elif not drained and state.has_session and global_rank(turn, event.local_rank) not in state.finished_ranks:
         worker_gave_up(turn, event.local_rank)
@@ -156,6 +164,13 @@ def global_rank(turn: Turn, local_rank: int) -> int:
     if world is None or world.place.incarnation != turn.state.incarnation:
         return -1
     return int(world.place.first_rank) + local_rank
+
+
+def worker_refused(turn: Turn, refusal: str, code: int) -> None:
+    """A rank ended because no rank may train what they were given, as all of them know."""
+    turn.state.outcome = Outcome.FAILED
+    report_failure(turn, refusal, code & 0xFF, control_pb2.FAILURE_KIND_REFUSED)
+    turn.kill_workers()
 
 
 def worker_gave_up(turn: Turn, local_rank: int) -> None:

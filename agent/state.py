@@ -90,6 +90,8 @@ class AgentState:
     agreed: bool = False
     anyone_sees_master: bool = False
     bad_reported: bool = False
+    # What all ranks agreed that they must not train, by the ranks that said so and have made no step since.
+    refusals: Mapping[int, str] = field(default_factory=dict)
     # The flags as the workers were told last.
     told: tuple[bool, bool, int] = (False, False, 0)
     drain_ordered: bool = False

@@ -64,6 +64,8 @@ def checked(message: worker_pb2.ToAgent, rank: int, *, seals: bool = False) -> w
             bad = message.bad_checkpoint
             _reference(bad.name, bad.digest)
             bad.file, bad.message = one_line(bad.file), one_line(bad.message)
+        case "refused":
+            message.refused.message = one_line(message.refused.message)
     return message
 
 

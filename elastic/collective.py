@@ -58,8 +58,12 @@ class Collective(Protocol):
         """Rank 0's ``message`` (plain JSON values) on every rank; the others' is ignored."""
         ...
 
-    def gather(self, message: Any) -> list[Any]:
-        """Every rank's ``message`` (plain JSON values), in rank order, on every rank."""
+    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
+        """Every rank's ``message`` (plain JSON values), in rank order, on every rank.
+
+        Args:
+            patience: Seconds that it may take; after that the group cannot be used any more. Default: the group's own.
+        """
         ...
 
     def barrier(self) -> None: ...
@@ -101,7 +105,7 @@ class Solo:
     def broadcast(self, message: Any) -> Any:
         return message
 
-    def gather(self, message: Any) -> list[Any]:
+    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
         return [message]
 
     def barrier(self) -> None:
@@ -154,11 +158,11 @@ class GlooCollective:
         # Messages are short, so the one gather that everybody takes part in is as good as a real broadcast.
         return self.gather(message if self.rank == 0 else None)[0]
 
-    def gather(self, message: Any) -> list[Any]:
+    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
         import torch
 
         data = json.dumps(message, allow_nan=True).encode()
-        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), patience)
         padded = torch.zeros(max(int(size.item()) for size in sizes), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = self._all_gather(padded)
@@ -174,6 +178,13 @@ class GlooCollective:
             yield
         finally:
             self._gone = None
+
+    def channel(self) -> Any:
+        """A connection to this world's store of its own, under names that only this use of it has."""
+        import torch.distributed as dist
+
+        self._connected()
+        return dist.PrefixStore(f"dalsegno/{self._epoch}/{self._left}/hurry", self._store.clone())  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Leaves the group. Call ``barrier`` before: a peer in the middle of something would see its connection go.
@@ -194,11 +205,15 @@ class GlooCollective:
         options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, operation))
         return _Reduction(self._connected().allreduce([tensor], options), tensor, self._wait)
 
-    def _all_gather(self, tensor: Any) -> list[Any]:
+    def _all_gather(self, tensor: Any, patience: float | None = None) -> list[Any]:
         import torch
 
         parts = [torch.zeros_like(tensor) for _ in range(self.world_size)]
-        self._wait(self._connected().allgather([parts], [tensor]))
+        work = self._connected().allgather([parts], [tensor])
+        if patience is None:
+            self._wait(work)
+        else:
+            work.wait(timedelta(seconds=patience))
         return parts
 
     def _wait(self, work: Any) -> None:

@@ -38,6 +38,7 @@ from dalsegno.elastic.checkpoint import UNIVERSAL
 
 from .deepspeed_checks import can_reshard, tell, why_not_reshard
 from .deepspeed_loading import (
+    TRAINED_NOTE,
     check_groups,
     load_parameters,
     load_whole_model,
@@ -46,11 +47,13 @@ from .deepspeed_loading import (
     restore_unpartitioned,
     separate_steps,
     torch_optimizer,
+    trained,
 )
 from .deepspeed_view import ZERO, resharded_view, sharded_view, universal_view
 from .optimizers import source_of_step
 from .process_group import init_alone
 from .replicas import loadable
+from .sessions import refused_together
 from .universal.errors import ConversionError
 from .universal.forms import Form
 from .universal.layout import engine_directory
@@ -254,6 +257,8 @@ def _described(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str,
     if getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
         state.setdefault(UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION})
     state[OPTIMIZER_NOTE] = source_of_step(torch_optimizer(engine))
+    if int(engine.zero_optimization_stage()) == 0:
+        state[TRAINED_NOTE] = trained(engine)
     return state
 
 
@@ -271,7 +276,7 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[
         The ``client_state`` that was saved.
 
     Raises:
-        ValueError: The engine was not configured for this resume point.
+        ValueError: The engine was not configured for this resume point, or trains something else. On all ranks.
         RuntimeError: DeepSpeed found nothing to load, a file is missing, or one holds objects that are not loaded; or
             another number of ranks saved it, and this engine is not one that `can_reshard`.
         OSError: A file cannot be read.
@@ -279,16 +284,21 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[
     tell(engine)
     if resume is None:
         return {}
-    by_values = loads_by_values(resume)
-    if bool(engine.load_universal_checkpoint()) != by_values:
-        raise ValueError(f"the engine's config was not made by `config` for this resume point (form {resume.form})")
-    if by_values and engine.zero_round_robin_gradients():
-        raise ValueError(f"the engine was {_ROUND_ROBIN}")
+    with refused_together():
+        _check(engine, resume)
     if resume.reshard and not can_reshard(engine):
         # The manifest speaks of the DeepSpeed and the engine that saved.
         raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
     with _only_what_is_safe(resume.path):
         return _load(engine, resume, strict)
+
+
+def _check(engine: Any, resume: Resume) -> None:
+    by_values = loads_by_values(resume)
+    if bool(engine.load_universal_checkpoint()) != by_values:
+        raise ValueError(f"the engine's config was not made by `config` for this resume point (form {resume.form})")
+    if by_values and engine.zero_round_robin_gradients():
+        raise ValueError(f"the engine was {_ROUND_ROBIN}")
 
 
 def load_weights(engine: Any, directory: Path) -> None:
@@ -327,8 +337,9 @@ def loads_by_values(resume: Resume) -> bool:
 def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
     saved = engine_directory(resume.path)
     directory = saved if resume.universal is None else resume.universal
-    if not isinstance(engine.module, PipelineModule):
-        check_groups(engine, saved)
+    with refused_together():
+        if not isinstance(engine.module, PipelineModule):
+            check_groups(engine, saved)
     with _opened(resume, saved, int(engine.zero_optimization_stage())) as (view, values):
         with nullcontext() if values is None else own_loading(engine, values, view):
             loaded, client_state = engine.load_checkpoint(str(view.parent), tag=view.name, load_module_strict=strict)

@@ -72,9 +72,10 @@ class DeepSpeed(Strategy):
             if own != setting.max_grad_norm:
                 raise ValueError(f"gradient_clipping is {own} and max_grad_norm {setting.max_grad_norm}: give one")
         base.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default clips, to 1
-        config, optimizer = ours.config(base, setting.plan, resume), make_optimizer(model)
-        scheduled = make_scheduler is not None or "scheduler" in config
-        check_optimizer(optimizer, self._stage, allowed=bool(self._config.get(ALLOW)), scheduled=scheduled)
+        with setting.session.meetings.together():
+            config, optimizer = ours.config(base, setting.plan, resume), make_optimizer(model)
+            scheduled = make_scheduler is not None or "scheduler" in config
+            check_optimizer(optimizer, self._stage, allowed=bool(self._config.get(ALLOW)), scheduled=scheduled)
         config.setdefault(ALLOW, True)  # its guard knows fewer than ours
         self._engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=make_scheduler, config=config

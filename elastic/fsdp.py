@@ -81,7 +81,8 @@ class FSDP(Strategy):
         from torch.distributed.fsdp import fully_shard
 
         self._max_grad_norm, self.loss_scale = setting.max_grad_norm, LossScale(setting.scaler)
-        check_whole(model, meta=True)
+        with setting.session.meetings.together():
+            check_whole(model, meta=True)
         resume = setting.session.resume
         mesh = init_device_mesh(setting.device.type, (setting.session.world_size,))
 

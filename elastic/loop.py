@@ -100,11 +100,12 @@ def steps(
         "any_world_size": any_world_size,
         "create_directory": create_directory,
     }
-    _compare(session, data, options, max_steps, save, save_every, advanced=advanced)
-    given, save = save, _saving(session, save, save_every, strategy)
-    source = _source(session, data, options, advanced=advanced)
-    if save is not None:
-        save = _saved_too(session, data, source, save, options, advanced=advanced)
+    with session.meetings.telling():
+        _compare(session, data, options, max_steps, save, save_every, advanced=advanced)
+        given, save = save, _saving(session, save, save_every, strategy)
+        source = _source(session, data, options, advanced=advanced)
+        if save is not None:
+            save = _saved_too(session, data, source, save, options, advanced=advanced)
     _learn(session, given if save is None else save, save_every, options, knows(data, advanced=advanced))
     rehearsal = partial(rehearse, session, given if session.can_save else None)
     run = _Run(session, rehearsal, save=save, save_every=save_every, position=position, metric=metric, options=options)

@@ -82,19 +82,19 @@ def check_parameters(saved: Sequence[str], here: Sequence[str]) -> None:
     """An optimizer's parameters by name, in the order of its groups: states and hyperparameters go by place.
 
     Raises:
-        RuntimeError: The checkpoint's are others, or in another order: each would get another one's momentum.
+        ValueError: The checkpoint's are others, or in another order: each would get another one's momentum.
     """
     place = next((n for n, (one, other) in enumerate(zip_longest(saved, here)) if one != other), None)
     if place is None:
         return
     if set(saved) == set(here):
-        raise RuntimeError(
+        raise ValueError(
             f"the optimizer's parameters were saved in another order: number {place} was {saved[place]} and is"
             f" {here[place]}. Make its groups as they were, from lists in a fixed order (not from sets)"
         )
     gone, new = sorted(set(saved) - set(here)), sorted(set(here) - set(saved))
     parts = [f"without {', '.join(gone[:3])}"] * bool(gone) + [f"with {', '.join(new[:3])}"] * bool(new)
-    raise RuntimeError(
+    raise ValueError(
         f"the optimizer trains other parameters than it did when it was saved: now {' and '.join(parts)}. Freeze and"
         " group them as they were, or start a new run"
     )

@@ -40,8 +40,9 @@ from .content import Content, Own
 from .declared import DDP, contradiction, of_each_rank
 from .identity import Identity
 from .link import Link
+from .meetings import Meetings
 from .remarks import remark
-from .save_errors import Cause, describe, is_fatal, kept, problem
+from .save_errors import Cause, describe, is_fatal, is_mistake, kept, problem
 from .saving_reports import Count, SavingReports, bytes_below
 from .staging import HostBuffers
 
@@ -61,9 +62,9 @@ class SaveError(RuntimeError):
 class _Failed(Exception):
     """A part of the save failed on some rank; all ranks have this with the same text."""
 
-    def __init__(self, reason: str, fatal: bool) -> None:
+    def __init__(self, reason: str, fatal: bool, *, final: bool | None = None) -> None:
         super().__init__(reason)
-        self.fatal = fatal
+        self.fatal, self.final = fatal, fatal if final is None else final
 
 
 @dataclass
@@ -458,7 +459,10 @@ class Saver:
     def _failed_save(self, name: str, step: int, failure: _Failed, drain: bool) -> None:
         self._give_up(name, step, str(failure), drain, failure.fatal)
         if failure.fatal:
-            raise SaveError(f"saving step {step} failed: {failure}") from failure
+            line = f"saving step {step} failed: {failure}"
+            if failure.final:
+                Meetings(self._collective, self._link).refused(line)
+            raise SaveError(line) from failure
 
     def _give_up(self, name: str, step: int, reason: str, drain: bool, fatal: bool) -> None:
         if self._identity.rank == 0:
@@ -468,7 +472,8 @@ class Saver:
                 log.warning("what the failed save left in %s could not be removed: %s", name, error)
         # No rank may begin the next attempt while the leftovers of this one are being removed.
         self._collective.barrier()
-        if self._link is not None:
+        # A mistake ends the training; what is said of that comes with its error.
+        if self._link is not None and not fatal:
             failed = worker_pb2.SaveFailed(name=name, reason=reason[:4096], drain=drain, step=step)
             self._link.send(worker_pb2.ToAgent(save_failed=failed))
 
@@ -497,4 +502,4 @@ class Saver:
         if problems:
             # Of several, one that the others may come from.
             rank, first = min(problems, key=lambda one: one[1].get("cause") == Cause.LIKELY_MISTAKE.value)
-            raise _Failed(f"{first['text']} (rank {rank})", is_fatal(answers))
+            raise _Failed(f"{first['text']} (rank {rank})", is_fatal(answers), final=is_mistake(answers))

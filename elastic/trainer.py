@@ -211,6 +211,13 @@ class Trainer:
             self.global_batch_size, s.world_size, self.max_micro_batch_size, self.fixed_micro_batch, self.pad
         )
         s.compare(alike_of(self, plan, self._strategy.name))
+        with s.meetings.telling():
+            self._load(s, plan)
+        s.examination.learn_parts(self._strategy.model, self._strategy.optimizer)
+        s.examination.learn(stateless=forgetful(self.callbacks))
+        self._owed = self.step > 0 and self._due(self.step, last=False) and self._evaluated != self.step
+
+    def _load(self, s: Session, plan: BatchPlan) -> None:
         check_strategy(s.resume, self._strategy.name)
         wanted = None if self.device is None else torch.device(self.device)
         self._where = self._strategy.start(s.world_size, s.local_rank, wanted)
@@ -226,9 +233,6 @@ class Trainer:
             s.track(self.track.metric, mode=self.track.mode, min_delta=self.track.min_delta)
         if s.resume is not None:
             self._load_state(state)
-        s.examination.learn_parts(self._strategy.model, self._strategy.optimizer)
-        s.examination.learn(stateless=forgetful(self.callbacks))
-        self._owed = self.step > 0 and self._due(self.step, last=False) and self._evaluated != self.step
 
     def _make_batches(self, s: Session, plan: BatchPlan) -> Batches[Any]:
         length = len(self.dataset) if hasattr(self.dataset, "__len__") else None

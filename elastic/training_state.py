@@ -24,6 +24,7 @@ from .checkpoint import SHARDED
 from .findings import few
 from .optimizers import check_parameters
 from .replicas import check_unsharded, check_whole, loadable, unwrapped, without_prefixes
+from .resuming import ResumePoint
 from .worker_session import Session
 
 MODEL_FILE, TRAINING_FILE = "model.pt", "training.pt"
@@ -109,18 +110,26 @@ class TrainingState:
     def load(self, *, cast: bool = False) -> bool:
         """Loads the session's resume point: weights, then the parts in their order. False: there is none.
 
+        Collective where there is one: what does not fit on some rank no rank goes on from.
+
         Args:
             cast: Weights that were saved with another dtype are converted.
 
         Raises:
-            ValueError: The model is sharded. Or the checkpoint is of another model, or of a training with other parts;
-                says which. Nothing was changed, unless only shapes or parameter groups differ.
+            ValueError: On all ranks: the model is sharded. Or the checkpoint is of another model, or of a training with
+                other parts; says which. Nothing was changed, unless only shapes or parameter groups differ.
         """
-        check_whole(self._model)
         self._loaded = True
         resume = self._session.resume
         if resume is None:
+            check_whole(self._model)
             return False
+        with self._session.meetings.together():
+            self._load(resume, cast)
+        return True
+
+    def _load(self, resume: ResumePoint, cast: bool) -> None:
+        check_whole(self._model)
         if resume.form != SHARDED:
             raise ValueError(f"{resume.ref.name} is handed out as {resume.form}: it was not saved by TrainingState")
         weights, kept = read_tensors(resume.path / MODEL_FILE), read_tensors(resume.path / TRAINING_FILE)
@@ -152,13 +161,12 @@ class TrainingState:
                 load_part(part, kept[name]["state"], cast=cast)
             except (ValueError, KeyError, RuntimeError) as error:
                 raise ValueError(f"the {name} in {resume.ref.name} does not fit this one: {error}") from error
-        return True
 
 
 def _same_parameters(checkpoint: str, saved: Sequence[str], here: Sequence[str]) -> None:
     try:
         check_parameters(saved, here)
-    except RuntimeError as error:
+    except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from error
 
 

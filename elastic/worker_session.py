@@ -20,7 +20,6 @@ from typing import Any, NoReturn, TypeVar
 
 from dalsegno.protos import worker_pb2
 
-from .agreement import agree
 from .background_save import Background
 from .checkpoint import (
     Best,
@@ -40,6 +39,7 @@ from .exits import EXIT_DRAINED, Drained, insist
 from .findings import loads_anywhere
 from .identity import Identity
 from .link import Link
+from .meetings import Meetings
 from .notices import Notice
 from .opening import refuse
 from .process_group import settle_device
@@ -69,6 +69,7 @@ class Session:
         resume: What to load before the first step; None: start from step 0.
         step: Optimizer steps done, those before the resume point included.
         examination: What is known of this training, for people; ends with the first ``meet``.
+        meetings: How all ranks end where one of them refuses.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Session:
         self.epoch, self.run_dir, self.resume = 0 if identity.alone else identity.epoch, identity.run_dir, resume
         self.step = 0 if resume is None else resume.step
         self._identity, self._collective, self._link, self._lock = identity, collective, link, lock
-        self._exchange = Exchange(collective)
+        self._exchange, self.meetings = Exchange(collective), Meetings(collective, link)
         self._store = None if identity.run_dir is None else CheckpointStore(identity.run_dir)
         self._saver: Saver | None = None
         if self._store is not None:
@@ -99,7 +100,6 @@ class Session:
         begins = resume is None and (self.can_save or not self.alone)
         self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
         self._notice = notice
-        self._over = False
         self._reports = Reports(link)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
 
@@ -188,7 +188,7 @@ class Session:
         Raises:
             RuntimeError: Nothing is tracked.
         """
-        if self._over and self._saver is None:
+        if self.meetings.over and self._saver is None:
             return self._tracking.measured(value, None, together=False)
         # Asked in the loop's body, it is of the step that has begun and will be counted when it ends.
         return self._tracking.improved(value, self.step + self._exchange.under_way)
@@ -205,9 +205,9 @@ class Session:
         Raises:
             RuntimeError: Nothing is tracked.
         """
-        if not self._over:
+        if not self.meetings.over:
             self.settle()
-        return self._tracking.measured(value, self._saved_here, together=not self._over)
+        return self._tracking.measured(value, self._saved_here, together=not self.meetings.over)
 
     @property
     def worth_saving(self) -> bool:
@@ -232,14 +232,14 @@ class Session:
 
         Raises:
             Unlike: A ValueError, on all ranks: something differs; says what, the values, and on which ranks.
-            ValueError: On all ranks: some rank has a problem; says which.
+            Refusal: The same: some rank has a problem; says which.
             RuntimeError: Another rank has ended; or the session is over.
         """
         self._check_open()
         own: dict[str, Any] = {"step": self.step, "resume point": None if self.resume is None else self.resume.ref.name}
         if self._tracking.name is not None:
             own["tracked metric"] = self._tracking.name
-        agree(self._collective, {**own, **alike}, problem)
+        self.meetings.compare({**own, **alike}, problem)
 
     def meet(self, ahead: int, alike: Mapping[str, Any] | None = None) -> int:
         """Before the first step: how many batches every rank has. Collective.
@@ -412,7 +412,7 @@ class Session:
 
     def finish(self) -> None:
         """The training reached its end on all ranks: says so. Collective, and harmless when repeated."""
-        if self._over:
+        if self.meetings.over:
             return
         refuse_to_go_on()
         self.settle()
@@ -429,10 +429,11 @@ class Session:
 
     def close(self) -> None:
         """For scripts that go on doing other things: leaves the session's group and the agent's socket."""
-        self._over = True
+        self.meetings.over = True
         self._notice.release()
         if self._saver is not None:
             self._saver.close()
+        self._exchange.close()
         self._collective.close()
         if self._link is not None:
             self._link.close()
@@ -476,7 +477,7 @@ class Session:
 
     def _part(self, apart: bool = False) -> None:
         """The last meeting: nobody's connections, nor card, go while another rank is still in a collective."""
-        self._over = True
+        self.meetings.over = True
         try:
             settle_device()
             if not apart:
@@ -484,6 +485,7 @@ class Session:
         except RuntimeError as error:
             # Everything is saved and said; a peer that died by now is the agent's business.
             log.warning("a rank was gone before the last barrier: %s", error)
+        self._exchange.close()
         self._collective.close()
 
     def _prune(self) -> None:
@@ -491,7 +493,7 @@ class Session:
             prune(self._store, self._identity, self.resume, self._keep)
 
     def _check_open(self) -> None:
-        if self._over:
+        if self.meetings.over:
             raise RuntimeError(
                 f"this session is over: its run was drained or finished, at step {self.step}, and a process trains one "
                 "run. Train the next one in a process of its own, with a checkpoint_dir of its own"

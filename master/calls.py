@@ -286,13 +286,15 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
     turn.set_part(member, Part.FAILED)
     turn.open.trouble = True
     reached(turn, node, message.step)
-    if first and job.phase.has_workers:
+    refused = message.kind == control_pb2.FAILURE_KIND_REFUSED
+    if first and job.phase.has_workers and not refused:  # What comes of a refusal says why, too.
         turn.cause(f"a worker failed on {node.name}")
         turn.notice(f"{node.name}: {message.message}", True)
     # A peer's damage is reported before its node joins again, and clears this.
     if job.verification is None:
         elsewhere = message.kind == control_pb2.FAILURE_KIND_PEER
-        failures.blame(turn, Failure(message.caller.epoch, node.name, message.message, message.step, elsewhere))
+        told = Failure(message.caller.epoch, node.name, message.message, message.step, elsewhere, refused)
+        failures.blame(turn, told)
     return OK
 
 

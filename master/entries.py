@@ -46,6 +46,8 @@ class Node:
     leaving: bool = False
     # The resume point that this node alone could not read.
     unreadable: str = ""
+    # Why its ranks cannot train with those that did before it came.
+    refused: str = ""
     # What its agent tells its person about this registration.
     remark: str = ""
     # Its workers import what session() comes from: they may call it, however late.
@@ -81,6 +83,8 @@ class Checkpoint:
     best: str = ""
     # How many checkpoints the script wants kept; None: as the job's settings have it.
     keep: int | None = None
+    # Why it has no universal form; empty where it may have one.
+    unconvertible: str = ""
     universal_name: str = ""
     universal_digest: str = ""
     # Digests of later forms that turned out to be damaged: never adopted again.

@@ -123,6 +123,8 @@ class Live:
     conversion_done: tuple[int, int] = (-1, 0)
     retry_at: float = 0.0
     retry_pause: float = 0.0
+    # When the job ends, because nobody will be able to convert what it would go on from.
+    vain_until: float | None = None
     # When the verifier was asked, or last read something new; and how much it has read, bytes.
     verify_moved: float = 0.0
     verify_bytes: int = 0

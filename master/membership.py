@@ -286,6 +286,7 @@ def is_candidate(turn: Turn, node: Node) -> bool:
     return (
         node.sees_directory
         and not node.leaving
+        and not node.refused
         and (resume is None or node.unreadable != resume.digest)
         and turn.is_fresh(node)
     )

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, saves
+from . import announcements, refusals, saves
+from .checkpoints import only_size
 from .membership import may_call_session, newcomers, select
 from .scaling import is_too_large, of_nodes, wants_to_shrink
 from .state import Drain, Failure, Node, Part, Phase, World
@@ -115,6 +116,8 @@ def end_of_epoch(turn: Turn) -> bool:
         if hopeless(turn):
             failure = job.budget.pending
             end(turn, Phase.FAILED, f"{failure.node}: {failure.message}" if failure else "every node failed at once")
+        elif refusals.ends_job(turn):
+            end_refused(turn)
         else:
             unplanned(turn)
         return True
@@ -201,7 +204,8 @@ def wants_to_grow(turn: Turn) -> bool:
         return False
     new = newcomers(turn)
     members = [n for n in (job.node_by(m.incarnation) for m in world.members) if n is not None]
-    if not new or len(select(turn, members + new)) <= len(world.members):
+    grown = select(turn, members + new)
+    if not new or len(grown) <= len(world.members) or only_size(job) not in (0, sum(node.nproc for node in grown)):
         return False
     if not job.has_session:
         since = unheard_since(turn, new)
@@ -356,8 +360,15 @@ def withdraw(turn: Turn, why: str) -> None:
 # ---- the end --------------------------------------------------------------------------------------------------------
 
 
-def end(turn: Turn, phase: Phase, message: str) -> None:
-    """The job is over, well or not."""
+def end_refused(turn: Turn) -> None:
+    """All ranks refuse, and nobody else could go on: no other start would come to anything else."""
+    refusal = refusals.pending(turn)
+    why = refusal.message if refusal is not None else ""
+    end(turn, Phase.FAILED, f"the training was refused: {why}", notice=False)
+
+
+def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
+    """The job is over, well or not. Every agent's last line says so; without `notice` nothing else does."""
     job = turn.job
     job.message = message
     job.conversion = None
@@ -365,5 +376,6 @@ def end(turn: Turn, phase: Phase, message: str) -> None:
     job.drain = None
     if job.world is not None:
         announcements.close_record(turn, job.world, max(turn.open.top_step, job.world.resumed_step))
-    turn.notice(message, phase is Phase.FAILED)
+    if notice:
+        turn.notice(message, phase is Phase.FAILED)
     turn.enter(phase)

@@ -130,6 +130,8 @@ class Member:
     host: str
     nproc: int
     group_rank: int
+    # Its ranks have made a step of this run before this world opened.
+    proven: bool = False
 
 
 @dataclass(frozen=True)
@@ -248,6 +250,8 @@ class Failure:
     step: int
     # The cause is on another node, which reports it or is lost.
     elsewhere: bool = False
+    # All ranks know, and agree: another start would come to the same.
+    refused: bool = False
 
 
 @dataclass(frozen=True)

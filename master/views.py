@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dalsegno.protos import control_pb2
 
-from .checkpoints import prunable, resume_point, to_proto, witnesses
+from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
 from .forming import missing
 from .live import State
 from .registration import settings_proto
@@ -146,6 +146,9 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
     if resume is not None and node.unreadable == resume.digest:
         directive.wait.reason = f"{node.name} cannot read {resume.name}, others can: it stays a spare"
         return
+    if node.refused:
+        directive.wait.reason = f"{node.name} cannot take part, and stays a spare: {node.refused}"
+        return
     if job.phase.has_workers:
         # Not the next round yet: a Join sent while the world still trains announces the newcomer, but what its
         # inventory lacks may be sealed a moment later. The next Gather asks for it again.
@@ -187,9 +190,15 @@ def spare_reason(state: State, node: Node) -> str:
     if node.name in state.live.held_until:
         return f"{node.name} was lost too often lately: it is a spare for a while"
     job = state.job
+    head = resume_point(job)
     if job.world is not None and len(job.world.members) >= job.most_nodes:
         scaled = "the job was scaled to" if job.limit else "the world has"
         return f"{node.name} is a spare: {scaled} {of_nodes(job.most_nodes)}"
+    if head is not None and (only := only_size(job)):
+        return (
+            f"{node.name} is a spare: what the run saves loads with {only} workers only "
+            f"({head.unconvertible}), and the world has them"
+        )
     unit = job.settings.node_unit
     if unit > 1 and job.world is not None and len(job.nodes) - len(job.world.members) < unit:
         return f"{node.name} is a spare: worlds have a multiple of {unit} nodes (--node-unit)"

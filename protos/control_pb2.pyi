@@ -118,6 +118,8 @@ class _FailureKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The cause is on another node, which reports it: the workers' own collectives broke, or a peer could not load the
     resume point. Never counted against the budget by itself.
     """
+    FAILURE_KIND_REFUSED: _FailureKind.ValueType  # 4
+    """All ranks know, and agree, that they must not train this: another start would come to the same."""
 
 class FailureKind(_FailureKind, metaclass=_FailureKindEnumTypeWrapper): ...
 
@@ -130,6 +132,8 @@ FAILURE_KIND_PEER: FailureKind.ValueType  # 3
 """The cause is on another node, which reports it: the workers' own collectives broke, or a peer could not load the
 resume point. Never counted against the budget by itself.
 """
+FAILURE_KIND_REFUSED: FailureKind.ValueType  # 4
+"""All ranks know, and agree, that they must not train this: another start would come to the same."""
 global___FailureKind = FailureKind
 
 class _ConversionState:
@@ -145,6 +149,8 @@ class _ConversionStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     """A checksum or the completeness check proves the source damaged."""
     CONVERSION_STATE_ENVIRONMENT: _ConversionState.ValueType  # 4
     """Disk, memory, a stall, or a converter error on a source that verifies."""
+    CONVERSION_STATE_IMPOSSIBLE: _ConversionState.ValueType  # 5
+    """The source verifies and has no universal form: no machine can convert it, now or later."""
 
 class ConversionState(_ConversionState, metaclass=_ConversionStateEnumTypeWrapper): ...
 
@@ -155,6 +161,8 @@ CONVERSION_STATE_SOURCE_BAD: ConversionState.ValueType  # 3
 """A checksum or the completeness check proves the source damaged."""
 CONVERSION_STATE_ENVIRONMENT: ConversionState.ValueType  # 4
 """Disk, memory, a stall, or a converter error on a source that verifies."""
+CONVERSION_STATE_IMPOSSIBLE: ConversionState.ValueType  # 5
+"""The source verifies and has no universal form: no machine can convert it, now or later."""
 global___ConversionState = ConversionState
 
 @typing.final
@@ -400,6 +408,7 @@ class Checkpoint(google.protobuf.message.Message):
     LARGEST_FILE_FIELD_NUMBER: builtins.int
     BEST_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
+    NO_UNIVERSAL_FORM_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     step: builtins.int
     epoch: builtins.int
@@ -417,6 +426,8 @@ class Checkpoint(google.protobuf.message.Message):
     """Name of the best checkpoint of the run as of this one (it may be this one); empty where no metric is tracked."""
     keep: builtins.int
     """How many of the run's checkpoints stay, 0: all; not there where the script leaves it to the job's settings."""
+    no_universal_form: builtins.bool
+    """None of its files is one that a conversion could read: it has no universal form."""
     @property
     def ref(self) -> global___CheckpointRef: ...
     @property
@@ -451,9 +462,10 @@ class Checkpoint(google.protobuf.message.Message):
         largest_file: builtins.int = ...,
         best: builtins.str = ...,
         keep: builtins.int | None = ...,
+        no_universal_form: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "keep", b"keep", "metric", b"metric", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "shape", b"shape", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "best", b"best", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "keep", b"keep", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "best", b"best", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "keep", b"keep", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "no_universal_form", b"no_universal_form", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_keep", b"_keep"]) -> typing.Literal["keep"] | None: ...
     @typing.overload

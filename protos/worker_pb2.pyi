@@ -25,6 +25,7 @@ class ToAgent(google.protobuf.message.Message):
     DRAINED_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
     BAD_CHECKPOINT_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -43,6 +44,8 @@ class ToAgent(google.protobuf.message.Message):
     def finished(self) -> global___Finished: ...
     @property
     def bad_checkpoint(self) -> global___BadCheckpoint: ...
+    @property
+    def refused(self) -> global___Refused: ...
     def __init__(
         self,
         *,
@@ -55,10 +58,11 @@ class ToAgent(google.protobuf.message.Message):
         drained: global___Drained | None = ...,
         finished: global___Finished | None = ...,
         bad_checkpoint: global___BadCheckpoint | None = ...,
+        refused: global___Refused | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "progress", b"progress", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "progress", b"progress", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "progress", "saving", "sealed", "save_failed", "draining", "drained", "finished", "bad_checkpoint"] | None: ...
+    def HasField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "progress", "saving", "sealed", "save_failed", "draining", "drained", "finished", "bad_checkpoint", "refused"] | None: ...
 
 global___ToAgent = ToAgent
 
@@ -310,3 +314,23 @@ class BadCheckpoint(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["digest", b"digest", "file", b"file", "form", b"form", "message", b"message", "name", b"name"]) -> None: ...
 
 global___BadCheckpoint = BadCheckpoint
+
+@typing.final
+class Refused(google.protobuf.message.Message):
+    """All ranks say it before they end: what they were given must not be trained, and another start would come to the same.
+    It holds while this rank makes no step.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: builtins.int
+    message: builtins.str
+    """One line for a person: what, why, what to do."""
+    def __init__(
+        self,
+        *,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message"]) -> None: ...
+
+global___Refused = Refused

@@ -34,6 +34,8 @@ MAX_BYTES = 64 << 20
 MAX_COUNT, MAX_SMALL = (1 << 63) - 1, (1 << 32) - 1
 MAX_TEXT = 256
 
+# Each rank of DeepSpeed's engine writes one; a universal form is made of them, and of nothing else.
+_CONVERTED = "_optim_states.pt"
 _PROTO_FORMS = {
     SHARDED: control_pb2.FORM_SHARDED,
     UNIVERSAL: control_pb2.FORM_UNIVERSAL,
@@ -286,6 +288,7 @@ class Manifest:
             best="" if self.best is None else self.best.name,
             largest_file=self.largest_file,
             keep=self.keep,
+            no_universal_form=self.form == SHARDED and not any(entry.path.endswith(_CONVERTED) for entry in self.files),
         )
 
 

@@ -296,6 +296,31 @@ def test_finished_ranks_are_reported_after_the_commit() -> None:
     assert not agent.did(ev.Exit)
 
 
+@pytest.mark.parametrize("code", [1, 0, -6])
+def test_a_refusal_is_told_as_one_however_the_rank_ends(code: int) -> None:
+    """Not by the wording of its last line: what it said before counts, until it makes a step all the same."""
+    refused = worker_pb2.Refused(message="another optimizer")
+    agent = Agent().registered().running()
+    agent.said(refused=refused)
+    assert kinds(agent.exits(code)) == ["ReportFailure", "StopWorkers"]
+    (report,) = agent.calls("ReportFailure")
+    assert (report.kind, report.message) == (control_pb2.FAILURE_KIND_REFUSED, "another optimizer")
+    agent = Agent().registered().running()
+    agent.said(refused=refused)
+    agent.said(progress=worker_pb2.Progress(step=1))
+    agent.exits(1)
+    (report,) = agent.calls("ReportFailure")
+    assert report.kind == control_pb2.FAILURE_KIND_WORKER
+    agent = Agent().registered().running()
+    agent.said(refused=refused)
+    agent.directed(gather=GATHER)
+    agent.hear(ev.WorkersStopped(1))
+    agent.running(epoch=2)
+    agent.exits(1)
+    (report,) = agent.calls("ReportFailure")
+    assert report.kind == control_pb2.FAILURE_KIND_WORKER, "what an earlier start said"
+
+
 def test_a_script_with_a_session_finishes_only_by_saying_so() -> None:
     """A `break` or an early sys.exit(0) must not end the run as a success: one line says what to call."""
     agent = Agent(nproc=2).registered().running(rank=1)
