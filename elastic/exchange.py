@@ -109,8 +109,8 @@ class Exchange:
         return Boundary(step, True, bool(drain), bool(save_failed), ahead == 0, bool(master_seen))
 
     def abandon(self) -> None:
-        """Gives up the step that has begun: the script left its loop in the middle."""
-        self._step, self._pending = None, None
+        """Gives up the step that has begun: the script left its loop in the middle. The next one exchanges anew."""
+        self._step, self._pending, self._next = None, None, None
 
     @property
     def under_way(self) -> bool:

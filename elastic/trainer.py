@@ -227,6 +227,8 @@ class Trainer:
         if s.resume is not None:
             self._load_state(state)
         s.examination.learn_parts(self._strategy.model, self._strategy.optimizer)
+        held = self._strategy
+        s.copies.know(held.model, held.optimizer, scheduler=held.scheduler, saved=True)
         s.examination.learn(stateless=forgetful(self.callbacks))
         self._owed = self.step > 0 and self._due(self.step, last=False) and self._evaluated != self.step
 

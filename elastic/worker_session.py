@@ -20,11 +20,9 @@ from typing import Any, NoReturn, TypeVar
 
 from dalsegno.protos import worker_pb2
 
-from . import rng
 from .agreement import agree
 from .background_save import Background
 from .checkpoint import (
-    SHARDED,
     Best,
     CheckpointStore,
     Cut,
@@ -35,6 +33,7 @@ from .checkpoint import (
     Tracked,
 )
 from .collective import Collective, Pending
+from .copies import Copies
 from .declared import strategy_of
 from .examination import Examination, refuse_to_go_on
 from .exchange import Boundary, Exchange, Flags
@@ -47,7 +46,7 @@ from .opening import refuse
 from .process_group import settle_device
 from .pruning import prune
 from .reports import Reports
-from .resuming import Damaged, ResumePoint
+from .resuming import Damaged, ResumePoint, restore_rng
 from .saving import Content, Saver
 from .tracking import Tracking
 
@@ -71,6 +70,7 @@ class Session:
         resume: What to load before the first step; None: start from step 0.
         step: Optimizer steps done, those before the resume point included.
         examination: What is known of this training, for people; ends with the first ``meet``.
+        copies: What all ranks have a copy of: compared before the first step, and right behind it.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class Session:
         self._tracking = Tracking(collective, self._saver)
         begins = resume is None and (self.can_save or not self.alone)
         self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
+        self.copies = Copies(collective)
         self._notice = notice
         self._over = False
         self._reports = Reports(link)
@@ -251,9 +252,11 @@ class Session:
             alike: See ``compare``, which it does, too.
 
         Raises:
+            Unlike: See ``compare``; or the ranks have unlike copies of the model, or unlike hyperparameters.
             Examined: This is ``dalsegno doctor``. Exit code 0.
         """
         self.compare(alike or {})
+        self.copies.before()
         self.examination.end()
         self._reports.begin()
         return self._exchange.meet(ahead)
@@ -279,6 +282,9 @@ class Session:
 
         Args:
             loss: As with ``report``.
+
+        Raises:
+            Unlike: Behind the first step: nothing keeps the ranks' copies of the model alike. On all ranks.
         """
         if loss is not None:
             self.report(loss)
@@ -286,12 +292,14 @@ class Session:
         boundary = self._exchange.end(seconds)
         self.step = boundary.step
         self._reports.step(boundary, seconds)
+        self.copies.behind(self.step)
         if boundary.save_failed:
             self.settle()
         return boundary
 
-    def abandon_step(self) -> None:
-        """The loop was left in the middle of a step, which does not count."""
+    def abandon_step(self, *, trained: bool = False) -> None:
+        """The loop was left in the middle of a step, which does not count; ``trained``: it was over, and counts."""
+        self.step += int(trained and self._exchange.under_way)
         self._exchange.abandon()
 
     def save(
@@ -437,14 +445,7 @@ class Session:
         Args:
             seed: None: at step 0 the generators stay as they are.
         """
-        resume = self.resume
-        if seed is not None or resume is not None:
-            # Also where there is a state: it may lack a generator, as that of a run on CPUs lacks the cards'.
-            rng.seed_rank(seed or 0, self.step, self.rank)
-        if resume is not None and resume.form == SHARDED and resume.manifest.shape.world_size == self.world_size:
-            state = resume.path / rng.file_name(self.rank)
-            if state.is_file():
-                rng.restore(state.read_bytes())
+        restore_rng(self.resume, seed, self.step, self.rank, self.world_size)
 
     def bad_checkpoint(self, file: str, message: str) -> NoReturn:
         """The resume point cannot be loaded: has the agent see to it, and ends this process with exit code 84.
