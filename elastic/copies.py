@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 HEAPS, TOLD = 64, 256
 # Steps until this is given up where nothing moves: with a learning rate of 0, or a loss scale that is still too large.
 LAST = 1024
+# Communication hooks of torch's that leave the ranks apart for a while, or for ever, as their users know.
+_LOCAL = ("post_localSGD_hook", "noop_hook")
 
 
 class Value(NamedTuple):
@@ -123,7 +125,7 @@ class Copies:
         answers = self._collective.gather(alike)
         if wrong := differences(answers):
             raise Unlike(f"the ranks were not started alike: {'; '.join(wrong[:4])}. Give all ranks the same")
-        self._first = self._compare(0)
+        self._first = self._compare(0)[:1]
 
     def behind(self, step: int) -> None:
         """Behind a step; does something behind the first one only, or behind the first few, while nothing moves.
@@ -137,14 +139,14 @@ class Copies:
         if self._steps < self._due:
             return
         now = self._compare(step)
-        still = bool(now) and now == self._first and self._due < LAST
+        still = bool(now) and now[:1] == self._first and self._due < LAST
         self._due = 2 * self._due if still else 0
         if not self._due:
             self._known.clear()
 
     def _compare(self, step: int) -> list[Any]:
         """What all ranks have alike, in short; empty: they have nothing in common, or unlike."""
-        groups = self._values()
+        groups = self._values(states=step > 0)
         own = [_told(values) for values in groups]
         answers = self._collective.gather(own)
         apart: list[Apart] = []
@@ -194,14 +196,14 @@ class Copies:
             if _of_all_ranks(copy, self._collective.world_size):
                 yield copy
 
-    def _values(self) -> tuple[list[Value], list[Value]]:
-        """Weights, and states of optimizers."""
+    def _values(self, *, states: bool) -> tuple[list[Value], list[Value]]:
+        """Weights, and states of optimizers if they are asked for."""
         weights: list[Value] = []
-        states: list[Value] = []
+        held: list[Value] = []
         for copy in self._copies():
             weights += _weights(copy)
-            states += _states(copy)
-        return weights, states
+            held += _states(copy) if states else ()
+        return weights, held
 
 
 def refusal(apart: Sequence[Apart], step: int) -> str:
@@ -272,7 +274,8 @@ def _of_all_ranks(copy: Copy, world_size: int) -> bool:
     if any(kind.__name__ == "FullyShardedDataParallel" for m in copy.model.modules() for kind in type(m).__mro__):
         return False
     if isinstance(wrapper, DistributedDataParallel):
-        local = any("post_localSGD" in getattr(hook, "__qualname__", "") for hook, _ in wrapper._comm_hooks)
+        hooks = [getattr(hook, "__qualname__", "") for hook, _ in wrapper._comm_hooks]
+        local = any(name.startswith(_LOCAL) for name in hooks)
         return not local and wrapper.process_group.size() == world_size
     if wrapper is not None and _is_engine(wrapper):
         return bool(getattr(wrapper, "dp_world_size", 0) == world_size)

@@ -82,6 +82,8 @@ def check_kept(optimizer: Any, model: nn.Module, kept: Iterable[Tensor] = ()) ->
     groups = getattr(optimizer, "param_groups", ())
     others = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in own]
     held = list(kept) if others else []
+    # Some work on copies of their own (in host memory, for one), which they make of the model's.
+    held += model.parameters() if others else []
     lost = [p for p in others if not any(_is_same(p, tensor) for tensor in held)]
     if lost:
         shapes = ", ".join(str(tuple(parameter.shape)) for parameter in lost[:3])
@@ -92,7 +94,7 @@ def check_kept(optimizer: Any, model: nn.Module, kept: Iterable[Tensor] = ()) ->
 
 
 def _is_same(parameter: Tensor, kept: Tensor) -> bool:
-    if kept.shape != parameter.shape or kept.device.type == "meta":
+    if kept.shape != parameter.shape or kept.dtype != parameter.dtype or kept.device.type == "meta":
         return False
     return kept.data_ptr() == parameter.data_ptr() or bool((kept.to(parameter) == parameter).all())
 

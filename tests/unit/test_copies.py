@@ -373,6 +373,7 @@ def test_an_optimizers_parameter_is_kept_somewhere() -> None:
         check_kept(optimizer, own, [torch.zeros(3), torch.zeros(4)])
     extra.requires_grad_(False)
     check_kept(optimizer, own)
+    check_kept(torch.optim.SGD([nn.Parameter(own[0].bias.detach().clone())]), own)  # type: ignore[operator]
 
 
 def test_what_becomes_trainable_is_said_once_where_it_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
