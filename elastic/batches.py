@@ -18,6 +18,7 @@ from .collective import Done
 from .fetching import Loading, Maker, Part, is_iterable
 from .micro_batch import MicroBatch
 from .plan import BatchPlan, Slice
+from .remarks import remark
 from .sampler import ElasticSampler, check_cut
 
 T = TypeVar("T")
@@ -52,6 +53,8 @@ class Batch(Generic[T]):
         handed_out: Micro-batches that ``micro_batches`` has given so far.
         scale: ``"ddp"`` or ``"deepspeed"``: what the factors are made for.
         abandoned: The loop over ``micro_batches`` was left before it came to its end.
+        trained: All of its micro-batches were computed: the run stands behind it.
+        trained_by: The `Accumulation` that goes through it; None: there is none.
     """
 
     step: int
@@ -62,6 +65,8 @@ class Batch(Generic[T]):
     handed_out: int = 0
     scale: str = "ddp"
     abandoned: bool = False
+    trained: bool = False
+    trained_by: Any = field(default=None, repr=False)
     _parts: list[tuple[Part, T]] = field(default_factory=list, repr=False)
     _owner: Batches[T] | None = field(default=None, repr=False)
     _total: _Total | None = field(default=None, repr=False)
@@ -73,6 +78,11 @@ class Batch(Generic[T]):
         They are summed while the first forward pass computes; whoever asks before waits for that.
         """
         return 0 if self._total is None else self._total.value
+
+    @property
+    def made_by(self) -> Batches[T] | None:
+        """Whose it is."""
+        return self._owner
 
     @property
     def accumulation(self) -> int:
@@ -109,6 +119,12 @@ class Batch(Generic[T]):
             )
         if self._owner is not None:
             self._owner.trained(self)
+
+
+def batch_in(item: Any) -> Batch[Any] | None:
+    """The `Batch` that a loop was handed, also with something beside it (``enumerate``, ``zip``); None: it is none."""
+    parts = item if isinstance(item, tuple | list) else (item,)
+    return next((part for part in parts if isinstance(part, Batch)), None)
 
 
 class _Total:
@@ -205,6 +221,7 @@ class Batches(Generic[T]):
         maker = Maker(collate, self._seed, self.order.seed)
         self._loading = Loading(dataset, sampler, plan, rank, maker, data_epochs, options)
         self._left = self._count_left()
+        self._said = False
 
     @property
     def order(self) -> Order:
@@ -271,7 +288,7 @@ class Batches(Generic[T]):
 
     def micro_batches(self, batch: Batch[T], parts: list[tuple[Part, T]]) -> Iterator[MicroBatch[T]]:
         """See ``Batch.micro_batches``."""
-        tokens = self._tokens(batch, parts)
+        tokens, scaled = self._tokens(batch, parts), False
         for index, (part, data) in enumerate(parts):
             weight = part.slice.n if tokens is None else tokens[index]
             if self._seed is not None:
@@ -296,14 +313,33 @@ class Batches(Generic[T]):
                 raise
             finally:
                 micro.close()
+            scaled = scaled or micro.scaled
+        # The optimizer has not stepped yet.
+        self._say_unscaled(batch, scaled)
         self.trained(batch)
 
     def _loss_scale(self, batch: Batch[T], weight: int) -> float:
         total = batch.n if self._count_tokens is None else batch.tokens
         return self._plan.loss_scale(float(weight), float(total), self._scale)
 
+    def _say_unscaled(self, batch: Batch[T], scaled: bool) -> None:
+        """Once, and on one rank: a script may have divided its loss by itself, but most have forgotten it."""
+        plan = self._plan
+        if scaled or self._said or self._rank or plan.accumulation * plan.world_size == 1:
+            return
+        self._said = True
+        remark(
+            "micro.scale(loss) was not used in step %d, which is cut into %d micro-batches on each of %d ranks: their "
+            "gradients come to the mean over the global batch only if the loss was divided accordingly, for parts of "
+            "any size and any number of ranks; else call micro.scale(loss).backward()",
+            batch.step,
+            plan.accumulation,
+            plan.world_size,
+        )
+
     def trained(self, batch: Batch[T]) -> None:
         """All of ``batch`` is computed: that is where the training stands now."""
+        batch.trained = True
         self._steps_done = batch.step
         self._sampler.seek(batch.position_after)
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .optimizers import check_kept
 from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, resume_rates
 
 _STATE = "dalsegno_trainer"
@@ -74,6 +75,7 @@ class DeepSpeed(Strategy):
         base.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default clips, to 1
         with setting.session.meetings.together():
             config, optimizer = ours.config(base, setting.plan, resume), make_optimizer(model)
+            check_kept(optimizer, model)
             scheduled = make_scheduler is not None or "scheduler" in config
             check_optimizer(optimizer, self._stage, allowed=bool(self._config.get(ALLOW)), scheduled=scheduled)
         config.setdefault(ALLOW, True)  # its guard knows fewer than ours

@@ -114,8 +114,8 @@ class Exchange:
         return Boundary(step, True, bool(drain) or hurried, bool(save_failed), ahead == 0, bool(master_seen))
 
     def abandon(self) -> None:
-        """Gives up the step that has begun: the script left its loop in the middle."""
-        self._step, self._pending = None, None
+        """Gives up the step that has begun: the script left its loop in the middle. The next one exchanges anew."""
+        self._step, self._pending, self._next = None, None, None
 
     def close(self) -> None:
         """No step begins any more."""

@@ -255,7 +255,7 @@ def _note(error: Exception | None) -> dict[str, str]:
 
 
 def restore_rng(resume: ResumePoint | None, seed: int | None, step: int, rank: int, world_size: int) -> None:
-    """See ``Session.restore_rng``."""
+    """Puts the random generators where the run left them, see ``Session.restore_rng``."""
     if seed is not None or resume is not None:
         # Also where there is a state: it may lack a generator, as that of a run on CPUs lacks the cards'.
         rng.seed_rank(seed or 0, step, rank)

@@ -213,7 +213,9 @@ class Trainer:
         s.compare(alike_of(self, plan, self._strategy.name))
         with s.meetings.telling():
             self._load(s, plan)
-        s.examination.learn_parts(self._strategy.model, self._strategy.optimizer)
+        held = self._strategy
+        s.examination.learn_parts(held.model, held.optimizer)
+        s.copies.know(held.model, held.optimizer, scheduler=held.scheduler, saved=True)
         s.examination.learn(stateless=forgetful(self.callbacks))
         self._owed = self.step > 0 and self._due(self.step, last=False) and self._evaluated != self.step
 

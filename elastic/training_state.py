@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -22,10 +22,11 @@ from torch import Tensor, nn
 
 from .checkpoint import SHARDED
 from .findings import few
-from .optimizers import check_parameters
-from .replicas import check_unsharded, check_whole, loadable, unwrapped, without_prefixes
+from .optimizers import check_kept, check_parameters
+from .replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
 from .resuming import ResumePoint
 from .worker_session import Session
+from .wrappers import frozen, tell_frozen
 
 MODEL_FILE, TRAINING_FILE = "model.pt", "training.pt"
 
@@ -55,8 +56,11 @@ class TrainingState:
         self._session, self._model = session, unwrapped(model)
         self._parts = {name: part for name, part in parts.items() if part is not None}
         self._loaded = False
+        self._had_frozen: list[str] | None = None
         optimizers = [part for part in self._parts.values() if hasattr(part, "param_groups")]
         session.examination.learn_parts(self._model, *optimizers)
+        scheduler = next((part for part in self._parts.values() if hasattr(part, "get_last_lr")), None)
+        session.copies.know(self._model, *optimizers, scheduler=scheduler, saved=True)
 
     def files(self) -> dict[str, Any]:
         """What this rank saves, for ``background``. Tensors are the training's own.
@@ -71,7 +75,7 @@ class TrainingState:
             return {}
         kept = {name: {"type": _kind(part), "state": _state_of(name, part)} for name, part in self._parts.items()}
         for name, names in self._trained().items():
-            kept[name]["parameters"] = names
+            kept[name]["parameters"], kept[name]["frozen"] = names, frozen(self._model)
         for name, part in self._parts.items():
             check = check_unsharded if hasattr(part, "param_groups") else loadable
             check(kept[name], f"the state of {name}")
@@ -96,11 +100,20 @@ class TrainingState:
         if resume is not None and self._session.step == resume.step and not self._loaded:
             raise ValueError(f"the run goes on from {resume.ref.name}: call TrainingState.load() before the first step")
         files = self.files()
+        if self._session.rank == 0 and resume is not None and self._session.step == resume.step:
+            tell_frozen(resume.ref.name, self._had_frozen, frozen(self._model))
         if files:
             loadable(files[MODEL_FILE], "the model's state_dict() (get_extra_state?)")
             for name, part in files[TRAINING_FILE].items():
                 if hasattr(self._parts[name], "param_groups"):
                     loadable(part, f"the state of {name}")
+                    check_kept(self._parts[name], self._model, self._beside(files[TRAINING_FILE]))
+
+    def _beside(self, kept: Mapping[str, Any]) -> Iterator[Tensor]:
+        """Tensors that are saved beside those of the model and of optimizers."""
+        for name, part in kept.items():
+            if not hasattr(self._parts[name], "param_groups"):
+                yield from (tensor for _, tensor in tensors(part))
 
     def write(self, path: Path) -> None:
         """The same while the training waits, for ``save=``."""
@@ -147,6 +160,7 @@ class TrainingState:
             )
         for name, names in self._trained().items():
             # Earlier versions did not say.
+            self._had_frozen = kept[name].get("frozen")
             if "parameters" in kept[name]:
                 _same_parameters(resume.ref.name, kept[name]["parameters"], names)
         try:

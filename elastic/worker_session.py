@@ -32,6 +32,7 @@ from .checkpoint import (
     Tracked,
 )
 from .collective import Collective, Pending
+from .copies import Copies
 from .declared import strategy_of
 from .examination import Examination, refuse_to_go_on
 from .exchange import Boundary, Exchange, Flags
@@ -70,6 +71,7 @@ class Session:
         step: Optimizer steps done, those before the resume point included.
         examination: What is known of this training, for people; ends with the first ``meet``.
         meetings: How all ranks end where one of them refuses.
+        copies: What all ranks have a copy of: compared before the first step, and right behind it.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Session:
         self._tracking = Tracking(collective, self._saver)
         begins = resume is None and (self.can_save or not self.alone)
         self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
+        self.copies = Copies(collective)
         self._notice = notice
         self._reports = Reports(link)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
@@ -249,9 +252,11 @@ class Session:
             alike: See ``compare``, which it does, too.
 
         Raises:
+            Unlike: See ``compare``; or the ranks have unlike copies of the model, or unlike hyperparameters.
             Examined: This is ``dalsegno doctor``. Exit code 0.
         """
         self.compare(alike or {})
+        self.copies.before()
         self.examination.end()
         self._reports.begin()
         return self._exchange.meet(ahead)
@@ -277,6 +282,9 @@ class Session:
 
         Args:
             loss: As with ``report``.
+
+        Raises:
+            Unlike: Behind the first step: nothing keeps the ranks' copies of the model alike. On all ranks.
         """
         if loss is not None:
             self.report(loss)
@@ -284,12 +292,14 @@ class Session:
         boundary = self._exchange.end(seconds)
         self.step = boundary.step
         self._reports.step(boundary, seconds)
+        self.copies.behind(self.step)
         if boundary.save_failed:
             self.settle()
         return boundary
 
-    def abandon_step(self) -> None:
-        """The loop was left in the middle of a step, which does not count."""
+    def abandon_step(self, *, trained: bool = False) -> None:
+        """The loop was left in the middle of a step, which does not count; ``trained``: it was over, and counts."""
+        self.step += int(trained and self._exchange.under_way)
         self._exchange.abandon()
 
     def save(

@@ -63,7 +63,9 @@ class Came:
         return CheckpointStore(self.directory).sealed()
 
 
-def come(directory: Path, told: Mapping[str, Told], world: int = 2, preloaded: str = PRELOADED) -> dict[str, Came]:
+def come(
+    directory: Path, told: Mapping[str, Told], world: int = 2, preloaded: str = PRELOADED, worker: Path = WORKER
+) -> dict[str, Came]:
     """What comes of all cases, one after the other in the same ranks."""
     stores = {name: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for name in told}
     places = {name: directory / (one.after or name) for name, one in told.items()}
@@ -77,7 +79,7 @@ def come(directory: Path, told: Mapping[str, Told], world: int = 2, preloaded: s
         for name, one in told.items()
     ]
     directory.mkdir(parents=True, exist_ok=True)
-    ended = run_world(world, [str(WORKER), json.dumps(tasks), str(directory)], preloaded=preloaded)
+    ended = run_world(world, [str(worker), json.dumps(tasks), str(directory)], preloaded=preloaded)
     assert [code for code, _ in ended] == [0] * world, "\n".join(output for _, output in ended)
     ranks = [json.loads((directory / f"result-{rank}.json").read_text()) for rank in range(world)]
     of_case = zip(told, zip(*ranks, strict=True), strict=True)

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler
+from dalsegno.elastic.collective import Solo
+from dalsegno.elastic.copies import Copies
 from dalsegno.elastic.examination import Examination
 from dalsegno.elastic.loop import steps
 from tests.unit.test_batches import Numbers
@@ -192,6 +194,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.examination = Examination(0, False, 1, 1, False)
+        self.copies = Copies(Solo())
         self.step, self.saved = 0, 0
 
     def meet(self, ahead: int) -> int:
@@ -200,7 +203,7 @@ class Alone:
     def compare(self, alike: Any, *, problem: str = "") -> None: ...
     def restore_rng(self, seed: int | None) -> None: ...
     def begin_step(self, ahead: int) -> None: ...
-    def abandon_step(self) -> None: ...
+    def abandon_step(self, *, trained: bool) -> None: ...
 
     def end_step(self) -> Any:
         raise AssertionError("the step is not to be counted")

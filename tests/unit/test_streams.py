@@ -18,6 +18,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from dalsegno.elastic import Batches, BatchPlan, Boundary, ElasticSampler, Position
 from dalsegno.elastic.collective import Solo
+from dalsegno.elastic.copies import Copies
 from dalsegno.elastic.examination import Examination
 from dalsegno.elastic.exchange import Exchange, Flags
 from dalsegno.elastic.fetching import Fetcher, Maker
@@ -153,6 +154,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.examination = Examination(0, False, 1, 1, False)
+        self.copies = Copies(Solo())
         self.step, self.finished, self._exchange = 0, False, Exchange(Solo(), interval=0.0)
 
     def compare(self, alike: Any, *, problem: str = "") -> None: ...
