@@ -41,6 +41,7 @@ class Facts:
         optimizers: Names of their classes.
         layers: Kinds of layers that were seen, see `kinds_of`, each with the classes.
         stateless: Names of callbacks that keep nothing in checkpoints.
+        data_draws: The data set draws random numbers, and nothing sets the generators for each sample.
     """
 
     strategy: str = "ddp"
@@ -56,6 +57,7 @@ class Facts:
     optimizers: tuple[str, ...] = ()
     layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
     stateless: tuple[str, ...] = ()
+    data_draws: bool = False
 
 
 def loads_anywhere(strategy: str) -> bool:
@@ -117,6 +119,11 @@ def in_distribution(facts: Facts) -> Iterator[str]:
         yield (
             f"{few(seen[RANDOM])}: each rank draws its own random numbers. In the same world they go on bit for bit, "
             "after a change of its size they are others"
+        )
+    if facts.data_draws:
+        yield (
+            "the data set: what it draws at random is drawn by each rank, and other numbers after a change; "
+            "fixed_micro_batch with a seed sets them for each sample"
         )
     if BATCH_STATISTICS in seen and not facts.fixed_micro_batch:
         yield (

@@ -78,7 +78,7 @@ class Trainer:
             for DeepSpeed, which scales by itself.
         seed: Of the order of samples and the random generators. (The model is made by the script.)
         shuffle, drop_last: See `ElasticSampler`.
-        collate, count_tokens, loader_options: See `Batches`.
+        collate, count_tokens, loader_options, check_data: See `Batches`.
         checkpoint_dir, keep: For runs outside ``dlrover-run``, see `session`.
         save_every: Steps between saves; 0: only for drains and at the end.
         save_in_background: The training waits only while the state is copied to host memory. Not for DeepSpeed.
@@ -116,6 +116,7 @@ class Trainer:
     collate: Callable[[list[Any]], Any] | None = None
     count_tokens: Callable[..., int] | None = None
     loader_options: dict[str, Any] | None = None
+    check_data: bool = True
     checkpoint_dir: str | Path | None = None
     keep: int = 0
     save_every: int = 0
@@ -216,6 +217,7 @@ class Trainer:
         self._where = self._strategy.start(s.world_size, s.local_rank, wanted)
         # Before anything large is loaded: another order of samples is refused here.
         self._batches = self._make_batches(s, plan)
+        self._batches.check_samples(s, self.max_steps)
         setting = Setting(s, self._where, plan, self.max_grad_norm, self.grad_scaler)
         state = self._set_up(setting)
         own = [] if self._strategy.scale == "deepspeed" else [self._strategy.optimizer]
@@ -248,6 +250,7 @@ class Trainer:
             count_tokens=self.count_tokens,
             reduce=None if self.count_tokens is None else s.sum,
             loader_options=self.loader_options,
+            check_data=self.check_data,
         )
 
     def _set_up(self, setting: Setting) -> dict[str, Any]:

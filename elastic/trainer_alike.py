@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 _PLAIN = (
-    *("seed", "shuffle", "drop_last", "max_steps", "data_epochs", "max_grad_norm"),
+    *("seed", "shuffle", "drop_last", "max_steps", "data_epochs", "max_grad_norm", "check_data"),
     *("save_every", "save_in_background", "evaluate_every", "log_every"),
 )
 _OPTIONAL = ("count_tokens", "scheduler", "grad_scaler", "evaluator")
