@@ -36,6 +36,7 @@ from .strategies import (
     trainer_state,
 )
 from .training_state import check_same_dtypes, check_same_names, read_tensors
+from .unlisted import Unlisted
 
 SHARED_FILE, DIRECTORY = "shared.pt", "shards"
 _LAYOUT_VERSION = 1
@@ -93,7 +94,7 @@ class FSDP(Strategy):
             fully_shard(module, mesh=mesh, **chosen)
 
         shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None, ignored=ignored)
-        self.model = model
+        self.model, self._unlisted = model, Unlisted(model)
         self.optimizer = make_optimizer(model)
         check_sharded(self.optimizer)
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
@@ -101,6 +102,8 @@ class FSDP(Strategy):
         if resume is None:
             return {}
         load(resume.path, model, self.optimizer, cast=self._cast)
+        # Earlier versions had none.
+        self._unlisted.load(read_tensors(resume.path / SHARED_FILE).get("unlisted", {}))
         return load_trainer_state(resume.path, self.scheduler, self.loss_scale)
 
     def backward(self, loss: Tensor) -> None:
@@ -114,6 +117,8 @@ class FSDP(Strategy):
         _reshard(self.model)
         found = files(self.model, self.optimizer)
         if dist.get_rank() == 0:
+            self._unlisted.tell()
+            found[SHARED_FILE]["unlisted"] = self._unlisted.changed_buffers()
             found[TRAINER_FILE] = trainer_state(state, self.scheduler, self.loss_scale)
         return found
 

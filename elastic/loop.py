@@ -209,6 +209,7 @@ def _learn(
         reshards=bool(getattr(save, "reshards", False)),
         data=data,
         fixed_micro_batch=cut is not None and cut.micro_batch_size is not None,
+        seeded=cut is not None and cut.seed is not None,
     )
     engine = getattr(save, "engine", None)
     if engine is not None:
