@@ -81,7 +81,8 @@ class DeepSpeed(Strategy):
             model=model, optimizer=optimizer, lr_scheduler=make_scheduler, config=config
         )
         self.model, self._unlisted = self._engine, Unlisted(self._engine.module)
-        state = ours.restore(self._engine, resume)
+        # The Trainer compares the schedule, whatever the strategy.
+        state = ours.restore(self._engine, resume, other_schedule=True)
         if resume is None:
             return {}
         self._unlisted.load(state.get(_UNLISTED, {}))

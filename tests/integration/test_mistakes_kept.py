@@ -117,11 +117,12 @@ def test_other_data_at_the_next_start(tmp_path: Path) -> None:
     Comes.REFUSED,
     "torch saves where such a schedule stands, and not its function: the learning rate would leave its curve. What the "
     "function gives at steps from 0 to 2,000,000 is compared",
-    "restore it; `other_schedule=True` (of `Trainer` and `TrainingState.load`) for a change that is meant",
+    "restore it; `other_schedule=True` (of `Trainer`, `TrainingState.load`, `elastic.deepspeed.restore`) for a change "
+    "that is meant",
 )
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero2"])
-def test_another_function_of_a_schedule(tmp_path: Path, strategy: str) -> None:
-    told = {"strategy": strategy, "run": "run"}
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "zero2", "an engine"])
+def test_another_function_of_a_schedule(tmp_path: Path, how: str) -> None:
+    told = {"kind": "engine", "run": "run"} if how == "an engine" else {"strategy": how, "run": "run"}
     cases: list[dict[str, Any]] = [
         {**told, "base": 0.9, "steps": 2},
         {**told, "base": 0.5},

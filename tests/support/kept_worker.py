@@ -184,6 +184,33 @@ def loop(case: dict[str, Any]) -> dict[str, Any]:
     return {"steps": steps, "losses": losses}
 
 
+def engine(case: dict[str, Any]) -> dict[str, Any]:
+    """A loop of one's own with a DeepSpeed engine, which steps a ``LambdaLR``."""
+    import deepspeed
+
+    from dalsegno.elastic import deepspeed as ours
+
+    session = sessions.session(case["directory"])
+    if not dist.is_initialized():
+        ours.prepare()
+    model, base = make_model(case), case["base"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    scheduler = LambdaLR(optimizer, lambda step: base**step)
+    sampler, plan = ElasticSampler(LENGTH, GLOBAL_BATCH, seed=1), BatchPlan(GLOBAL_BATCH, session.world_size, 3)
+    config = ours.config({"zero_optimization": {"stage": 1}, "gradient_clipping": 0.0}, plan, session.resume)
+    made, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    ours.restore(made, session.resume, **case.get("options", {}))
+    batches: Batches[Tensor] = Batches(Rows(), sampler, plan, session.rank, scale="deepspeed", resume=session.resume)
+    steps, rates = [], []
+    for batch in session.steps(batches, max_steps=case["steps"], save=ours.save(made)):
+        for micro in batch.micro_batches:
+            made.backward(micro.scale(loss_of(made, micro.data)))
+            made.step()
+        steps.append(batch.step)
+        rates.append(float(made.get_lr()[0]))
+    return {"steps": steps, "rates": rates}
+
+
 class Said(logging.Handler):
     """What people are told."""
 
@@ -200,7 +227,8 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     said, found = Said(), dict[str, Any]()
     logging.getLogger("dalsegno").addHandler(said)
     try:
-        found = {"refused": "", **(loop if case.get("kind") == "loop" else trainer)(case)}
+        kinds = {"loop": loop, "engine": engine, "trainer": trainer}
+        found = {"refused": "", **kinds[case.get("kind", "trainer")](case)}
     except Exception as error:
         found = {"refused": f"{type(error).__name__}: {error}", "steps": []}
     finally:
