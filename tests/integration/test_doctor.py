@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import sysconfig
@@ -145,6 +146,21 @@ def test_nothing_of_a_script_is_left_however_it_went_away(tmp_path: Path, how: s
     for number in numbers:
         stat = Path(f"/proc/{number}/stat")
         assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_nothing_is_left_where_the_doctor_is_killed(tmp_path: Path) -> None:
+    """It is not there any more to end anything."""
+    (tmp_path / "train.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(1000)")
+    process = subprocess.Popen([DALSEGNO, "doctor", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        script = os.pidfd_open(int(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.communicate()
+    ended, _, _ = select.select([script], [], [], 60)
+    os.close(script)
+    assert ended
 
 
 PLAIN = """

@@ -120,9 +120,10 @@ def test_other_data_at_the_next_start(tmp_path: Path) -> None:
     "restore it; `other_schedule=True` (of `Trainer`, `TrainingState.load`, `elastic.deepspeed.restore`) for a change "
     "that is meant",
 )
-@pytest.mark.parametrize("how", ["ddp", "fsdp", "zero2", "an engine"])
+@pytest.mark.parametrize("how", ["ddp", "fsdp", "zero2", "own loop", "engine"])
 def test_another_function_of_a_schedule(tmp_path: Path, how: str) -> None:
-    told = {"kind": "engine", "run": "run"} if how == "an engine" else {"strategy": how, "run": "run"}
+    kinds = {"engine": {"kind": "engine"}, "own loop": {"kind": "loop", "how": "given"}}
+    told = {**kinds.get(how, {"strategy": how}), "run": "run"}
     cases: list[dict[str, Any]] = [
         {**told, "base": 0.9, "steps": 2},
         {**told, "base": 0.5},

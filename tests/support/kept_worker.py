@@ -158,10 +158,11 @@ def loop(case: dict[str, Any]) -> dict[str, Any]:
         dist.init_process_group("gloo")
     model = make_model(case)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
-    scheduler: Any = StepLR(optimizer, 1, gamma=0.8)
+    base = case.get("base")
+    scheduler: Any = StepLR(optimizer, 1, gamma=0.8) if base is None else LambdaLR(optimizer, lambda step: base**step)
     given = {"scheduler": scheduler} if case["how"] == "given" else {}
     state = TrainingState(session, model=model, optimizer=optimizer, **given)
-    state.load()
+    state.load(**case.get("options", {}))
     if case["how"] == "moved" and session.step:
         scheduler.last_epoch, scheduler._last_lr = session.step, [optimizer.param_groups[0]["lr"]]
     wrapped = DistributedDataParallel(model) if session.world_size > 1 else model
@@ -169,7 +170,7 @@ def loop(case: dict[str, Any]) -> dict[str, Any]:
     plan = BatchPlan(GLOBAL_BATCH, session.world_size, 3)
     data: Any = data_of(case)
     batches: Batches[Tensor] = Batches(data, sampler, plan, session.rank, resume=session.resume)
-    steps, losses = [], []
+    steps, losses, rates = [], [], []
     for batch in session.steps(batches, max_steps=case["steps"], save=state.write):
         total = 0.0
         for micro in batch.micro_batches:
@@ -181,7 +182,8 @@ def loop(case: dict[str, Any]) -> dict[str, Any]:
         optimizer.zero_grad()
         steps.append(batch.step)
         losses.append(session.sum(total) / batch.n)
-    return {"steps": steps, "losses": losses}
+        rates.append(scheduler.get_last_lr()[0])
+    return {"steps": steps, "losses": losses, "rates": rates}
 
 
 def engine(case: dict[str, Any]) -> dict[str, Any]:
