@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
+import time
 from pathlib import Path
 
 from dalsegno.protos.processes import stat_fields, status_of
 
 __all__ = [
+    "adopt_orphans",
     "belongs_to",
+    "descendants",
+    "end_descendants",
     "is_same_process",
     "kill_group",
     "owner_of",
     "process_state",
     "start_time",
 ]
+
+
+_PR_SET_CHILD_SUBREAPER = 36
+_SCAN_PAUSE = 0.02
 
 
 def start_time(pid: int) -> int | None:
@@ -73,3 +83,38 @@ def owner_of(pid: int) -> int | None:
         return None
     found = [line.split() for line in text.splitlines() if line.startswith("Uid:")]
     return int(found[0][2]) if found else None
+
+
+def adopt_orphans() -> None:
+    """From now on descendants of this process whose parents end become its children (prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """Live processes that come from `root`, without itself and without zombies."""
+    children: dict[int, list[int]] = {}
+    dead: set[int] = set()
+    for name in os.listdir("/proc"):
+        fields = stat_fields(int(name)) if name.isdigit() else None
+        if fields is not None:
+            children.setdefault(int(fields[1]), []).append(int(name))
+            if fields[0] in "ZX":
+                dead.add(int(name))
+    found, ahead = [], [root]
+    while ahead:
+        of = children.pop(ahead.pop(), [])
+        found += of
+        ahead += of
+    return [pid for pid in found if pid not in dead]
+
+
+def end_descendants(seconds: float) -> list[int]:
+    """Kills all that come from this process, which has adopted their orphans; what is left after so long."""
+    deadline = time.monotonic() + seconds
+    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        # why: what was adopted is no child that this program has started; the scan has to come again.
+        time.sleep(_SCAN_PAUSE)
+    return left

@@ -53,6 +53,7 @@ from .deepspeed_view import ZERO, resharded_view, sharded_view, universal_view
 from .optimizers import source_of_step
 from .process_group import init_alone
 from .replicas import loadable
+from .schedules import check_factors, factors, unchanged
 from .sessions import refused_together
 from .universal.errors import ConversionError
 from .universal.forms import Form
@@ -62,6 +63,8 @@ from .universal.source import OPTIMIZER_NOTE, open_source
 from .universal.values import ShardedValues, UniversalValues, Values
 
 UNIVERSAL_VERSION = 0.4
+# What the functions of the scheduler give, in the client's state.
+_SCHEDULE = "dalsegno_schedule"
 _ROUND_ROBIN = (
     "made with zero_optimization.round_robin_gradients, which lays weights out in a way that checkpoints do not "
     "describe; set it to false to train elastically"
@@ -179,6 +182,7 @@ class Save:
 
     def __init__(self, engine: Any, client_state: Mapping[str, Any] | None = None) -> None:
         self.engine, self._client_state = engine, client_state
+        self._factors = factors(getattr(engine, "lr_scheduler", None))
 
     @property
     def reshards(self) -> bool:
@@ -197,6 +201,8 @@ class Save:
             TypeError: The client's or the scheduler's state could not be loaded again; raised then, too.
         """
         state, problem = _described(self.engine, self._client_state), self._check()
+        if self._factors:
+            state[_SCHEDULE] = unchanged(self._factors, factors(self.engine.lr_scheduler))
         if problem is not None:
             state = {}
         with _errors_after_collectives(self.engine):
@@ -262,7 +268,7 @@ def _described(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str,
     return state
 
 
-def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[str, Any]:
+def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_schedule: bool = False) -> dict[str, Any]:
     """Loads the resume point into a fresh engine and repairs what DeepSpeed leaves wrong. Collective.
 
     Says in one line, on rank 0, where this engine's world cannot change as usual.
@@ -271,12 +277,14 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[
         engine: From ``deepspeed.initialize`` with this module's `config`.
         resume: Where the session resumes; None: nothing is loaded.
         strict: The checkpoint has all of the model's weights; not where frozen ones were left out.
+        other_schedule: The functions of the engine's scheduler (``LambdaLR``) may be others than they were.
 
     Returns:
         The ``client_state`` that was saved.
 
     Raises:
-        ValueError: The engine was not configured for this resume point, or trains something else. On all ranks.
+        ValueError: The engine was not configured for this resume point, trains something else, or its scheduler's
+            functions are others. On all ranks.
         RuntimeError: DeepSpeed found nothing to load, a file is missing, or one holds objects that are not loaded; or
             another number of ranks saved it, and this engine is not one that `can_reshard`.
         OSError: A file cannot be read.
@@ -290,7 +298,10 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[
         # The manifest speaks of the DeepSpeed and the engine that saved.
         raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
     with _only_what_is_safe(resume.path):
-        return _load(engine, resume, strict)
+        state = _load(engine, resume, strict)
+    if not other_schedule:
+        check_factors(state.get(_SCHEDULE, {}), factors(getattr(engine, "lr_scheduler", None)))
+    return state
 
 
 def _check(engine: Any, resume: Resume) -> None:

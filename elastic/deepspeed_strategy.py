@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from .optimizers import check_kept
 from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, resume_rates
+from .unlisted import Unlisted
 
-_STATE = "dalsegno_trainer"
+_STATE, _UNLISTED = "dalsegno_trainer", "dalsegno_unlisted"
 
 
 class DeepSpeed(Strategy):
@@ -82,10 +83,12 @@ class DeepSpeed(Strategy):
         self._engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=make_scheduler, config=config
         )
-        self.model = self._engine
-        state = ours.restore(self._engine, resume)
+        self.model, self._unlisted = self._engine, Unlisted(self._engine.module)
+        # The Trainer compares the schedule, whatever the strategy.
+        state = ours.restore(self._engine, resume, other_schedule=True)
         if resume is None:
             return {}
+        self._unlisted.load(state.get(_UNLISTED, {}))
         if _STATE not in state:
             raise ValueError(f"{resume.path} was not written by this Trainer: it has no {_STATE}")
         if self.scheduler is not None:
@@ -109,7 +112,9 @@ class DeepSpeed(Strategy):
     def write(self, path: Path, state: Mapping[str, Any]) -> None:
         from . import deepspeed as ours
 
-        ours.save(self._engine, {_STATE: dict(state)})(path)
+        if self._engine.global_rank == 0:
+            self._unlisted.tell()
+        ours.save(self._engine, {_STATE: dict(state), _UNLISTED: self._unlisted.changed_buffers()})(path)
 
     @contextmanager
     def evaluated(self) -> Iterator[nn.Module]:

@@ -36,6 +36,7 @@ from .strategies import (
     trainer_state,
 )
 from .training_state import check_same_dtypes, check_same_names, read_tensors
+from .unlisted import Unlisted
 from .wrappers import frozen, tell_frozen
 
 SHARED_FILE, DIRECTORY = "shared.pt", "shards"
@@ -98,7 +99,7 @@ class FSDP(Strategy):
             fully_shard(module, mesh=mesh, **chosen)
 
         shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None, ignored=ignored)
-        self.model = model
+        self.model, self._unlisted = model, Unlisted(model)
         self.optimizer = make_optimizer(model)
         check_sharded(self.optimizer)
         check_kept(self.optimizer, model)
@@ -108,6 +109,8 @@ class FSDP(Strategy):
             return {}
         self._had_frozen = load(resume.path, model, self.optimizer, cast=self._cast)
         self._resumed = resume.ref.name
+        # Earlier versions had none.
+        self._unlisted.load(read_tensors(resume.path / SHARED_FILE).get("unlisted", {}))
         return load_trainer_state(resume.path, self.scheduler, self.loss_scale)
 
     def backward(self, loss: Tensor) -> None:
@@ -121,6 +124,8 @@ class FSDP(Strategy):
         _reshard(self.model)
         found = files(self.model, self.optimizer)
         if dist.get_rank() == 0:
+            self._unlisted.tell()
+            found[SHARED_FILE]["unlisted"] = self._unlisted.changed_buffers()
             found[TRAINER_FILE] = trainer_state(state, self.scheduler, self.loss_scale)
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -108,6 +108,7 @@ def steps(
     }
     with session.meetings.telling():
         _compare(session, told, first, options, max_steps, save, save_every, advanced=advanced)
+        _same_data(session, data, options, max_steps)
         given, save = save, _saving(session, save, save_every, strategy)
         source = _source(session, data, first, options, advanced=advanced)
         if save is not None:
@@ -151,6 +152,14 @@ def _compare(
     # From here on what is refused is refused on all ranks, as they have the same in their hands.
     if save_every < 0 or (max_steps is not None and max_steps < 0):
         raise ValueError(f"max_steps and save_every cannot be negative: {max_steps}, {save_every}")
+
+
+def _same_data(session: Session, data: Any, options: dict[str, Any], max_steps: int | None) -> None:
+    """All ranks have the same data, and those that the run began with. Collective; changes ``cut``, which says so."""
+    if hasattr(data, "check_samples"):
+        data.check_samples(session, max_steps)
+        if options["cut"] is not None:
+            options["cut"] = replace(options["cut"], samples=data.cut.samples)
 
 
 def _what(save: Callable[[Path], None] | Background | None) -> str:
@@ -219,6 +228,7 @@ def _learn(
         reshards=bool(getattr(save, "reshards", False)),
         data=data,
         fixed_micro_batch=cut is not None and cut.micro_batch_size is not None,
+        seeded=cut is not None and cut.seed is not None,
     )
     engine = getattr(save, "engine", None)
     if engine is not None:

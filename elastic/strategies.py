@@ -233,7 +233,8 @@ class DDP(Strategy):
         self._training = TrainingState(
             setting.session, model=model, optimizer=self.optimizer, **parts, trainer=self._held
         )
-        self._training.load(cast=self._cast)
+        # The Trainer compares the schedule, whatever the strategy.
+        self._training.load(cast=self._cast, other_schedule=True)
         return self._held.state_dict()
 
     def backward(self, loss: Tensor) -> None:

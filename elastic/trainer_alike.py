@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .trainer import Trainer
 
 _PLAIN = (
-    *("seed", "shuffle", "drop_last", "max_steps", "data_epochs", "max_grad_norm"),
+    *("seed", "shuffle", "drop_last", "max_steps", "data_epochs", "max_grad_norm", "check_data"),
     *("save_every", "save_in_background", "evaluate_every", "log_every"),
 )
 _FUNCTIONS = ("loss", "collate", "count_tokens")

@@ -25,10 +25,14 @@ from .findings import few
 from .optimizers import check_kept, check_parameters
 from .replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
 from .resuming import ResumePoint
+from .schedules import check_factors, factors, has_moved, left_out, rates_of, unchanged
+from .unlisted import Unlisted
 from .worker_session import Session
 from .wrappers import frozen, tell_frozen
 
 MODEL_FILE, TRAINING_FILE = "model.pt", "training.pt"
+UNLISTED_FILE = "unlisted.pt"
+"""What is in no ``state_dict()`` and changed all the same: there where something did."""
 
 
 class Stateful(Protocol):
@@ -61,6 +65,10 @@ class TrainingState:
         session.examination.learn_parts(self._model, *optimizers)
         scheduler = next((part for part in self._parts.values() if hasattr(part, "get_last_lr")), None)
         session.copies.know(self._model, *optimizers, scheduler=scheduler, saved=True)
+        self._unlisted = Unlisted(self._model)
+        self._factors = {name: factors(part) for name, part in self._parts.items()}
+        # Of each optimizer's groups, as they were loaded.
+        self._rates: dict[str, list[float]] = {}
 
     def files(self) -> dict[str, Any]:
         """What this rank saves, for ``background``. Tensors are the training's own.
@@ -76,10 +84,16 @@ class TrainingState:
         kept = {name: {"type": _kind(part), "state": _state_of(name, part)} for name, part in self._parts.items()}
         for name, names in self._trained().items():
             kept[name]["parameters"], kept[name]["frozen"] = names, frozen(self._model)
+        for name, before in self._factors.items():
+            if before:
+                kept[name]["factors"] = unchanged(before, factors(self._parts[name]))
         for name, part in self._parts.items():
             check = check_unsharded if hasattr(part, "param_groups") else loadable
             check(kept[name], f"the state of {name}")
-        return {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
+        self._unlisted.tell()
+        found = {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
+        changed = self._unlisted.changed_buffers()
+        return {**found, UNLISTED_FILE: {"buffers": changed}} if changed else found
 
     def _trained(self) -> dict[str, list[str]]:
         """Of each optimizer its parameters by name, in the order of its groups; those of no name are left out."""
@@ -99,6 +113,7 @@ class TrainingState:
         resume = self._session.resume
         if resume is not None and self._session.step == resume.step and not self._loaded:
             raise ValueError(f"the run goes on from {resume.ref.name}: call TrainingState.load() before the first step")
+        self._look_for_schedules()
         files = self.files()
         if self._session.rank == 0 and resume is not None and self._session.step == resume.step:
             tell_frozen(resume.ref.name, self._had_frozen, frozen(self._model))
@@ -115,18 +130,37 @@ class TrainingState:
             if not hasattr(self._parts[name], "param_groups"):
                 yield from (tensor for _, tensor in tensors(part))
 
+    def _look_for_schedules(self) -> None:
+        """Schedules of the optimizers' that are no part of this: said where the run begins.
+
+        Raises:
+            ValueError: The run goes on, and one of them stands at its beginning.
+        """
+        for name, part in self._parts.items():
+            if not hasattr(part, "param_groups"):
+                continue
+            for schedule in left_out(part, self._parts.values()):
+                kind = _kind(schedule)
+                self._session.examination.learn_left_out(kind)
+                if name in self._rates and not has_moved(schedule, part, self._rates[name]):
+                    raise ValueError(
+                        f"{kind} sets the learning rate of {name} and is not in TrainingState, so it begins anew: give "
+                        "TrainingState(..., scheduler=...), or move it to session.step before the first step"
+                    )
+
     def write(self, path: Path) -> None:
         """The same while the training waits, for ``save=``."""
         for name, value in self.files().items():
             torch.save(value, path / name)
 
-    def load(self, *, cast: bool = False) -> bool:
+    def load(self, *, cast: bool = False, other_schedule: bool = False) -> bool:
         """Loads the session's resume point: weights, then the parts in their order. False: there is none.
 
         Collective where there is one: what does not fit on some rank no rank goes on from.
 
         Args:
             cast: Weights that were saved with another dtype are converted.
+            other_schedule: A schedule's functions (``LambdaLR``) may be others than they were.
 
         Raises:
             ValueError: On all ranks: the model is sharded. Or the checkpoint is of another model, or of a training with
@@ -138,10 +172,10 @@ class TrainingState:
             check_whole(self._model)
             return False
         with self._session.meetings.together():
-            self._load(resume, cast)
+            self._load(resume, cast, other_schedule)
         return True
 
-    def _load(self, resume: ResumePoint, cast: bool) -> None:
+    def _load(self, resume: ResumePoint, cast: bool, other_schedule: bool) -> None:
         check_whole(self._model)
         if resume.form != SHARDED:
             raise ValueError(f"{resume.ref.name} is handed out as {resume.form}: it was not saved by TrainingState")
@@ -170,11 +204,17 @@ class TrainingState:
             )
         except RuntimeError as error:
             raise ValueError(f"{resume.ref.name} is of another model: {error}") from error
+        if any(entry.path == UNLISTED_FILE for entry in resume.manifest.files):
+            self._unlisted.load(read_tensors(resume.path / UNLISTED_FILE)["buffers"])
         for name, part in self._parts.items():
             try:
                 load_part(part, kept[name]["state"], cast=cast)
             except (ValueError, KeyError, RuntimeError) as error:
                 raise ValueError(f"the {name} in {resume.ref.name} does not fit this one: {error}") from error
+            if not other_schedule:
+                check_factors(kept[name].get("factors", {}), factors(part))
+            if hasattr(part, "param_groups"):
+                self._rates[name] = rates_of(group["lr"] for group in part.param_groups)
 
 
 def _same_parameters(checkpoint: str, saved: Sequence[str], here: Sequence[str]) -> None:

@@ -32,6 +32,7 @@ from .checkpoint import (
     Tracked,
 )
 from .collective import Collective, Pending
+from .content import Content
 from .copies import Copies
 from .declared import strategy_of
 from .examination import Examination, refuse_to_go_on
@@ -47,7 +48,7 @@ from .process_group import settle_device
 from .pruning import prune
 from .reports import Reports
 from .resuming import Damaged, ResumePoint, restore_rng
-from .saving import Content, Saver
+from .saving import Saver
 from .tracking import Tracking
 
 log = logging.getLogger(__name__)
@@ -367,7 +368,7 @@ class Session:
             if manifest is not None:
                 self._saved = (self.step, manifest.ref)
                 self._prune()
-            return self._completed(manifest and manifest.ref)
+            return self._completed(None if manifest is None else manifest.ref)
         finally:
             self._reports.lap()
 

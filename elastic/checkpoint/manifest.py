@@ -108,6 +108,8 @@ class Cut:
         drop_last: Short last batches are left out; False where there are none.
         micro_batch_size: Largest of the micro-batches that are the same at every world size; None: the world cuts.
         pad, seed: Of those: rows that short ones are filled up with; of what is random in them (None: not set).
+        samples: Names of a few samples, and a short text of what is in each, by which data are known again. Left out of
+            the manifest where there are none.
     """
 
     tokens: bool
@@ -115,6 +117,7 @@ class Cut:
     micro_batch_size: int | None = None
     pad: bool = False
     seed: int | None = None
+    samples: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,8 @@ class Manifest:
             del content["keep"]
         if self.cut is None:
             del content["cut"]
+        elif not self.cut.samples:
+            del content["cut"]["samples"]
         if not self.shape.reshards:
             del content["shape"]["reshards"]
         if self.order is not None and self.order.version == 1:
@@ -368,9 +373,22 @@ def _order(raw: object) -> Order:
 
 
 def _cut(raw: object) -> Cut:
-    keys = _object(raw, "cut", Cut)
+    keys = _object({"samples": [], **raw} if isinstance(raw, dict) else raw, "cut", Cut)
     size = _maybe(keys["micro_batch_size"], lambda size: _count(size, "micro_batch_size"))
-    return Cut(_flag(keys["tokens"]), _flag(keys["drop_last"]), size, _flag(keys["pad"]), _maybe(keys["seed"], _seed))
+    return Cut(
+        _flag(keys["tokens"]),
+        _flag(keys["drop_last"]),
+        size,
+        _flag(keys["pad"]),
+        _maybe(keys["seed"], _seed),
+        _samples(keys["samples"]),
+    )
+
+
+def _samples(raw: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(raw, list) or not all(isinstance(one, list) and len(one) == 2 for one in raw):
+        raise ValueError("samples is not a list of pairs")
+    return tuple((_text(name, "name of a sample"), _text(text, "print of a sample")) for name, text in raw)
 
 
 def _best(raw: object) -> Best:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -340,9 +340,14 @@ def test_what_only_rounds_is_not_refused(cut: dict[str, Came]) -> None:
     assert len(cut["the same cut"].steps) == 2
     assert len(cut["cut by the world otherwise"].steps) == 1
     assert len(cut["fixed from now on"].steps) == 1
-    assert {one.cut for one in cut["the same cut"].sealed()} == {Cut(False, False, 3, False, 5)}
     by_world, fixed = Cut(False, False), Cut(False, False, 3, False, 5)
-    assert [one.cut for one in cut["fixed from now on"].sealed()] == [by_world, by_world, fixed]
+    assert set(cuts(cut["the same cut"])) == {fixed}
+    assert cuts(cut["fixed from now on"]) == [by_world, by_world, fixed]
+
+
+def cuts(came: Came) -> list[Cut]:
+    """Of the checkpoints, without what is known of their data."""
+    return [replace(one.cut, samples=()) for one in came.sealed() if one.cut is not None]
 
 
 # Loaders of other people.

@@ -159,6 +159,9 @@ class Alone:
 
     def compare(self, alike: Any, *, problem: str = "") -> None: ...
 
+    def gather(self, message: Any) -> list[Any]:
+        return [message]
+
     def meet(self, ahead: int) -> int:
         return self._exchange.meet(ahead)
 
