@@ -15,11 +15,14 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from dalsegno.protos import processes
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.shortage import prove_room, shortage
 from dalsegno.protos.text import one_line
 
 from .brain.door import MOST_SETTING
@@ -75,11 +78,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(arguments)
         _set_up_logging(options.log_file, options.job_id)
         raise_limit()
+        prove_room()
         _collect_rarely()
         return asyncio.run(_serve(options))
     except (UsageError, AuthError, BindError, StoreError) as error:
         print(f"dlrover-master: {error}", file=sys.stderr)
         return EXIT_USAGE
+    except (OSError, RuntimeError, MemoryError) as error:
+        if not (why := shortage(error)):
+            raise
+        print(f"dlrover-master: it cannot go on: {why}", file=sys.stderr)
+        return EXIT_FAILED
 
 
 def _collect_rarely() -> None:
@@ -95,7 +104,8 @@ async def _serve(options: argparse.Namespace) -> int:
     )
     check_exposure(options.host, token, options.insecure)
     store, remark = _open(options)
-    brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded)
+    is_gone = partial(processes.is_gone, here=processes.own_process())
+    brain = JobBrain(options.job_id, options.nnodes, embedded=options.embedded, is_gone=is_gone)
     server = ControlServer(options.job_id, brain, store, server_options)
     edge = None
     try:

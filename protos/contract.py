@@ -88,6 +88,7 @@ class Variable:
     GENERATION = "DALSEGNO_GENERATION"
     MIN_NODES = "DALSEGNO_MIN_NODES"
     MAX_NODES = "DALSEGNO_MAX_NODES"
+    STALL_TIMEOUT = "DALSEGNO_STALL_TIMEOUT"
     NOTICES = "DALSEGNO_NOTICES"
     # The resume point: empty where the run begins; its universal form where there is one.
     RESUME_NAME = "DALSEGNO_RESUME_NAME"

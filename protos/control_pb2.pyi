@@ -75,6 +75,34 @@ PHASE_SUCCEEDED: Phase.ValueType  # 5
 PHASE_FAILED: Phase.ValueType  # 6
 global___Phase = Phase
 
+class _Ending:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EndingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Ending.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    ENDING_TOGETHER: _Ending.ValueType  # 0
+    """All of them at once, as always."""
+    ENDING_WRITE: _Ending.ValueType  # 1
+    """A leaver's notice is over, and nobody waits for it any more. Each rank writes its part, and goes."""
+    ENDING_WAIT: _Ending.ValueType  # 2
+    """The same, and then the first rank of this node waits for the other nodes."""
+    ENDING_SEAL: _Ending.ValueType  # 3
+    """They have all gone: it seals the checkpoint if every rank's part is there."""
+
+class Ending(_Ending, metaclass=_EndingEnumTypeWrapper):
+    """How the ranks end the save of a drain."""
+
+ENDING_TOGETHER: Ending.ValueType  # 0
+"""All of them at once, as always."""
+ENDING_WRITE: Ending.ValueType  # 1
+"""A leaver's notice is over, and nobody waits for it any more. Each rank writes its part, and goes."""
+ENDING_WAIT: Ending.ValueType  # 2
+"""The same, and then the first rank of this node waits for the other nodes."""
+ENDING_SEAL: Ending.ValueType  # 3
+"""They have all gone: it seals the checkpoint if every rank's part is there."""
+global___Ending = Ending
+
 class _FailureKind:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -90,6 +118,8 @@ class _FailureKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     """The cause is on another node, which reports it: the workers' own collectives broke, or a peer could not load the
     resume point. Never counted against the budget by itself.
     """
+    FAILURE_KIND_REFUSED: _FailureKind.ValueType  # 4
+    """All ranks know, and agree, that they must not train this: another start would come to the same."""
 
 class FailureKind(_FailureKind, metaclass=_FailureKindEnumTypeWrapper): ...
 
@@ -102,6 +132,8 @@ FAILURE_KIND_PEER: FailureKind.ValueType  # 3
 """The cause is on another node, which reports it: the workers' own collectives broke, or a peer could not load the
 resume point. Never counted against the budget by itself.
 """
+FAILURE_KIND_REFUSED: FailureKind.ValueType  # 4
+"""All ranks know, and agree, that they must not train this: another start would come to the same."""
 global___FailureKind = FailureKind
 
 class _ConversionState:
@@ -117,6 +149,8 @@ class _ConversionStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     """A checksum or the completeness check proves the source damaged."""
     CONVERSION_STATE_ENVIRONMENT: _ConversionState.ValueType  # 4
     """Disk, memory, a stall, or a converter error on a source that verifies."""
+    CONVERSION_STATE_IMPOSSIBLE: _ConversionState.ValueType  # 5
+    """The source verifies and has no universal form: no machine can convert it, now or later."""
 
 class ConversionState(_ConversionState, metaclass=_ConversionStateEnumTypeWrapper): ...
 
@@ -127,6 +161,8 @@ CONVERSION_STATE_SOURCE_BAD: ConversionState.ValueType  # 3
 """A checksum or the completeness check proves the source damaged."""
 CONVERSION_STATE_ENVIRONMENT: ConversionState.ValueType  # 4
 """Disk, memory, a stall, or a converter error on a source that verifies."""
+CONVERSION_STATE_IMPOSSIBLE: ConversionState.ValueType  # 5
+"""The source verifies and has no universal form: no machine can convert it, now or later."""
 global___ConversionState = ConversionState
 
 @typing.final
@@ -372,6 +408,7 @@ class Checkpoint(google.protobuf.message.Message):
     LARGEST_FILE_FIELD_NUMBER: builtins.int
     BEST_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
+    NO_UNIVERSAL_FORM_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     step: builtins.int
     epoch: builtins.int
@@ -389,6 +426,8 @@ class Checkpoint(google.protobuf.message.Message):
     """Name of the best checkpoint of the run as of this one (it may be this one); empty where no metric is tracked."""
     keep: builtins.int
     """How many of the run's checkpoints stay, 0: all; not there where the script leaves it to the job's settings."""
+    no_universal_form: builtins.bool
+    """None of its files is one that a conversion could read: it has no universal form."""
     @property
     def ref(self) -> global___CheckpointRef: ...
     @property
@@ -423,9 +462,10 @@ class Checkpoint(google.protobuf.message.Message):
         largest_file: builtins.int = ...,
         best: builtins.str = ...,
         keep: builtins.int | None = ...,
+        no_universal_form: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "keep", b"keep", "metric", b"metric", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "shape", b"shape", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "best", b"best", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "keep", b"keep", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "best", b"best", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "keep", b"keep", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "no_universal_form", b"no_universal_form", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_keep", b"_keep"]) -> typing.Literal["keep"] | None: ...
     @typing.overload
@@ -453,6 +493,8 @@ class RegisterRequest(google.protobuf.message.Message):
     PREVIOUS_INCARNATION_FIELD_NUMBER: builtins.int
     KNOWN_SETTINGS_FIELD_NUMBER: builtins.int
     SECRET_FIELD_NUMBER: builtins.int
+    EXPECTS_SESSION_FIELD_NUMBER: builtins.int
+    PROCESS_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     incarnation: builtins.str
     protocol: builtins.int
@@ -473,6 +515,8 @@ class RegisterRequest(google.protobuf.message.Message):
     """16 to 64 random bytes, known to this agent and the master alone, and the same for all of the agent's incarnations.
     Every later call carries it; it also proves that `previous_incarnation` was this agent's.
     """
+    expects_session: builtins.bool
+    """The script imports `dalsegno.elastic`: it may call session(), however late."""
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -488,6 +532,10 @@ class RegisterRequest(google.protobuf.message.Message):
         """The job's settings as a master told them to this agent last; absent for a new agent. `settings` is what its own
         command line says.
         """
+
+    @property
+    def process(self) -> global___Process:
+        """Where this agent's process lives; absent from an older agent, or where it cannot be told."""
 
     def __init__(
         self,
@@ -508,11 +556,45 @@ class RegisterRequest(google.protobuf.message.Message):
         previous_incarnation: builtins.str = ...,
         known_settings: global___Settings | None = ...,
         secret: builtins.bytes = ...,
+        expects_session: builtins.bool = ...,
+        process: global___Process | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["known_settings", b"known_settings", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "protocol", b"protocol", "secret", b"secret", "settings", b"settings"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["known_settings", b"known_settings", "process", b"process", "settings", b"settings"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "expects_session", b"expects_session", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "process", b"process", "protocol", b"protocol", "secret", b"secret", "settings", b"settings"]) -> None: ...
 
 global___RegisterRequest = RegisterRequest
+
+@typing.final
+class Process(google.protobuf.message.Message):
+    """One process for good: numbers are reused, but not by a process of the same machine, boot and start."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MACHINE_FIELD_NUMBER: builtins.int
+    BOOT_ID_FIELD_NUMBER: builtins.int
+    PID_NS_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    START_TIME_FIELD_NUMBER: builtins.int
+    machine: builtins.str
+    """A digest of what identifies the machine, which no other machine knows."""
+    boot_id: builtins.str
+    pid_ns: builtins.str
+    """The namespace of `pid`, as the kernel names it."""
+    pid: builtins.int
+    start_time: builtins.int
+    """Clock ticks from the boot to its start."""
+    def __init__(
+        self,
+        *,
+        machine: builtins.str = ...,
+        boot_id: builtins.str = ...,
+        pid_ns: builtins.str = ...,
+        pid: builtins.int = ...,
+        start_time: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boot_id", b"boot_id", "machine", b"machine", "pid", b"pid", "pid_ns", b"pid_ns", "start_time", b"start_time"]) -> None: ...
+
+global___Process = Process
 
 @typing.final
 class RegisterReply(google.protobuf.message.Message):
@@ -876,8 +958,10 @@ class Drain(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
+    ENDING_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     reason: builtins.str
+    ending: global___Ending.ValueType
     @property
     def run(self) -> global___World: ...
     def __init__(
@@ -886,9 +970,10 @@ class Drain(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         reason: builtins.str = ...,
         run: global___World | None = ...,
+        ending: global___Ending.ValueType = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "reason", b"reason", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ending", b"ending", "epoch", b"epoch", "reason", b"reason", "run", b"run"]) -> None: ...
 
 global___Drain = Drain
 
@@ -1131,6 +1216,8 @@ class ProgressRequest(google.protobuf.message.Message):
     SAVED_BYTES_FIELD_NUMBER: builtins.int
     TRAINING_ENDED_FIELD_NUMBER: builtins.int
     BEATS_FIELD_NUMBER: builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: builtins.int
+    EXPECTS_SESSION_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The highest step that a rank of this node has finished in the caller's epoch."""
     loss: builtins.float
@@ -1148,6 +1235,10 @@ class ProgressRequest(google.protobuf.message.Message):
     """The training reached its end on a rank of this node: what its script does from here on makes no steps."""
     beats: builtins.int
     """Signs of life of this node's ranks between their steps, of an evaluation for one; they only grow within an epoch."""
+    written_bytes: builtins.int
+    """Size of what the save that is under way has written so far, bytes, as this node sees it; 0: none is under way."""
+    expects_session: builtins.bool
+    """A worker of this node has imported `dalsegno.elastic`: it may call session(), however late."""
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1162,9 +1253,11 @@ class ProgressRequest(google.protobuf.message.Message):
         saved_bytes: builtins.int = ...,
         training_ended: builtins.bool = ...,
         beats: builtins.int = ...,
+        written_bytes: builtins.int = ...,
+        expects_session: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["beats", b"beats", "caller", b"caller", "draining", b"draining", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beats", b"beats", "caller", b"caller", "draining", b"draining", "expects_session", b"expects_session", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
 
 global___ProgressRequest = ProgressRequest
 
@@ -1294,8 +1387,11 @@ class CommitRequest(google.protobuf.message.Message):
     CALLER_FIELD_NUMBER: builtins.int
     CHECKPOINT_FIELD_NUMBER: builtins.int
     LEASE_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
     lease: builtins.int
     """The conversion lease, for a universal form."""
+    seconds: builtins.float
+    """How long the ranks took to save it; 0: not known."""
     @property
     def caller(self) -> global___Caller: ...
     @property
@@ -1306,9 +1402,10 @@ class CommitRequest(google.protobuf.message.Message):
         caller: global___Caller | None = ...,
         checkpoint: global___Checkpoint | None = ...,
         lease: builtins.int = ...,
+        seconds: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint", "lease", b"lease"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint", "lease", b"lease", "seconds", b"seconds"]) -> None: ...
 
 global___CommitRequest = CommitRequest
 

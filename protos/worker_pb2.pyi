@@ -25,6 +25,7 @@ class ToAgent(google.protobuf.message.Message):
     DRAINED_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
     BAD_CHECKPOINT_FIELD_NUMBER: builtins.int
+    REFUSED_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -43,6 +44,8 @@ class ToAgent(google.protobuf.message.Message):
     def finished(self) -> global___Finished: ...
     @property
     def bad_checkpoint(self) -> global___BadCheckpoint: ...
+    @property
+    def refused(self) -> global___Refused: ...
     def __init__(
         self,
         *,
@@ -55,10 +58,11 @@ class ToAgent(google.protobuf.message.Message):
         drained: global___Drained | None = ...,
         finished: global___Finished | None = ...,
         bad_checkpoint: global___BadCheckpoint | None = ...,
+        refused: global___Refused | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "progress", b"progress", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "progress", b"progress", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "progress", "saving", "sealed", "save_failed", "draining", "drained", "finished", "bad_checkpoint"] | None: ...
+    def HasField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "progress", "saving", "sealed", "save_failed", "draining", "drained", "finished", "bad_checkpoint", "refused"] | None: ...
 
 global___ToAgent = ToAgent
 
@@ -68,17 +72,21 @@ class ToWorker(google.protobuf.message.Message):
 
     DRAIN_FIELD_NUMBER: builtins.int
     MASTER_SEEN_FIELD_NUMBER: builtins.int
+    ENDING_FIELD_NUMBER: builtins.int
     drain: builtins.bool
     """Save at the next agreed boundary and stop."""
     master_seen: builtins.bool
     """The agent has heard the master lately."""
+    ending: builtins.int
+    """As dalsegno.control.v1.Ending: how the save of a drain ends."""
     def __init__(
         self,
         *,
         drain: builtins.bool = ...,
         master_seen: builtins.bool = ...,
+        ending: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "master_seen", b"master_seen"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "ending", b"ending", "master_seen", b"master_seen"]) -> None: ...
 
 global___ToWorker = ToWorker
 
@@ -150,39 +158,49 @@ class Saving(google.protobuf.message.Message):
 
     NAME_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    WRITTEN_FIELD_NUMBER: builtins.int
     name: builtins.str
     bytes: builtins.int
     """Written, synced or summed by this rank; it only grows while the name is the same."""
+    written: builtins.int
+    """Size of the checkpoint's files so far, as this rank sees them, at least 1; 0: this part of the save is over."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         bytes: builtins.int = ...,
+        written: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "name", b"name"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "name", b"name", "written", b"written"]) -> None: ...
 
 global___Saving = Saving
 
 @typing.final
 class Sealed(google.protobuf.message.Message):
-    """Sent by rank 0 only: the manifest is written. Its bytes are on the disk; the agent reads it there."""
+    """Sent by the rank that sealed it, mostly rank 0: the manifest is written. Its bytes are on the disk; the agent reads it
+    there.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     NAME_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
     name: builtins.str
     digest: builtins.str
     step: builtins.int
+    seconds: builtins.float
+    """From the beginning of the save; 0: not known."""
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         digest: builtins.str = ...,
         step: builtins.int = ...,
+        seconds: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "name", b"name", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "name", b"name", "seconds", b"seconds", "step", b"step"]) -> None: ...
 
 global___Sealed = Sealed
 
@@ -296,3 +314,23 @@ class BadCheckpoint(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["digest", b"digest", "file", b"file", "form", b"form", "message", b"message", "name", b"name"]) -> None: ...
 
 global___BadCheckpoint = BadCheckpoint
+
+@typing.final
+class Refused(google.protobuf.message.Message):
+    """All ranks say it before they end: what they were given must not be trained, and another start would come to the same.
+    It holds while this rank makes no step.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    MESSAGE_FIELD_NUMBER: builtins.int
+    message: builtins.str
+    """One line for a person: what, why, what to do."""
+    def __init__(
+        self,
+        *,
+        message: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message"]) -> None: ...
+
+global___Refused = Refused

@@ -77,6 +77,8 @@ def deselect(config: pytest.Config, items: list[pytest.Item], unwanted: Callable
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     cells = math.prod(len(mark.args[1]) for mark in metafunc.definition.iter_markers("parametrize"))
     count = math.ceil(metafunc.config.getoption("repeat") / cells)
+    if metafunc.definition.get_closest_marker("once") is not None:
+        return
     if count > 1 and ROOT / "tests" / "integration" in Path(metafunc.module.__file__ or "").resolve().parents:
         metafunc.fixturenames.append("repetition")
         metafunc.parametrize("repetition", range(count), indirect=True, ids=lambda number: f"run{number + 1}")

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from dalsegno.elastic.universal import Effort
+from dalsegno.protos.shortage import starting
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
 from ..processes.proc import kill_group
@@ -80,14 +81,15 @@ def convert(options: argparse.Namespace) -> int:
     Effort(options.threads, options.memory)  # says what is wrong with them
     began = time.monotonic()
     with tempfile.TemporaryFile() as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", _MODULE, *_arguments(options)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-        )
+        with starting("the converter"):
+            process = subprocess.Popen(
+                [sys.executable, "-m", _MODULE, *_arguments(options)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+            )
         try:
             last = _follow(process)
             code = process.wait(_END_WITHIN)

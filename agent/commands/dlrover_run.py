@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from dalsegno.protos.contract import EXIT_LEFT, EXIT_USAGE
+from dalsegno.protos.shortage import shortage
 
 from ..control.grpc_logs import quiet_grpc
 from ..processes.signals import SignalWatch, signals_of
@@ -90,6 +91,17 @@ def leave_early(number: int, output: Output) -> NoReturn:
 
 def run(arguments: Sequence[str] | None) -> int:
     """Runs one agent and returns its exit code (docs/contracts.md). Main thread only."""
+    try:
+        return run_with_output(arguments)
+    except (OSError, RuntimeError, MemoryError) as error:
+        if not (why := shortage(error)):
+            raise
+        print(f"dlrover-run: error: the agent cannot be started: {why}", file=sys.stderr)
+        return EXIT_USAGE
+
+
+def run_with_output(arguments: Sequence[str] | None) -> int:
+    """The same, where a thread for its output can be had."""
     with Output() as output:
         try:
             options = parse(arguments)
@@ -98,6 +110,11 @@ def run(arguments: Sequence[str] | None) -> int:
                 return run_checked(options, watch, output)
         except UsageError as error:
             output.console.say(f"error: {error}")
+            return EXIT_USAGE
+        except (OSError, RuntimeError, MemoryError) as error:
+            if not (why := shortage(error)):
+                raise
+            output.console.say(f"error: {why}")
             return EXIT_USAGE
 
 

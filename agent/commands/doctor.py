@@ -19,9 +19,11 @@ from pathlib import Path
 
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.shortage import starting
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
-from ..processes.proc import kill_group
+from ..processes.lifeline import Lifeline
+from ..processes.proc import adopt_orphans, end_descendants, kill_group
 
 __all__ = ["PARTS", "add_arguments", "doctor"]
 
@@ -138,14 +140,22 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _run(command: list[str], environment: dict[str, str], timeout: float) -> int | None:
-    """The exit code, None: it took too long. Nothing of it is left."""
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    """The exit code, None: it took too long. Nothing of it is left, whatever it has made of itself."""
+    # What leaves its group and its parents comes to us, and so does what they leave behind.
+    adopt_orphans()
+    lifeline = Lifeline()  # where this process is killed
+    with starting("the script"):
+        process = subprocess.Popen(command, env={**environment, **lifeline.environment()}, start_new_session=True)
+    lifeline.add_group(process.pid)
     try:
         return process.wait(timeout)
     except subprocess.TimeoutExpired:
         return None
     finally:
         _end(process)
+        lifeline.close()
+        if left := end_descendants(_END_WITHIN):
+            print(f"processes that the script has started do not end: {', '.join(map(str, left))}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -16,13 +16,15 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import JobSettings, Variable
+from dalsegno.protos.shortage import CannotStartError, prove_room, shortage, starting
 
 from ..control.connection import Connector
 from ..control.credentials import CredentialFiles, CredentialsError
 from ..control.embedded import EmbeddedMaster, MasterError
 from ..control.handshake import mismatch
-from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE, Event
+from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Event
 from ..processes.lifeline import Lifeline
+from ..processes.script_imports import imports_session
 from ..processes.signals import SignalWatch
 from ..processes.workers import Script
 from ..shell.config import AgentConfig
@@ -37,6 +39,8 @@ from ..storage.job_directory import JobDirectory, StorageError
 from .arguments import UsageError
 
 __all__ = ["launch"]
+
+logger = logging.getLogger(__name__)
 
 # DLRover's client library, used in a script, would take our master for its own.
 _NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN)
@@ -64,7 +68,7 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
     for line in notices:
         console.say(line)
     torch_config, script = _torch_config(options, log_dir)
-    config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir)
+    config = _agent_config(options, int(torch_config.nproc_per_node), directory, log_dir, script)
     source = _connect(options, token, directory, console, log_dir)
     try:
         ending = _run(config, directory, torch_config, script, source, console, where, watch)
@@ -136,7 +140,9 @@ def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Scri
     return torch_config, Script(str(entrypoint), tuple(arguments))
 
 
-def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path) -> AgentConfig:
+def _agent_config(
+    options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path, script: Script
+) -> AgentConfig:
     settings = control_pb2.Settings(**{name: getattr(options, name) for name in JobSettings.names()})
     # Also where the script is told so from the beginning: its own flag is the same.
     settings.universal_checkpoint |= _asks_for_universal(options.training_script_args)
@@ -153,6 +159,7 @@ def _agent_config(options: argparse.Namespace, nproc: int, directory: JobDirecto
         connect_timeout=options.connect_timeout,
         addresses=options.master or "embedded",
         script_flag=not _knows_us(options),
+        expects_session=_has_plugin(options) or imports_session(script.source),
     )
 
 
@@ -169,13 +176,17 @@ def _asks_for_universal(arguments: Sequence[str]) -> bool:
 _SWIFT_PLUGIN = "dalsegno_swift_plugin"
 
 
+def _has_plugin(options: argparse.Namespace) -> bool:
+    return any(_SWIFT_PLUGIN in argument for argument in options.training_script_args)
+
+
 def _knows_us(options: argparse.Namespace) -> bool:
     """Whether the script has our session, which reads the environment and needs no flag.
 
     Its text says so, or it is ms-swift, with our plugin or not: that program takes no flag that it does not know.
     """
     path = Path(options.training_script)
-    if any(_SWIFT_PLUGIN in argument for argument in options.training_script_args):
+    if _has_plugin(options):
         return True
     if options.module and options.training_script.startswith("swift."):
         return True
@@ -226,14 +237,19 @@ def _run(
     watch: SignalWatch,
 ) -> Ending:
     mailbox: Mailbox[Event] = Mailbox()
+    with starting("the agent"):
+        prove_room()
     lifeline = Lifeline()
     address = source.addresses()[0]
     try:
-        effects = Effects(
-            config, directory, source.connector(), address, lifeline, mailbox, console.say, source.generation
-        )
+        with starting("the agent"):
+            effects = Effects(
+                config, directory, source.connector(), address, lifeline, mailbox, console.say, source.generation
+            )
     except OSError as error:
         lifeline.close()
+        if isinstance(error, CannotStartError):
+            raise UsageError(str(error)) from error
         raise UsageError(f"{address} cannot be reached: {error.strerror or error}; check --master") from error
     spec = WorkerSpec(
         role=torch_config.role,
@@ -246,24 +262,31 @@ def _run(
     )
     initialize_metrics(MetricsConfig(torch_config.metrics_cfg))
     try:
-        agent = ElasticAgent(
-            spec,
-            torch_config.logs_specs,
-            config,
-            script,
-            mailbox,
-            effects,
-            lifeline,
-            watch,
-            torch_config.log_line_prefix_template,
-        )
+        with starting("the agent"):
+            agent = ElasticAgent(
+                spec,
+                torch_config.logs_specs,
+                config,
+                script,
+                mailbox,
+                effects,
+                lifeline,
+                watch,
+                torch_config.log_line_prefix_template,
+            )
     except OSError as error:
         # No place for the workers' socket, or no process can be made.
         effects.close(0.0)
         lifeline.close()
         raise UsageError(str(error)) from error
     where.now = agent.where
-    agent.run()
+    try:
+        agent.run()
+    except (OSError, RuntimeError, MemoryError) as error:
+        if not (why := shortage(error)):
+            raise
+        logger.exception("the agent cannot go on")
+        return Ending(EXIT_LEFT_UNSAVED, f"the agent cannot go on: {why}; the same command joins again")
     return agent.ending
 
 

@@ -52,6 +52,7 @@ class Claim:
         counter: moves every two seconds.
         address: HOST:PORT.
         pid_ns, net_ns: the master's, see `Place`; empty in claims of older versions, which did not tell them apart.
+        machine: the same.
     """
 
     host: str
@@ -63,6 +64,7 @@ class Claim:
     address: str
     pid_ns: str = ""
     net_ns: str = ""
+    machine: str = ""
 
     @classmethod
     def parse(cls, text: bytes) -> Claim:
@@ -90,6 +92,10 @@ class Claim:
     def is_seen_from(self, place: Place) -> bool:
         """Whether `pid` is the master's number there too, and the address its address."""
         return self.is_reached_from(place) and _same(self.pid_ns, place.pid_ns)
+
+    def ended_with_boot(self, place: Place) -> bool:
+        """Whether the master's machine is this one, which was started anew since: the master is gone."""
+        return bool(self.machine) and self.machine == place.machine and self.boot_id != place.boot_id
 
     def is_of(self, other: Claim | None) -> bool:
         """Whether both are of the same master, wherever their counters are."""

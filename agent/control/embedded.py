@@ -19,6 +19,7 @@ import grpc
 
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL
+from dalsegno.protos.shortage import CannotStartError, starting
 
 from ..storage.private import NotPrivateError, check_private
 from .claim import Claim, ClaimFile, LockTimeout
@@ -136,7 +137,8 @@ class EmbeddedMaster:
         check_private(self._directory)
         self._ensure()
         for thread in self._threads:
-            thread.start()
+            with starting("a thread of this agent"):
+                thread.start()
 
     def addresses(self) -> Sequence[str]:
         """The present address; never blocks."""
@@ -275,7 +277,7 @@ class EmbeddedMaster:
         self._closing.wait(_LOOK_PAUSE)
 
     def _standing(self, claim: Claim | None) -> _Standing:
-        if claim is None:
+        if claim is None or claim.ended_with_boot(self._place):
             return _Standing.GONE
         if not claim.is_reached_from(self._place):
             return _Standing.ELSEWHERE
@@ -343,6 +345,8 @@ class EmbeddedMaster:
             raise MasterError(str(error)) from error
         except NotPrivateError:
             raise
+        except CannotStartError as error:
+            raise MasterError(str(error)) from error
         except OSError as error:
             raise MasterError(
                 f"no master can be started ({error.strerror or error}): its token, log, store and claim are in"
@@ -395,6 +399,7 @@ class EmbeddedMaster:
             started.address,
             self._place.pid_ns,
             self._place.net_ns,
+            self._place.machine,
         )
         self._publish(claim, process)
         self._found(started.address)

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..processes.proc import Status, boot_id, owner_of, status_of
+from dalsegno.protos.processes import Status, boot_id, machine, namespace, status_of
+
+from ..processes.proc import owner_of
 from ..storage.private import open_private
 
 __all__ = ["LocksUnavailable", "Machine", "Place"]
@@ -37,12 +39,14 @@ class Place:
     Attributes:
         host, boot_id: the machine, and since when it is up.
         pid_ns, net_ns: namespaces(7) as the kernel names them; empty: not known.
+        machine: what stays the same over its boots; empty: not known.
     """
 
     host: str
     boot_id: str
     pid_ns: str = ""
     net_ns: str = ""
+    machine: str = ""
 
 
 class Machine:
@@ -50,7 +54,7 @@ class Machine:
 
     def place(self) -> Place:
         """Of this process."""
-        return Place(socket.gethostname(), boot_id(), _namespace("pid"), _namespace("net"))
+        return Place(socket.gethostname(), boot_id(), namespace("pid"), namespace("net"), machine())
 
     def user(self) -> int:
         """On whose behalf this process acts."""
@@ -119,10 +123,3 @@ class Machine:
         except ProcessLookupError:
             return False
         return True
-
-
-def _namespace(kind: str) -> str:
-    try:
-        return os.readlink(f"/proc/self/ns/{kind}")
-    except OSError:
-        return ""

@@ -90,4 +90,5 @@ class Pace:
 
 
 def _beside_the_step(progress: control_pb2.ProgressRequest) -> tuple[object, ...]:
-    return progress.caller.epoch, progress.draining, progress.has_session, progress.training_ended
+    news = (progress.draining, progress.has_session, progress.training_ended, progress.expects_session)
+    return (progress.caller.epoch, *news)

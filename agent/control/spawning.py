@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dalsegno.elastic.checkpoint.files import publish
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.shortage import crowded, starting
 
 from ..processes.keeper import DEAF_TO
 from ..processes.signals import held_back
@@ -118,16 +119,17 @@ def start_master(directory: Path, job_id: str, command: Sequence[str] = COMMAND)
     # It outlives a notice that all processes of the node are given, from its first moment on.
     with open(open_private(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as errors, held_back(DEAF_TO):
         begin = errors.seek(0, os.SEEK_END)
-        process = subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,
-            env=environment,
-            cwd="/",
-        )
+        with starting("the embedded master"):
+            process = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                start_new_session=True,
+                env=environment,
+                cwd="/",
+            )
     line = _first_line(process)
     try:
         said = json.loads(line)
@@ -135,7 +137,10 @@ def start_master(directory: Path, job_id: str, command: Sequence[str] = COMMAND)
     except (ValueError, KeyError, TypeError, AttributeError):
         process.kill()
         process.wait()
-        raise MasterError(f"the embedded master did not start: {_last_line(log, begin)} (log: {log})") from None
+        hint = crowded()
+        raise MasterError(
+            f"the embedded master did not start: {_last_line(log, begin)} (log: {log}){hint and '; '}{hint}"
+        ) from None
 
 
 def _first_line(process: subprocess.Popen[str]) -> str:

@@ -111,6 +111,8 @@ class Turn:
                 saved_bytes=state.saved_bytes,
                 training_ended=bool(state.finished_ranks),
                 beats=sum(state.beats.values()),
+                written_bytes=max(state.written.values(), default=0),
+                expects_session=state.expects_session,
             ),
         )
 
@@ -155,6 +157,11 @@ def what_is_unsaved(state: AgentState) -> str:
         return "the others had gone on from the last commit before this save was complete"
     if not state.session_known:
         return "its workers had no session open: what their script saves by itself is all that is kept"
+    if state.agreed and state.outcome is Outcome.STOPPED:
+        return (
+            "its notice was over before everything was saved; the others complete the save if this node's part of it is"
+            " there (--drain-timeout says how long a notice is)"
+        )
     if state.outcome is Outcome.DRAINED:
         return "its script saved nothing (steps() has no save=); the run goes on from its last commit"
     return "nothing was saved in time; the run goes on from its last commit"

@@ -35,6 +35,7 @@ def directed(turn: Turn, directive: control_pb2.Directive) -> None:
             ordered_run(turn, directive.run, drain=False)
         case "drain":
             ordered_run(turn, directive.drain.run, drain=True)
+            state.ending = directive.drain.ending
         case "gather":
             ordered_gather(turn, directive.gather)
         case "wait":
@@ -85,7 +86,7 @@ def ordered_run(turn: Turn, world: control_pb2.World, drain: bool) -> None:
     state = turn.state
     state.gather = None
     state.wait = None
-    state.drain_ordered = drain
+    state.drain_ordered, state.ending = drain, control_pb2.ENDING_TOGETHER
     if world.epoch <= state.started or state.workers is not Workers.NONE:
         return  # Already running, already ended (and reported), or still stopping: see workers_stopped.
     if state.leaving:
@@ -110,13 +111,14 @@ def start(turn: Turn, world: control_pb2.World) -> None:
     state.step = world.resume.source.step if world.HasField("resume") else 0
     state.longest = 0.0
     state.saved_bytes = 0
-    state.saving, state.saving_parts = "", {}
+    state.saving, state.saving_parts, state.written = "", {}, {}
     state.beats = {}
-    state.has_session = False
+    state.has_session = state.expects_session = False
     state.agreed = False
     state.anyone_sees_master = False
     state.bad_reported = False
-    state.told = (False, False)
+    state.refusals = {}
+    state.told = (False, False, 0)
     state.joining = None
     turn.do(ev.StartWorkers(world))
 

@@ -111,6 +111,13 @@ class StartFailed:
 
 
 @dataclass(frozen=True)
+class SessionImported:
+    """A worker of this epoch imports `dalsegno.elastic`: it may call session(), however late."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
 class Signalled:
     """One of --signals-to-handle reached the agent: a notice to leave."""
 
@@ -216,6 +223,7 @@ Event = (
     | WorkersStopped
     | StartFailed
     | Signalled
+    | SessionImported
     | StandbyWarm
     | JoinPrepared
     | JoinFailed
@@ -285,6 +293,8 @@ class TellWorkers:
 
     drain: bool
     master_seen: bool
+    # `control.Ending`.
+    ending: int = 0
 
 
 @dataclass(frozen=True)

@@ -72,6 +72,8 @@ def take(turn: Turn, event: ev.Event) -> None:
             ranks.worker_exited(turn, event)
         case ev.WorkersStopped():
             ranks.workers_stopped(turn, event.epoch)
+        case ev.SessionImported():
+            ranks.session_imported(turn, event)
         case ev.StartFailed():
             ranks.start_failed(turn, event)
         case ev.Signalled():
@@ -303,12 +305,16 @@ def manifest_read(turn: Turn, event: ev.ManifestRead) -> None:
     """A seal can be recorded now, or cannot be read."""
     state = turn.state
     state.reading = state.reading - {event.name}
+    seconds = state.took.get(event.name, 0.0)
+    state.took = {name: took for name, took in state.took.items() if name in state.reading}
     if event.checkpoint is None:
         turn.do(ev.Say(f"checkpoint {event.name} cannot be recorded: {event.message}", True))
         return
     turn.call(
         "CommitCheckpoint",
-        control_pb2.CommitRequest(caller=turn.caller(event.checkpoint.epoch), checkpoint=event.checkpoint),
+        control_pb2.CommitRequest(
+            caller=turn.caller(event.checkpoint.epoch), checkpoint=event.checkpoint, seconds=seconds
+        ),
     )
 
 
@@ -384,7 +390,8 @@ def tell_workers(turn: Turn) -> None:
     state = turn.state
     if state.workers is not Workers.RUNNING:
         return
-    flags = (state.leaving or state.drain_ordered or state.drain_for_outage, state.link_up)
+    drain = state.leaving or state.drain_ordered or state.drain_for_outage
+    flags = (drain, state.link_up, state.ending)
     if flags != state.told:
         state.told = flags
         turn.do(ev.TellWorkers(*flags))

@@ -23,6 +23,7 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
             return  # No script seals so fast. What is sealed lies on the disk, and is found there.
         # Worth recording whatever became of these workers since: the master refuses what comes too late.
         state.reading = state.reading | {message.sealed.name}
+        state.took = {**state.took, message.sealed.name: message.sealed.seconds}
         turn.do(ev.ReadManifest(message.sealed.name, message.sealed.digest))
         return
     if event.epoch != state.started or state.workers is Workers.NONE:
@@ -36,7 +37,8 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
         case "saving":
             saving(turn, event.rank, message.saving)
         case "draining":
-            state.agreed = True
+            # Not where they have gone on since: the drain was withdrawn.
+            state.agreed = state.agreed or message.draining.step >= state.step
             state.step = max(state.step, message.draining.step)
             turn.report_progress()
         case "save_failed":
@@ -52,11 +54,27 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
             turn.report_progress()
         case "bad_checkpoint":
             bad_checkpoint(turn, message.bad_checkpoint)
+        case "refused":
+            state.refusals = {**state.refusals, event.rank: message.refused.message or "it did not say why"}
+
+
+def session_imported(turn: Turn, event: ev.SessionImported) -> None:
+    """The master is told, which must not take a slow start for a script without a session."""
+    state = turn.state
+    if event.epoch == state.started and state.workers is Workers.RUNNING and not state.expects_session:
+        state.expects_session = True
+        turn.report_progress()
 
 
 def progress(turn: Turn, rank: int, progress: worker_pb2.Progress) -> None:
     """A step is done on this rank, or what lies between two steps goes on."""
     state = turn.state
+    if progress.step > state.step:
+        # Nothing is saved any more before a step, and a boundary that lies behind them is not the end.
+        state.agreed, state.written = False, {}
+    if rank in state.refusals:
+        # The script went on all the same: that was not what it ends with.
+        state.refusals = {other: why for other, why in state.refusals.items() if other != rank}
     if progress.step >= state.step:
         state.step = progress.step
         state.loss = progress.loss
@@ -72,6 +90,7 @@ def saving(turn: Turn, rank: int, saving: worker_pb2.Saving) -> None:
     state = turn.state
     if saving.name != state.saving:
         state.saving, state.saving_parts = saving.name, {}
+    state.written = {**state.written, rank: saving.written}
     known = state.saving_parts.get(rank, 0)
     if saving.bytes > known:
         # A script can say what it likes; the report to the master has 64 bits.
@@ -82,7 +101,7 @@ def saving(turn: Turn, rank: int, saving: worker_pb2.Saving) -> None:
 
 def save_ended(turn: Turn) -> None:
     """The next one starts from nothing, also under the same name. (After a sealed one the name is another.)"""
-    turn.state.saving, turn.state.saving_parts = "", {}
+    turn.state.saving, turn.state.saving_parts, turn.state.written = "", {}, {}
 
 
 def save_failed(turn: Turn, failed: worker_pb2.SaveFailed) -> None:
@@ -123,7 +142,10 @@ def worker_exited(turn: Turn, event: ev.WorkerExited) -> None:
         return
     state.exits = (*state.exits, (event.local_rank, event.code))
     drained = event.code == ev.WORKER_DRAINED or (event.code == 0 and has_drained(turn, event.local_rank))
-    if event.code != 0 and not drained:
+    refusal = state.refusals.get(global_rank(turn, event.local_rank))
+    if refusal is not None and not drained:
+        worker_refused(turn, refusal, event.code)
+    elif event.code != 0 and not drained:
         worker_failed(turn, event)
     elif not drained and state.has_session and global_rank(turn, event.local_rank) not in state.finished_ranks:
         worker_gave_up(turn, event.local_rank)
@@ -142,6 +164,13 @@ def global_rank(turn: Turn, local_rank: int) -> int:
     if world is None or world.place.incarnation != turn.state.incarnation:
         return -1
     return int(world.place.first_rank) + local_rank
+
+
+def worker_refused(turn: Turn, refusal: str, code: int) -> None:
+    """A rank ended because no rank may train what they were given, as all of them know."""
+    turn.state.outcome = Outcome.FAILED
+    report_failure(turn, refusal, code & 0xFF, control_pb2.FAILURE_KIND_REFUSED)
+    turn.kill_workers()
 
 
 def worker_gave_up(turn: Turn, local_rank: int) -> None:

@@ -80,17 +80,25 @@ class AgentState:
     saved_bytes: int = 0
     saving: str = ""
     saving_parts: Mapping[int, int] = field(default_factory=dict)
+    # Size of the files of the one in flight, as each rank sees them; 0, or nothing: there is none.
+    written: Mapping[int, int] = field(default_factory=dict)
     # Signs of life of this epoch between steps, by rank.
     beats: Mapping[int, int] = field(default_factory=dict)
     has_session: bool = False
     # Some rank that this agent ever started has opened a session: the script has one, even before its hello.
     session_known: bool = False
+    # A rank of this epoch has imported what session() comes from, which its script's text did not say.
+    expects_session: bool = False
     agreed: bool = False
     anyone_sees_master: bool = False
     bad_reported: bool = False
+    # What all ranks agreed that they must not train, by the ranks that said so and have made no step since.
+    refusals: Mapping[int, str] = field(default_factory=dict)
     # The flags as the workers were told last.
-    told: tuple[bool, bool] = (False, False)
+    told: tuple[bool, bool, int] = (False, False, 0)
     drain_ordered: bool = False
+    # How its save ends, a `control.Ending`.
+    ending: int = 0
     drain_for_outage: bool = False
     # What this agent prepares or has sent a Join for: (round, resume digest, patient).
     joining: tuple[int, str, bool] | None = None
@@ -106,6 +114,8 @@ class AgentState:
     warm: bool = False
     # Manifests being read before their commit is sent; a drain is reported after them.
     reading: frozenset[str] = frozenset()
+    # How long they took to save, seconds, by name.
+    took: Mapping[str, float] = field(default_factory=dict)
     lease: int = 0
     verified: int = 0
     pruning: tuple[str, ...] = ()

@@ -22,8 +22,10 @@ _TEXT = 1000
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
-def checked(message: worker_pb2.ToAgent, rank: int) -> worker_pb2.ToAgent:
+def checked(message: worker_pb2.ToAgent, rank: int, *, seals: bool = False) -> worker_pb2.ToAgent:
     """The message of this rank as the agent goes on with it: each text cut to one printable line.
+
+    `seals`: the agent has asked its ranks to seal what others left, so it need not be rank 0.
 
     Raises:
         ValueError: no worker of this version says that; the text names the field.
@@ -38,11 +40,13 @@ def checked(message: worker_pb2.ToAgent, rank: int) -> worker_pb2.ToAgent:
         case "saving":
             _name(message.saving.name)
             _bounded(message.saving.bytes, "bytes")
+            _bounded(message.saving.written, "written")
         case "sealed":
-            if rank != 0:
+            if rank != 0 and not seals:
                 raise ValueError(f"rank {rank} says that it sealed a checkpoint, which rank 0 does")
             _reference(message.sealed.name, message.sealed.digest)
             _bounded(message.sealed.step, "step")
+            _duration(message.sealed.seconds, "seconds")
         case "save_failed":
             # A save can fail before it has a name.
             _name(message.save_failed.name, optional=True)
@@ -60,6 +64,8 @@ def checked(message: worker_pb2.ToAgent, rank: int) -> worker_pb2.ToAgent:
             bad = message.bad_checkpoint
             _reference(bad.name, bad.digest)
             bad.file, bad.message = one_line(bad.file), one_line(bad.message)
+        case "refused":
+            message.refused.message = one_line(message.refused.message)
     return message
 
 

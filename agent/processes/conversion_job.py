@@ -17,6 +17,7 @@ from typing import IO
 
 from dalsegno.elastic.checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, Manifest
 from dalsegno.protos import control_pb2
+from dalsegno.protos.shortage import starting
 
 from ..decisions.events import ConversionUpdate
 from .lifeline import Lifeline
@@ -30,6 +31,7 @@ __all__ = ["ConversionJob"]
 _STATES = {
     0: control_pb2.CONVERSION_STATE_READY,
     65: control_pb2.CONVERSION_STATE_SOURCE_BAD,
+    69: control_pb2.CONVERSION_STATE_IMPOSSIBLE,
 }
 # Seconds between two progress events; the master only wants to know that it moves, and they are kept while it is away.
 _PROGRESS_INTERVAL = 1.0
@@ -116,9 +118,15 @@ class ConversionJob:
         converter = self._adopt(arguments) or self._start_cold(arguments)
         with self._lock:
             self._converter, self._lease = converter, conversion.lease
-        threading.Thread(
+        follower = threading.Thread(
             target=self._follow, args=(converter, conversion.lease, target), name="conversion", daemon=True
-        ).start()
+        )
+        try:
+            with starting("the thread that follows the converter"):
+                follower.start()
+        except OSError:
+            self.stop(conversion.lease)
+            raise
 
     def stop(self, lease: int | None = None) -> None:
         """Kills the conversion (of that lease) with everything it started; nothing is delivered for it any more."""
@@ -152,7 +160,7 @@ class ConversionJob:
         return _Converter(process, open(reader, encoding="utf-8"), writer)
 
     def _start_cold(self, arguments: list[str]) -> _Converter:
-        with open(self._log, "ab") as log:
+        with open(self._log, "ab") as log, starting("the converter"):
             process = subprocess.Popen(
                 [sys.executable, "-m", self._module, *arguments],
                 stdin=subprocess.DEVNULL,

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.shortage import starting
 
 from . import keeper
 from .proc import start_time
@@ -50,7 +51,12 @@ class Lifeline:
         self._process = self._spawn()
         self._register_all()
         self._watcher = threading.Thread(target=self._watch, name="keeper-watch", daemon=True)
-        self._watcher.start()
+        try:
+            with starting("the thread that watches the keeper"):
+                self._watcher.start()
+        except OSError:
+            self._end_now()
+            raise
 
     @property
     def keeper_pid(self) -> int:
@@ -102,13 +108,16 @@ class Lifeline:
                     break
             except subprocess.TimeoutExpired:
                 logger.error("the keeper (process %d) did not end within %.0f s: killed", self._process.pid, timeout)
-                self._process.kill()
-                self._process.wait()
+                self._end_now()
                 break
         self._watcher.join(timeout)
 
+    def _end_now(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
     def _spawn(self) -> subprocess.Popen[bytes]:
-        with held_back(keeper.DEAF_TO):
+        with starting("this node's keeper process"), held_back(keeper.DEAF_TO):
             process = subprocess.Popen(
                 [sys.executable, "-I", "-S", keeper.__file__],
                 stdin=subprocess.PIPE,
@@ -164,7 +173,13 @@ class Lifeline:
             with self._lock:
                 if self._closing.is_set():
                     return  # `close` has its eye on it
-                self._replace()
+                try:
+                    self._replace()
+                except OSError as error:
+                    # Tried again: without a keeper nothing would end with this agent.
+                    self._respawns += 1
+                    logger.error("%s", error)
+                    continue
             logger.warning("keeper replaced (%d so far)", self._respawns)
             if self._on_respawn is not None:
                 self._on_respawn(self._respawns)

@@ -2,10 +2,11 @@
 
 Executed as `python -u -m dalsegno.agent.processes.nursery --channel FD …` by `standby_pool`. Over the channel (a
 socket, JSON messages behind four bytes of length) it says what it has imported, takes `{"start": ID, …assignment}`, and
-tells `{"started": ID, "pid": PID}` and later `{"exited": ID, "code": STATUS}` (negative for a signal). `{"cancel": ID}`
-takes a start back that it has not carried out; it then tells `exited` alone. The forked process becomes the script as
-`python -u script.py …` or `python -u -m module …` would have run it, with the assignment's environment, arguments,
-working directory and output. End of the channel: it ends, and its workers with it.
+tells `{"started": ID, "pid": PID}` and later `{"exited": ID, "code": STATUS}` (negative for a signal). In between comes
+`{"imports": ID}` if the script imports `dalsegno.elastic`, where `session()` comes from, and that was not imported
+here. `{"cancel": ID}` takes a start back that it has not carried out; it then tells `exited` alone. The forked process
+becomes the script as `python -u script.py …` or `python -u -m module …` would have run it, with the assignment's
+environment, arguments, working directory and output. End of the channel: it ends, and its workers with it.
 
 Forking is sound because nothing but imports has happened here: one thread, no CUDA, no connection. Where an import did
 start threads, or CUDA's driver, which do not survive a fork, the nursery says so (`"unforkable"`) and is not used.
@@ -34,11 +35,15 @@ from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
 from dalsegno.protos.contract import FRAME
+from dalsegno.protos.shortage import shortage
 
 __all__ = ["Assignment", "receive", "send"]
 
 _PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALIZED = 3
+_SESSION_PACKAGE = "dalsegno.elastic"
+# EX_OSERR of sysexits.h.
+_CANNOT_START = 71
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,8 +186,28 @@ def _run_script(path: str) -> None:
     exec(code, main.__dict__)
 
 
-def become(assignment: Assignment, console: tuple[int, int], fresh: bool) -> None:
-    """Turns this process into the script, with a `fresh` interpreter or in this one."""
+class _SessionImport:
+    """Says once, by a byte to `word`, that this process imports what `session()` comes from. It finds no module."""
+
+    def __init__(self, word: int) -> None:
+        self._word = word
+        self._pipe = os.fstat(word)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == _SESSION_PACKAGE and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            # The nursery may be gone, or the script has closed what it does not know.
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(self._word), self._pipe):
+                    os.write(self._word, b"\1")
+                    os.close(self._word)
+
+
+def become(assignment: Assignment, console: tuple[int, int], fresh: bool, word: int = -1) -> None:
+    """Turns this process into the script, with a `fresh` interpreter or in this one.
+
+    `word`: a pipe to the nursery, for `_SessionImport`; -1: none.
+    """
     os.environ.clear()
     os.environ.update(assignment.environment)
     os.chdir(assignment.cwd)
@@ -192,6 +217,8 @@ def become(assignment: Assignment, console: tuple[int, int], fresh: bool) -> Non
         flags = ["-u", "-m"] if assignment.module else ["-u"]
         os.execv(sys.executable, [sys.executable, *flags, *assignment.arguments])
     sys.argv = list(assignment.arguments)
+    if word >= 0 and _SESSION_PACKAGE not in sys.modules:
+        sys.meta_path.insert(0, _SessionImport(word))
     try:
         if assignment.module:
             _set_first_path(assignment.cwd)
@@ -224,6 +251,11 @@ class _Nursery:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, notices)
         self._single = single
         self._workers: dict[int, object] = {}
+        # Of each worker by its process, the pipe over which it says what it imports.
+        self._words: dict[int, int] = {}
+        # In a forked worker: its end of that pipe.
+        self.word = -1
+        self._selector = selectors.DefaultSelector()
         self._requests: list[dict[str, object]] = []
         self._wake_reader, self._wake_writer = socket.socketpair()
         for end in (self._wake_reader, self._wake_writer):
@@ -237,13 +269,16 @@ class _Nursery:
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         self._imports.start()
-        with selectors.DefaultSelector() as selector:
+        with self._selector as selector:
             for end in (self._channel, self._wake_reader):
                 selector.register(end, selectors.EVENT_READ)
             while True:
                 for key, _ in selector.select():
                     if key.fileobj is self._wake_reader:
                         self._wake_reader.recv(4096)
+                        continue
+                    if key.data is not None:
+                        self._hear_word(key.data)
                         continue
                     message = receive(self._channel)
                     if message is None:
@@ -296,13 +331,23 @@ class _Nursery:
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that libraries (OpenBLAS) keep and restart in the child themselves.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
+            try:
+                pid = os.fork()
+            except OSError as error:
+                os.close(reader)
+                os.close(writer)
+                # Those that were started before live on: what becomes of them is the agent's to say.
+                why = shortage(error) or str(error)
+                failure = f"it cannot be started: {why}"
+                send(self._channel, {"exited": number, "code": _CANNOT_START, "failure": failure})
+                return None
         if pid:
             os.close(writer)
             # Until it has a group of its own; an end of file if it died before.
             os.read(reader, 1)
-            os.close(reader)
             self._workers[pid] = number
+            self._words[pid] = reader
+            self._selector.register(reader, selectors.EVENT_READ, pid)
             send(self._channel, {"started": number, "pid": pid})
             return None
         self._leave()
@@ -310,8 +355,20 @@ class _Nursery:
         _die_with_parent(nursery)
         os.write(writer, b"\0")
         os.close(reader)
-        os.close(writer)
+        self.word = writer
         return assignment
+
+    def _hear_word(self, pid: int) -> None:
+        """A worker imports what `session()` comes from, or will not say so any more."""
+        if os.read(self._words[pid], 1):
+            send(self._channel, {"imports": self._workers[pid]})
+        self._drop_word(pid)
+
+    def _drop_word(self, pid: int) -> None:
+        reader = self._words.pop(pid, None)
+        if reader is not None:
+            self._selector.unregister(reader)
+            os.close(reader)
 
     def _leave(self) -> None:
         """What the worker must not keep of the nursery."""
@@ -321,6 +378,8 @@ class _Nursery:
             signal.signal(number, handler)
         for end in (self._channel, self._wake_reader, self._wake_writer):
             end.close()
+        for reader in self._words.values():
+            os.close(reader)
         random = sys.modules.get("numpy.random")
         if random is not None:
             # The global generator was seeded when it was imported; workers must not share that. Python's own `random`
@@ -342,6 +401,7 @@ class _Nursery:
                         with contextlib.suppress(ProcessLookupError):
                             os.killpg(ended.si_pid, signal.SIGKILL)
                     _, status = os.waitpid(ended.si_pid, 0)
+                    self._drop_word(ended.si_pid)
                     number = self._workers.pop(ended.si_pid, None)
                     if number is not None:
                         send(self._channel, {"exited": number, "code": os.waitstatus_to_exitcode(status)})
@@ -375,7 +435,7 @@ def main() -> None:
     except (BrokenPipeError, ConnectionResetError):
         return  # The agent is gone.
     if assignment is not None:
-        become(assignment, console, nursery.execs())
+        become(assignment, console, nursery.execs(), nursery.word)
 
 
 if __name__ == "__main__":

@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import signal
+import time
 from pathlib import Path
-from typing import NamedTuple
+
+from dalsegno.protos.processes import stat_fields, status_of
 
 __all__ = [
-    "Status",
+    "adopt_orphans",
     "belongs_to",
-    "boot_id",
+    "descendants",
+    "end_descendants",
     "is_same_process",
     "kill_group",
     "owner_of",
     "process_state",
     "start_time",
-    "status_of",
 ]
 
 
-class Status(NamedTuple):
-    """Of one process.
-
-    Attributes:
-        state: one letter of proc(5): "R", "S", "T" stopped, "Z" zombie, ...
-        started: in clock ticks since boot (field 22 of proc(5) stat).
-    """
-
-    state: str
-    started: int
-
-    def is_of(self, started: int) -> bool:
-        """Whether this is the live process that began at `started` (a reused number or a zombie is not)."""
-        return self.started == started and self.state not in ("Z", "X")
-
-
-def _stat_fields(pid: int) -> list[str] | None:
-    """Fields of /proc/<pid>/stat from the third (state) on, or None for a process that is gone."""
-    try:
-        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The command name (second field) may contain blanks and brackets: count from its closing bracket.
-    return text[text.rindex(")") + 2 :].split()
-
-
-def status_of(pid: int) -> Status | None:
-    """State and start of a process; None when it is gone."""
-    fields = _stat_fields(pid)
-    return Status(fields[0], int(fields[19])) if fields else None
+_PR_SET_CHILD_SUBREAPER = 36
+_SCAN_PAUSE = 0.02
 
 
 def start_time(pid: int) -> int | None:
@@ -71,7 +47,7 @@ def belongs_to(pid: int, root: int) -> bool:
     """
     seen: set[int] = set()
     while pid != root:
-        fields = _stat_fields(pid)
+        fields = stat_fields(pid)
         if fields is None:
             return True
         seen.add(pid)
@@ -82,11 +58,6 @@ def belongs_to(pid: int, root: int) -> bool:
         if pid <= 1 or pid in seen:
             return False
     return True
-
-
-def boot_id() -> str:
-    """The kernel's identifier of the present boot."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def is_same_process(pid: int, started: int) -> bool:
@@ -112,3 +83,38 @@ def owner_of(pid: int) -> int | None:
         return None
     found = [line.split() for line in text.splitlines() if line.startswith("Uid:")]
     return int(found[0][2]) if found else None
+
+
+def adopt_orphans() -> None:
+    """From now on descendants of this process whose parents end become its children (prctl(2))."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def descendants(root: int) -> list[int]:
+    """Live processes that come from `root`, without itself and without zombies."""
+    children: dict[int, list[int]] = {}
+    dead: set[int] = set()
+    for name in os.listdir("/proc"):
+        fields = stat_fields(int(name)) if name.isdigit() else None
+        if fields is not None:
+            children.setdefault(int(fields[1]), []).append(int(name))
+            if fields[0] in "ZX":
+                dead.add(int(name))
+    found, ahead = [], [root]
+    while ahead:
+        of = children.pop(ahead.pop(), [])
+        found += of
+        ahead += of
+    return [pid for pid in found if pid not in dead]
+
+
+def end_descendants(seconds: float) -> list[int]:
+    """Kills all that come from this process, which has adopted their orphans; what is left after so long."""
+    deadline = time.monotonic() + seconds
+    while (left := descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        # why: what was adopted is no child that this program has started; the scan has to come again.
+        time.sleep(_SCAN_PAUSE)
+    return left

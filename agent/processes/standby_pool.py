@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import re
 import signal
 import socket
 import struct
@@ -15,41 +14,15 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from dalsegno.protos.shortage import starting
+
 from .lifeline import Lifeline
 from .nursery import Assignment, receive, send
 from .proc import kill_group
 from .signals import held_back
 
-__all__ = ["ALWAYS", "Nursery", "StandbyPool", "StandbyProcess", "modules_of"]
+__all__ = ["Nursery", "StandbyPool", "StandbyProcess"]
 
-# The first DDP wrap imports torch._dynamo: seconds on a busy machine.
-ALWAYS = ("torch", "torch.distributed", "torch._dynamo")
-# Worth importing ahead where the script's text imports them: heavy, and silent about CUDA when they are imported.
-_HEAVY = (
-    "numpy",
-    "deepspeed",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "peft",
-    "lightning",
-    "torchvision",
-    "dalsegno.elastic",
-    "dalsegno.swift_plugin",
-    "swift",
-)
-# What these import only when they are used, which then takes seconds; "?": silently left out where it is not there.
-_LATER = {
-    "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer?",),
-    "dalsegno.elastic": ("dalsegno.elastic.training.entry?",),
-    # Its package imports nothing by itself.
-    "transformers": ("transformers.trainer?",),
-    "dalsegno.swift_plugin": ("dalsegno.swift_plugin.hf.trainer?",),
-    "swift": ("swift.pipelines.train.sft?", "swift.trainers.seq2seq_trainer?", "dalsegno.swift_plugin.swift_hooks?"),
-}
-_IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
-# A script is text of a person's; more than this is not read to guess what it imports.
-_MAX_TEXT = 1 << 20
 # Yields to training, and still is done before the next change on a busy machine.
 _NICENESS = 15
 # Seconds; a nursery that was stopped does not read.
@@ -62,28 +35,6 @@ _KILL_TIMEOUT = 5.0
 _MOST_STUCK = 2
 
 logger = logging.getLogger(__name__)
-
-
-def modules_of(script: Path | str | None) -> tuple[str, ...]:
-    """The heavy modules to import for a script.
-
-    Args:
-        script: Its file, whose text is looked at; or the name of a module, which alone counts: to find its file could
-            take imports. None: neither.
-    """
-    if isinstance(script, str):
-        # Those run ms-swift.
-        named = {script, "swift"} if script.startswith("dalsegno.swift_plugin.") else {script}
-    elif script is None or not script.is_file():
-        return ALWAYS
-    else:
-        with open(script, encoding="utf-8", errors="replace") as file:
-            named = set(_IMPORT.findall(file.read(_MAX_TEXT)))
-    wanted = [module for module in _HEAVY if any(name == module or name.startswith(f"{module}.") for name in named)]
-    later = [one for module in wanted for one in _LATER.get(module, ())]
-    if "deepspeed" in wanted and "dalsegno.elastic" in wanted:
-        later.append("dalsegno.elastic.deepspeed?")
-    return (*ALWAYS, *wanted, *later)
 
 
 class StandbyProcess:
@@ -103,9 +54,13 @@ class StandbyProcess:
         self._unwanted = False
         # 0 until it exists.
         self.pid = 0
-        # Its nursery was stuck: it never was, and never will be.
+        # Its nursery is stuck or gone: it never was, and never will be.
         self.abandoned = False
+        # Why its nursery could not start it, for a person.
+        self.failure = ""
         self.returncode: int | None = None
+        self._imported = False
+        self._on_import: Callable[[], None] | None = None
         self._lock = threading.Lock()
         self._ended = threading.Event()
 
@@ -146,8 +101,24 @@ class StandbyProcess:
             self.pid = pid
             return self.returncode is None and not self._unwanted
 
+    def when_imported(self, call: Callable[[], None]) -> None:
+        """Calls, on any thread, when the script imports `dalsegno.elastic`; not where its nursery has imported that."""
+        with self._lock:
+            self._on_import = call
+            known = self._imported
+        if known:
+            call()
+
+    def imported(self) -> None:
+        """The script imports `dalsegno.elastic`."""
+        with self._lock:
+            self._imported = True
+            call = self._on_import
+        if call is not None:
+            call()
+
     def abandon(self) -> None:
-        """Its nursery is given up: whoever waits for it starts it another way, unless it was told to end before."""
+        """Its nursery is given up or gone: whoever waits for it starts it another way, unless it was told to end."""
         with self._lock:
             self.abandoned = self.returncode is None and not self.pid and not self._unwanted
         self.ended(-signal.SIGKILL)
@@ -266,8 +237,11 @@ class Nursery:
             self._follow(workers[0])
             return
         if workers:
-            logger.warning("nursery %d is gone; its workers end with it", self.process.pid)
+            logger.warning("nursery %d is gone; the workers that it started end with it", self.process.pid)
         for worker in workers:
+            if not worker.pid:
+                worker.abandon()
+                continue
             worker.signal_group(signal.SIGKILL)
             worker.ended(-signal.SIGKILL)
 
@@ -278,11 +252,14 @@ class Nursery:
             assert isinstance(report, dict)
             self._on_ready(self, report)
             return
-        number = int(str(message.get("started", message.get("exited"))))
+        number = int(str(message.get("started", message.get("imports", message.get("exited")))))
         with self._lock:
-            worker = self._workers.get(number) if "started" in message else self._workers.pop(number, None)
+            worker = self._workers.pop(number, None) if "exited" in message else self._workers.get(number)
         if worker is None:
             return  # It was given up, and is being killed.
+        if "imports" in message:
+            worker.imported()
+            return
         if "started" in message:
             pid = int(str(message["pid"]))
             self._lifeline.add_group(pid)
@@ -290,6 +267,7 @@ class Nursery:
                 kill_group(pid)
         else:
             self._lifeline.drop_group(worker.pid)
+            worker.failure = str(message.get("failure", ""))
             worker.ended(int(str(message["code"])))
 
     def _follow(self, worker: StandbyProcess) -> None:
@@ -356,7 +334,13 @@ class StandbyPool:
                 dead.end()
             wanted = 1 if self._fork else self._count
             for _ in range(wanted - len(self._nurseries)):
-                self._nurseries.append(self._start(low_priority))
+                try:
+                    self._nurseries.append(self._start(low_priority))
+                except OSError as error:
+                    # Nobody waits for what will not be there: workers start cold.
+                    logger.warning("%s", error)
+                    self._on_warm()
+                    return
 
     def warm(self) -> int:
         """How many workers can start at once now."""
@@ -415,7 +399,7 @@ class StandbyPool:
             *("--", *self._modules),
         ]
         try:
-            with open(self._log, "ab") as log, held_back(self._notices):
+            with open(self._log, "ab") as log, starting("a standby worker"), held_back(self._notices):
                 process = subprocess.Popen(
                     command,
                     stdout=log,
@@ -430,8 +414,17 @@ class StandbyPool:
             for fd in console:
                 os.close(fd)
         self._lifeline.add_group(process.pid)
-        nursery = Nursery(process, ours, self._lifeline, not self._fork, self._on_ready)
-        threading.Thread(target=self._watch_imports, args=(nursery,), name="nursery-imports", daemon=True).start()
+        try:
+            with starting("a thread for a standby worker"):
+                nursery = Nursery(process, ours, self._lifeline, not self._fork, self._on_ready)
+                threading.Thread(
+                    target=self._watch_imports, args=(nursery,), name="nursery-imports", daemon=True
+                ).start()
+        except OSError:
+            kill_group(process.pid)
+            process.wait()
+            self._lifeline.drop_group(process.pid)
+            raise
         return nursery
 
     def _watch_imports(self, nursery: Nursery) -> None:

@@ -100,6 +100,7 @@ def worker_environment(
         Variable.MIN_NODES: str(settings.min_nodes),
         Variable.MAX_NODES: str(settings.max_nodes),
         Variable.RUN_DIR: str(run_dir),
+        Variable.STALL_TIMEOUT: f"{max(0.0, settings.stall_timeout):g}",
         **resume_environment(world, run_dir),
     }
     return [

@@ -27,7 +27,7 @@ from pathlib import Path
 
 from google.protobuf.message import DecodeError
 
-from dalsegno.protos import worker_pb2
+from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.contract import FRAME
 
 from ..decisions.worker_checks import checked, one_line
@@ -153,10 +153,10 @@ class WorkerLink:
         self._thread = threading.Thread(target=self._serve, name="worker-link", daemon=True)
         self._thread.start()
 
-    def tell(self, *, drain: bool, master_seen: bool) -> None:
+    def tell(self, *, drain: bool, master_seen: bool, ending: int = 0) -> None:
         """Sets what the workers should know; sent to all of them if it changed, and to newcomers."""
         with self._lock:
-            told = worker_pb2.ToWorker(drain=drain, master_seen=master_seen)
+            told = worker_pb2.ToWorker(drain=drain, master_seen=master_seen, ending=ending)
             if told == self._told:
                 return
             self._told = told
@@ -343,7 +343,8 @@ class WorkerLink:
         elif connection.hello is None:
             raise _Broken(f"{message.WhichOneof('body')} before Hello")
         assert connection.hello is not None
-        self._hand_over(connection.hello.epoch, connection.hello.rank, checked(message, connection.hello.rank))
+        rank = connection.hello.rank
+        self._hand_over(connection.hello.epoch, rank, checked(message, rank, seals=self._any_rank_seals()))
 
     def _admit(self, connection: _Connection, hello: worker_pb2.Hello) -> None:
         """A process says which rank it is. What it says of its own process id does not count: the kernel knows."""
@@ -371,6 +372,11 @@ class WorkerLink:
         expected.speakers[hello.rank] = connection
         connection.hello = hello
         self._strangers.pop(connection.socket, None)
+
+    def _any_rank_seals(self) -> bool:
+        """Rank 0 may be gone: then the node that was told to seals."""
+        with self._lock:
+            return self._told.ending == control_pb2.ENDING_SEAL
 
     def _hand_over(self, epoch: int, rank: int, message: worker_pb2.ToAgent) -> None:
         """Nothing that a worker said is lost because whoever decides is behind."""

@@ -26,6 +26,8 @@ from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler, get_subprocess_handler
 from torch.numa.binding import NumaOptions
 
+from dalsegno.protos.shortage import starting
+
 from .lifeline import Lifeline
 from .nursery import Assignment
 from .proc import kill_group, start_time
@@ -157,6 +159,8 @@ class WorkersContext(SubprocessContext):
         link: asked to deliver a worker's last words before its exit is told.
         on_exit: called on a thread of its own with (local rank, exit status, message); the status is negative for a
             signal. The worker's whole process group is dead by then.
+        on_import: called on any thread, once for each worker, when a script imports `dalsegno.elastic` of which that
+            could not be seen before.
         extras: `numa_options` and the output filters, as torch has them.
     """
 
@@ -172,6 +176,7 @@ class WorkersContext(SubprocessContext):
         lifeline: Lifeline,
         link: WorkerLink,
         on_exit: OnExit,
+        on_import: Callable[[], None],
         numa_options: NumaOptions | None = None,
         stdout_filters: list[str] | None = None,
         stderr_filters: list[str] | None = None,
@@ -193,6 +198,7 @@ class WorkersContext(SubprocessContext):
         self._lifeline = lifeline
         self._link = link
         self._on_exit = on_exit
+        self._on_import = on_import
         self._running: list[_Running] = []
         self._lock = threading.Lock()
         self._stopping = False
@@ -275,7 +281,8 @@ class WorkersContext(SubprocessContext):
             )
             self._running.append(_Running(process, ended, watcher))
             self._link.started(rank, partial(self._pid, rank))
-            watcher.start()
+            with starting(f"the thread that watches worker {rank}"):
+                watcher.start()
 
     def _pid(self, rank: int) -> int:
         return self._running[rank].process.pid
@@ -296,19 +303,21 @@ class WorkersContext(SubprocessContext):
         if process is None:
             return None
         self.adopted += 1
+        process.when_imported(self._on_import)
         self.subprocess_handlers[rank] = _StandbyHandler(process, rank)
         return process
 
     def _start_cold(self, rank: int) -> _ColdProcess:
-        handler = get_subprocess_handler(
-            entrypoint=self._script.entrypoint,
-            args=self.args[rank],
-            env=self.envs[rank],
-            stdout=self.stdouts[rank],
-            stderr=self.stderrs[rank],
-            local_rank_id=rank,
-            numa_options=self._numa_options,
-        )
+        with starting(f"worker {rank}"):
+            handler = get_subprocess_handler(
+                entrypoint=self._script.entrypoint,
+                args=self.args[rank],
+                env=self.envs[rank],
+                stdout=self.stdouts[rank],
+                stderr=self.stderrs[rank],
+                local_rank_id=rank,
+                numa_options=self._numa_options,
+            )
         self._lifeline.add_group(handler.proc.pid)
         for ours in (handler._stdout, handler._stderr):
             if ours is not None:
@@ -320,7 +329,7 @@ class WorkersContext(SubprocessContext):
         """Waits for one worker's end on a thread of its own."""
         if isinstance(process, StandbyProcess):
             code = process.wait()
-            if process.abandoned and (cold := self._start_instead(rank)) is not None:
+            if process.abandoned and (cold := self._start_instead(rank, process)) is not None:
                 self._watch(rank, cold, ended)
                 return
         else:
@@ -329,17 +338,19 @@ class WorkersContext(SubprocessContext):
         ended.set()
         if not self._link.flush(process.pid, _LAST_WORDS):
             logger.warning("the last messages of worker %d (process %d) did not come through", rank, process.pid)
-        self._on_exit(rank, code, self._reason(rank, code) if code else "")
+        unstarted = process.failure if isinstance(process, StandbyProcess) else ""
+        self._on_exit(rank, code, unstarted or (self._reason(rank, code) if code else ""))
 
-    def _start_instead(self, rank: int) -> _ColdProcess | None:
+    def _start_instead(self, rank: int, abandoned: StandbyProcess) -> _ColdProcess | None:
         """A worker that its nursery could not start; None if all are to end anyway, or it cannot be started."""
         with self._lock:
             if self._stopping:
                 return None
             try:
                 cold = self._start_cold(rank)
-            except OSError:
+            except OSError as error:
                 logger.exception("worker %d cannot be started", rank)
+                abandoned.failure = str(error)
                 return None
             running = self._running[rank]
             self._running[rank] = _Running(cold, running.ended, running.watcher)

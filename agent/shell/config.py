@@ -25,6 +25,7 @@ class AgentConfig:
         addresses: where the master was looked for, for a person.
         script_flag: where the job was told `--universal-checkpoint`, add it to the script's own arguments when it
             resumes from universal files.
+        expects_session: the script's text says that it may call `session()`, however late.
     """
 
     job_id: str
@@ -39,6 +40,7 @@ class AgentConfig:
     connect_timeout: float = 60.0
     addresses: str = ""
     script_flag: bool = False
+    expects_session: bool = False
 
 
 def differences(mine: control_pb2.Settings, job: control_pb2.Settings) -> str:

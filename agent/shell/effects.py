@@ -6,6 +6,7 @@ decisions from the same mailbox.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.processes import own_process
 
 from ..control.connection import Connector
 from ..control.master_checks import problem_of, problem_of_reply
@@ -163,6 +165,8 @@ class Effects:
                     new_run=self._config.new_run and not previous,
                     previous_incarnation=previous,
                     known_settings=self._told,
+                    expects_session=self._config.expects_session,
+                    process=control_pb2.Process(**dataclasses.asdict(own_process())),
                 )
             )
 

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from string import Template
 from typing import Any
 
@@ -24,12 +25,14 @@ from torch.distributed.elastic.utils.api import macros
 
 from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.shortage import shortage
 
 from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
+from ..processes.script_imports import modules_of
 from ..processes.signals import SignalWatch
-from ..processes.standby_pool import StandbyPool, modules_of
+from ..processes.standby_pool import StandbyPool
 from ..processes.worker_env import Place, place_of, worker_environment
 from ..processes.worker_link import WorkerLink
 from ..processes.workers import Script, WorkersContext
@@ -171,7 +174,7 @@ class ElasticAgent(LocalElasticAgent):
             case ev.StopWorkers():
                 self._stop_world(action.epoch, action.grace)
             case ev.TellWorkers():
-                self._link.tell(drain=action.drain, master_seen=action.master_seen)
+                self._link.tell(drain=action.drain, master_seen=action.master_seen, ending=action.ending)
             case ev.Exit():
                 self._ending = Ending(action.code, action.message)
             case _:
@@ -216,7 +219,8 @@ class ElasticAgent(LocalElasticAgent):
             self._start_workers(self._worker_group)
         except (OSError, ValueError, RuntimeError) as error:
             logger.exception("the workers of epoch %d could not be started", world.epoch)
-            self._mailbox.put(ev.StartFailed(world.epoch, f"the workers cannot be started: {error}"))
+            why = shortage(error) or error
+            self._mailbox.put(ev.StartFailed(world.epoch, f"the workers cannot be started: {why}"))
             return
         self._worker_group.state = WorkerState.HEALTHY
 
@@ -291,6 +295,7 @@ class ElasticAgent(LocalElasticAgent):
             self._lifeline,
             self._link,
             self._exited(world.epoch, self._starts),
+            partial(self._mailbox.put, ev.SessionImported(world.epoch)),
             getattr(spec, "numa_options", None),
             getattr(spec, "duplicate_stdout_filters", None),
             getattr(spec, "duplicate_stderr_filters", None),
@@ -365,7 +370,11 @@ class ElasticAgent(LocalElasticAgent):
                 self._mailbox.put(ev.WorkersStopped(epoch))
 
         # A process that is stuck in the kernel must not stop the agent from hearing its master.
-        threading.Thread(target=stop, name="stop-workers", daemon=True).start()
+        try:
+            threading.Thread(target=stop, name="stop-workers", daemon=True).start()
+        except RuntimeError as error:
+            logger.warning("the workers are stopped here: %s", shortage(error) or error)
+            stop()
 
     def _end_context(self) -> None:
         self._adoption.close()

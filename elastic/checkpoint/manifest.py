@@ -34,6 +34,8 @@ MAX_BYTES = 64 << 20
 MAX_COUNT, MAX_SMALL = (1 << 63) - 1, (1 << 32) - 1
 MAX_TEXT = 256
 
+# Each rank of DeepSpeed's engine writes one; a universal form is made of them, and of nothing else.
+_CONVERTED = "_optim_states.pt"
 _PROTO_FORMS = {
     SHARDED: control_pb2.FORM_SHARDED,
     UNIVERSAL: control_pb2.FORM_UNIVERSAL,
@@ -106,6 +108,8 @@ class Cut:
         drop_last: Short last batches are left out; False where there are none.
         micro_batch_size: Largest of the micro-batches that are the same at every world size; None: the world cuts.
         pad, seed: Of those: rows that short ones are filled up with; of what is random in them (None: not set).
+        samples: Names of a few samples, and a short text of what is in each, by which data are known again. Left out of
+            the manifest where there are none.
     """
 
     tokens: bool
@@ -113,6 +117,7 @@ class Cut:
     micro_batch_size: int | None = None
     pad: bool = False
     seed: int | None = None
+    samples: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -193,6 +198,8 @@ class Manifest:
             del content["keep"]
         if self.cut is None:
             del content["cut"]
+        elif not self.cut.samples:
+            del content["cut"]["samples"]
         if not self.shape.reshards:
             del content["shape"]["reshards"]
         if self.order is not None and self.order.version == 1:
@@ -286,6 +293,7 @@ class Manifest:
             best="" if self.best is None else self.best.name,
             largest_file=self.largest_file,
             keep=self.keep,
+            no_universal_form=self.form == SHARDED and not any(entry.path.endswith(_CONVERTED) for entry in self.files),
         )
 
 
@@ -365,9 +373,22 @@ def _order(raw: object) -> Order:
 
 
 def _cut(raw: object) -> Cut:
-    keys = _object(raw, "cut", Cut)
+    keys = _object({"samples": [], **raw} if isinstance(raw, dict) else raw, "cut", Cut)
     size = _maybe(keys["micro_batch_size"], lambda size: _count(size, "micro_batch_size"))
-    return Cut(_flag(keys["tokens"]), _flag(keys["drop_last"]), size, _flag(keys["pad"]), _maybe(keys["seed"], _seed))
+    return Cut(
+        _flag(keys["tokens"]),
+        _flag(keys["drop_last"]),
+        size,
+        _flag(keys["pad"]),
+        _maybe(keys["seed"], _seed),
+        _samples(keys["samples"]),
+    )
+
+
+def _samples(raw: object) -> tuple[tuple[str, str], ...]:
+    if not isinstance(raw, list) or not all(isinstance(one, list) and len(one) == 2 for one in raw):
+        raise ValueError("samples is not a list of pairs")
+    return tuple((_text(name, "name of a sample"), _text(text, "print of a sample")) for name, text in raw)
 
 
 def _best(raw: object) -> Best:

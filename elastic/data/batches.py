@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import logging
 import operator
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
@@ -13,12 +14,18 @@ import torch
 
 from ..checkpoint import Order, Position
 from ..rank import rng
-from ..rank.agreement import PART
+from ..rank.agreement import PART, Unlike
 from ..rank.collective import Done
+from ..rank.remarks import remark
 from .fetching import Loading, Maker, Part, is_iterable
+from .looking import Look, Seen
 from .micro_batch import MicroBatch
 from .plan import BatchPlan, Slice
+from .prints import Likeness, likeness
+from .same_data import compared, merged, of_a_stream
 from .sampler import ElasticSampler, check_cut
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -34,6 +41,9 @@ _OWN_OPTIONS = {
     "in_order": "batches come in order",
 }
 
+
+# How often a sample is looked at, and for how many seconds; the second where it is not what it should be.
+_AT_ONCE, _PATIENT = (2, 1.0), (12, 20.0)
 
 # What people call what the order has.
 _IN_ORDER = {"seed": "seed of the order", "length": "length of the data set", "version": "version of the order"}
@@ -52,6 +62,8 @@ class Batch(Generic[T]):
         handed_out: Micro-batches that ``micro_batches`` has given so far.
         scale: ``"ddp"`` or ``"deepspeed"``: what the factors are made for.
         abandoned: The loop over ``micro_batches`` was left before it came to its end.
+        trained: All of its micro-batches were computed: the run stands behind it.
+        trained_by: The `Accumulation` that goes through it; None: there is none.
     """
 
     step: int
@@ -62,6 +74,8 @@ class Batch(Generic[T]):
     handed_out: int = 0
     scale: str = "ddp"
     abandoned: bool = False
+    trained: bool = False
+    trained_by: Any = field(default=None, repr=False)
     _parts: list[tuple[Part, T]] = field(default_factory=list, repr=False)
     _owner: Batches[T] | None = field(default=None, repr=False)
     _total: _Total | None = field(default=None, repr=False)
@@ -73,6 +87,11 @@ class Batch(Generic[T]):
         They are summed while the first forward pass computes; whoever asks before waits for that.
         """
         return 0 if self._total is None else self._total.value
+
+    @property
+    def made_by(self) -> Batches[T] | None:
+        """Whose it is."""
+        return self._owner
 
     @property
     def accumulation(self) -> int:
@@ -109,6 +128,12 @@ class Batch(Generic[T]):
             )
         if self._owner is not None:
             self._owner.trained(self)
+
+
+def batch_in(item: Any) -> Batch[Any] | None:
+    """The `Batch` that a loop was handed, also with something beside it (``enumerate``, ``zip``); None: it is none."""
+    parts = item if isinstance(item, tuple | list) else (item,)
+    return next((part for part in parts if isinstance(part, Batch)), None)
 
 
 class _Total:
@@ -154,6 +179,8 @@ class Batches(Generic[T]):
         reduce: For token means: sums a number over all ranks (``session.sum``, which is begun before the first forward
             pass and waited for behind it; another function is called before).
         loader_options: For ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
+        check_data: A few samples are looked at before the first step: all ranks must have the same data, and those that
+            the checkpoint's run had. False: nothing is looked at, and nobody would notice.
 
     Raises:
         ValueError: Sizes that disagree, a position in another order, a checkpoint whose batches were cut otherwise or
@@ -179,6 +206,7 @@ class Batches(Generic[T]):
         count_tokens: Callable[..., int] | None = None,
         reduce: Callable[[float], float] | None = None,
         loader_options: dict[str, Any] | None = None,
+        check_data: bool = True,
     ) -> None:
         options = dict(loader_options or {})
         _check_agreement(dataset, sampler, plan, options)
@@ -195,7 +223,10 @@ class Batches(Generic[T]):
             _check_place(resume)
             if resume.manifest.order is not None:
                 sampler.adopt_order(resume.manifest.order)
-            check_cut(getattr(resume.manifest, "cut", None), self.cut)
+            saved = getattr(resume.manifest, "cut", None)
+            check_cut(saved, self.cut)
+            if saved is not None and check_data:
+                self.cut = replace(self.cut, samples=saved.samples)
             sampler.seek(resume.position)
             self._steps_done = resume.step
         sampler.check_position(sampler.position)
@@ -205,6 +236,11 @@ class Batches(Generic[T]):
         maker = Maker(collate, self._seed, self.order.seed)
         self._loading = Loading(dataset, sampler, plan, rank, maker, data_epochs, options)
         self._left = self._count_left()
+        self._said = False
+        self._check_data, self._checked = check_data, not check_data
+        # What was seen of the data, and the reading that was begun with that, where the training stood.
+        self._seen: list[Seen] = []
+        self._begun: tuple[Position, int, Iterator[tuple[Part, T]]] | None = None
 
     @property
     def order(self) -> Order:
@@ -225,7 +261,68 @@ class Batches(Generic[T]):
             "seed of Batches": self.cut.seed,
             "position in the data": asdict(self.position),
             PART: [self._rank, self._plan.world_size],
+            "check_data": self._check_data,
         }
+
+    def check_samples(self, session: Any, max_steps: int | None = None) -> None:
+        """Before the first step: all ranks have the same data, and those that the checkpoint's run had. Collective.
+
+        A few samples say so, see `looking`. ``steps`` does it by itself, once; a loop of one's own may, before it
+        iterates. From then on `cut` carries what was seen.
+
+        Args:
+            session: The process's.
+            max_steps: Of the whole run. Where it is at its end nothing is looked at.
+
+        Raises:
+            Unlike: A ValueError: the data are others. On all ranks.
+        """
+        if self._checked or self._left == 0 or (max_steps is not None and session.step >= max_steps):
+            return
+        self._checked = True
+        saved, checkpoint = dict(self.cut.samples), "" if session.resume is None else session.resume.ref.name
+        for patient in (False, True):
+            told = session.gather(self._look(patient=patient))
+            found = compared(told, saved, checkpoint)
+            if found.likeness is not Likeness.OTHER:
+                break
+            unlike = found.text
+        if found.likeness is Likeness.OTHER:
+            raise Unlike(found.text)
+        if session.rank == 0 and found.text:
+            remark("%s", found.text)
+        if session.rank == 0 and patient and self._loading.is_stream:
+            remark("%s", of_a_stream(unlike))
+        session.examination.learn(data_draws=self._seed is None and any(one["draws"] for one in told))
+        self.cut = replace(self.cut, samples=tuple(sorted(merged(told, saved).items())))
+
+    def _look(self, *, patient: bool) -> dict[str, Any]:
+        """What this rank sees, as plain values; begins to read where the training stands."""
+        place, step, length = self._sampler.position, self._steps_done + 1, self.order.length
+        ids = tuple(sorted({0, length // 2, length - 1})) if length else (0, 1, 2)
+        look = Look(ids, *(_PATIENT if patient else _AT_ONCE), place.data_epoch if self._loading.has_epochs else 0)
+        try:
+            seen, parts = self._loading.look(place, self._generator(step), look)
+        except Exception as error:  # it is raised again where the training reads these data
+            log.debug("the data could not be looked at", exc_info=error)
+            return {"prints": {}, "varies": patient, "draws": False}
+        if not patient:
+            self._begun, self._seen = (place, step, parts), seen
+        prints: dict[str, str] = {}
+        # Of a stream each reader has its own, now and before.
+        every = [*self._seen, *seen] if self._loading.is_stream else seen
+        for one in every:
+            prints = {**one.prints, **prints}
+        differs = any(likeness(prints[name], one.prints[name]) for one in every for name in one.prints)
+        return {
+            "prints": prints,
+            "varies": differs or any(one.varies for one in every),
+            "draws": any(one.draws for one in every),
+        }
+
+    def _generator(self, step: int) -> torch.Generator:
+        # The loader draws its workers' seed from a generator of its own: the global one must run on bit-exactly.
+        return torch.Generator().manual_seed(rng.derive("loader", self.order.seed, step, self._rank))
 
     @property
     def position(self) -> Position:
@@ -245,11 +342,12 @@ class Batches(Generic[T]):
         return self._iterate()
 
     def _iterate(self) -> Iterator[Batch[T]]:
-        first = self._steps_done + 1
-        # The loader draws its workers' seed from a generator of its own: the global one must run on bit-exactly.
-        generator = torch.Generator().manual_seed(rng.derive("loader", self.order.seed, first, self._rank))
-        parts = self._loading.start(self._sampler.position, generator)
-        step = first
+        step, place = self._steps_done + 1, self._sampler.position
+        begun, self._begun = self._begun, None
+        if begun is not None and begun[:2] == (place, step):
+            parts = begun[2]
+        else:
+            parts = self._loading.start(place, self._generator(step))
         while gathered := list(islice(parts, self._plan.accumulation)):
             one = gathered[0][0]
             if self._left is not None:
@@ -271,7 +369,7 @@ class Batches(Generic[T]):
 
     def micro_batches(self, batch: Batch[T], parts: list[tuple[Part, T]]) -> Iterator[MicroBatch[T]]:
         """See ``Batch.micro_batches``."""
-        tokens = self._tokens(batch, parts)
+        tokens, scaled = self._tokens(batch, parts), False
         for index, (part, data) in enumerate(parts):
             weight = part.slice.n if tokens is None else tokens[index]
             if self._seed is not None:
@@ -296,14 +394,33 @@ class Batches(Generic[T]):
                 raise
             finally:
                 micro.close()
+            scaled = scaled or micro.scaled
+        # The optimizer has not stepped yet.
+        self._say_unscaled(batch, scaled)
         self.trained(batch)
 
     def _loss_scale(self, batch: Batch[T], weight: int) -> float:
         total = batch.n if self._count_tokens is None else batch.tokens
         return self._plan.loss_scale(float(weight), float(total), self._scale)
 
+    def _say_unscaled(self, batch: Batch[T], scaled: bool) -> None:
+        """Once, and on one rank: a script may have divided its loss by itself, but most have forgotten it."""
+        plan = self._plan
+        if scaled or self._said or self._rank or plan.accumulation * plan.world_size == 1:
+            return
+        self._said = True
+        remark(
+            "micro.scale(loss) was not used in step %d, which is cut into %d micro-batches on each of %d ranks: their "
+            "gradients come to the mean over the global batch only if the loss was divided accordingly, for parts of "
+            "any size and any number of ranks; else call micro.scale(loss).backward()",
+            batch.step,
+            plan.accumulation,
+            plan.world_size,
+        )
+
     def trained(self, batch: Batch[T]) -> None:
         """All of ``batch`` is computed: that is where the training stands now."""
+        batch.trained = True
         self._steps_done = batch.step
         self._sampler.seek(batch.position_after)
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -19,7 +19,9 @@ from torch.utils.data._utils import worker as torch_worker
 
 from ..checkpoint import Position
 from ..rank import rng
+from .looking import Look, Seen, look_at, name_of
 from .plan import BatchPlan, Slice
+from .prints import print_of
 from .sampler import ElasticSampler
 
 T = TypeVar("T")
@@ -89,6 +91,10 @@ class Loading(Generic[T]):
         maker: See `Maker`.
         data_epochs: Stop before this data epoch; None: never.
         options: For ``torch.utils.data.DataLoader``.
+
+    Attributes:
+        is_stream: The data set is iterable.
+        has_epochs: Its samples may be others in another data epoch.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class Loading(Generic[T]):
     ) -> None:
         self._dataset, self._sampler, self._plan, self._rank = dataset, sampler, plan, rank
         self._maker, self._data_epochs, self._options = maker, data_epochs, options
+        self.is_stream, self.has_epochs = is_iterable(dataset), hasattr(dataset, "set_epoch")
 
     def start(self, position: Position, generator: Any) -> Iterator[tuple[Part, T]]:
         """The parts of this rank from ``position`` on, in order.
@@ -111,17 +118,38 @@ class Loading(Generic[T]):
             position: Where a batch begins.
             generator: Workers' seeds are drawn from it.
         """
-        if is_iterable(self._dataset):
-            stream = Stream(
-                self._dataset, self._sampler, self._plan, self._rank, self._maker, position, self._data_epochs
-            )
-            yield from begun(self._loader(stream, generator))
-            return
         asked: deque[Part] = deque()
-        loader = self._loader(Fetcher(self._dataset, self._maker), generator, sampler=self._ask(position, asked))
-        for data in begun(loader):
+        return self._parts(begun(self._read(position, generator, asked)), asked)
+
+    def look(self, position: Position, generator: Any, look: Look) -> tuple[list[Seen], Iterator[tuple[Part, T]]]:
+        """What whoever reads the data sees of them, and the same as ``start``, which is begun with that.
+
+        In the training process nothing may be opened that processes for reading, which come later, must not share.
+        """
+        asked: deque[Part] = deque()
+        reading = begun(self._read(position, generator, asked, look))
+        # Each process that reads an iterable data set begins with what it has seen of it.
+        readers = max(1, self._options.get("num_workers", 0)) if is_iterable(self._dataset) else 1
+        return list(islice(reading, readers)), self._parts(reading, asked)
+
+    def _parts(self, reading: Iterator[Any], asked: deque[Part]) -> Iterator[tuple[Part, T]]:
+        if is_iterable(self._dataset):
+            yield from reading
+            return
+        for data in reading:
             # Data come in the order in which they were asked for, also from many workers.
             yield asked.popleft(), data
+
+    def _read(
+        self, position: Position, generator: Any, asked: deque[Part], look: Look | None = None
+    ) -> DataLoader[Any]:
+        if is_iterable(self._dataset):
+            stream = Stream(
+                self._dataset, self._sampler, self._plan, self._rank, self._maker, position, self._data_epochs, look
+            )
+            return self._loader(stream, generator)
+        ask = chain([] if look is None else [look], self._ask(position, asked))
+        return self._loader(Fetcher(self._dataset, self._maker), generator, sampler=ask)
 
     def _loader(self, dataset: Any, generator: Any, **options: Any) -> DataLoader[Any]:
         # batch_size=None: what the data set gives is a micro-batch already.
@@ -147,21 +175,28 @@ def begun(loader: DataLoader[Any]) -> Iterator[Any]:
         return iter(loader)
 
 
-class Fetcher(Dataset[T]):
+class Fetcher(Dataset["T | Seen"]):
     """A map-style data set whose items are micro-batches."""
 
     def __init__(self, dataset: Any, maker: Maker[T]) -> None:
         self.dataset, self.maker = dataset, maker
 
-    def __getitem__(self, part: Part) -> T:
+    def __getitem__(self, part: Part | Look) -> T | Seen:
+        if isinstance(part, Look):
+            return look_at(self.dataset, lambda index: self._together([index])[0], part)
         self.maker.settle(part)
         return self.maker.make(self._samples(part), part)
+
+    def _together(self, ids: list[int]) -> list[Any]:
+        together = getattr(self.dataset, "__getitems__", None)
+        if callable(together) and self.maker.seed is None:
+            return list(together(ids))
+        return [self.dataset[index] for index in ids]
 
     def _samples(self, part: Part) -> list[Any]:
         seed, ids = self.maker.seed, list(part.sample_ids)
         if seed is None:
-            together = getattr(self.dataset, "__getitems__", None)
-            return list(together(ids)) if callable(together) else [self.dataset[index] for index in ids]
+            return self._together(ids)
         samples = []
         for index in ids:
             with rng.aside("sample", seed, part.position.data_epoch, index):
@@ -169,7 +204,7 @@ class Fetcher(Dataset[T]):
         return samples
 
 
-class Stream(IterableDataset[tuple[Part, T]]):
+class Stream(IterableDataset["tuple[Part, T] | Seen"]):
     """An iterable data set as micro-batches: worker k of n makes every n-th one of this rank, counted from k.
 
     DataLoader takes from its workers in turn, so together they are in order.
@@ -184,16 +219,22 @@ class Stream(IterableDataset[tuple[Part, T]]):
         maker: Maker[T],
         start: Position,
         data_epochs: int | None,
+        look: Look | None = None,
     ) -> None:
         self.dataset, self.maker = dataset, maker
+        # What is seen of the first samples that are read, as nobody may be able to read them twice.
+        self._looked_at, self._seen = 0 if look is None else len(look.sample_ids), Seen()
         self._order, self._drop_last = sampler.order, sampler.drop_last
         self._plan, self._rank, self._start, self._data_epochs = plan, rank, start, data_epochs
 
-    def __iter__(self) -> Iterator[tuple[Part, T]]:
+    def __iter__(self) -> Iterator[tuple[Part, T] | Seen]:
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         number = 0
         for samples, position, after in self._batches():
+            if self._looked_at:
+                self._looked_at = 0
+                yield self._seen
             for piece in self._plan.slices(self._rank, len(samples)):
                 if number % workers == worker:
                     ids = tuple(range(position.samples + piece.start, position.samples + piece.stop))
@@ -240,6 +281,8 @@ class Stream(IterableDataset[tuple[Part, T]]):
             count += 1
             if self._order.length and count > self._order.length:
                 raise RuntimeError(f"the data set has more than the {self._order.length} samples that the sampler has")
+            if count <= self._looked_at or 0 < count - position.samples <= self._looked_at:
+                self._seen.prints[name_of(count - 1, position.data_epoch)] = print_of(sample)
             if count > position.samples:
                 yield sample
         if self._order.length and count < self._order.length:

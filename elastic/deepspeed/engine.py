@@ -38,6 +38,8 @@ from ..checkpoint import UNIVERSAL
 from ..rank.process_group import init_alone
 from ..saving.optimizers import source_of_step
 from ..saving.replicas import loadable
+from ..saving.schedules import check_factors, factors, unchanged
+from ..training.entry import refused_together
 from ..universal.errors import ConversionError
 from ..universal.forms import Form
 from ..universal.layout import engine_directory
@@ -46,6 +48,7 @@ from ..universal.source import OPTIMIZER_NOTE, open_source
 from ..universal.values import ShardedValues, UniversalValues, Values
 from .checks import can_reshard, tell, why_not_reshard
 from .loading import (
+    TRAINED_NOTE,
     check_groups,
     load_parameters,
     load_whole_model,
@@ -54,10 +57,13 @@ from .loading import (
     restore_unpartitioned,
     separate_steps,
     torch_optimizer,
+    trained,
 )
 from .view import ZERO, resharded_view, sharded_view, universal_view
 
 UNIVERSAL_VERSION = 0.4
+# What the functions of the scheduler give, in the client's state.
+_SCHEDULE = "dalsegno_schedule"
 _ROUND_ROBIN = (
     "made with zero_optimization.round_robin_gradients, which lays weights out in a way that checkpoints do not "
     "describe; set it to false to train elastically"
@@ -175,6 +181,7 @@ class Save:
 
     def __init__(self, engine: Any, client_state: Mapping[str, Any] | None = None) -> None:
         self.engine, self._client_state = engine, client_state
+        self._factors = factors(getattr(engine, "lr_scheduler", None))
 
     @property
     def reshards(self) -> bool:
@@ -193,6 +200,8 @@ class Save:
             TypeError: The client's or the scheduler's state could not be loaded again; raised then, too.
         """
         state, problem = _described(self.engine, self._client_state), self._check()
+        if self._factors:
+            state[_SCHEDULE] = unchanged(self._factors, factors(self.engine.lr_scheduler))
         if problem is not None:
             state = {}
         with _errors_after_collectives(self.engine):
@@ -253,10 +262,12 @@ def _described(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str,
     if getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
         state.setdefault(UNIVERSAL_CHECKPOINT_INFO, {UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_VERSION})
     state[OPTIMIZER_NOTE] = source_of_step(torch_optimizer(engine))
+    if int(engine.zero_optimization_stage()) == 0:
+        state[TRAINED_NOTE] = trained(engine)
     return state
 
 
-def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[str, Any]:
+def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_schedule: bool = False) -> dict[str, Any]:
     """Loads the resume point into a fresh engine and repairs what DeepSpeed leaves wrong. Collective.
 
     Says in one line, on rank 0, where this engine's world cannot change as usual.
@@ -265,12 +276,14 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[
         engine: From ``deepspeed.initialize`` with this module's `config`.
         resume: Where the session resumes; None: nothing is loaded.
         strict: The checkpoint has all of the model's weights; not where frozen ones were left out.
+        other_schedule: The functions of the engine's scheduler (``LambdaLR``) may be others than they were.
 
     Returns:
         The ``client_state`` that was saved.
 
     Raises:
-        ValueError: The engine was not configured for this resume point.
+        ValueError: The engine was not configured for this resume point, trains something else, or its scheduler's
+            functions are others. On all ranks.
         RuntimeError: DeepSpeed found nothing to load, a file is missing, or one holds objects that are not loaded; or
             another number of ranks saved it, and this engine is not one that `can_reshard`.
         OSError: A file cannot be read.
@@ -278,16 +291,24 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True) -> dict[
     tell(engine)
     if resume is None:
         return {}
+    with refused_together():
+        _check(engine, resume)
+    if resume.reshard and not can_reshard(engine):
+        # The manifest speaks of the DeepSpeed and the engine that saved.
+        raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
+    with _only_what_is_safe(resume.path):
+        state = _load(engine, resume, strict)
+    if not other_schedule:
+        check_factors(state.get(_SCHEDULE, {}), factors(getattr(engine, "lr_scheduler", None)))
+    return state
+
+
+def _check(engine: Any, resume: Resume) -> None:
     by_values = loads_by_values(resume)
     if bool(engine.load_universal_checkpoint()) != by_values:
         raise ValueError(f"the engine's config was not made by `config` for this resume point (form {resume.form})")
     if by_values and engine.zero_round_robin_gradients():
         raise ValueError(f"the engine was {_ROUND_ROBIN}")
-    if resume.reshard and not can_reshard(engine):
-        # The manifest speaks of the DeepSpeed and the engine that saved.
-        raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
-    with _only_what_is_safe(resume.path):
-        return _load(engine, resume, strict)
 
 
 def load_weights(engine: Any, directory: Path) -> None:
@@ -326,8 +347,9 @@ def loads_by_values(resume: Resume) -> bool:
 def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
     saved = engine_directory(resume.path)
     directory = saved if resume.universal is None else resume.universal
-    if not isinstance(engine.module, PipelineModule):
-        check_groups(engine, saved)
+    with refused_together():
+        if not isinstance(engine.module, PipelineModule):
+            check_groups(engine, saved)
     with _opened(resume, saved, int(engine.zero_optimization_stage())) as (view, values):
         with nullcontext() if values is None else own_loading(engine, values, view):
             loaded, client_state = engine.load_checkpoint(str(view.parent), tag=view.name, load_module_strict=strict)

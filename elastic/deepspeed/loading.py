@@ -28,6 +28,8 @@ from ..universal.source import ADAM_STATES, FP32
 from ..universal.values import STEP, Values
 from .view import COMMON, NESTED, ZERO, model_state_files
 
+TRAINED_NOTE = "dalsegno_trained"
+"""In the model states of stage 0, whose files say nothing else of it: `trained`."""
 _TENSOR_PARALLEL = "ds_autotp_universal_checkpoint_meta"
 
 
@@ -339,18 +341,31 @@ def restore_unpartitioned(engine: Any, directory: Path) -> None:
                 raise RuntimeError(f"{name} requires gradients, and no optimizer knows it: the checkpoint has no value")
 
 
+def trained(engine: Any) -> list[str]:
+    """At stage 0: the optimizer's parameters by name, in the order of its groups; none where it has flat copies."""
+    names = {parameter: name for name, parameter in engine.module.named_parameters()}
+    groups = getattr(torch_optimizer(engine), "param_groups", ())
+    return [names[parameter] for group in groups for parameter in group["params"] if parameter in names]
+
+
 def check_groups(engine: Any, directory: Path) -> None:
-    """The optimizer trains what it trained when this was saved, in the same order. (At stage 0 nothing says so.)
+    """The optimizer trains what it trained when this was saved, in the same order.
 
     Raises:
-        RuntimeError: It does not.
+        ValueError: It does not.
     """
     files = model_state_files(directory, int(getattr(engine, "checkpoint_mp_rank", 0)))
     state = load(files[0], mmap=True)
-    if state.get("param_shapes") is None or int(engine.zero_optimization_stage()) == 0:
+    if int(engine.zero_optimization_stage()) == 0:
+        # Earlier versions did not say.
+        saved, here = list(state.get(TRAINED_NOTE) or ()), trained(engine)
+        if not saved or not here:
+            return
+    elif state.get("param_shapes") is None:
         return
-    saved = [name for group in state["param_shapes"] for name in group]
-    here = [name for group in engine._get_zero_param_shapes() for name in group]
+    else:
+        saved = [name for group in state["param_shapes"] for name in group]
+        here = [name for group in engine._get_zero_param_shapes() for name in group]
     frozen = set(state.get("frozen_param_shapes") or ())
     # Another model is found by loading it, which says more.
     if set(saved) <= {name for name, _ in engine.module.named_parameters()} and set(here) <= frozen.union(saved):

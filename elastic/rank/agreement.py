@@ -18,25 +18,47 @@ PART = "part"
 FEW = 4
 
 
-class Unlike(ValueError):
-    """The ranks were not started alike. All of them have it, with the same line."""
+class Refusal(ValueError):
+    """No rank may train this, and no other start would come to anything else. All have it, with the same line."""
 
 
-def agree(collective: Collective, alike: Mapping[str, Any], problem: str = "") -> None:
+class Unlike(Refusal):
+    """The ranks were not started alike."""
+
+
+class Trouble(RuntimeError):
+    """Some rank cannot begin, and another start may. All have it, with the same line."""
+
+
+def agree(
+    collective: Collective,
+    alike: Mapping[str, Any],
+    problem: str = "",
+    *,
+    final: bool = True,
+    patience: float | None = None,
+) -> None:
     """Compares what the ranks were told. Collective: one gather.
+
+    Whichever of these meetings of all ranks a rank is in, a problem that one brings to it is known to all, and no rank
+    goes on from it: a rank may bring its problem to the next one that the others come to.
 
     Args:
         collective: The session's group.
         alike: By name; plain JSON values. What some rank does not mention is not compared.
         problem: What this rank alone has found, for which none may begin.
+        final: No other start would find anything else.
+        patience: Seconds that the others may take to come; default: as long as the group has.
 
     Raises:
         Unlike: Something differs, or no rank has some part of the data.
-        ValueError: Some rank has a problem.
+        Refusal: Some rank has a problem.
+        Trouble: The same, if it is not final.
         RuntimeError: A rank ended before it came here. (Each of them on all ranks.)
     """
+    said = {"alike": dict(alike), "problem": problem, "final": final}
     try:
-        answers = collective.gather({"alike": dict(alike), "problem": problem})
+        answers = collective.gather(said) if patience is None else collective.gather(said, patience=patience)
     except RuntimeError as error:
         raise RuntimeError(f"another rank ended before the first step; its own output says why ({error})") from error
     told = [answer["alike"] for answer in answers]
@@ -46,9 +68,12 @@ def agree(collective: Collective, alike: Mapping[str, Any], problem: str = "") -
         raise Unlike(f"the ranks were not started alike: {'; '.join(wrong[:FEW])}{more}. Give all ranks the same")
     if (missing := missing_part(told)) is not None:
         raise Unlike(missing)
-    for rank, answer in enumerate(answers):
-        if answer["problem"]:
-            raise ValueError(f"{answer['problem']} (rank {rank})" if len(answers) > 1 else answer["problem"])
+    problems = [(rank, answer) for rank, answer in enumerate(answers) if answer["problem"]]
+    if problems:
+        # Of several, one that no restart mends.
+        rank, answer = min(problems, key=lambda one: not one[1]["final"])
+        line = f"{answer['problem']} (rank {rank})" if len(answers) > 1 else answer["problem"]
+        raise Refusal(line) if answer["final"] else Trouble(line)
 
 
 def differences(told: Sequence[Mapping[str, Any]]) -> list[str]:

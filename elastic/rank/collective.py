@@ -11,7 +11,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -19,6 +20,12 @@ log = logging.getLogger(__name__)
 
 # A peer that dies closes its sockets, which ends a wait at once; this bounds the wait for one that only hangs.
 TIMEOUT = 1800.0
+# How often a collective is looked at that somebody may call off: at first, and at last, seconds.
+FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.001, 0.1
+
+
+class PeerLost(RuntimeError):
+    """A peer is gone, or is not waited for any more. Only inside ``Collective.unless``."""
 
 
 class Pending(Protocol):
@@ -51,11 +58,19 @@ class Collective(Protocol):
         """Rank 0's ``message`` (plain JSON values) on every rank; the others' is ignored."""
         ...
 
-    def gather(self, message: Any) -> list[Any]:
-        """Every rank's ``message`` (plain JSON values), in rank order, on every rank."""
+    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
+        """Every rank's ``message`` (plain JSON values), in rank order, on every rank.
+
+        Args:
+            patience: Seconds that it may take; after that the group cannot be used any more. Default: the group's own.
+        """
         ...
 
     def barrier(self) -> None: ...
+
+    def unless(self, gone: Callable[[], bool]) -> AbstractContextManager[None]:
+        """Inside, a collective raises ``PeerLost`` where a peer is gone: its connection closed, or ``gone()``."""
+        ...
 
     def close(self) -> None: ...
 
@@ -90,11 +105,14 @@ class Solo:
     def broadcast(self, message: Any) -> Any:
         return message
 
-    def gather(self, message: Any) -> list[Any]:
+    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
         return [message]
 
     def barrier(self) -> None:
         return None
+
+    def unless(self, gone: Callable[[], bool]) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def close(self) -> None:
         return None
@@ -117,6 +135,7 @@ class GlooCollective:
         self._group: Any = None
         self._store: Any = None
         self._left = 0
+        self._gone: Callable[[], bool] | None = None
 
     def start_max(self, values: Sequence[int]) -> Pending:
         return self._start(values, "MAX")
@@ -139,11 +158,11 @@ class GlooCollective:
         # Messages are short, so the one gather that everybody takes part in is as good as a real broadcast.
         return self.gather(message if self.rank == 0 else None)[0]
 
-    def gather(self, message: Any) -> list[Any]:
+    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
         import torch
 
         data = json.dumps(message, allow_nan=True).encode()
-        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"))
+        sizes = self._all_gather(torch.tensor([len(data)], dtype=torch.int64, device="cpu"), patience)
         padded = torch.zeros(max(int(size.item()) for size in sizes), dtype=torch.uint8, device="cpu")
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         parts = self._all_gather(padded)
@@ -151,6 +170,21 @@ class GlooCollective:
 
     def barrier(self) -> None:
         self.max([0])
+
+    @contextmanager
+    def unless(self, gone: Callable[[], bool]) -> Iterator[None]:
+        self._gone = gone
+        try:
+            yield
+        finally:
+            self._gone = None
+
+    def channel(self) -> Any:
+        """A connection to this world's store of its own, under names that only this use of it has."""
+        import torch.distributed as dist
+
+        self._connected()
+        return dist.PrefixStore(f"dalsegno/{self._epoch}/{self._left}/hurry", self._store.clone())  # type: ignore[attr-defined]
 
     def close(self) -> None:
         """Leaves the group. Call ``barrier`` before: a peer in the middle of something would see its connection go.
@@ -169,17 +203,34 @@ class GlooCollective:
         tensor = torch.tensor(list(values), dtype=torch.int64, device="cpu")
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(getattr(dist.ReduceOp, operation))
-        return _Reduction(self._connected().allreduce([tensor], options), tensor, self._timeout)
+        return _Reduction(self._connected().allreduce([tensor], options), tensor, self._wait)
 
-    def _all_gather(self, tensor: Any) -> list[Any]:
+    def _all_gather(self, tensor: Any, patience: float | None = None) -> list[Any]:
         import torch
 
         parts = [torch.zeros_like(tensor) for _ in range(self.world_size)]
-        self._wait(self._connected().allgather([parts], [tensor]))
+        work = self._connected().allgather([parts], [tensor])
+        if patience is None:
+            self._wait(work)
+        else:
+            work.wait(timedelta(seconds=patience))
         return parts
 
     def _wait(self, work: Any) -> None:
-        work.wait(self._timeout)
+        gone, pause = self._gone, FIRST_LOOK_SECONDS
+        if gone is None:
+            work.wait(self._timeout)
+            return
+        while not work.is_completed():
+            if gone():
+                raise PeerLost("its notice is over")
+            # It can be waited for, or for somebody's word, and for both only so.
+            threading.Event().wait(pause)
+            pause = min(2 * pause, LAST_LOOK_SECONDS)
+        try:
+            work.wait(self._timeout)
+        except RuntimeError as error:
+            raise PeerLost(str(error).partition("\n")[0]) from error
 
     def _connected(self) -> Any:
         if threading.current_thread() is not threading.main_thread():
@@ -201,10 +252,10 @@ class GlooCollective:
 
 
 class _Reduction:
-    def __init__(self, work: Any, tensor: Any, timeout: timedelta) -> None:
-        self._work, self._tensor, self._timeout = work, tensor, timeout
+    def __init__(self, work: Any, tensor: Any, wait: Callable[[Any], None]) -> None:
+        self._work, self._tensor, self._wait = work, tensor, wait
 
     def wait(self) -> list[int]:
-        self._work.wait(self._timeout)
+        self._wait(self._work)
         values: list[int] = self._tensor.tolist()
         return values

@@ -3,7 +3,7 @@
 Issued when an optimizer step begins and waited for when it ends, so its cost hides behind the step. It travels every k
 steps, where k comes with it: the smallest that any rank proposes to keep exchanges about 50 ms apart. In between no
 rank learns anything new, so each rank says with it how many batches it has ahead, and the next exchange comes before
-the first one runs out: nobody enters a step that a peer has no data for.
+the first one runs out: nobody enters a step that a peer has no data for. A drain does not wait for it: see `hurry`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import math
 from dataclasses import dataclass
 
 from .collective import Collective, Pending
+from .hurry import Hurry, open_hurry
 
 INTERVAL_SECONDS = 0.05
 MAX_STEPS_APART = 64
@@ -23,7 +24,7 @@ class Boundary:
 
     Attributes:
         step: The step that ended.
-        exchanged: Whether the vector travelled with this step. If not, the rest is False.
+        exchanged: Whether the vector travelled with this step. If not, the rest is False; a drain may come without it.
         drain: Some rank was told to save here and stop.
         save_failed: Some rank could not write its part of a save in flight.
         end: Some rank has no next batch.
@@ -57,6 +58,7 @@ class Exchange:
 
     def __init__(self, collective: Collective, *, interval: float = INTERVAL_SECONDS) -> None:
         self._collective, self._interval = collective, interval
+        self._hurry: Hurry | None = None
         self._next: int | None = None
         self._pending: Pending | None = None
         self._step: int | None = None
@@ -81,7 +83,9 @@ class Exchange:
             raise RuntimeError(f"step {step} begins before step {self._step} has ended")
         self._step = step
         if self._next is None:
-            self._next = step
+            self._next, self._hurry = step, open_hurry(self._collective)
+        if self._hurry is not None:
+            self._hurry.begin(step, call=flags.drain and step != self._next)
         if step == self._next:
             vector = [flags.drain, flags.save_failed, flags.master_seen, -ahead, -self._propose()]
             self._pending = self._collective.start_max([int(value) for value in vector])
@@ -101,16 +105,22 @@ class Exchange:
         # Quick to shorten the distance, slow to stretch it: one short step must not postpone the next exchange.
         old = self._seconds
         self._seconds = seconds if old is None else max(seconds, 0.5 * (old + seconds))
+        hurried = self._hurry is not None and self._hurry.end()
         if self._pending is None:
-            return Boundary(step)
+            return Boundary(step, drain=hurried)
         drain, save_failed, master_seen, ahead, apart = self._pending.wait()
         self._pending = None
         self._next = step + max(1, min(-ahead, -apart))
-        return Boundary(step, True, bool(drain), bool(save_failed), ahead == 0, bool(master_seen))
+        return Boundary(step, True, bool(drain) or hurried, bool(save_failed), ahead == 0, bool(master_seen))
 
     def abandon(self) -> None:
-        """Gives up the step that has begun: the script left its loop in the middle."""
-        self._step, self._pending = None, None
+        """Gives up the step that has begun: the script left its loop in the middle. The next one exchanges anew."""
+        self._step, self._pending, self._next = None, None, None
+
+    def close(self) -> None:
+        """No step begins any more."""
+        if self._hurry is not None:
+            self._hurry.close()
 
     @property
     def under_way(self) -> bool:

@@ -28,6 +28,7 @@ class Identity:
     Attributes:
         socket: The agent's; None outside ``dlrover-run``.
         run_dir: Where checkpoints are; None where nothing can be saved.
+        stall_timeout: Seconds in which nothing moves, after which a disk counts as stuck; 0: never.
         resume: None: from step 0 (or, outside ``dlrover-run``, not known yet).
     """
 
@@ -44,6 +45,7 @@ class Identity:
     min_nodes: int = 1
     max_nodes: int = 1
     run_dir: Path | None = None
+    stall_timeout: float = 0.0
     resume: ResumeOrder | None = None
 
     @property
@@ -80,6 +82,7 @@ def from_environment(environ: Mapping[str, str] = os.environ, checkpoint_dir: Pa
         min_nodes=_number(environ, Variable.MIN_NODES),
         max_nodes=_number(environ, Variable.MAX_NODES),
         run_dir=Path(_text(environ, Variable.RUN_DIR)),
+        stall_timeout=float(environ.get(Variable.STALL_TIMEOUT, "0")),
         resume=_resume(environ),
     )
 

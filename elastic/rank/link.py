@@ -1,6 +1,6 @@
 """The worker's end of its agent's Unix socket (``protos/worker.proto``).
 
-A daemon thread reads and keeps two facts, nothing more. Sending is the callers' own; a dead agent costs a warning and
+A daemon thread reads and keeps three facts, nothing more. Sending is the callers' own; a dead agent costs a warning and
 nothing else, because the node's keeper is about to end this process anyway.
 """
 
@@ -41,6 +41,7 @@ class Link:
         self._lock = threading.Lock()
         self._drain = False
         self._master_seen = False
+        self._ending = 0
         self._alive = True
         try:
             self._socket.setblocking(False)
@@ -64,6 +65,11 @@ class Link:
     def master_seen(self) -> bool:
         """The agent has heard the master lately."""
         return self._master_seen
+
+    @property
+    def ending(self) -> int:
+        """How the save of a drain ends, a ``control.Ending``."""
+        return self._ending
 
     @property
     def alive(self) -> bool:
@@ -158,7 +164,7 @@ class Link:
             except Exception as error:  # protobuf's DecodeError differs between its implementations
                 raise ValueError(f"the agent sent something unreadable: {error}") from error
             del buffer[: FRAME.size + length]
-            self._drain, self._master_seen = message.drain, message.master_seen
+            self._drain, self._master_seen, self._ending = message.drain, message.master_seen, message.ending
 
     def _lost(self, error: Exception | None) -> None:
         if self._alive:

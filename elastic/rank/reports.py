@@ -46,7 +46,9 @@ class Reports:
         """A step is done, which took so long."""
         first, now = self._told == 0.0, time.monotonic()
         if first or boundary.exchanged or now - self._told >= PROGRESS_SECONDS:
-            self._told, self._master_seen = now, boundary.master_seen
+            self._told = now
+            if boundary.exchanged:  # In between nothing is heard of it.
+                self._master_seen = boundary.master_seen
             self.send(self._progress(boundary.step, seconds), droppable=not first)
         if boundary.drain:
             self.send(worker_pb2.ToAgent(draining=worker_pb2.Draining(step=boundary.step)))

@@ -60,16 +60,26 @@ def sample_generator(seed: int, data_epoch: int, sample: int) -> torch.Generator
 @contextmanager
 def aside(*parts: int | str) -> Iterator[None]:
     """Inside, the generators on the CPU draw from a seed made of ``parts``; after it they stand where they stood."""
-    numpy = sys.modules.get("numpy")
-    before = random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
+    before = cpu_state()
     seed_cpu(derive(*parts))
     try:
         yield
     finally:
-        random.setstate(before[0])
-        torch.set_rng_state(before[1])
-        if numpy is not None:
-            numpy.random.set_state(before[2])
+        set_cpu_state(before)
+
+
+def cpu_state() -> tuple[Any, torch.Tensor, Any]:
+    """Of the generators on the CPU: Python's, torch's, NumPy's where it is in use."""
+    numpy = sys.modules.get("numpy")
+    return random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
+
+
+def set_cpu_state(state: tuple[Any, torch.Tensor, Any]) -> None:
+    """The inverse."""
+    random.setstate(state[0])
+    torch.set_rng_state(state[1])
+    if state[2] is not None:
+        sys.modules["numpy"].random.set_state(state[2])
 
 
 def file_name(rank: int) -> str:

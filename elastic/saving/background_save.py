@@ -30,6 +30,7 @@ import xxhash
 
 from ..checkpoint import MANIFEST, CheckpointDamaged, FileEntry
 from ..checkpoint.files import checksum
+from .saving_reports import Count
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.02, 1.0
 SIGHT_PAUSES = (0.2, 0.5, 1.0, 3.0, 6.0)
 # After the script has left its loop without a word, the other ranks have so long to write something more, seconds.
 LAST_WORDS_SECONDS = 30.0
+STUCK = "the disk has not answered for {:.0f} s (as --stall-timeout allows)"
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,8 @@ class Flight:
         files: What this rank writes, copied already, or being copied.
         copied: Waits on the thread until it is.
         seal: Rank 0: called on its thread when all parts are there; returns the digest.
-        moved: Told on the thread how many bytes were written just now.
+        done: The bytes that the thread has written.
+        patience: Seconds without a byte after which this rank's part has failed; 0: never.
         reports: Entered while the thread is at work.
     """
 
@@ -97,14 +100,16 @@ class Flight:
         files: Mapping[str, Any],
         copied: Callable[[], None],
         seal: Callable[[tuple[FileEntry, ...]], str],
-        moved: Callable[[int], None],
+        done: Count,
+        patience: float,
         reports: AbstractContextManager[None],
     ) -> None:
         self._path, self._rank, self._world_size = path, rank, world_size
         self._files, self._copied = files, copied
-        self._seal, self._moved, self._reports = seal, moved, reports
+        self._seal, self._done, self._patience, self._reports = seal, done, patience, reports
         self._written, self._over, self._cancelled = threading.Event(), threading.Event(), threading.Event()
         self._error: Exception | None = None
+        self._stuck: TimeoutError | None = None
         self._digest = ""
         # Not a daemon: a script that ends while a save is under way waits for it.
         self._thread = threading.Thread(target=self._run, name="dalsegno-save")
@@ -117,8 +122,11 @@ class Flight:
 
     def written(self) -> Exception | None:
         """Waits until this rank's files are written; why they could not be."""
-        self._written.wait()
-        return self._error
+        while not self._written.wait(LAST_LOOK_SECONDS):
+            if 0 < self._patience <= self._done.still():
+                self._stuck = TimeoutError(STUCK.format(self._patience))
+                break
+        return self._stuck or self._error
 
     def sealed(self) -> tuple[str, Exception | None]:
         """Waits until the thread has ended. Rank 0 gets the digest, or why it could not be sealed."""
@@ -130,9 +138,10 @@ class Flight:
         return self._over.wait(seconds)
 
     def cancel(self) -> None:
-        """Some rank failed: nothing is sealed any more. Waits until the thread has ended."""
+        """Some rank failed: nothing is sealed any more. Waits until the thread has ended, unless the disk is stuck."""
         self._cancelled.set()
-        self._thread.join()
+        if self._stuck is None:
+            self._thread.join()
 
     # On the thread.
 
@@ -171,7 +180,7 @@ class Flight:
     def _write(self, path: str, value: Any) -> FileEntry:
         target = self._path / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _HashingFile(target, self._moved) as file:
+        with _HashingFile(target, self._done.add) as file:
             if isinstance(value, bytes):
                 file.write(value)
             else:

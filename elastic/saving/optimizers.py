@@ -9,9 +9,12 @@ from outside, so those that do not are listed, by the class that defines their `
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import zip_longest
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 _TORCH = {
     "adadelta": "Adadelta",
@@ -64,6 +67,38 @@ def check_sharded(optimizer: Any) -> None:
         )
 
 
+def check_kept(optimizer: Any, model: nn.Module, kept: Iterable[Tensor] = ()) -> None:
+    """Refuses an optimizer of parameters that no checkpoint has, and that nothing averages over the ranks.
+
+    Args:
+        optimizer: Of plain or sharded parameters.
+        model: Whose parameters are saved.
+        kept: What is saved beside it: a part that holds such a parameter (a loss with weights of its own) saves it.
+
+    Raises:
+        ValueError: There are some.
+    """
+    own = {id(parameter) for parameter in model.parameters()}
+    groups = getattr(optimizer, "param_groups", ())
+    others = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in own]
+    held = list(kept) if others else []
+    # Some work on copies of their own (in host memory, for one), which they make of the model's.
+    held += model.parameters() if others else []
+    lost = [p for p in others if not any(_is_same(p, tensor) for tensor in held)]
+    if lost:
+        shapes = ", ".join(str(tuple(parameter.shape)) for parameter in lost[:3])
+        raise ValueError(
+            f"{type(optimizer).__name__} trains parameters that are not the model's, {len(lost)} of them (shape "
+            f"{shapes}): they are in no checkpoint, and nothing averages their gradients. Make them part of the model"
+        )
+
+
+def _is_same(parameter: Tensor, kept: Tensor) -> bool:
+    if kept.shape != parameter.shape or kept.dtype != parameter.dtype or kept.device.type == "meta":
+        return False
+    return kept.data_ptr() == parameter.data_ptr() or bool((kept.to(parameter) == parameter).all())
+
+
 def source_of_step(optimizer: Any) -> str:
     """``"module.Class"`` of whom the optimizer's ``step`` is, whatever torch has wrapped around it."""
     step: Any = getattr(type(optimizer), "step", None)
@@ -82,19 +117,19 @@ def check_parameters(saved: Sequence[str], here: Sequence[str]) -> None:
     """An optimizer's parameters by name, in the order of its groups: states and hyperparameters go by place.
 
     Raises:
-        RuntimeError: The checkpoint's are others, or in another order: each would get another one's momentum.
+        ValueError: The checkpoint's are others, or in another order: each would get another one's momentum.
     """
     place = next((n for n, (one, other) in enumerate(zip_longest(saved, here)) if one != other), None)
     if place is None:
         return
     if set(saved) == set(here):
-        raise RuntimeError(
+        raise ValueError(
             f"the optimizer's parameters were saved in another order: number {place} was {saved[place]} and is"
             f" {here[place]}. Make its groups as they were, from lists in a fixed order (not from sets)"
         )
     gone, new = sorted(set(saved) - set(here)), sorted(set(here) - set(saved))
     parts = [f"without {', '.join(gone[:3])}"] * bool(gone) + [f"with {', '.join(new[:3])}"] * bool(new)
-    raise RuntimeError(
+    raise ValueError(
         f"the optimizer trains other parameters than it did when it was saved: now {' and '.join(parts)}. Freeze and"
         " group them as they were, or start a new run"
     )

@@ -78,7 +78,7 @@ def check_unsharded(content: Any, what: str) -> None:
     Raises:
         ValueError: There is a sharded tensor in it.
     """
-    for path, tensor in _tensors(content, ""):
+    for path, tensor in tensors(content):
         if _is_sharded(tensor):
             raise ValueError(
                 f"{what} has a sharded tensor{path and f' ({path})'}, of which rank 0's rows would be saved for all:"
@@ -124,15 +124,16 @@ def _is_sharded(value: Tensor) -> bool:
     return not plain and (hasattr(value, "to_local") or hasattr(value, "local_shards"))
 
 
-def _tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Those in mappings and lists, with the way to each."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            yield from _tensors(item, f"{path}.{key}" if path else str(key))
+            yield from tensors(item, f"{path}.{key}" if path else str(key))
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            yield from _tensors(item, f"{path}[{index}]")
+            yield from tensors(item, f"{path}[{index}]")
 
 
 def _skeleton(value: Any, empty: dict[torch.dtype, Tensor]) -> Any:

@@ -23,6 +23,7 @@ from ..checkpoint import (
     verify_files,
     verify_listing,
 )
+from ..rank import rng
 from ..rank.collective import Collective
 from ..rank.identity import ResumeOrder
 
@@ -251,3 +252,14 @@ def _note(error: Exception | None) -> dict[str, str]:
     if isinstance(error, CheckpointDamaged):
         return {"damage": str(error), "file": error.file, "name": error.directory.name}
     return {"os": str(error)}
+
+
+def restore_rng(resume: ResumePoint | None, seed: int | None, step: int, rank: int, world_size: int) -> None:
+    """Puts the random generators where the run left them, see ``Session.restore_rng``."""
+    if seed is not None or resume is not None:
+        # Also where there is a state: it may lack a generator, as that of a run on CPUs lacks the cards'.
+        rng.seed_rank(seed or 0, step, rank)
+    if resume is not None and resume.form == SHARDED and resume.manifest.shape.world_size == world_size:
+        state = resume.path / rng.file_name(rank)
+        if state.is_file():
+            rng.restore(state.read_bytes())

@@ -80,10 +80,14 @@ def problem(error: BaseException | None, directory: Path) -> Problem | None:
 
 def is_fatal(answers: Iterable[dict[str, Any]]) -> bool:
     """Whether what all ranks answered says that no later save can succeed."""
+    answers = list(answers)
     causes = {answer.get("cause") for answer in answers if "text" in answer}
-    if Cause.MISTAKE.value in causes:
-        return True
-    return causes == {Cause.LIKELY_MISTAKE.value}
+    return is_mistake(answers) or causes == {Cause.LIKELY_MISTAKE.value}
+
+
+def is_mistake(answers: Iterable[dict[str, Any]]) -> bool:
+    """Whether some rank has what cannot be saved by any other process either."""
+    return any(answer.get("cause") == Cause.MISTAKE.value for answer in answers if "text" in answer)
 
 
 def describe(error: BaseException) -> str:

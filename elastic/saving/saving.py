@@ -9,45 +9,49 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from dalsegno.protos import worker_pb2
 
 from ..checkpoint import (
-    SHARDED,
     Best,
     CheckpointDamaged,
     CheckpointName,
     CheckpointStore,
-    Cut,
     FileEntry,
     Manifest,
-    Order,
-    Position,
     Ref,
-    Shape,
     Tracked,
     seal,
 )
 from ..checkpoint.files import checksums, list_files, write_exclusive
 from ..rank import rng
 from ..rank.agreement import differences
-from ..rank.collective import Collective
+from ..rank.collective import Collective, PeerLost
 from ..rank.identity import Identity
 from ..rank.link import Link
+from ..rank.meetings import Meetings
 from ..rank.remarks import remark
+from .apart import all_files, has_to_seal, missing_parts, seal_once, unless_stuck
 from .background_save import LAST_WORDS_SECONDS, PARTS, Flight, check_paths
+from .content import Content, Own
 from .declared import DDP, contradiction, of_each_rank
-from .save_errors import Cause, describe, is_fatal, kept, problem
+from .save_errors import Cause, describe, is_fatal, is_mistake, kept, problem
 from .saving_reports import Count, SavingReports, bytes_below
 from .staging import HostBuffers
 
 log = logging.getLogger(__name__)
 
 
+# Of --stall-timeout: so long a disk may move nothing before the save fails, so that steps are made before the master
+# takes the ranks for stuck.
+PATIENCE_SHARE = 0.75
 _TOLD_OTHERWISE = "the ranks were told to save different things"
 
 
@@ -55,41 +59,12 @@ class SaveError(RuntimeError):
     """A save failed for a reason that trying again will not cure, or too often."""
 
 
-@dataclass(frozen=True)
-class Content:
-    """What a checkpoint says about itself, apart from its files.
-
-    Attributes:
-        step: Optimizer steps done.
-        position: Where the data goes on.
-        order: The order of samples; None where the script has its own.
-        strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
-        any_world_size: It loads at any world size as it is.
-        reshards: It loads at any world size without a conversion, each rank taking its ranges.
-        metric: The run's tracked metric.
-        best: The best checkpoint as of this one.
-        keep: How many of the run's checkpoints stay, 0: all; None: as the job has it.
-        cut: How its batches become gradients; None where the script has its own way.
-    """
-
-    step: int
-    position: Position
-    order: Order | None = None
-    strategy: str = "ddp"
-    any_world_size: bool = True
-    reshards: bool = False
-    metric: float | None = None
-    best: Best | None = None
-    keep: int | None = None
-    cut: Cut | None = None
-
-
 class _Failed(Exception):
     """A part of the save failed on some rank; all ranks have this with the same text."""
 
-    def __init__(self, reason: str, fatal: bool) -> None:
+    def __init__(self, reason: str, fatal: bool, *, final: bool | None = None) -> None:
         super().__init__(reason)
-        self.fatal = fatal
+        self.fatal, self.final = fatal, fatal if final is None else final
 
 
 @dataclass
@@ -100,6 +75,7 @@ class _UnderWay:
     content: Content
     drain: bool
     flight: Flight
+    began: float
 
 
 class Saver:
@@ -116,6 +92,7 @@ class Saver:
     Attributes:
         best: The best checkpoint as of the last save, the same on all ranks.
         tracked: What makes one the best; None: the best of before stays it.
+        apart: A leaver was gone before a drain's save was complete: this rank has done its part, and goes.
     """
 
     def __init__(
@@ -132,6 +109,7 @@ class Saver:
         self._last: CheckpointName | None = None
         self.best = best
         self.tracked: Tracked | None = None
+        self.apart = False
         self._noted_best: str | None = None
         self._noted_empty = False
         self._buffers = HostBuffers()
@@ -148,28 +126,33 @@ class Saver:
             write: Called with the checkpoint's path on every rank; writes this rank's files below it.
             create_directory: The directory exists when ``write`` is called. Frameworks that make it themselves get a
                 path that does not exist yet.
-            drain: For the report of a failure.
+            drain: It is a drain's: for the report of a failure, and for a leaver that is gone before it is complete.
 
         Returns:
-            The manifest, on every rank; None if the save failed on some rank. Nothing of it is left then.
+            The manifest, on every rank; None if the save failed on some rank. Nothing of it is left then. With
+            ``apart`` only on the rank that sealed it.
 
         Raises:
+            PeerLost: Of a drain: a peer is gone, and no leaver.
             SaveError: ``write`` failed on some rank, and neither for want of a disk nor of memory: a mistake, which
                 every later save would repeat. Raised on all ranks.
         """
-        name = ""
+        own, began = Own(content), time.monotonic()
         try:
-            name, content = self._choose_name(content, create_directory)
-            self._write(name, content, write)
-            files = self._describe(name)
-            self._check_files([entry.path for entry in files], content)
-            manifest = self._seal(name, content, files)
+            with self._together(drain):
+                own.name, own.content = self._choose_name(content, create_directory)
+                self._write(own, write)
+                files = self._describe(own)
+                self._check_files([entry.path for entry in files], own.content)
+                manifest = self._seal(own.name, own.content, files)
         except _Failed as failure:
-            self._failed_save(name, content.step, failure, drain)
+            self._failed_save(own.name, content.step, failure, drain)
             return None
+        except PeerLost as lost:
+            return self._complete(own, lost, began)
         self.best = manifest.best
         if self._identity.rank == 0:
-            self._announce(manifest)
+            self._announce(manifest, began)
         return manifest
 
     @property
@@ -205,19 +188,20 @@ class Saver:
             self._buffers.release()
             self._failed_save(name, content.step, failure, drain)
             return None
-        path, identity, done = self._store.path(name), self._identity, Count(0)
-        reports = SavingReports(self._link, name, done.read)
+        path, identity, done, began = self._store.path(name), self._identity, Count(0), time.monotonic()
+        reports = SavingReports(self._link, name, done.read, path if identity.local_rank == 0 else None)
 
         def seal_all(entries: tuple[FileEntry, ...]) -> str:
             manifest = self._manifest(name, content, entries)
             digest = seal(path, manifest)
-            self._announce(manifest)
+            self._announce(manifest, began)
             sealed()
             return digest
 
         copied = self._buffers.wait
-        flight = Flight(path, identity.rank, identity.world_size, files, copied, seal_all, done.add, reports)
-        self._under_way = _UnderWay(name, content, drain, flight)
+        patience = PATIENCE_SHARE * identity.stall_timeout
+        flight = Flight(path, identity.rank, identity.world_size, files, copied, seal_all, done, patience, reports)
+        self._under_way = _UnderWay(name, content, drain, flight, began)
         return name
 
     def settle(self) -> tuple[int, Ref] | None:
@@ -233,15 +217,20 @@ class Saver:
         if ending is None:
             return None
         answer: dict[str, Any] = {}
+        own = Own(ending.content, ending.name)
         try:
             try:
                 path = self._store.path(ending.name)
-                self._agree(ending.flight.written(), path)
+                error = ending.flight.written()
+                own.written = error is None
+                with self._together(ending.drain):
+                    self._agree(error, path)
                 if self._identity.rank == 0:
                     digest, error = ending.flight.sealed()
                     found = problem(error, path)
                     answer = {"digest": digest} if found is None else found.answer
-                answer = self._collective.broadcast(answer)
+                with self._together(ending.drain):
+                    answer = self._collective.broadcast(answer)
                 self._raise_first([answer])
             finally:
                 ending.flight.cancel()
@@ -250,8 +239,44 @@ class Saver:
         except _Failed as failure:
             self._failed_save(ending.name, ending.content.step, failure, ending.drain)
             return None
+        except PeerLost as lost:
+            completed = self._complete(own, lost, ending.began)
+            return None if completed is None else (completed.step, completed.ref)
         self.best = ending.content.best
         return ending.content.step, Ref(ending.name, answer["digest"])
+
+    def _together(self, drain: bool) -> AbstractContextManager[None]:
+        """Around the collectives of a save. In a drain's nobody waits for a leaver whose notice is over."""
+        link = self._link
+        if link is None or not drain:
+            return nullcontext()
+        return self._collective.unless(lambda: bool(link.ending))
+
+    def _complete(self, own: Own, lost: PeerLost, began: float) -> Manifest | None:
+        """A peer is gone. Where that is a leaver, one of the others seals what they have, see `apart`.
+
+        Raises:
+            PeerLost: It was no leaver, or this rank's part is not written.
+            SaveError: A rank's part is missing.
+        """
+        identity, link = self._identity, self._link
+        if link is None or not own.written:
+            raise lost
+        sealing = has_to_seal(link, identity.local_rank, lost)
+        self.apart = True
+        if not sealing:
+            return None
+        path, done = self._store.path(own.name), Count(sum(entry.size for entry in own.entries))
+        missing = missing_parts(path, identity.world_size)
+        if missing:
+            raise SaveError(f"{own.name} is lost: rank {missing[0]} had to go before its part was written")
+        with SavingReports(link, own.name, done.read, path):
+            files = all_files(path, own.entries, done.add)
+            self._check_files([entry.path for entry in files], own.content)
+            manifest = seal_once(path, self._manifest(own.name, own.content, files))
+        self.best = manifest.best
+        self._announce(manifest, began)
+        return manifest
 
     def _stage(self, name: str, state: Callable[[], Mapping[str, Any]], content: Content) -> dict[str, Any]:
         """This rank's files in host memory, once all ranks have theirs."""
@@ -347,11 +372,11 @@ class Saver:
             return self.best
         return Best(name, tracked.metric, tracked.mode, metric)
 
-    def _write(self, name: str, content: Content, write: Callable[[Path], None]) -> None:
-        path = self._store.path(name)
+    def _write(self, own: Own, write: Callable[[Path], None]) -> None:
+        path = self._store.path(own.name)
         error: BaseException | None = None
         link = self._link if self._identity.local_rank == 0 else None
-        with SavingReports(link, name, lambda: bytes_below(path)):
+        with SavingReports(link, own.name, lambda: bytes_below(path), path):
             try:
                 write(path)
                 state = path / rng.file_name(self._identity.rank)
@@ -360,15 +385,16 @@ class Saver:
             # Whatever it is, the other ranks must hear of it before this one does anything else.
             except BaseException as caught:
                 error = kept(caught)
-        self._agree_on(content, self._answer(error, path))
+        own.written = error is None
+        self._agree_on(own.content, self._answer(error, path))
 
-    def _describe(self, name: str) -> tuple[FileEntry, ...]:
+    def _describe(self, own: Own) -> tuple[FileEntry, ...]:
         """Every file of the checkpoint with its checksum, durable; the work is shared by all ranks."""
-        path, collective = self._store.path(name), self._collective
+        path, collective, identity = self._store.path(own.name), self._collective, self._identity
         # One rank of each node lists: a network file system may not show a node yet what another one wrote.
         part: dict[str, Any] = {"files": []}
         try:
-            if self._identity.local_rank == 0:
+            if identity.local_rank == 0:
                 part["files"] = list_files(path)
         except (OSError, CheckpointDamaged) as error:
             part["text"] = describe(error)
@@ -376,11 +402,13 @@ class Saver:
         self._raise_first(listed)
         paths = sorted({file for some in listed for file in some["files"]})
         part = {"files": []}
-        done = Count(bytes_below(path) if self._identity.local_rank == 0 else 0)
+        done = Count(bytes_below(path) if identity.local_rank == 0 else 0)
+        dealt = paths[collective.rank :: collective.world_size]
         try:
-            with SavingReports(self._link, name, done.read):
-                mine = checksums(path, paths[collective.rank :: collective.world_size], sync=True, moved=done.add)
-            part["files"] = [asdict(entry) for entry in mine]
+            with SavingReports(self._link, own.name, done.read, path if identity.local_rank == 0 else None):
+                sync = partial(checksums, path, dealt, sync=True, moved=done.add)
+                own.entries = tuple(unless_stuck(sync, done, PATIENCE_SHARE * identity.stall_timeout))
+            part["files"] = [asdict(entry) for entry in own.entries]
         except (OSError, CheckpointDamaged) as error:
             part["text"] = describe(error)
         described = collective.gather(part)
@@ -389,32 +417,13 @@ class Saver:
         if all(PurePosixPath(entry.path).parts[0] == rng.DIRECTORY for entry in entries) and not self._noted_empty:
             self._noted_empty = True
             if self._identity.rank == 0:
-                remark("save wrote nothing below the path it was given: %s holds no weights, only generators", name)
+                remark(
+                    "save wrote nothing below the path it was given: %s holds no weights, only generators", path.name
+                )
         return tuple(sorted(entries, key=lambda entry: entry.path))
 
     def _manifest(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
-        identity = self._identity
-        return Manifest(
-            name=name,
-            job_id=identity.job_id,
-            run_id=identity.run_id,
-            step=content.step,
-            epoch=identity.epoch,
-            generation=identity.generation,
-            form=SHARDED,
-            shape=Shape(identity.world_size, content.strategy, content.any_world_size, content.reshards),
-            position=content.position,
-            order=content.order,
-            source=None,
-            resumed_from=self._resumed_from,
-            min_nodes=identity.min_nodes,
-            max_nodes=identity.max_nodes,
-            metric=content.metric,
-            files=files,
-            best=content.best,
-            keep=content.keep,
-            cut=content.cut,
-        )
+        return content.manifest(name, self._identity, self._resumed_from, files)
 
     def _seal(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
         identity, manifest = self._identity, self._manifest(name, content, files)
@@ -430,9 +439,10 @@ class Saver:
             raise SaveError(f"{_TOLD_OTHERWISE}, rank {identity.rank} another manifest than rank 0: {manifest}")
         return manifest
 
-    def _announce(self, manifest: Manifest) -> None:
+    def _announce(self, manifest: Manifest, began: float) -> None:
         if self._link is not None:
-            sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step)
+            took = time.monotonic() - began
+            sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step, seconds=took)
             self._link.send(worker_pb2.ToAgent(sealed=sealed))
         try:
             self._store.write_latest(manifest)
@@ -449,7 +459,10 @@ class Saver:
     def _failed_save(self, name: str, step: int, failure: _Failed, drain: bool) -> None:
         self._give_up(name, step, str(failure), drain, failure.fatal)
         if failure.fatal:
-            raise SaveError(f"saving step {step} failed: {failure}") from failure
+            line = f"saving step {step} failed: {failure}"
+            if failure.final:
+                Meetings(self._collective, self._link).refused(line)
+            raise SaveError(line) from failure
 
     def _give_up(self, name: str, step: int, reason: str, drain: bool, fatal: bool) -> None:
         if self._identity.rank == 0:
@@ -459,7 +472,8 @@ class Saver:
                 log.warning("what the failed save left in %s could not be removed: %s", name, error)
         # No rank may begin the next attempt while the leftovers of this one are being removed.
         self._collective.barrier()
-        if self._link is not None:
+        # A mistake ends the training; what is said of that comes with its error.
+        if self._link is not None and not fatal:
             failed = worker_pb2.SaveFailed(name=name, reason=reason[:4096], drain=drain, step=step)
             self._link.send(worker_pb2.ToAgent(save_failed=failed))
 
@@ -488,4 +502,4 @@ class Saver:
         if problems:
             # Of several, one that the others may come from.
             rank, first = min(problems, key=lambda one: one[1].get("cause") == Cause.LIKELY_MISTAKE.value)
-            raise _Failed(f"{first['text']} (rank {rank})", is_fatal(answers))
+            raise _Failed(f"{first['text']} (rank {rank})", is_fatal(answers), final=is_mistake(answers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -16,15 +17,22 @@ REPORT_SECONDS = 2.0
 
 
 class Count:
-    """Bytes that several threads have dealt with."""
+    """Bytes that several threads have dealt with, and when the last of them were."""
 
     def __init__(self, begin: int) -> None:
         self._bytes = begin
+        self._moved = time.monotonic()
         self._lock = threading.Lock()
 
     def add(self, count: int) -> None:
         with self._lock:
             self._bytes += count
+            self._moved = time.monotonic()
+
+    def still(self) -> float:
+        """Seconds since something was added, or this was made."""
+        with self._lock:
+            return time.monotonic() - self._moved
 
     def read(self) -> int:
         with self._lock:
@@ -34,17 +42,18 @@ class Count:
 class SavingReports:
     """Tells the agent now and then how far a part of a save has come: a slow save is not a stuck one.
 
-    ``measure`` says it in bytes, from one part to the next without going back.
+    ``measure`` says it in bytes, from one part to the next without going back. ``path``: where this rank looks how
+    large the checkpoint is so far.
     """
 
-    def __init__(self, link: Link | None, name: str, measure: Callable[[], int]) -> None:
-        self._link, self._name, self._measure = link, name, measure
+    def __init__(self, link: Link | None, name: str, measure: Callable[[], int], path: Path | None = None) -> None:
+        self._link, self._name, self._measure, self._path = link, name, measure, path
         self._done = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> None:
         if self._link is not None:
-            self._send(self._link)
+            self._send(self._link, 1)
             self._thread = threading.Thread(target=self._run, name="dalsegno-saving", daemon=True)
             self._thread.start()
 
@@ -54,14 +63,16 @@ class SavingReports:
         self._done.set()
         if self._thread is not None:
             self._thread.join(timeout=REPORT_SECONDS * 5)
+        if self._link is not None:
+            self._send(self._link, 0)
 
     def _run(self) -> None:
         assert self._link is not None
         while not self._done.wait(REPORT_SECONDS):
-            self._send(self._link)
+            self._send(self._link, 1 if self._path is None else max(1, bytes_below(self._path)))
 
-    def _send(self, link: Link) -> None:
-        saving = worker_pb2.Saving(name=self._name, bytes=self._measure())
+    def _send(self, link: Link, written: int) -> None:
+        saving = worker_pb2.Saving(name=self._name, bytes=self._measure(), written=written)
         link.send(worker_pb2.ToAgent(saving=saving), droppable=True)
 
 

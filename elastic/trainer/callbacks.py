@@ -22,7 +22,12 @@ class Callback:
     """Override what you need. Everything is called on all ranks at the same steps.
 
     An exception ends the training. To end it early, call ``trainer.stop()``.
+
+    Attributes:
+        key: Tells callbacks of one class apart in checkpoints, where what they were made with does not.
     """
+
+    key: str = ""
 
     def on_fit_begin(self, trainer: Trainer) -> None:
         """The run is loaded; ``trainer.step`` is where it goes on."""

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..saving.optimizers import check_kept
+from ..training.unlisted import Unlisted
 from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, resume_rates
 
-_STATE = "dalsegno_trainer"
+_STATE, _UNLISTED = "dalsegno_trainer", "dalsegno_unlisted"
 
 
 class DeepSpeed(Strategy):
@@ -72,17 +74,21 @@ class DeepSpeed(Strategy):
             if own != setting.max_grad_norm:
                 raise ValueError(f"gradient_clipping is {own} and max_grad_norm {setting.max_grad_norm}: give one")
         base.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default clips, to 1
-        config, optimizer = ours.config(base, setting.plan, resume), make_optimizer(model)
-        scheduled = make_scheduler is not None or "scheduler" in config
-        check_optimizer(optimizer, self._stage, allowed=bool(self._config.get(ALLOW)), scheduled=scheduled)
+        with setting.session.meetings.together():
+            config, optimizer = ours.config(base, setting.plan, resume), make_optimizer(model)
+            check_kept(optimizer, model)
+            scheduled = make_scheduler is not None or "scheduler" in config
+            check_optimizer(optimizer, self._stage, allowed=bool(self._config.get(ALLOW)), scheduled=scheduled)
         config.setdefault(ALLOW, True)  # its guard knows fewer than ours
         self._engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=make_scheduler, config=config
         )
-        self.model = self._engine
-        state = ours.restore(self._engine, resume)
+        self.model, self._unlisted = self._engine, Unlisted(self._engine.module)
+        # The Trainer compares the schedule, whatever the strategy.
+        state = ours.restore(self._engine, resume, other_schedule=True)
         if resume is None:
             return {}
+        self._unlisted.load(state.get(_UNLISTED, {}))
         if _STATE not in state:
             raise ValueError(f"{resume.path} was not written by this Trainer: it has no {_STATE}")
         if self.scheduler is not None:
@@ -106,7 +112,9 @@ class DeepSpeed(Strategy):
     def write(self, path: Path, state: Mapping[str, Any]) -> None:
         from ..deepspeed import engine as ours
 
-        ours.save(self._engine, {_STATE: dict(state)})(path)
+        if self._engine.global_rank == 0:
+            self._unlisted.tell()
+        ours.save(self._engine, {_STATE: dict(state), _UNLISTED: self._unlisted.changed_buffers()})(path)
 
     @contextmanager
     def evaluated(self) -> Iterator[nn.Module]:

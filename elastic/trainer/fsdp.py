@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..rank.process_group import init_process_group
-from ..saving.optimizers import check_sharded
+from ..saving.optimizers import check_kept, check_sharded
 from ..saving.replicas import check_whole, loadable
 from ..training.training_state import check_same_dtypes, check_same_names, read_tensors
+from ..training.unlisted import Unlisted
+from ..training.wrappers import frozen, tell_frozen
 from .loss_scale import LossScale
 from .made import steps_on_metric
 from .sharding import Init, shard
@@ -64,6 +66,9 @@ class FSDP(Strategy):
         self._blocks, self._init, self._cast, self._options = tuple(blocks), init, cast, options
         self._max_grad_norm: float | None = None
         self.loss_scale = LossScale(None)
+        # Of the checkpoint that was loaded: what was not trained then.
+        self._resumed = ""
+        self._had_frozen: list[str] | None = None
 
     @property
     def name(self) -> str:
@@ -81,7 +86,8 @@ class FSDP(Strategy):
         from torch.distributed.fsdp import fully_shard
 
         self._max_grad_norm, self.loss_scale = setting.max_grad_norm, LossScale(setting.scaler)
-        check_whole(model, meta=True)
+        with setting.session.meetings.together():
+            check_whole(model, meta=True)
         resume = setting.session.resume
         mesh = init_device_mesh(setting.device.type, (setting.session.world_size,))
 
@@ -93,14 +99,18 @@ class FSDP(Strategy):
             fully_shard(module, mesh=mesh, **chosen)
 
         shard(model, self._blocks, apply, setting.device, init=self._init, same=resume is None, ignored=ignored)
-        self.model = model
+        self.model, self._unlisted = model, Unlisted(model)
         self.optimizer = make_optimizer(model)
         check_sharded(self.optimizer)
+        check_kept(self.optimizer, model)
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
         self._stepped = None if steps_on_metric(self.scheduler) else self.scheduler
         if resume is None:
             return {}
-        load(resume.path, model, self.optimizer, cast=self._cast)
+        self._had_frozen = load(resume.path, model, self.optimizer, cast=self._cast)
+        self._resumed = resume.ref.name
+        # Earlier versions had none.
+        self._unlisted.load(read_tensors(resume.path / SHARED_FILE).get("unlisted", {}))
         return load_trainer_state(resume.path, self.scheduler, self.loss_scale)
 
     def backward(self, loss: Tensor) -> None:
@@ -114,10 +124,15 @@ class FSDP(Strategy):
         _reshard(self.model)
         found = files(self.model, self.optimizer)
         if dist.get_rank() == 0:
+            self._unlisted.tell()
+            found[SHARED_FILE]["unlisted"] = self._unlisted.changed_buffers()
             found[TRAINER_FILE] = trainer_state(state, self.scheduler, self.loss_scale)
         return found
 
     def rehearse(self, state: Mapping[str, Any]) -> None:
+        if self._had_frozen is not None and dist.get_rank() == 0:
+            tell_frozen(self._resumed, self._had_frozen, frozen(self.model))
+            self._had_frozen = None
         for path, content in self.files(state).items():
             loadable(content, path)
 
@@ -165,15 +180,19 @@ def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
             "shapes": shapes,
             "rest": _rest(model),
             "optimizer": {"groups": groups, "whole": unsharded},
+            "frozen": frozen(model),
         }
     return found
 
 
-def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = False) -> None:
+def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = False) -> list[str] | None:
     """Fills a sharded model and its optimizer, in any world, reading this rank's rows only. No collective.
 
     Args:
         cast: Weights that were saved with another dtype are converted.
+
+    Returns:
+        Names of parameters that were not trained when it was saved; None: it does not say.
 
     Raises:
         ValueError: The checkpoint is of another model or optimizer, or incomplete.
@@ -196,6 +215,8 @@ def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = Fal
                 local.copy_(shards.rows(key, list(parameter.shape), start, local.shape[0]))
         model.load_state_dict(shared["rest"], strict=False)
         _load_optimizer(shared["optimizer"], optimizer, model, shards, cast)
+    names: list[str] | None = shared.get("frozen")
+    return names
 
 
 def _load_optimizer(

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..checkpoint import Tracked
+from ..saving.schedules import Factors, check_factors, factors, unchanged
 
 
 class Made:
@@ -38,6 +39,8 @@ class Made:
         self._optimizer, self._scheduler, self._metric, self._steps_itself = optimizer, scheduler, metric, steps_itself
         self.kinds: dict[str, str] = {}
         self.by_metric: Any = None
+        self._made_scheduler: Any = None
+        self._factors: Factors = {}
 
     def optimizer(self, model: nn.Module) -> Optimizer:
         """The script's.
@@ -67,6 +70,7 @@ class Made:
         assert self._scheduler is not None
         made = self._scheduler(optimizer)
         kind = self.kinds["scheduler"] = type(made).__name__
+        self._made_scheduler, self._factors = made, factors(made)
         if not steps_on_metric(made):
             return made
         if self._steps_itself:
@@ -85,6 +89,19 @@ class Made:
             )
         self.by_metric = made
         return made
+
+    @property
+    def factors(self) -> Factors:
+        """What the scheduler's functions give, for checkpoints; see ``schedules.factors``."""
+        return unchanged(self._factors, factors(self._made_scheduler))
+
+    def check_factors(self, saved: Factors) -> None:
+        """Once the scheduler is loaded: are its functions those of the checkpoint?
+
+        Raises:
+            ValueError: No.
+        """
+        check_factors(saved, factors(self._made_scheduler))
 
     def __str__(self) -> str:
         return listed(self.kinds)

@@ -209,6 +209,16 @@ class DDP(Strategy):
         self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting
     ) -> dict[str, Any]:
         self._max_grad_norm, self.loss_scale = setting.max_grad_norm, LossScale(setting.scaler)
+        # Nobody goes on to where ranks wait for one another in the wrapper before all have come through this.
+        with setting.session.meetings.together():
+            state = self._load(model, make_optimizer, make_scheduler, setting)
+        if setting.session.world_size > 1:
+            self.model = DistributedDataParallel(model, **self._options)
+        return state
+
+    def _load(
+        self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting
+    ) -> dict[str, Any]:
         check_whole(model)
         model.to(setting.device)
         self._bare = self.model = model
@@ -223,9 +233,8 @@ class DDP(Strategy):
         self._training = TrainingState(
             setting.session, model=model, optimizer=self.optimizer, **parts, trainer=self._held
         )
-        self._training.load(cast=self._cast)
-        if setting.session.world_size > 1:
-            self.model = DistributedDataParallel(model, **self._options)
+        # The Trainer compares the schedule, whatever the strategy.
+        self._training.load(cast=self._cast, other_schedule=True)
         return self._held.state_dict()
 
     def backward(self, loss: Tensor) -> None:

@@ -29,10 +29,12 @@ from ..saving.replicas import unwrapped
 from ..saving.resuming import check_strategy
 from ..saving.saving import SaveError
 from ..training.accumulation import Accumulation
+from ..training.draws import drawn_in
 from ..training.entry import session
 from ..training.session import Session
 from .alike import alike_of
 from .callbacks import Callback, Console, Logger, forgetful
+from .hooks import Hooks
 from .made import Made, listed
 from .strategies import DDP, MakeOptimizer, MakeScheduler, Setting, Strategy, Write
 
@@ -71,6 +73,7 @@ class Trainer:
         data_epochs: The run ends with so many passes over the data. One of both is needed.
         scheduler: ``scheduler(optimizer)`` makes it; it steps after each optimizer step. One that takes a metric
             (``ReduceLROnPlateau``) steps with the tracked metric after each evaluation of ``evaluate_every``.
+        other_schedule: A resumed run's functions (of ``LambdaLR``) may be others than they were.
         strategy: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or a `Strategy` with options.
         max_grad_norm: Clips the norm of the whole global batch's gradient.
         grad_scaler: For fp16: a ``torch.amp.GradScaler``, saved and loaded with the rest. Where gradients are not
@@ -78,7 +81,7 @@ class Trainer:
             for DeepSpeed, which scales by itself.
         seed: Of the order of samples and the random generators. (The model is made by the script.)
         shuffle, drop_last: See `ElasticSampler`.
-        collate, count_tokens, loader_options: See `Batches`.
+        collate, count_tokens, loader_options, check_data: See `Batches`.
         checkpoint_dir, keep: For runs outside ``dlrover-run``, see `session`.
         save_every: Steps between saves; 0: only for drains and at the end.
         save_in_background: The training waits only while the state is copied to host memory. Not for DeepSpeed.
@@ -105,6 +108,7 @@ class Trainer:
     max_steps: int | None = None
     data_epochs: int | None = None
     scheduler: MakeScheduler | None = None
+    other_schedule: bool = False
     strategy: Strategy | str = "ddp"
     max_grad_norm: float | None = None
     grad_scaler: GradScaler | None = None
@@ -116,6 +120,7 @@ class Trainer:
     collate: Callable[[list[Any]], Any] | None = None
     count_tokens: Callable[..., int] | None = None
     loader_options: dict[str, Any] | None = None
+    check_data: bool = True
     checkpoint_dir: str | Path | None = None
     keep: int = 0
     save_every: int = 0
@@ -146,7 +151,7 @@ class Trainer:
                 f"grad_scaler: strategy {self._strategy.name} takes none (DeepSpeed scales by itself, with fp16 in its "
                 "config)"
             )
-        self._hooks = [*self.callbacks, *([Console()] if self.progress else [])]
+        self._hooks = Hooks([*self.callbacks, *([Console()] if self.progress else [])])
         self._session: Session | None = None
         self._state, self._ends = "new", (self.max_steps, self.data_epochs)
         self._stop_wanted = self._stopping = False
@@ -193,11 +198,11 @@ class Trainer:
         self._state = "failed"  # until proven otherwise
         try:
             self._open()
-            self._each(lambda hook: hook.on_fit_begin(self))
+            self._hooks.each(lambda hook: hook.on_fit_begin(self))
             self._agree_to_stop()
             self._run()
         finally:
-            self._each(lambda hook: hook.on_fit_end(self))
+            self._hooks.each(lambda hook: hook.on_fit_end(self))
             for logger in self.loggers:
                 getattr(logger, "close", lambda: None)()
         self._state, self._ends = "finished", (self.max_steps, self.data_epochs)
@@ -211,11 +216,22 @@ class Trainer:
             self.global_batch_size, s.world_size, self.max_micro_batch_size, self.fixed_micro_batch, self.pad
         )
         s.compare(alike_of(self, plan, self._strategy.name))
+        with s.meetings.telling():
+            self._load(s, plan)
+        held = self._strategy
+        s.examination.learn_parts(held.model, held.optimizer)
+        s.copies.know(held.model, held.optimizer, scheduler=held.scheduler, saved=True)
+        s.examination.learn(stateless=forgetful(self.callbacks), twins=tuple(self._hooks.alike))
+        s.examination.learn(loss_draws=drawn_in(self.loss))
+        self._owed = self.step > 0 and self._due(self.step, last=False) and self._evaluated != self.step
+
+    def _load(self, s: Session, plan: BatchPlan) -> None:
         check_strategy(s.resume, self._strategy.name)
         wanted = None if self.device is None else torch.device(self.device)
         self._where = self._strategy.start(s.world_size, s.local_rank, wanted)
         # Before anything large is loaded: another order of samples is refused here.
         self._batches = self._make_batches(s, plan)
+        self._batches.check_samples(s, self.max_steps)
         setting = Setting(s, self._where, plan, self.max_grad_norm, self.grad_scaler)
         state = self._set_up(setting)
         own = [] if self._strategy.scale == "deepspeed" else [self._strategy.optimizer]
@@ -226,9 +242,6 @@ class Trainer:
             s.track(self.track.metric, mode=self.track.mode, min_delta=self.track.min_delta)
         if s.resume is not None:
             self._load_state(state)
-        s.examination.learn_parts(self._strategy.model, self._strategy.optimizer)
-        s.examination.learn(stateless=forgetful(self.callbacks))
-        self._owed = self.step > 0 and self._due(self.step, last=False) and self._evaluated != self.step
 
     def _make_batches(self, s: Session, plan: BatchPlan) -> Batches[Any]:
         length = len(self.dataset) if hasattr(self.dataset, "__len__") else None
@@ -248,6 +261,7 @@ class Trainer:
             count_tokens=self.count_tokens,
             reduce=None if self.count_tokens is None else s.sum,
             loader_options=self.loader_options,
+            check_data=self.check_data,
         )
 
     def _set_up(self, setting: Setting) -> dict[str, Any]:
@@ -327,7 +341,7 @@ class Trainer:
         last = batch.step == self.max_steps or self._batches.left == 0
         if batch.step % self.log_every == 0 or last:
             self._log(batch, total, norm)
-        self._each(lambda hook: hook.on_step(self, batch))
+        self._hooks.each(lambda hook: hook.on_step(self, batch))
         if self._due(batch.step, last=last) and self._evaluate(interrupt=self._opened.leaving):
             value = self._tracked()
             if value is not None:
@@ -347,7 +361,7 @@ class Trainer:
             values.update(self._scale())
         values["seconds_per_step"] = (now - began) / max(1, self.step - step)
         self._send(values)
-        self._each(lambda hook: hook.on_log(self, values))
+        self._hooks.each(lambda hook: hook.on_log(self, values))
 
     def _scale(self) -> dict[str, float]:
         held = self._strategy.loss_scale
@@ -377,7 +391,7 @@ class Trainer:
         # Not after a last step off the cadence: a run that is made longer has no evaluation there.
         if self._made.by_metric is not None and value is not None and self._due(self.step, last=False):
             self._made.by_metric.step(value)
-        self._each(lambda hook: hook.on_evaluation(self, metrics))
+        self._hooks.each(lambda hook: hook.on_evaluation(self, metrics))
         self._agree_to_stop()
         return True
 
@@ -418,7 +432,8 @@ class Trainer:
             "evaluated": self._evaluated,
             "made": dict(self._made.kinds),
             "drop_last": self.drop_last,
-            "callbacks": {name: hook.state_dict() for name, hook in self._named_hooks().items()},
+            "factors": self._made.factors,
+            **self._hooks.state_dict(),
         }
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
@@ -434,17 +449,10 @@ class Trainer:
             )
         if state.get("drop_last", self.drop_last) != self.drop_last:
             raise ValueError(f"the checkpoint's training has drop_last={not self.drop_last}, this one has the other")
+        if not self.other_schedule:
+            self._made.check_factors(state.get("factors", {}))
         self._evaluated = state["evaluated"]
-        for name, hook in self._named_hooks().items():
-            if state["callbacks"].get(name):
-                hook.load_state_dict(state["callbacks"][name])
-
-    def _named_hooks(self) -> dict[str, Callback]:
-        named: dict[str, Callback] = {}
-        for hook in self._hooks:
-            name = type(hook).__name__
-            named[name if name not in named else f"{name}-{len(named)}"] = hook
-        return named
+        self._hooks.load_state_dict(state, self._opened)
 
     # Small things.
 
@@ -452,10 +460,6 @@ class Trainer:
     def _opened(self) -> Session:
         assert self._session is not None
         return self._session
-
-    def _each(self, call: Callable[[Callback], None]) -> None:
-        for hook in self._hooks:
-            call(hook)
 
     def _send(self, values: Mapping[str, float]) -> None:
         if self.rank == 0 and values:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ..data.batches import Batch
 from ..data.micro_batch import MicroBatch
-from .wrappers import tell
+from .wrappers import Frozen, tell
 
 T = TypeVar("T")
 
@@ -42,12 +42,13 @@ class Accumulation:
         optimizers: Refuse to step while micro-batches are missing. (A DeepSpeed engine counts for itself.)
 
     Attributes:
+        model, optimizers: As given.
         deferrals: Backward passes so far whose synchronisation was put off: a - 1 in each step, with a model that
             synchronises at all; with a static graph a - 2.
     """
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
-        self._model = model
+        self.model = model
         self._batch: Batch[Any] | None = None
         self._open = ExitStack()
         self.deferrals = 0
@@ -55,6 +56,8 @@ class Accumulation:
         self._sharded = [m for m in model.modules() if hasattr(m, "set_requires_gradient_sync")]
         self._defer = _deferring(model, self._sharded)
         self._static_graph = has_static_graph(model)
+        self.optimizers = optimizers
+        self._frozen = Frozen(model)
         for optimizer in optimizers:
             optimizer.register_step_pre_hook(self._before_optimizer)
         tell(model, optimizers)
@@ -63,7 +66,8 @@ class Accumulation:
         """The micro-batches of ``batch`` in order; the body of the ``for`` is forward and backward pass.
 
         Raises:
-            RuntimeError: The batch before was left in the middle; or the engine's own count of micro-steps disagrees.
+            RuntimeError: The batch before was left in the middle; or the engine's own count of micro-steps disagrees;
+                or parameters were unfrozen whose gradients nobody would average.
             ValueError: The factors are not made for this model.
         """
         self._open.close()  # what a loop that raised left open
@@ -74,10 +78,11 @@ class Accumulation:
         if self._engine != (batch.scale == "deepspeed"):
             wanted = "deepspeed" if self._engine else "ddp"
             raise ValueError(
-                f"Batches(scale={batch.scale!r}) makes factors that are wrong for {type(self._model).__name__}: "
+                f"Batches(scale={batch.scale!r}) makes factors that are wrong for {type(self.model).__name__}: "
                 f"give scale={wanted!r}"
             )
-        self._batch = batch
+        self._frozen.check(batch.step)
+        self._batch, batch.trained_by = batch, self
         return self._micro_batches(batch)
 
     def _micro_batches(self, batch: Batch[T]) -> Iterator[MicroBatch[T]]:
@@ -98,7 +103,7 @@ class Accumulation:
 
     def _compare(self, micro: MicroBatch[T], batch: Batch[T]) -> None:
         """The engine synchronises and steps by a count of its own; it must mean the same micro-steps."""
-        model: Any = self._model
+        model: Any = self.model
         if bool(model.is_gradient_accumulation_boundary()) != micro.is_last:
             raise RuntimeError(
                 f"micro-batch {batch.handed_out} of {batch.accumulation} begins, but the engine, which accumulates "
@@ -108,9 +113,9 @@ class Accumulation:
 
     def _zero(self, micro: MicroBatch[T], stack: ExitStack) -> None:
         """Nothing that it computes reaches a gradient, even where the model's derivatives are infinite."""
-        micro.zero_gradients(self._model.parameters())
+        micro.zero_gradients(self.model.parameters())
         # FSDP1 may keep its one flat parameter out of sight.
-        flat = (getattr(module, "_flat_param", None) for module in self._model.modules())
+        flat = (getattr(module, "_flat_param", None) for module in self.model.modules())
         micro.zero_gradients(parameter for parameter in flat if isinstance(parameter, Tensor))
         # FSDP2's gradients go to tensors that are there only once the forward pass has gathered them.
         for module in self._sharded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from ..rank.agreement import agree
 from ..rank.collective import Collective, GlooCollective, Solo
 from ..rank.identity import Identity, from_environment
 from ..rank.link import Link
+from ..rank.meetings import Meetings
 from ..rank.notices import Notice, noticed
 from ..saving.resuming import Damaged, handed_out, newest
 from .examination import is_examined
@@ -47,6 +49,11 @@ def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: 
     return _sessions[0]
 
 
+def refused_together() -> AbstractContextManager[None]:
+    """``Meetings.together`` of this process's session, where it has one that goes on; else nothing. Collective."""
+    return _sessions[0].meetings.together() if _sessions and not _sessions[0].meetings.over else nullcontext()
+
+
 def _check_same_run(first: Session, directory: Path | None) -> None:
     if first.alone and directory is not None and directory != first.run_dir:
         raise RuntimeError(
@@ -77,7 +84,11 @@ def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> S
             found = handed_out(identity.resume, identity.run_dir, collective, verify=verify)
             if isinstance(found, Damaged):
                 refuse(link, found)
-            check_world(found, identity.world_size)
+            try:
+                check_world(found, identity.world_size)
+            except RuntimeError as error:
+                Meetings(collective, link).refused(str(error))
+                raise
             resume = found
     else:
         # Before any rank acts on it: those without one would not take part.

@@ -6,7 +6,9 @@ first step. Else they are printed where the run begins.
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,8 +58,11 @@ class Examination:
         if is_examined():
             max_world_size, directory = max(world_size + 1, max_world_size), True
         self._speaks, self._begins = rank == 0, begins
-        self._facts = Facts(world_size=world_size, max_world_size=max_world_size, directory=directory)
+        self._facts = Facts(
+            world_size=world_size, max_world_size=max_world_size, directory=directory, examined=is_examined()
+        )
         self._done = False
+        self._model: Any = None
 
     def learn(self, **facts: Any) -> None:
         """Something more is known: fields of `Facts`."""
@@ -66,9 +71,14 @@ class Examination:
     def learn_parts(self, model: Any = None, *optimizers: Any) -> None:
         """A model and its optimizers; None: not known."""
         if model is not None and hasattr(model, "modules"):
+            self._model = model
             self.learn(layers=kinds_of(model))
         names = [type(_inner(optimizer)).__name__ for optimizer in optimizers if optimizer is not None]
         self.learn(optimizers=(*self._facts.optimizers, *(n for n in names if n not in self._facts.optimizers)))
+
+    def learn_left_out(self, schedule: str) -> None:
+        """A schedule that nobody saves."""
+        self.learn(left_out=tuple(dict.fromkeys((*self._facts.left_out, schedule))))
 
     def end(self) -> None:
         """The ranks have met, and the first step would begin.
@@ -78,6 +88,8 @@ class Examination:
         """
         if not self._done:
             self._done = True
+            if is_examined() and self._facts.strategy == "ddp" and self._facts.world_size > 1:
+                self.learn(unwrapped=_is_unwrapped(self._model))
             self._tell([f"{about}: {text}" for about, text in findings(self._facts)])
         refuse_to_go_on()
 
@@ -89,6 +101,18 @@ class Examination:
         elif self._begins:
             for line in lines:
                 print(f"dalsegno: {line}", flush=True)  # the agent shows what is printed, not what is logged
+
+
+def _is_unwrapped(model: Any) -> bool:
+    """Nothing in this process is seen to average a model's gradients; False: its model is not known."""
+    sharded = ("to_local", "_fsdp_flattened", "ds_tensor")
+    if model is None or any(hasattr(parameter, mark) for parameter in model.parameters() for mark in sharded):
+        return False
+    parallel = sys.modules.get("torch.nn.parallel.distributed")
+    kind: Any = None if parallel is None else parallel.DistributedDataParallel
+    wrappers = [one for one in gc.get_objects() if kind is not None and issubclass(type(one), kind)]
+    inside = {id(parameter) for wrapper in wrappers for parameter in wrapper.parameters()}
+    return not any(id(parameter) in inside for parameter in model.parameters())
 
 
 def _inner(optimizer: Any) -> Any:

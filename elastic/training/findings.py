@@ -10,6 +10,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .draws import drawn_in
+
 # Kinds of layers that make a step depend on how its samples are dealt to the ranks.
 RANDOM, BATCH_STATISTICS = "random", "batch statistics"
 # What is known of where the data stand.
@@ -41,6 +43,13 @@ class Facts:
         optimizers: Names of their classes.
         layers: Kinds of layers that were seen, see `kinds_of`, each with the classes.
         stateless: Names of callbacks that keep nothing in checkpoints.
+        data_draws: The data set draws random numbers, and nothing sets the generators for each sample.
+        left_out: Kinds of schedules that act on an optimizer, and are in no checkpoint.
+        twins: Classes of callbacks whose states only their order tells apart.
+        loss_draws: Names by which a `Trainer`'s loss draws random numbers.
+        seeded: The generators are set for each of fixed micro-batches.
+        unwrapped: Nothing is seen around the model that averages the ranks' gradients.
+        examined: `dalsegno doctor` looks, and sees no step.
     """
 
     strategy: str = "ddp"
@@ -56,6 +65,13 @@ class Facts:
     optimizers: tuple[str, ...] = ()
     layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
     stateless: tuple[str, ...] = ()
+    data_draws: bool = False
+    left_out: tuple[str, ...] = ()
+    twins: tuple[str, ...] = ()
+    loss_draws: tuple[str, ...] = ()
+    seeded: bool = False
+    unwrapped: bool = False
+    examined: bool = False
 
 
 def loads_anywhere(strategy: str) -> bool:
@@ -71,6 +87,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
     yield Finding("change of the world", change_of_world(facts))
     yield from (Finding("the same only in distribution", text) for text in in_distribution(facts))
     yield from (Finding("not saved", text) for text in not_saved(facts))
+    yield from (Finding("not seen", text) for text in not_seen(facts))
 
 
 def change_of_world(facts: Facts) -> str:
@@ -84,10 +101,15 @@ def change_of_world(facts: Facts) -> str:
         return f"begins again at step 0, as does a crash: {why}"
     if facts.data in (NOTHING, STATE):
         return f"impossible: {data(facts)}"
+    if facts.left_out:
+        return (
+            f"refused, unless the script itself moves {few(facts.left_out)} to session.step: it is not in "
+            "TrainingState, and would begin anew; give TrainingState(..., scheduler=...)"
+        )
     if facts.any_world_size:
-        return "goes on as it is: the whole checkpoint loads at any number of ranks"
+        return "its checkpoints load as they are, at any number of ranks"
     if facts.reshards:
-        return "goes on as it is: each rank takes its ranges of the checkpoint (re-shard)"
+        return "its checkpoints load as they are: each rank takes its ranges of them (re-shard)"
     if facts.strategy.startswith("deepspeed-zero"):
         return (
             "goes on after a conversion to Universal Checkpoint: dlrover-run does it (--universal-checkpoint), "
@@ -113,10 +135,16 @@ def in_distribution(facts: Facts) -> Iterator[str]:
     seen = dict(facts.layers)
     if facts.max_world_size == 1 and facts.world_size == 1:
         return
-    if RANDOM in seen:
+    drawing = [*seen.get(RANDOM, ()), *(f"{name} in the loss" for name in facts.loss_draws)]
+    if drawing and not (facts.fixed_micro_batch and facts.seeded):
         yield (
-            f"{few(seen[RANDOM])}: each rank draws its own random numbers. In the same world they go on bit for bit, "
-            "after a change of its size they are others"
+            f"{few(drawing)}: each rank draws its own random numbers. In the same world they go on bit for bit, "
+            "after a change of its size they are others; fixed_micro_batch with a seed sets them for each micro-batch"
+        )
+    if facts.data_draws:
+        yield (
+            "the data set: what it draws at random is drawn by each rank, and other numbers after a change; "
+            "fixed_micro_batch with a seed sets them for each sample"
         )
     if BATCH_STATISTICS in seen and not facts.fixed_micro_batch:
         yield (
@@ -129,8 +157,30 @@ def not_saved(facts: Facts) -> Iterator[str]:
     """What a resume does not bring back."""
     if facts.saves and facts.directory and not facts.save_every:
         yield "steps between two changes (save_every is 0): a crash goes back to the last change, or to step 0"
+    if facts.twins:
+        yield (
+            f"which callback is which, of several {few(facts.twins)} that were made alike: keep their order, or give "
+            "each a key"
+        )
     if facts.stateless:
         yield f"{few(facts.stateless)}: without state_dict() they begin anew at each start"
+
+
+def not_seen(facts: Facts) -> Iterator[str]:
+    """What the doctor cannot tell, so that nobody takes its silence for an answer."""
+    if facts.unwrapped:
+        yield (
+            "what averages the gradients of the ranks: no DistributedDataParallel is around the model. Where the "
+            "script does not do it by itself, each rank trains a model of its own"
+        )
+    if not facts.examined:
+        return
+    if facts.world_size == 1:
+        yield "what differs between ranks (data, gradients that nobody averages): look with --nproc-per-node=2, too"
+    yield (
+        "the steps: what a loop or a callback draws at random, keeps in variables of its own, or changes later "
+        "(parameters that are unfrozen or added, buffers). A run compares and says some of it in its first steps"
+    )
 
 
 def few(names: Iterable[str]) -> str:
@@ -149,6 +199,12 @@ def kinds_of(model: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
             found.setdefault(RANDOM, {})[name] = None
         elif any(_rate_of(module, key) > 0 for key in ("dropout", "dropout_p", "attention_dropout")):
             found.setdefault(RANDOM, {})[f"dropout in {name}"] = None
+        elif not type(module).__module__.startswith("torch."):
+            # One that has a rate has said so above: it is 0.
+            has_rate = any("drop" in attribute for attribute in vars(module))
+            drawn = [draw for draw in drawn_in(type(module).forward) if "drop" not in draw or not has_rate]
+            if drawn:
+                found.setdefault(RANDOM, {})[f"{drawn[0]} in {name}"] = None
         if re.search(r"BatchNorm", name) and "Sync" not in name:
             found.setdefault(BATCH_STATISTICS, {})[name] = None
     return tuple((kind, tuple(names)) for kind, names in found.items())

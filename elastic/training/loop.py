@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ..checkpoint import Cut, Order, Position, Ref
-from ..data.batches import Batch
+from ..data.batches import Batch, batch_in
 from ..data.sampler import check_order
+from ..rank.agreement import PART
 from ..rank.exchange import MAX_STEPS_APART, Boundary
 from ..saving.background_save import Background
 from ..saving.declared import strategy_of
@@ -24,7 +25,10 @@ from .session import NO_DIRECTORY, Session
 from .sources import (
     Source,
     Stateful,
+    Unknown,
     alike_of,
+    begin,
+    check_goes_on,
     check_place,
     kind,
     knows,
@@ -93,27 +97,31 @@ def steps(
         Drained: See above.
     """
     advanced, strategy = advanced or position is not None, strategy_of(save, strategy)
+    first = begin(data, advanced=advanced)
+    told = data if first is None else first.batches or data  # Batches that something else hands on know the same
     options = {
-        "order": order or getattr(data, "order", None),
-        "cut": cut or getattr(data, "cut", None),
+        "order": order or getattr(told, "order", None),
+        "cut": cut or getattr(told, "cut", None),
         "strategy": strategy,
         "any_world_size": any_world_size,
         "create_directory": create_directory,
     }
-    _compare(session, data, options, max_steps, save, save_every, advanced=advanced)
-    given, save = save, _saving(session, save, save_every, strategy)
-    source = _source(session, data, options, advanced=advanced)
-    if save is not None:
-        save = _saved_too(session, data, source, save, options, advanced=advanced)
-    _learn(session, given if save is None else save, save_every, options, knows(data, advanced=advanced))
-    rehearsal = partial(rehearse, session, given if session.can_save else None)
-    run = _Run(session, rehearsal, save=save, save_every=save_every, position=position, metric=metric, options=options)
+    with session.meetings.telling():
+        _compare(session, told, first, options, max_steps, save, save_every, advanced=advanced)
+        _same_data(session, data, options, max_steps)
+        given, save = save, _saving(session, save, save_every, strategy)
+        source = _source(session, data, first, options, advanced=advanced)
+        if save is not None:
+            save = _saved_too(session, data, source, save, options, advanced=advanced)
+    _learn(session, given if save is None else save, save_every, options, knows(told, advanced=advanced))
+    run = _Run(session, given, told, save, save_every, position, metric, options)
     return _loop(session, source, run, max_steps, seed)
 
 
 def _compare(
     session: Session,
     data: Any,
+    first: Unknown[Any] | None,
     options: Mapping[str, Any],
     max_steps: int | None,
     save: Callable[[Path], None] | Background | None,
@@ -133,10 +141,25 @@ def _compare(
         "order": None if order is None or hasattr(data, "alike") else asdict(order),
         **alike_of(data),
     }
-    session.compare(alike)
+    failure = None if first is None else first.failure
+    problem = "" if failure is None else f"the first batch could not be made: {type(failure).__name__}: {failure}"
+    try:
+        session.compare({} if problem else alike, problem=problem)
+    except ValueError:
+        if failure is not None:
+            raise failure from None
+        raise
     # From here on what is refused is refused on all ranks, as they have the same in their hands.
     if save_every < 0 or (max_steps is not None and max_steps < 0):
         raise ValueError(f"max_steps and save_every cannot be negative: {max_steps}, {save_every}")
+
+
+def _same_data(session: Session, data: Any, options: dict[str, Any], max_steps: int | None) -> None:
+    """All ranks have the same data, and those that the run began with. Collective; changes ``cut``, which says so."""
+    if hasattr(data, "check_samples"):
+        data.check_samples(session, max_steps)
+        if options["cut"] is not None:
+            options["cut"] = replace(options["cut"], samples=data.cut.samples)
 
 
 def _what(save: Callable[[Path], None] | Background | None) -> str:
@@ -145,17 +168,22 @@ def _what(save: Callable[[Path], None] | Background | None) -> str:
     return "a state in the background" if isinstance(save, Background) else "what save() writes"
 
 
-def _source(session: Session, data: Iterable[T], options: Mapping[str, Any], *, advanced: bool) -> Source[T]:
+def _source(
+    session: Session, data: Iterable[T], first: Unknown[T] | None, options: Mapping[str, Any], *, advanced: bool
+) -> Source[T]:
     """The data, at the place where the run goes on."""
     resume, order = session.resume, options["order"]
-    if resume is None or session.step != resume.step:  # not the first loop of this process
-        return source_of(data, None, session.rank, session.world_size, advanced=advanced)
+    begins = session.step == (0 if resume is None else resume.step)
+    if not begins and not advanced:
+        check_goes_on(first)
+    if resume is None or not begins:
+        return source_of(data, first, None, session.rank, session.world_size, advanced=advanced)
     if order is not None and resume.manifest.order is not None:
         check_order(resume.manifest.order, order)
     place = getattr(data, "position", None)
     if not advanced and isinstance(place, Position):
         check_place(place, resume)
-    source = source_of(data, resume, session.rank, session.world_size, advanced=advanced)
+    source = source_of(data, first, resume, session.rank, session.world_size, advanced=advanced)
     if isinstance(source, Stateful):
         session.compare({}, problem=source.go_on())
     return source
@@ -200,10 +228,12 @@ def _learn(
         reshards=bool(getattr(save, "reshards", False)),
         data=data,
         fixed_micro_batch=cut is not None and cut.micro_batch_size is not None,
+        seeded=cut is not None and cut.seed is not None,
     )
     engine = getattr(save, "engine", None)
     if engine is not None:
         session.examination.learn_parts(engine.module, engine.basic_optimizer)
+        session.copies.know(engine)
 
 
 def _saving(
@@ -242,7 +272,8 @@ def _loop(
             ended = True
         finally:
             if not ended:
-                session.abandon_step()
+                found = batch_in(batch)
+                session.abandon_step(trained=found is not None and found.trained)
         run.took(batch)
         ready = run.at(session.end_step())
     run.finish()
@@ -254,8 +285,8 @@ class _Run:
     def __init__(
         self,
         session: Session,
-        rehearsal: Callable[[], None],
-        *,
+        given: Callable[[Path], None] | Background | None,
+        data: Any,
         save: Callable[[Path], None] | Background | None,
         save_every: int,
         position: Callable[[], Position] | None,
@@ -264,9 +295,14 @@ class _Run:
     ) -> None:
         self._session, self._write, self._every = session, save, save_every
         self._position_of, self._metric, self._options = position, metric, options
-        self._position = Position() if session.resume is None else session.resume.position
+        # Where the data say that they stand; else where the resume point does.
+        says, resume = getattr(data, "position", None), session.resume
+        self._position = resume.position if resume is not None else Position()
+        if isinstance(says, Position):
+            self._position = says
         # Could what is to be saved be loaded again? Collective.
-        self.rehearse, self._new = rehearsal, session.resume is None
+        self.rehearse = partial(rehearse, session, given if session.can_save else None)
+        self._new = session.resume is None
 
     def took(self, batch: Any) -> None:
         """The batch was trained: the run's position is the one after it.
@@ -274,9 +310,19 @@ class _Run:
         Raises:
             RuntimeError: Micro-batches of it are missing: nothing of this step may be saved.
         """
-        if isinstance(batch, Batch):
-            batch.check_complete()
-        self._position = getattr(batch, "position_after", self._position)
+        found = batch_in(batch)
+        if found is not None:
+            found.check_complete()
+            self._learn(found)
+        self._position = getattr(found or batch, "position_after", self._position)
+
+    def _learn(self, batch: Batch[Any]) -> None:
+        """What the training calls, where each rank has a part of the global batch of its own."""
+        by, made_by = batch.trained_by, batch.made_by
+        if not self._session.copies.asked:
+            return
+        if by is not None and made_by is not None and made_by.alike[PART][1] == self._session.world_size:
+            self._session.copies.know(by.model, *by.optimizers)
 
     def at(self, boundary: Boundary) -> bool:
         """Saves and drains as due; says whether the loop goes on."""
@@ -289,7 +335,8 @@ class _Run:
         if boundary.drain:
             if self._write is None or self._save(drain=True) is not None:
                 self._session.leave_drained()
-            self._session.drain_failed()
+            else:
+                self._session.drain_failed()
         elif self._due(boundary.step):
             self._save(wait=False)
         return True

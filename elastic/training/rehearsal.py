@@ -10,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..rank.agreement import Refusal, Trouble
+from ..rank.meetings import is_mistake
 from ..saving.background_save import Background
 from ..saving.save_errors import describe
 from ..saving.saving import SaveError
@@ -25,15 +27,16 @@ def rehearse(session: Session, save: Callable[[Path], None] | Background | None)
     asked = _owners(save)
     if asked is None:
         return
-    said: dict[str, Any] = {}
+    problem, final = "", True
     try:
         asked()
     # Whatever it is, the other ranks must hear of it before this one does anything else.
     except Exception as error:
-        said = {"text": describe(error)}
-    for rank, answer in enumerate(session.gather(said)):
-        if "text" in answer:
-            raise SaveError(f"this training could not be saved: {answer['text']} (rank {rank})")
+        problem, final = f"this training could not be saved: {describe(error)}", is_mistake(error)
+    try:
+        session.meetings.compare({}, problem, final=final)
+    except (Refusal, Trouble) as error:
+        raise SaveError(str(error)) from error
 
 
 def _owners(save: Any) -> Callable[[], None] | None:

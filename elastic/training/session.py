@@ -20,23 +20,24 @@ from typing import Any, NoReturn, TypeVar
 
 from dalsegno.protos import worker_pb2
 
-from ..checkpoint import SHARDED, Best, CheckpointStore, Cut, LocalLock, Order, Position, Ref, Tracked
-from ..rank import rng
-from ..rank.agreement import agree
+from ..checkpoint import Best, CheckpointStore, Cut, LocalLock, Order, Position, Ref, Tracked
 from ..rank.collective import Collective, Pending
 from ..rank.exchange import Boundary, Exchange, Flags
 from ..rank.exits import EXIT_DRAINED, Drained, insist
 from ..rank.identity import Identity
 from ..rank.link import Link
+from ..rank.meetings import Meetings
 from ..rank.notices import Notice
 from ..rank.process_group import settle_device
 from ..rank.reports import Reports
 from ..saving.background_save import Background
+from ..saving.content import Content
 from ..saving.declared import strategy_of
 from ..saving.pruning import prune
-from ..saving.resuming import Damaged, ResumePoint
-from ..saving.saving import Content, Saver
+from ..saving.resuming import Damaged, ResumePoint, restore_rng
+from ..saving.saving import Saver
 from ..saving.tracking import Tracking
+from .copies import Copies
 from .examination import Examination, refuse_to_go_on
 from .findings import loads_anywhere
 from .opening import refuse
@@ -61,6 +62,8 @@ class Session:
         resume: What to load before the first step; None: start from step 0.
         step: Optimizer steps done, those before the resume point included.
         examination: What is known of this training, for people; ends with the first ``meet``.
+        meetings: How all ranks end where one of them refuses.
+        copies: What all ranks have a copy of: compared before the first step, and right behind it.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Session:
         self.epoch, self.run_dir, self.resume = 0 if identity.alone else identity.epoch, identity.run_dir, resume
         self.step = 0 if resume is None else resume.step
         self._identity, self._collective, self._link, self._lock = identity, collective, link, lock
-        self._exchange = Exchange(collective)
+        self._exchange, self.meetings = Exchange(collective), Meetings(collective, link)
         self._store = None if identity.run_dir is None else CheckpointStore(identity.run_dir)
         self._saver: Saver | None = None
         if self._store is not None:
@@ -90,8 +93,8 @@ class Session:
         self._tracking = Tracking(collective, self._saver)
         begins = resume is None and (self.can_save or not self.alone)
         self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
+        self.copies = Copies(collective)
         self._notice = notice
-        self._over = False
         self._reports = Reports(link)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
 
@@ -180,7 +183,7 @@ class Session:
         Raises:
             RuntimeError: Nothing is tracked.
         """
-        if self._over and self._saver is None:
+        if self.meetings.over and self._saver is None:
             return self._tracking.measured(value, None, together=False)
         # Asked in the loop's body, it is of the step that has begun and will be counted when it ends.
         return self._tracking.improved(value, self.step + self._exchange.under_way)
@@ -197,9 +200,9 @@ class Session:
         Raises:
             RuntimeError: Nothing is tracked.
         """
-        if not self._over:
+        if not self.meetings.over:
             self.settle()
-        return self._tracking.measured(value, self._saved_here, together=not self._over)
+        return self._tracking.measured(value, self._saved_here, together=not self.meetings.over)
 
     @property
     def worth_saving(self) -> bool:
@@ -224,14 +227,14 @@ class Session:
 
         Raises:
             Unlike: A ValueError, on all ranks: something differs; says what, the values, and on which ranks.
-            ValueError: On all ranks: some rank has a problem; says which.
+            Refusal: The same: some rank has a problem; says which.
             RuntimeError: Another rank has ended; or the session is over.
         """
         self._check_open()
         own: dict[str, Any] = {"step": self.step, "resume point": None if self.resume is None else self.resume.ref.name}
         if self._tracking.name is not None:
             own["tracked metric"] = self._tracking.name
-        agree(self._collective, {**own, **alike}, problem)
+        self.meetings.compare({**own, **alike}, problem)
 
     def meet(self, ahead: int, alike: Mapping[str, Any] | None = None) -> int:
         """Before the first step: how many batches every rank has. Collective.
@@ -241,9 +244,11 @@ class Session:
             alike: See ``compare``, which it does, too.
 
         Raises:
+            Unlike: See ``compare``; or the ranks have unlike copies of the model, or unlike hyperparameters.
             Examined: This is ``dalsegno doctor``. Exit code 0.
         """
         self.compare(alike or {})
+        self.copies.before()
         self.examination.end()
         self._reports.begin()
         return self._exchange.meet(ahead)
@@ -269,6 +274,9 @@ class Session:
 
         Args:
             loss: As with ``report``.
+
+        Raises:
+            Unlike: Behind the first step: nothing keeps the ranks' copies of the model alike. On all ranks.
         """
         if loss is not None:
             self.report(loss)
@@ -276,12 +284,14 @@ class Session:
         boundary = self._exchange.end(seconds)
         self.step = boundary.step
         self._reports.step(boundary, seconds)
+        self.copies.behind(self.step)
         if boundary.save_failed:
             self.settle()
         return boundary
 
-    def abandon_step(self) -> None:
-        """The loop was left in the middle of a step, which does not count."""
+    def abandon_step(self, *, trained: bool = False) -> None:
+        """The loop was left in the middle of a step, which does not count; ``trained``: it was over, and counts."""
+        self.step += int(trained and self._exchange.under_way)
         self._exchange.abandon()
 
     def save(
@@ -346,11 +356,10 @@ class Session:
             if create_directory is None:
                 create_directory = not strategy.startswith("deepspeed")
             manifest = self._saver.save(content, write, create_directory=create_directory, drain=drain)
-            if manifest is None:
-                return None
-            self._saved = (self.step, manifest.ref)
-            self._prune()
-            return manifest.ref
+            if manifest is not None:
+                self._saved = (self.step, manifest.ref)
+                self._prune()
+            return self._completed(None if manifest is None else manifest.ref)
         finally:
             self._reports.lap()
 
@@ -363,7 +372,13 @@ class Session:
         ended = None if self._saver is None else self._saver.settle()
         if ended is not None:
             self._saved = ended
-        return None if ended is None else ended[1]
+        return self._completed(None if ended is None else ended[1])
+
+    def _completed(self, saved: Ref | None) -> Ref | None:
+        """Of a save that ended without a leaver nothing is left to do together."""
+        if self._saver is not None and self._saver.apart:
+            self.leave_drained()
+        return saved
 
     def _content(self, strategy: str, any_world_size: bool | None, metric: float | None, **rest: Any) -> Content:
         if any_world_size is None:
@@ -377,22 +392,29 @@ class Session:
         self._drain_not_before = time.monotonic() + self._drain_pause
         self._drain_pause = min(2 * self._drain_pause, MAX_DRAIN_PAUSE_SECONDS)
 
-    def leave_drained(self) -> NoReturn:
+    def leave_drained(self, closing: Callable[[], None] = lambda: None) -> None:
         """Everything is saved: tells the agent and ends this process with exit code 83. Collective.
 
+        Returns only where the change was withdrawn while the ranks saved. They train on then; what they saved counts.
+        ``closing`` is called before the process ends.
+
         Raises:
-            Drained: Always. The exit code is 83 whatever the script makes of it.
+            Drained: The process ends. The exit code is 83 whatever the script makes of it.
         """
+        apart = self._saver is not None and self._saver.apart
+        if not apart and not self._collective.max([int(self.should_drain)])[0]:
+            return
+        closing()
         insist(EXIT_DRAINED)
         saved = self._saved_here or Ref("", "")
         drained = worker_pb2.Drained(name=saved.name, digest=saved.digest, step=self.step)
         self._reports.send(worker_pb2.ToAgent(drained=drained))
-        self._part()
+        self._part(apart)
         raise Drained
 
     def finish(self) -> None:
         """The training reached its end on all ranks: says so. Collective, and harmless when repeated."""
-        if self._over:
+        if self.meetings.over:
             return
         refuse_to_go_on()
         self.settle()
@@ -409,10 +431,11 @@ class Session:
 
     def close(self) -> None:
         """For scripts that go on doing other things: leaves the session's group and the agent's socket."""
-        self._over = True
+        self.meetings.over = True
         self._notice.release()
         if self._saver is not None:
             self._saver.close()
+        self._exchange.close()
         self._collective.close()
         if self._link is not None:
             self._link.close()
@@ -427,14 +450,7 @@ class Session:
         Args:
             seed: None: at step 0 the generators stay as they are.
         """
-        resume = self.resume
-        if seed is not None or resume is not None:
-            # Also where there is a state: it may lack a generator, as that of a run on CPUs lacks the cards'.
-            rng.seed_rank(seed or 0, self.step, self.rank)
-        if resume is not None and resume.form == SHARDED and resume.manifest.shape.world_size == self.world_size:
-            state = resume.path / rng.file_name(self.rank)
-            if state.is_file():
-                rng.restore(state.read_bytes())
+        restore_rng(self.resume, seed, self.step, self.rank, self.world_size)
 
     def bad_checkpoint(self, file: str, message: str) -> NoReturn:
         """The resume point cannot be loaded: has the agent see to it, and ends this process with exit code 84.
@@ -461,15 +477,17 @@ class Session:
     def _wants_drain(self) -> bool:
         return self.should_drain and time.monotonic() >= self._drain_not_before
 
-    def _part(self) -> None:
+    def _part(self, apart: bool = False) -> None:
         """The last meeting: nobody's connections, nor card, go while another rank is still in a collective."""
-        self._over = True
+        self.meetings.over = True
         try:
             settle_device()
-            self._collective.barrier()
+            if not apart:
+                self._collective.barrier()
         except RuntimeError as error:
             # Everything is saved and said; a peer that died by now is the agent's business.
             log.warning("a rank was gone before the last barrier: %s", error)
+        self._exchange.close()
         self._collective.close()
 
     def _prune(self) -> None:
@@ -477,7 +495,7 @@ class Session:
             prune(self._store, self._identity, self.resume, self._keep)
 
     def _check_open(self) -> None:
-        if self._over:
+        if self.meetings.over:
             raise RuntimeError(
                 f"this session is over: its run was drained or finished, at step {self.step}, and a process trains one "
                 "run. Train the next one in a process of its own, with a checkpoint_dir of its own"

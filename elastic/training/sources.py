@@ -21,6 +21,7 @@ from torch.utils.data import DistributedSampler, RandomSampler, SubsetRandomSamp
 
 from ..checkpoint import Position
 from ..checkpoint.files import write_exclusive
+from ..data.batches import Batches, batch_in
 from ..rank.agreement import PART
 from ..rank.remarks import remark
 from ..saving.background_save import Background
@@ -77,7 +78,13 @@ class Counted(Source[T]):
 
 
 class Unknown(Source[T]):
-    """Any iterable: the only way to know whether there is one more is to fetch it."""
+    """Any iterable: the only way to know whether there is one more is to fetch it.
+
+    Attributes:
+        failure: What came of the first batch instead of it.
+    """
+
+    failure: Exception | None = None
 
     def __init__(self, data: Iterable[T]) -> None:
         self._data = data
@@ -102,8 +109,15 @@ class Unknown(Source[T]):
     @property
     def place(self) -> Position | None:
         """Where the batch that is next begins, where it knows that itself."""
-        found = getattr(self._next[0], "position", None) if self._next else None
+        following = self._next[0] if self._next else None
+        found = getattr(batch_in(following) or following, "position", None)
         return found if isinstance(found, Position) else None
+
+    @property
+    def batches(self) -> Batches[Any] | None:
+        """Whose the batch is that is next, where something hands on those of `Batches`: a progress bar, a generator."""
+        batch = batch_in(self._next[0]) if self._next else None
+        return None if batch is None else batch.made_by
 
 
 class Stateful(Unknown[T]):
@@ -230,13 +244,33 @@ def knows(data: Any, *, advanced: bool) -> str:
     return STATE if keeps_state(data) else NOTHING
 
 
+def begin(data: Iterable[T], *, advanced: bool) -> Unknown[T] | None:
+    """Fetches the first batch of data that are known by it; None: they know themselves where they stand."""
+    given = advanced or isinstance(getattr(data, "position", None), Position)
+    if hasattr(data, "left") or (not given and keeps_state(data)):
+        return None
+    found = Unknown(data)
+    try:
+        found.ahead(1)
+    except Exception as error:  # whatever it is, the other ranks must hear of it before this one ends
+        found.failure = error
+    return found
+
+
 def source_of(
-    data: Iterable[T], resume: ResumePoint | None, rank: int, world_size: int, *, advanced: bool
+    data: Iterable[T],
+    begun: Unknown[T] | None,
+    resume: ResumePoint | None,
+    rank: int,
+    world_size: int,
+    *,
+    advanced: bool,
 ) -> Source[T]:
     """What a loop takes its batches from.
 
     Args:
         data: What the script gives.
+        begun: What `begin` has made of them.
         resume: Where the run goes on; None: at the data's beginning.
         rank, world_size: Of the session.
         advanced: The script has moved them there itself, and says where they stand.
@@ -246,21 +280,19 @@ def source_of(
     """
     if hasattr(data, "left"):
         return Counted(data)
-    if advanced or isinstance(getattr(data, "position", None), Position):
-        return Unknown(data)
-    if keeps_state(data):
+    if begun is None:
         return Stateful(data, None if resume is None else _saved(resume, rank, world_size, kind(data)))
-    source = Unknown(data)
-    if resume is None or not source.ahead(1):
-        return source
+    given = advanced or isinstance(getattr(data, "position", None), Position)
+    if given or resume is None or not begun.ahead(1):
+        return begun
     # Batches that something else hands on, a progress bar for one, know their place.
-    check_place(source.place, resume)
-    if source.place is None:
+    check_place(begun.place, resume)
+    if begun.place is None:
         raise ValueError(
             f"{kind(data)} begins where it always begins, and {resume.ref.name} ended at step {resume.step}: the same "
             f"samples would be trained again; {INSTEAD}"
         )
-    return source
+    return begun
 
 
 def check_place(place: Position | None, resume: ResumePoint) -> None:
@@ -274,6 +306,22 @@ def check_place(place: Position | None, resume: ResumePoint) -> None:
             f"the data begin at {_said(place)}, and {resume.ref.name} ended at {_said(resume.position)}: "
             "give Batches(..., resume=session.resume)"
         )
+
+
+def check_goes_on(source: Unknown[Any] | None) -> None:
+    """A later loop of one process: a batch that something has fetched ahead for the loop before is lost.
+
+    Raises:
+        ValueError: It is.
+    """
+    batches = None if source is None else source.batches
+    if source is None or batches is None or source.place == batches.position:
+        return
+    assert source.place is not None
+    raise ValueError(
+        f"the data begin at {_said(source.place)}, and the training stands at {_said(batches.position)}: the loop "
+        "before had fetched what is between them; give Batches to each loop, or make the progress bar or generator anew"
+    )
 
 
 def _said(place: Position) -> str:

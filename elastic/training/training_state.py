@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Protocol
@@ -21,12 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import SHARDED
-from ..saving.optimizers import check_parameters
-from ..saving.replicas import check_unsharded, check_whole, loadable, unwrapped, without_prefixes
+from ..saving.optimizers import check_kept, check_parameters
+from ..saving.replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
+from ..saving.resuming import ResumePoint
+from ..saving.schedules import check_factors, factors, has_moved, left_out, rates_of, unchanged
 from .findings import few
 from .session import Session
+from .unlisted import Unlisted
+from .wrappers import frozen, tell_frozen
 
 MODEL_FILE, TRAINING_FILE = "model.pt", "training.pt"
+UNLISTED_FILE = "unlisted.pt"
+"""What is in no ``state_dict()`` and changed all the same: there where something did."""
 
 
 class Stateful(Protocol):
@@ -54,8 +60,15 @@ class TrainingState:
         self._session, self._model = session, unwrapped(model)
         self._parts = {name: part for name, part in parts.items() if part is not None}
         self._loaded = False
+        self._had_frozen: list[str] | None = None
         optimizers = [part for part in self._parts.values() if hasattr(part, "param_groups")]
         session.examination.learn_parts(self._model, *optimizers)
+        scheduler = next((part for part in self._parts.values() if hasattr(part, "get_last_lr")), None)
+        session.copies.know(self._model, *optimizers, scheduler=scheduler, saved=True)
+        self._unlisted = Unlisted(self._model)
+        self._factors = {name: factors(part) for name, part in self._parts.items()}
+        # Of each optimizer's groups, as they were loaded.
+        self._rates: dict[str, list[float]] = {}
 
     def files(self) -> dict[str, Any]:
         """What this rank saves, for ``background``. Tensors are the training's own.
@@ -70,11 +83,17 @@ class TrainingState:
             return {}
         kept = {name: {"type": _kind(part), "state": _state_of(name, part)} for name, part in self._parts.items()}
         for name, names in self._trained().items():
-            kept[name]["parameters"] = names
+            kept[name]["parameters"], kept[name]["frozen"] = names, frozen(self._model)
+        for name, before in self._factors.items():
+            if before:
+                kept[name]["factors"] = unchanged(before, factors(self._parts[name]))
         for name, part in self._parts.items():
             check = check_unsharded if hasattr(part, "param_groups") else loadable
             check(kept[name], f"the state of {name}")
-        return {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
+        self._unlisted.tell()
+        found = {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
+        changed = self._unlisted.changed_buffers()
+        return {**found, UNLISTED_FILE: {"buffers": changed}} if changed else found
 
     def _trained(self) -> dict[str, list[str]]:
         """Of each optimizer its parameters by name, in the order of its groups; those of no name are left out."""
@@ -94,33 +113,70 @@ class TrainingState:
         resume = self._session.resume
         if resume is not None and self._session.step == resume.step and not self._loaded:
             raise ValueError(f"the run goes on from {resume.ref.name}: call TrainingState.load() before the first step")
+        self._look_for_schedules()
         files = self.files()
+        if self._session.rank == 0 and resume is not None and self._session.step == resume.step:
+            tell_frozen(resume.ref.name, self._had_frozen, frozen(self._model))
         if files:
             loadable(files[MODEL_FILE], "the model's state_dict() (get_extra_state?)")
             for name, part in files[TRAINING_FILE].items():
                 if hasattr(self._parts[name], "param_groups"):
                     loadable(part, f"the state of {name}")
+                    check_kept(self._parts[name], self._model, self._beside(files[TRAINING_FILE]))
+
+    def _beside(self, kept: Mapping[str, Any]) -> Iterator[Tensor]:
+        """Tensors that are saved beside those of the model and of optimizers."""
+        for name, part in kept.items():
+            if not hasattr(self._parts[name], "param_groups"):
+                yield from (tensor for _, tensor in tensors(part))
+
+    def _look_for_schedules(self) -> None:
+        """Schedules of the optimizers' that are no part of this: said where the run begins.
+
+        Raises:
+            ValueError: The run goes on, and one of them stands at its beginning.
+        """
+        for name, part in self._parts.items():
+            if not hasattr(part, "param_groups"):
+                continue
+            for schedule in left_out(part, self._parts.values()):
+                kind = _kind(schedule)
+                self._session.examination.learn_left_out(kind)
+                if name in self._rates and not has_moved(schedule, part, self._rates[name]):
+                    raise ValueError(
+                        f"{kind} sets the learning rate of {name} and is not in TrainingState, so it begins anew: give "
+                        "TrainingState(..., scheduler=...), or move it to session.step before the first step"
+                    )
 
     def write(self, path: Path) -> None:
         """The same while the training waits, for ``save=``."""
         for name, value in self.files().items():
             torch.save(value, path / name)
 
-    def load(self, *, cast: bool = False) -> bool:
+    def load(self, *, cast: bool = False, other_schedule: bool = False) -> bool:
         """Loads the session's resume point: weights, then the parts in their order. False: there is none.
+
+        Collective where there is one: what does not fit on some rank no rank goes on from.
 
         Args:
             cast: Weights that were saved with another dtype are converted.
+            other_schedule: A schedule's functions (``LambdaLR``) may be others than they were.
 
         Raises:
-            ValueError: The model is sharded. Or the checkpoint is of another model, or of a training with other parts;
-                says which. Nothing was changed, unless only shapes or parameter groups differ.
+            ValueError: On all ranks: the model is sharded. Or the checkpoint is of another model, or of a training with
+                other parts; says which. Nothing was changed, unless only shapes or parameter groups differ.
         """
-        check_whole(self._model)
         self._loaded = True
         resume = self._session.resume
         if resume is None:
+            check_whole(self._model)
             return False
+        with self._session.meetings.together():
+            self._load(resume, cast, other_schedule)
+        return True
+
+    def _load(self, resume: ResumePoint, cast: bool, other_schedule: bool) -> None:
+        check_whole(self._model)
         if resume.form != SHARDED:
             raise ValueError(f"{resume.ref.name} is handed out as {resume.form}: it was not saved by TrainingState")
         weights, kept = read_tensors(resume.path / MODEL_FILE), read_tensors(resume.path / TRAINING_FILE)
@@ -138,6 +194,7 @@ class TrainingState:
             )
         for name, names in self._trained().items():
             # Earlier versions did not say.
+            self._had_frozen = kept[name].get("frozen")
             if "parameters" in kept[name]:
                 _same_parameters(resume.ref.name, kept[name]["parameters"], names)
         try:
@@ -147,18 +204,23 @@ class TrainingState:
             )
         except RuntimeError as error:
             raise ValueError(f"{resume.ref.name} is of another model: {error}") from error
+        if any(entry.path == UNLISTED_FILE for entry in resume.manifest.files):
+            self._unlisted.load(read_tensors(resume.path / UNLISTED_FILE)["buffers"])
         for name, part in self._parts.items():
             try:
                 load_part(part, kept[name]["state"], cast=cast)
             except (ValueError, KeyError, RuntimeError) as error:
                 raise ValueError(f"the {name} in {resume.ref.name} does not fit this one: {error}") from error
-        return True
+            if not other_schedule:
+                check_factors(kept[name].get("factors", {}), factors(part))
+            if hasattr(part, "param_groups"):
+                self._rates[name] = rates_of(group["lr"] for group in part.param_groups)
 
 
 def _same_parameters(checkpoint: str, saved: Sequence[str], here: Sequence[str]) -> None:
     try:
         check_parameters(saved, here)
-    except RuntimeError as error:
+    except ValueError as error:
         raise ValueError(f"{checkpoint}: {error}") from error
 
 

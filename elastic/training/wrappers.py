@@ -6,13 +6,86 @@ from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ..rank.remarks import remark
 from ..saving.optimizers import is_elementwise
+from .findings import few
 
 # What approximates the gradients of each rank by itself: by the modules that bring it, or by what it gathers.
 _APPROXIMATE = ("powerSGD_hook", "post_localSGD_hook", "quantization_hooks")
+
+
+class Frozen:
+    """The parameters that are not trained when a wrapped model is first seen, in case that this changes.
+
+    Args:
+        model: What the training calls. (FSDP2 trains what is unfrozen later.)
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        inner = getattr(model, "_orig_mod", model)
+        self._who, self._asks = "", not any(hasattr(module, "set_requires_gradient_sync") for module in model.modules())
+        ignored: set[str] = set()
+        if isinstance(inner, DistributedDataParallel):
+            self._who, ignored = "DistributedDataParallel averages", set(inner.parameters_to_ignore)
+            inner = inner.module
+        elif getattr(model, "zero_optimization", bool)():
+            self._who = "DeepSpeed averages, and steps with,"
+        self._parameters = {n: p for n, p in inner.named_parameters() if not p.requires_grad and n not in ignored}
+
+    def check(self, step: int) -> None:
+        """Before a step.
+
+        Raises:
+            RuntimeError: Some are to be trained from now on, and what wraps the model would not have it.
+        """
+        if not self._asks:
+            return
+        thawed = [name for name, parameter in self._parameters.items() if parameter.requires_grad]
+        if not thawed:
+            return
+        if self._who:
+            raise RuntimeError(
+                f"{few(thawed)} became trainable by step {step}: {self._who} the gradients of those parameters only "
+                "that were trainable when it was made, and each rank would train the rest by itself, or not at all. "
+                "Leave requires_grad=True from the start, with a learning rate of 0 until they are to be trained"
+            )
+        self._asks = False
+        remark(
+            "%s became trainable by step %d: with more than one rank DistributedDataParallel would not average their "
+            "gradients, which is refused, and a run that resumes must unfreeze them again. A learning rate of 0 until "
+            "then is the same in every world",
+            few(thawed),
+            step,
+        )
+
+
+def frozen(model: nn.Module) -> list[str]:
+    """Names of the parameters that are not trained just now, for checkpoints."""
+    return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
+
+
+def tell_frozen(checkpoint: str, saved: Sequence[str] | None, here: Sequence[str]) -> None:
+    """A run that resumes with others frozen than when it was saved may be right: if the script sees to it in time.
+
+    Args:
+        checkpoint: Its name.
+        saved: Those frozen then; None: an earlier version did not say.
+        here: Those frozen before the first step from there.
+    """
+    if saved is None or set(saved) == set(here):
+        return
+    now, then = [n for n in here if n not in set(saved)], [n for n in saved if n not in set(here)]
+    parts = [f"{few(now)}, trained when it was saved, frozen"] * bool(now)
+    parts += [f"{few(then)}, frozen then, trained"] * bool(then)
+    remark(
+        "%s is resumed with %s: another curve than that of a run that was not interrupted, unless the script has done "
+        "so before at this step; requires_grad is in no checkpoint, so set it by the step at each start",
+        checkpoint,
+        " and ".join(parts),
+    )
 
 
 def tell(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -2,8 +2,8 @@
 
 Standard output carries one JSON object per line and nothing else: ``{"bytes_total"}`` once it is known (about),
 ``{"files_done", "files_total"}`` after each file, ``{"bytes_done"}`` (read, written and synced) every second while
-bytes move, and last ``{"state", "message"}`` with state READY, SOURCE_BAD or ENVIRONMENT. Exit codes: 0, 65, 74 (2: bad
-usage).
+bytes move, and last ``{"state", "message"}`` with state READY, SOURCE_BAD, ENVIRONMENT or IMPOSSIBLE. Exit codes: 0,
+65, 74, 69 (2: bad usage).
 
 With ``--anywhere`` source and target may be any directories, and a target that was begun is gone on with
 (``dalsegno convert``); without it both are a run's checkpoints, and the target is a lease's own.

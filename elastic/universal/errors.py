@@ -8,10 +8,12 @@ EXIT_SOURCE_BAD = 65
 """The source is damaged or incomplete: the checkpoint must be retired. (``EX_DATAERR`` of ``sysexits.h``)"""
 EXIT_ENVIRONMENT = 74
 """This machine could not do it with a source that verifies. (``EX_IOERR`` of ``sysexits.h``)"""
+EXIT_IMPOSSIBLE = 69
+"""The source verifies, and has no universal form. (``EX_UNAVAILABLE`` of ``sysexits.h``)"""
 
 
 class ConversionError(Exception):
-    """A conversion that did not end with a sealed target. Use one of the two kinds below."""
+    """A conversion that did not end with a sealed target. Use one of the kinds below."""
 
     exit_code = EXIT_ENVIRONMENT
     state = "ENVIRONMENT"
@@ -25,4 +27,11 @@ class SourceBad(ConversionError):
 
 
 class EnvironmentFailed(ConversionError):
-    """Disk, memory, an unsupported layout, or a converter error on a source that verifies."""
+    """Disk, memory, or a converter error on a source that verifies. Another try, or another machine, may do it."""
+
+
+class Impossible(EnvironmentFailed):
+    """What was saved has no universal form: no machine makes one of it, now or later."""
+
+    exit_code = EXIT_IMPOSSIBLE
+    state = "IMPOSSIBLE"

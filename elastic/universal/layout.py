@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import EnvironmentFailed, SourceBad
+from .errors import EnvironmentFailed, Impossible, SourceBad
 
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -61,7 +61,7 @@ def find_files(directory: Path) -> Files:
 
     Raises:
         SourceBad: Files without which there is nothing to convert are missing.
-        EnvironmentFailed: It is another framework's, or DeepSpeed's files are further down: see `engine_directory`.
+        Impossible: It is another framework's, or DeepSpeed's files are further down: see `engine_directory`.
         Unsupported: There are files of model-parallel ranks, pipeline stages or experts.
         OSError: The file system says no.
     """
@@ -80,7 +80,7 @@ def find_files(directory: Path) -> Files:
         # Not DeepSpeed's, or its engine's below the files of a trainer: nothing is missing, and nobody can convert it.
         below = sorted({path.parent.name for path in directory.glob("*/*_model_states.pt")})
         where = f", they are in {', '.join(below)}" if below else ""
-        raise EnvironmentFailed(
+        raise Impossible(
             f"{directory.name} has no files of DeepSpeed's at its top{where}: it loads at no other number of ranks"
         )
     if not model:
@@ -96,7 +96,7 @@ def refuse_layout(model: Mapping[str, Any]) -> None:
 
     Raises:
         Unsupported: Only DeepSpeed's own converter knows this layout.
-        EnvironmentFailed: Nobody does; DeepSpeed's converter makes wrong files of it, or none.
+        Impossible: Nobody does; DeepSpeed's converter makes wrong files of it, or none.
     """
     refuse_unconvertible(model)
     if int(model.get("mp_world_size") or 1) > 1:
@@ -118,20 +118,20 @@ def described_parameters(model: Mapping[str, Any]) -> list[str]:
 
 
 def refuse_unconvertible(model: Mapping[str, Any]) -> None:
-    """Raises EnvironmentFailed for a layout that no converter makes right files of."""
+    """Raises Impossible for a layout that no converter makes right files of."""
     zero = (model.get("ds_config") or {}).get("zero_optimization") or {}
     if zero.get("round_robin_gradients"):
-        raise EnvironmentFailed(
+        raise Impossible(
             "saved with zero_optimization.round_robin_gradients, whose layout the checkpoint does not describe; "
             "set it to false to be able to change the world size"
         )
     if (zero.get("mics_shard_size") or 0) > 0:
-        raise EnvironmentFailed(
+        raise Impossible(
             "saved with zero_optimization.mics_shard_size, whose shards hold only a part of the ranks; "
             "remove it to be able to change the world size"
         )
     if (zero.get("offload_optimizer") or {}).get("device") == "nvme":
-        raise EnvironmentFailed(
+        raise Impossible(
             "saved with zero_optimization.offload_optimizer.device nvme, which keeps optimizer states out of the "
             "checkpoint's files; offload to cpu to be able to change the world size"
         )

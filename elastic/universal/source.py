@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .errors import EnvironmentFailed, SourceBad
+from .errors import Impossible, SourceBad
 from .layout import Files, Unsupported, find_files, refuse_layout
 from .loading import describe_refusal
 from .records import Extent, NotInPieces, TorchFile
@@ -160,7 +160,7 @@ def open_source(directory: Path, *, reset_optimizer: bool = False, ours: bool = 
     Raises:
         SourceBad: Files, ranges or states are missing or disagree.
         Unsupported: A layout that only DeepSpeed's own converter knows.
-        EnvironmentFailed: A layout that nobody can convert, or classes that are not on our list.
+        Impossible: A layout that nobody can convert, or classes that are not on our list.
         OSError: The file system says no.
     """
     with ExitStack() as opened:
@@ -194,7 +194,7 @@ def _open(path: Path) -> TorchFile:
     except NotInPieces as error:
         raise Unsupported(str(error)) from error
     except UnpicklingError as error:
-        raise EnvironmentFailed(describe_refusal(path.name, error)) from error
+        raise Impossible(describe_refusal(path.name, error)) from error
     except RuntimeError as error:
         raise SourceBad(f"{path.name} cannot be read: {str(error).splitlines()[0]}") from error
 
@@ -302,7 +302,7 @@ def _check(source: Source) -> None:
                 if state == FP32:
                     raise SourceBad(f"{parameter.name}: rank {piece.rank} has too few values of {state}")
                 # Nothing is missing: an optimizer in 8 bits has one scale for a block.
-                raise EnvironmentFailed(
+                raise Impossible(
                     f"the optimizer's {state} is not one value for each weight: it loads at no other number of ranks"
                 )
     if not source.reset:
@@ -313,7 +313,7 @@ def _check_states(source: Source) -> None:
     wanted = set(source.flat[0][0])
     if source.stage == 3 and not source.ours and wanted - {FP32, *ADAM_STATES}:
         others = sorted(wanted - {FP32, *ADAM_STATES})
-        raise EnvironmentFailed(
+        raise Impossible(
             f"optimizer states {others}: DeepSpeed's universal loading of ZeRO-3 knows only Adam's moments; use ZeRO-2,"
             " or save and load with elastic.deepspeed"
         )
@@ -322,7 +322,7 @@ def _check_states(source: Source) -> None:
     if source.adam and trained and not wanted.issuperset(ADAM_STATES):
         unknown = wanted - {FP32}
         if unknown and not (source.ours and unknown - set(ADAM_STATES)):
-            raise EnvironmentFailed(
+            raise Impossible(
                 f"the optimizer gathers {', '.join(sorted(unknown))}, not Adam's moments: nobody can convert them; "
                 f"{_ANEW}"
             )
@@ -331,7 +331,7 @@ def _check_states(source: Source) -> None:
     for rank, groups in enumerate(source.flat):
         for group, states in enumerate(groups):
             if set(states) != wanted and all(set(other[group]) == set(states) for other in source.flat):
-                raise EnvironmentFailed(
+                raise Impossible(
                     f"the optimizer gathers other states for group {group} than for group 0, which nobody can convert; "
                     f"{_ANEW}"
                 )
@@ -353,14 +353,14 @@ def _check_numbers(source: Source) -> None:
     """What the optimizer counts besides its step must be of all ranks alike, and there must be a place for it."""
     counted = sorted({key for groups in source.numbers for numbers in groups for key in numbers})
     if counted and not source.ours:
-        raise EnvironmentFailed(
+        raise Impossible(
             f"the optimizer counts {', '.join(counted)} besides its step: universal files have no place for it; {_ANEW}"
         )
     for rank, groups in enumerate(source.numbers):
         for ours, others in zip(groups, source.numbers[0], strict=True):
             for key in sorted({*ours, *others}):
                 if _number(ours.get(key)) != _number(others.get(key)):
-                    raise EnvironmentFailed(
+                    raise Impossible(
                         f"the optimizer's {key} is another number on rank {rank} than on rank 0: it is of that rank's "
                         f"part of the model, which nobody can convert; {_ANEW}"
                     )
@@ -370,7 +370,7 @@ def _check_name(name: str) -> None:
     """A parameter's name becomes a directory below ``zero/``."""
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or str(path) != name or path.parts[0] == COMMON_STATE:
-        raise EnvironmentFailed(f"the parameter name {name!r} cannot be a directory's; rename it in the model")
+        raise Impossible(f"the parameter name {name!r} cannot be a directory's; rename it in the model")
 
 
 def _is_number(value: Any) -> bool:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..checkpoint.files import CANNOT, list_files, place_file
 from .archive import Packed, refuse_packed
-from .errors import EnvironmentFailed, SourceBad
+from .errors import EnvironmentFailed, Impossible, SourceBad
 from .forms import PARAM, ZERO
 from .layout import described_parameters, refuse_unconvertible
 from .loading import describe_refusal, load, only_safe_loading
@@ -78,7 +78,7 @@ def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda coun
         try:
             ds_to_universal.main(arguments)
         except UnpicklingError as error:
-            raise EnvironmentFailed(describe_refusal("the checkpoint", error)) from error
+            raise Impossible(describe_refusal("the checkpoint", error)) from error
         except (OSError, MemoryError):
             raise
         except Exception as error:
@@ -122,7 +122,7 @@ def _model_states(source: Path) -> list[Mapping[str, Any]]:
                 mapped = file.read(2) == b"PK"
             content = load(path, mmap=mapped)
         except UnpicklingError as error:
-            raise EnvironmentFailed(describe_refusal(path.name, error)) from error
+            raise Impossible(describe_refusal(path.name, error)) from error
         if "ds_config" in content or "param_shapes" in content:  # experts' files have neither
             refuse_unconvertible(content)
             models.append(content)
@@ -132,7 +132,7 @@ def _model_states(source: Path) -> list[Mapping[str, Any]]:
     # Ranks of tensor parallelism describe the same parameters; stages of a pipeline each their own.
     tensor_parallel = any(names[0] and other == names[0] for other in names[1:])
     if tensor_parallel and int(models[0].get("mp_world_size") or 1) > 1 and not described_parameters(models[0]):
-        raise EnvironmentFailed(
+        raise Impossible(
             "saved with tensor parallelism and without a description of it (universal_checkpoint_info): DeepSpeed's "
             "converter would glue copies of one parameter together; save with one to be able to change the world size"
         )

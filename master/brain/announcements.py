@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .membership import may_call_session
 from .state import EpochRecord, Node, Part, World
 from .turn import HISTORY, Turn, names
 
 # A script that has not called `session()` so long after its workers were started may have none (seconds).
 SESSION_WITHIN = 30.0
-UNHEARD = "no steps are heard: the script has not called session() yet"
+NOT_YET = "the script has not called session() yet"
 
 
 def first_step(turn: Turn, world: World) -> None:
@@ -26,7 +27,7 @@ def first_step(turn: Turn, world: World) -> None:
         job.growths += 1
         job.growth_cost = paused
         live.growth_done_at = turn.now
-    text = f"epoch {world.epoch}: steps are heard" if job.told.start else headline(world)
+    text = f"epoch {world.epoch}: steps are heard" if job.told.unheard else headline(world)
     if world.epoch > 1 and live.paused_since is not None:
         text += f", {cost(paused, lost, live.costs_more)}"
     turn.notice(text)
@@ -43,17 +44,24 @@ def cost(paused: float, lost: int, more: bool) -> str:
 
 
 def without_steps(turn: Turn, world: World) -> None:
-    """Nobody will say that the script makes steps: once a world, say that it was started, and why so little is known.
+    """No steps are heard for long: once a world, say that it was started, and why so little is known.
 
-    The next worlds of such a script are presented when they open.
+    Only a script that is not known to import a session may be making steps; its next worlds are presented when they
+    open.
     """
-    live = turn.live
-    if turn.job.has_session or turn.job.told.start:
+    live, told = turn.live, turn.job.told
+    if turn.job.has_session or told.unheard:
         return
-    turn.job.told = replace(turn.job.told, start=True)
-    turn.notice(f"{headline(world)}; {UNHEARD}")
+    turn.job.told = replace(told, unheard=True, start=told.start or not may_call_session(turn))
+    turn.notice(f"{headline(world)}; no steps are heard: {not_yet(turn)}")
     paused = live.phase_since - live.paused_since if live.paused_since is not None else 0.0
     record(turn, world, max(0.0, paused), 0)
+
+
+def not_yet(turn: Turn) -> str:
+    """That session() was not called, and for how long."""
+    seconds = turn.heard - turn.live.phase_heard
+    return f"{NOT_YET}, {seconds:.0f} s after its start" if seconds >= 1 else NOT_YET
 
 
 def perhaps_stalled(turn: Turn, world: World) -> None:
@@ -72,16 +80,23 @@ def perhaps_stalled(turn: Turn, world: World) -> None:
     turn.notice(f"{what}: whether the script is at work or stuck cannot be told; it is left alone", True)
 
 
-def waiting_to_grow(turn: Turn, new: list[Node], until: float) -> None:
-    """The newcomers of a script that cannot be drained: when everybody will be restarted for them."""
+def waiting_to_grow(turn: Turn, new: list[Node], until: float | None) -> None:
+    """The newcomers of a script that cannot be drained yet: when everybody will be restarted for them.
+
+    `until`: by the listening clock; None: not for time alone.
+    """
     who = frozenset(node.name for node in new)
     if who <= turn.open.growth_told:
         return
     turn.open.growth_told = who
-    turn.notice(
-        f"{names(sorted(who))} joined: the script has not called session() and cannot be drained, so all workers"
-        f" restart with the next commit, or in {until - turn.heard:.0f} s (--grow-wait)"
-    )
+    if until is None:
+        what = "; as it imports dalsegno.elastic, its first step is waited for, or a checkpoint that it saves by itself"
+    else:
+        what = (
+            " and cannot be drained before: all workers restart with the next commit, or in"
+            f" {until - turn.heard:.0f} s (--grow-wait)"
+        )
+    turn.notice(f"{names(sorted(who))} joined: {not_yet(turn)}{what}")
 
 
 def restart_to_grow(turn: Turn, new: list[Node], committed: bool) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 
+from dalsegno.protos.processes import Process
 from dalsegno.protos.text import one_line
 
 from . import calls, forming, membership, running
@@ -48,8 +49,11 @@ def fresh(job_id: str, generation: int, settings: Settings | None = None, embedd
     return State(job)
 
 
-def recover(job: Job, generation: int, now: float) -> State:
-    """Go on with a stored job: every deadline starts anew, every node is presumed alive for one node-timeout."""
+def recover(job: Job, generation: int, now: float, is_gone: Callable[[Process], bool] = lambda process: False) -> State:
+    """Go on with a stored job: every deadline starts anew, every node is presumed alive for one node-timeout.
+
+    `is_gone`: whether an agent's process provably is; then its node is dead at once.
+    """
     job.generation = max(job.generation + 1, generation)
     if job.phase.is_terminal:
         # Whoever still asks registers anew and is told how it ended.
@@ -69,6 +73,8 @@ def recover(job: Job, generation: int, now: float) -> State:
     fit(state, now)
     if job.drain is not None:
         live.epoch.drain_deadline = now + job.settings.drain_timeout
+    gone = [node for node in job.nodes.values() if node.process is not None and is_gone(node.process)]
+    membership.lose(Turn(state, now), [(node, "its process was gone when the master came back") for node in gone])
     guarded(state, [], now)
     return state
 

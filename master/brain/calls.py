@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
-from . import announcements, checkpoints, conversion, failures, membership, running
+from . import announcements, checkpoints, conversion, failures, membership, running, saves
 from .events import Reply
 from .recollection import remember
 from .registration import proves, register
@@ -158,6 +158,11 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     news = epoch.first_step_at is None
     if message.has_session and not job.has_session:
         job.has_session = news = True
+        # Until here nobody's silence said anything: its start may have taken longer than any step.
+        epoch.moved = turn.heard
+    if message.expects_session and not node.expects_session:
+        expect_session(turn, node)
+        news = True
     epoch.longest = max(epoch.longest, message.longest)
     if made_step(turn, node, message.step):
         epoch.loss = message.loss
@@ -171,6 +176,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     if message.beats > epoch.beats.get(node.name, 0):
         epoch.beats[node.name] = message.beats
         epoch.moved = turn.heard
+    epoch.written[node.name] = message.written_bytes
     if message.draining and not epoch.stopping:
         epoch.stopping = news = True
     # A copy that was long under way speaks of a drain before this one.
@@ -178,6 +184,13 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
         job.drain = replace(job.drain, agreed=True)
         news = True
     return news
+
+
+def expect_session(turn: Turn, node: Node) -> None:
+    """Its workers have imported what session() comes from: what was concluded from their silence is void."""
+    turn.update(node, expects_session=True)
+    turn.job.told = replace(turn.job.told, start=False)
+    turn.open.growth_told = frozenset()
 
 
 def made_step(turn: Turn, node: Node, step: int) -> bool:
@@ -242,7 +255,7 @@ def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) 
     made_step(turn, node, message.step)
     if drain is None or 0 < message.step <= drain.after:
         return OK
-    job.drain = replace(drain, agreed=False)
+    job.drain, turn.open.saving_since = replace(drain, agreed=False), None
     if drain.optional:
         running.withdraw(turn, f"its save failed ({message.reason})")
     return OK
@@ -273,13 +286,15 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
     turn.set_part(member, Part.FAILED)
     turn.open.trouble = True
     reached(turn, node, message.step)
-    if first and job.phase.has_workers:
+    refused = message.kind == control_pb2.FAILURE_KIND_REFUSED
+    if first and job.phase.has_workers and not refused:  # What comes of a refusal says why, too.
         turn.cause(f"a worker failed on {node.name}")
         turn.notice(f"{node.name}: {message.message}", True)
     # A peer's damage is reported before its node joins again, and clears this.
     if job.verification is None:
         elsewhere = message.kind == control_pb2.FAILURE_KIND_PEER
-        failures.blame(turn, Failure(message.caller.epoch, node.name, message.message, message.step, elsewhere))
+        told = Failure(message.caller.epoch, node.name, message.message, message.step, elsewhere, refused)
+        failures.blame(turn, told)
     return OK
 
 
@@ -296,7 +311,10 @@ def commit(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer
             return "FAILED_PRECONDITION", f"{node.name} is no member of epoch {made.epoch}: it has nothing to commit"
         return "FAILED_PRECONDITION", f"epoch {made.epoch} is closed; {made.ref.name} is not part of the run"
     refused = checkpoints.record_commit(turn, made, node.name)
-    return ("FAILED_PRECONDITION", refused) if refused else OK
+    if refused:
+        return "FAILED_PRECONDITION", refused
+    saves.note_seconds(turn, made.step, message.seconds)
+    return OK
 
 
 def commit_form(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer:

@@ -17,6 +17,7 @@ WITNESSES = 2
 # So many are deleted by one order.
 PRUNED_AT_ONCE = 256
 LATE_KEPT = 256
+NOT_DEEPSPEEDS = "it was not saved by a DeepSpeed engine, whose files alone can be converted"
 
 
 def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
@@ -38,6 +39,7 @@ def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
         metric=message.metric if message.HasField("metric") else None,
         best=message.best,
         keep=message.keep if message.HasField("keep") else None,
+        unconvertible=NOT_DEEPSPEEDS if message.no_universal_form else "",
     )
 
 
@@ -102,6 +104,24 @@ def loads_now(job: Job, record: Checkpoint, world_size: int) -> bool:
     return same_shape(record, world_size) or resharded(job, record, world_size) or bool(record.universal_digest)
 
 
+def can_load(job: Job, record: Checkpoint, world_size: int) -> bool:
+    """Whether a world of this size can load it, perhaps after a conversion."""
+    return loads_now(job, record, world_size) or not record.unconvertible
+
+
+def only_size(job: Job) -> int:
+    """How many workers the next world must have, because what the run saves loads in no other; 0: any number."""
+    head = job.checkpoints.head
+    if head is None or can_load(job, head, 0):
+        return 0
+    return head.world_size
+
+
+def cannot_convert(turn: Turn, record: Checkpoint, reason: str) -> None:
+    """Its universal form will never be there. So it is with what the same script saves from now on."""
+    turn.job.checkpoints.put(replace(record, unconvertible=reason or "no reason given"))
+
+
 def give_up_resharding(turn: Turn, record: Checkpoint) -> None:
     """It did not work, for whatever reason: from now on the checkpoint is converted."""
     turn.job.checkpoints.put(replace(record, reshards=False))
@@ -130,7 +150,11 @@ def record_commit(turn: Turn, message: control_pb2.Checkpoint, by: str) -> str:
         floor = max(floor, job.world.resumed_step)
     if message.step <= floor:
         return f"{message.ref.name} is not newer than step {floor}"
-    job.checkpoints.put(replace(from_proto(message), unseen=by))
+    record = replace(from_proto(message), unseen=by)
+    head = job.checkpoints.head
+    if head is not None and head.unconvertible and head.strategy == record.strategy:
+        record = replace(record, unconvertible=head.unconvertible)
+    job.checkpoints.put(record)
     if message.step > job.budget.last_step:
         job.budget = replace(job.budget, failures=0, doubtful=())
         job.reopened = 0

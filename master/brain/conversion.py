@@ -8,7 +8,7 @@ from typing import Any
 from dalsegno.protos import control_pb2
 
 from . import failures
-from .checkpoints import drop_form, resume_point, retire
+from .checkpoints import cannot_convert, drop_form, resume_point, retire
 from .membership import has_answered, in_rank_order, sees_resume
 from .state import Checkpoint, Conversion, Failure, Node, Verification
 from .turn import Turn
@@ -34,6 +34,10 @@ def tend(turn: Turn, source: Checkpoint) -> None:
     if job.conversion is None or job.conversion.source != source.digest:
         job.conversion = Conversion(source=source.digest)
         turn.live.retry_pause = 0.0
+    if source.unconvertible:
+        if not job.conversion.blocked:
+            change(turn, job.conversion, blocked=True, lease=0, owner="", reason=source.unconvertible)
+        return
     if job.conversion.lease:
         check_owner(turn, job.conversion)
     if not job.conversion.lease and not job.conversion.blocked:
@@ -49,7 +53,7 @@ def change(turn: Turn, conversion: Conversion, **changes: Any) -> Conversion:
 def retry(turn: Turn) -> None:
     """After a pause somebody tries again."""
     conversion = turn.job.conversion
-    if conversion is not None and conversion.blocked and turn.due(turn.live.retry_at):
+    if conversion is not None and conversion.blocked and not is_vain(turn) and turn.due(turn.live.retry_at):
         unblock(turn)
 
 
@@ -129,10 +133,17 @@ def failed(turn: Turn, conversion: Conversion, reason: str) -> None:
         block(turn, conversion)
 
 
+def is_vain(turn: Turn) -> bool:
+    """The universal form that the gate wants will never be there."""
+    conversion = turn.job.conversion
+    source = turn.job.checkpoint(conversion.source) if conversion is not None else None
+    return source is not None and bool(source.unconvertible)
+
+
 def unblock(turn: Turn) -> None:
     """A node joined: try again at once."""
     conversion = turn.job.conversion
-    if conversion is not None and conversion.blocked:
+    if conversion is not None and conversion.blocked and not is_vain(turn):
         change(turn, conversion, blocked=False, failed=())
 
 
@@ -156,6 +167,9 @@ def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tup
         end_lease(turn, conversion)
         if source is not None:
             suspect(turn, source, False, node.name, request.message)
+    elif request.state == control_pb2.CONVERSION_STATE_IMPOSSIBLE and source is not None:
+        cannot_convert(turn, source, request.message)
+        end_lease(turn, conversion)
     else:
         failed(turn, conversion, request.message or "no reason given")
     return "OK", ""

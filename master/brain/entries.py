@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 
+from dalsegno.protos.processes import Process
+
 from .table import Table
 
 __all__ = ("Checkpoint", "Checkpoints", "Joined", "Node", "Nodes")
@@ -44,8 +46,14 @@ class Node:
     leaving: bool = False
     # The resume point that this node alone could not read.
     unreadable: str = ""
+    # Why its ranks cannot train with those that did before it came.
+    refused: str = ""
     # What its agent tells its person about this registration.
     remark: str = ""
+    # Its workers import what session() comes from: they may call it, however late.
+    expects_session: bool = False
+    # None where an older agent did not say it.
+    process: Process | None = None
     # The last changing call and its answer, so that a repeat has no second effect.
     request: int = 0
     answer: tuple[str, str] = ("OK", "")
@@ -75,6 +83,8 @@ class Checkpoint:
     best: str = ""
     # How many checkpoints the script wants kept; None: as the job's settings have it.
     keep: int | None = None
+    # Why it has no universal form; empty where it may have one.
+    unconvertible: str = ""
     universal_name: str = ""
     universal_digest: str = ""
     # Digests of later forms that turned out to be damaged: never adopted again.
@@ -92,24 +102,44 @@ class Checkpoint:
 
 
 class Nodes(Table[Node]):
-    """The registered agents by name, found by their incarnation, too; and those who are leaving."""
+    """The registered agents by name, found by incarnation and machine, too; and those who are leaving."""
 
-    __slots__ = ("_leaving", "_names")
+    __slots__ = ("_leaving", "_machines", "_names")
 
     def __init__(self, nodes: Iterable[Node] = ()) -> None:
         super().__init__({node.name: node for node in nodes})
         self._names = {node.incarnation: node.name for node in self.values()}
         self._leaving = {node.name: None for node in self.values() if node.leaving}
+        # By machine, where that is known.
+        self._machines: dict[str, tuple[str, ...]] = {}
+        for node in self.values():
+            self._settle_in(node)
 
     def copy(self) -> Nodes:
         other = Nodes()
         other._rows, other._names, other._leaving = dict(self._rows), dict(self._names), dict(self._leaving)
+        other._machines = dict(self._machines)
         other.touched = set(self.touched)
         return other
 
     def by(self, incarnation: str) -> Node | None:
         name = self._names.get(incarnation)
         return None if name is None else self._rows[name]
+
+    def on_machine(self, machine: str) -> list[Node]:
+        """Those whose agents say that they run there; none where `machine` is empty."""
+        return [self._rows[name] for name in self._machines.get(machine, ())]
+
+    def _settle_in(self, node: Node) -> None:
+        if node.process is not None and node.process.machine:
+            self._machines[node.process.machine] = (*self._machines.get(node.process.machine, ()), node.name)
+
+    def _move_out(self, node: Node) -> None:
+        if node.process is not None and node.process.machine:
+            left = tuple(name for name in self._machines[node.process.machine] if name != node.name)
+            self._machines[node.process.machine] = left
+            if not left:
+                del self._machines[node.process.machine]
 
     @property
     def leavers(self) -> list[Node]:
@@ -125,6 +155,10 @@ class Nodes(Table[Node]):
         if before is not None and before.incarnation != row.incarnation:
             del self._names[before.incarnation]
         self._names[row.incarnation] = key
+        if before is None or before.process is not row.process:
+            if before is not None:
+                self._move_out(before)
+            self._settle_in(row)
         super().put(key, row)
 
     def drop(self, key: str) -> Node | None:
@@ -132,6 +166,7 @@ class Nodes(Table[Node]):
         self._leaving.pop(key, None)
         if row is not None:
             del self._names[row.incarnation]
+            self._move_out(row)
         return row
 
 

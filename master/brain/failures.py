@@ -41,10 +41,15 @@ def count(turn: Turn) -> bool:
 
 
 def blame(turn: Turn, failure: Failure) -> None:
-    """Keep what broke the world. Who tells of a cause elsewhere is outweighed by who had it."""
+    """Keep what broke the world. Who tells of a cause elsewhere is outweighed by who had it, both by a refusal."""
     pending = turn.job.budget.pending
-    if pending is None or (pending.elsewhere and not failure.elsewhere):
+    if pending is None or weight(failure) > weight(pending):
         turn.job.budget = replace(turn.job.budget, pending=failure)
+
+
+def weight(failure: Failure) -> tuple[bool, bool]:
+    """How much it says of why a world ended."""
+    return failure.refused, not failure.elsewhere
 
 
 def acquit(turn: Turn) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from . import announcements, conversion, failures, sight
+from . import announcements, conversion, failures, refusals, sight
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .live import EpochLife, State
 from .membership import agree_on_directory, eligible, expected, has_answered, of_size, select
-from .running import end, hopeless
+from .running import end, end_refused, hopeless
 from .scaling import has_shrunk, of_nodes
-from .state import Checkpoint, Member, Node, Part, Phase, Told, World
+from .state import Checkpoint, Job, Member, Node, Part, Phase, Told, World
 from .turn import Turn, names
 
 # After a conversion that failed on a growth, growing waits for a doubling time (seconds).
@@ -30,6 +30,11 @@ def forming(turn: Turn) -> bool:
     if job.world is not None and pending is not None and hopeless(turn):
         end(turn, Phase.FAILED, f"{pending.node}: {pending.message}")
         return True
+    if refusals.pending(turn) is not None:
+        if refusals.ends_job(turn):
+            end_refused(turn)
+            return True
+        refusals.put_aside(turn)
     agree_on_directory(turn)
     conversion.retry(turn)
     gathering = expected(turn)
@@ -43,6 +48,8 @@ def forming(turn: Turn) -> bool:
     stuck = is_blocked(turn) and not old_shape(turn, resume_point(job), ready)
     stuck = stuck or conversion.cannot_verify(turn)
     moved = wait_or_form(turn, possible >= job.settings.min_nodes and not stuck)
+    if job.phase.is_terminal or ends_in_vain(turn, stuck):
+        return True
     if job.verification is not None or job.phase.is_terminal:
         return moved
     gathered = is_gathered(turn, waited_for, ready)
@@ -97,6 +104,21 @@ def wait_or_form(turn: Turn, enough: bool) -> bool:
     return False
 
 
+def ends_in_vain(turn: Turn, stuck: bool) -> bool:
+    """Only a world of the old shape could go on, and nodes for one do not come: the job ends."""
+    live, settings = turn.live, turn.job.settings
+    if not stuck or not conversion.is_vain(turn):
+        live.vain_until = None
+        return False
+    if live.vain_until is None:
+        patience = settings.wait_for_nodes if settings.wait_for_nodes >= 0 else settings.node_timeout
+        live.vain_until = turn.now + patience
+    if not turn.due(live.vain_until):
+        return False
+    end(turn, Phase.FAILED, missing(turn.state), notice=False)
+    return True
+
+
 def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     """Complete: at `max`, or when every expected agent has joined and, at a start, it has been quiet for a while.
 
@@ -141,7 +163,9 @@ def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[N
     if resume is None or not is_blocked(turn):
         return []
     nodes = old_shape(turn, resume, ready)
-    if nodes:
+    if nodes and conversion.is_vain(turn):
+        pass  # What is saved from now on is no different: a growth does not begin any more, see `wants_to_grow`.
+    elif nodes:
         reason = job.conversion.reason if job.conversion is not None else ""
         turn.notice(f"nobody could convert {resume.name} ({reason}): going on in its old shape", True)
         job.conversion_failures += 1
@@ -169,6 +193,11 @@ def missing(state: State) -> str:
     here = len(job.nodes) - len(blind) - len(strangers) - len(job.nodes.leavers)
     if job.verification is not None and conversion.is_unable(job.verification):
         return f"nobody can verify a checkpoint that could not be loaded ({job.verification.message}): trying again"
+    if job.conversion is not None and job.conversion.blocked and resume is not None and resume.unconvertible:
+        return (
+            f"{resume.name} was saved by {resume.world_size} workers and loads with as many only "
+            f"({resume.unconvertible}): start nodes until there are {resume.world_size} workers again"
+        )
     if job.conversion is not None and job.conversion.blocked:
         return f"nobody can convert the checkpoint for this shape ({job.conversion.reason}): trying again"
     unit = f" in a multiple of {job.settings.node_unit} (--node-unit)" if job.settings.node_unit > 1 else ""
@@ -179,6 +208,8 @@ def missing(state: State) -> str:
         text += f"; {names(blind)} cannot see {resume.name}"
     if strangers:
         text += f"; {names(strangers)} cannot see the checkpoint directory"
+    if refused := [node for node in job.nodes.values() if node.refused]:
+        text += f"; {names(node.name for node in refused)} cannot take part ({refused[0].refused})"
     return text
 
 
@@ -195,6 +226,12 @@ def say_missing(turn: Turn) -> None:
     text = missing(turn.state)
     if text != live.missing:
         live.missing, live.missing_at = text, turn.now
+
+
+def is_proven(job: Job, node: Node) -> bool:
+    """Its ranks have made a step of this run, as far as the last world tells."""
+    member = job.world.member(node.incarnation) if job.world is not None else None
+    return member is not None and (member.proven or job.told.first_step)
 
 
 def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
@@ -214,7 +251,8 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     job.world = World(
         epoch=job.epoch,
         members=tuple(
-            Member(node.name, node.incarnation, node.host, node.nproc, rank) for rank, node in enumerate(nodes)
+            Member(node.name, node.incarnation, node.host, node.nproc, rank, is_proven(job, node))
+            for rank, node in enumerate(nodes)
         ),
         store_host=first.store_host,
         store_port=first.store_port,

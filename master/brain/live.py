@@ -28,6 +28,8 @@ class EpochLife:
     steps: dict[str, int] = field(default_factory=dict)
     saved_bytes: dict[str, int] = field(default_factory=dict)
     beats: dict[str, int] = field(default_factory=dict)
+    # What a save that is under way has in its files, as each node sees it, bytes; 0: none is.
+    written: dict[str, int] = field(default_factory=dict)
     # Nodes whose ranks have no step left to make: what the script still does, it does without steps.
     ended: set[str] = field(default_factory=set)
     top_step: int = 0
@@ -49,8 +51,11 @@ class EpochLife:
     stopping: bool = False
     # Newcomers of which was said when everybody is restarted for them.
     growth_told: frozenset[str] = frozenset()
-    # When its drain runs out.
+    # When its drain runs out: until then a boundary must be agreed, or the leavers be gone.
     drain_deadline: float | None = None
+    # Since when the drain's save is waited for, and when that is said next.
+    saving_since: float | None = None
+    save_told_at: float = 0.0
 
     def advance(self, name: str, step: int, now: float, heard: float) -> None:
         """A node's ranks have come to this step. One of which nobody had told proves that all took part in it."""
@@ -111,11 +116,15 @@ class Live:
     grow_hold_until: float = 0.0
     grow_after_commit: bool = False
     committed: float = 0.0
+    # People know that a save takes a good part of a leaver's notice.
+    slow_save_told: bool = False
     conversion_moved: float = 0.0
     # The most that the lease's owner has reported: files finished, bytes moved.
     conversion_done: tuple[int, int] = (-1, 0)
     retry_at: float = 0.0
     retry_pause: float = 0.0
+    # When the job ends, because nobody will be able to convert what it would go on from.
+    vain_until: float | None = None
     # When the verifier was asked, or last read something new; and how much it has read, bytes.
     verify_moved: float = 0.0
     verify_bytes: int = 0

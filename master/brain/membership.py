@@ -24,6 +24,7 @@ __all__ = (
     "is_candidate",
     "look_at_streams",
     "lose",
+    "may_call_session",
     "newcomers",
     "of_size",
     "sees_resume",
@@ -63,13 +64,14 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
         if not node.leaving:
             live.gathering.note_loss(node.name, turn.now)
         member = world.member(node.incarnation) if world is not None else None
-        if member is None or job.part(member) is Part.LOST:
+        if member is None or job.part(member) in (Part.LOST, Part.LEFT):
             if member is None and not node.leaving:
                 gone.setdefault(how, []).append(node.name)
             continue
         if not breaks_world(turn, member):
             continue
-        turn.set_part(member, Part.LOST)
+        saves_on = node.leaving and turn.is_working(node) and job.drain is not None and job.drain.agreed
+        turn.set_part(member, Part.LEFT if saves_on else Part.LOST)
         if counts and not node.leaving:
             count_loss(turn, node.name)
         broken.setdefault("left" if node.leaving else how, []).append(node.name)
@@ -284,6 +286,7 @@ def is_candidate(turn: Turn, node: Node) -> bool:
     return (
         node.sees_directory
         and not node.leaving
+        and not node.refused
         and (resume is None or node.unreadable != resume.digest)
         and turn.is_fresh(node)
     )
@@ -379,6 +382,15 @@ def of_size(nodes: list[Node], world_size: int, settings: Settings, most: int) -
     taken = found[max(counts), world_size]
     chosen = {node.name for more, alike in zip(taken, kinds.values(), strict=True) for node in alike[:more]}
     return [node for node in nodes if node.name in chosen]
+
+
+def may_call_session(turn: Turn) -> bool:
+    """The open world's script has not called session(), and imports what it comes from: it may do so, however late."""
+    job = turn.job
+    if job.world is None or job.has_session:
+        return False
+    members = (job.node_by(member.incarnation) for member in job.world.members)
+    return any(node is not None and node.expects_session for node in members)
 
 
 def newcomers(turn: Turn, presumed: bool = False) -> list[Node]:

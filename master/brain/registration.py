@@ -7,6 +7,7 @@ import hmac
 from dataclasses import replace
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.processes import Process, is_of_earlier_boot
 
 from . import membership
 from .checkpoints import resume_point
@@ -57,6 +58,7 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
         before = job.node_by(message.previous_incarnation)
         if before is not None and proves(before, message.secret):
             membership.lose(turn, [(before, "it started anew")])
+    free_earlier_boots(turn, message.process)
     refused = name_taken(turn, message)
     if refused is not None:
         return refused
@@ -105,6 +107,8 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest, remark: str) -> Node
         sees_directory=message.probe == job.probe,
         probe=message.probe,
         remark=remark,
+        expects_session=message.expects_session,
+        process=process_of(message),
     )
     job.nodes.put(node.name, node)
     live.nodes.add(node.name, Presence(turn.heard))
@@ -138,6 +142,30 @@ def name_taken(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None
         )
     membership.lose(turn, [(holder, "a new agent took its name")])
     return None
+
+
+def process_of(message: control_pb2.RegisterRequest) -> Process | None:
+    """As the agent says it; an older one does not."""
+    said = message.process
+    if not message.HasField("process"):
+        return None
+    return Process(said.machine, said.boot_id, said.pid_ns, said.pid, said.start_time)
+
+
+def free_earlier_boots(turn: Turn, here: control_pb2.Process) -> None:
+    """An agent whose machine was started anew proves that those which ran there before are gone, with their names.
+
+    Only an agent of that machine can say so, as no other knows what identifies it. One that was heard just now is
+    there, whatever somebody says of its machine.
+    """
+    lately = turn.heard - 3 * heartbeat_of(turn.job)
+    gone = []
+    for node in turn.job.nodes.on_machine(here.machine):
+        presence = turn.presence(node)
+        unheard = not presence.spoke or presence.heard < lately
+        if unheard and node.process is not None and is_of_earlier_boot(node.process, here):
+            gone.append((node, "its machine was started anew"))
+    membership.lose(turn, gone)
 
 
 def new_run_without_effect(turn: Turn, message: control_pb2.RegisterRequest) -> str:

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements
-from .membership import newcomers, select
+from . import announcements, refusals, saves
+from .checkpoints import only_size
+from .membership import may_call_session, newcomers, select
 from .scaling import is_too_large, of_nodes, wants_to_shrink
 from .state import Drain, Failure, Node, Part, Phase, World
 from .turn import Turn, names
 
-# Newcomers that are not warm by then are taken as they are (seconds after their Join).
-WARM_LIMIT = 30.0
+# Newcomers that are not warm by then are taken as they are (seconds after their Join). Meanwhile the others train on,
+# so it is more than an agent waits for its own imports before it says that there is nothing to wait for.
+WARM_LIMIT = 150.0
 # Auto grow interval: this many times what the last growth cost, at most GROW_MAX seconds.
 GROW_FACTOR = 20.0
 GROW_MAX = 60.0
@@ -57,7 +59,7 @@ def go_without(turn: Turn, leavers: list[str]) -> None:
     """
     job = turn.job
     if leavers and not job.has_session and turn.overdue(turn.live.phase_heard + HELLO_WITHIN):
-        job.told = replace(job.told, start=True)
+        go_on_unheard(turn)
         regroup(turn)
         return
     goes = "leaves" if len(leavers) == 1 else "leave"
@@ -71,8 +73,7 @@ def grow(turn: Turn) -> None:
         job.grown = True
         start_drain(turn, growth=True, reason=f"{names(n.name for n in new)} {'joins' if len(new) == 1 else 'join'}")
         return
-    # The next world is presented when it opens: this one was not heard of either.
-    job.told = replace(job.told, start=True)
+    go_on_unheard(turn)
     announcements.restart_to_grow(turn, new, turn.live.committed > unheard_since(turn, new))
     regroup(turn)
 
@@ -85,9 +86,18 @@ def shrink(turn: Turn) -> None:
         if turn.job.drain is not None:
             turn.job.drain = replace(turn.job.drain, shrink=True)
         return
-    turn.job.told = replace(turn.job.told, start=True)
+    go_on_unheard(turn)
     turn.notice(f"all workers restart, {text}: the script has not called session() and cannot be drained", True)
     regroup(turn)
+
+
+def go_on_unheard(turn: Turn) -> None:
+    """The next world is presented when it opens: this one was not heard of either.
+
+    Of one that has not come to its session() yet this says nothing: it has made no step, and the next one may be heard.
+    """
+    if not may_call_session(turn):
+        turn.job.told = replace(turn.job.told, start=True)
 
 
 def world_of(turn: Turn) -> World:
@@ -106,14 +116,19 @@ def end_of_epoch(turn: Turn) -> bool:
         if hopeless(turn):
             failure = job.budget.pending
             end(turn, Phase.FAILED, f"{failure.node}: {failure.message}" if failure else "every node failed at once")
+        elif refusals.ends_job(turn):
+            end_refused(turn)
         else:
             unplanned(turn)
+        return True
+    if parts == {Part.LEFT}:
+        unplanned(turn)
         return True
     if parts == {Part.FINISHED}:
         last = turn.open.top_step
         end(turn, Phase.SUCCEEDED, f"the run finished at step {last}" if last else "the run finished")
         return True
-    if parts <= {Part.DRAINED, Part.FINISHED}:
+    if parts <= {Part.DRAINED, Part.FINISHED, Part.LEFT}:
         regroup(turn)
         return True
     return False
@@ -164,7 +179,7 @@ def stalled(turn: Turn) -> bool:
             announcements.perhaps_stalled(turn, world_of(turn))
         return False
     ended = bool(epoch.ended) or Part.FINISHED in job.parts.values()
-    if epoch.first_step_at is not None and not ended:
+    if epoch.first_step_at is not None and not ended and not any(epoch.written.values()):
         # What was taken for a stall may have been the first evaluation: each time more patience, up to the setting.
         limit = min(limit, max(STALL_MIN, STALL_FACTOR * epoch.longest) * 2.0 ** min(job.stalls, 60))
     if not turn.overdue(epoch.moved + limit):
@@ -189,16 +204,21 @@ def wants_to_grow(turn: Turn) -> bool:
         return False
     new = newcomers(turn)
     members = [n for n in (job.node_by(m.incarnation) for m in world.members) if n is not None]
-    if not new or len(select(turn, members + new)) <= len(world.members):
+    grown = select(turn, members + new)
+    if not new or len(grown) <= len(world.members) or only_size(job) not in (0, sum(node.nproc for node in grown)):
         return False
     if not job.has_session:
         since = unheard_since(turn, new)
         # After an outage a hello may still be on its way.
         heard = turn.overdue(live.phase_heard + job.settings.node_timeout)
-        if (heard and live.committed > since) or turn.overdue(since + job.settings.grow_wait):
+        if heard and live.committed > since:
             return True
-        if job.told.start:
-            announcements.waiting_to_grow(turn, new, since + job.settings.grow_wait)
+        # While session() may still come, no time alone is a reason to restart everybody.
+        until = None if may_call_session(turn) else since + job.settings.grow_wait
+        if until is not None and turn.overdue(until):
+            return True
+        if job.told.unheard:
+            announcements.waiting_to_grow(turn, new, until)
         return False
     if turn.open.first_step_at is None or live.grow_after_commit:
         return False
@@ -261,7 +281,7 @@ def draining(turn: Turn) -> bool:
     if end_of_epoch(turn):
         return True
     if not job.has_session and not drain.agreed and turn.overdue(turn.live.phase_heard + HELLO_WITHIN):
-        job.told = replace(job.told, start=True)
+        go_on_unheard(turn)
         regroup(turn)
         return True
     leaving = any(turn.is_working(node) for node in job.nodes.leavers)
@@ -276,28 +296,62 @@ def draining(turn: Turn) -> bool:
     if drain.shrink and not drain.agreed and not drained and not is_too_large(turn):
         withdraw(turn, "it is not wanted any more")
         return True
-    # Where nobody goes it may take as long as ranks advance or its save grows; a leaver's notice runs out regardless.
+    if drain.agreed or drained:
+        return saving(turn, drain, drained)
+    # Where nobody goes it may take as long as ranks advance; a leaver's notice runs out regardless.
     deadline = epoch.drain_deadline if epoch.drain_deadline is not None else turn.heard
     if drain.optional:
         deadline = max(deadline, epoch.moved + job.settings.drain_timeout)
     if not turn.overdue(deadline):
         return False
-    if drain.optional and not drain.agreed and not drained:
+    if drain.optional:
         withdraw(turn, f"the ranks did not agree on a boundary within {job.settings.drain_timeout:.0f} s")
     else:
-        turn.notice(f"the drain ({drain.reason}) did not end in time: going back to the last commit", True)
-        turn.cause("drain timed out")
-        unplanned(turn)
+        give_up_drain(turn, drain)
     return True
+
+
+def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
+    """The ranks have agreed, and save: that may take as long as they live, and nothing stands still for too long.
+
+    Whether bytes move says little: a sync, in which a slow disk spends its time, moves none. When a leaver's notice is
+    over the others go on without it.
+    """
+    job, epoch = turn.job, turn.open
+    saves.await_save(turn, drain.subject)
+    leavers = [node for node in job.nodes.leavers if turn.is_working(node)]
+    if leavers and turn.overdue(epoch.drain_deadline or turn.heard) and saves.part_with(turn, leavers):
+        epoch.drain_deadline = notice_end(turn)
+        # From now on they write, or seal, what is left.
+        epoch.moved = turn.heard
+        return True
+    limit = job.settings.stall_timeout
+    if limit <= 0 or not turn.overdue(epoch.moved + limit):
+        return False
+    if drain.optional and not drained:
+        withdraw(turn, f"its save stood still for {limit:.0f} s (--stall-timeout)")
+        # Else each of these saves would be followed by the next one.
+        turn.live.grow_hold_until = max(turn.live.grow_hold_until, turn.now + limit)
+    else:
+        give_up_drain(turn, drain)
+    return True
+
+
+def give_up_drain(turn: Turn, drain: Drain) -> None:
+    """Nothing more can be saved."""
+    turn.notice(f"the drain ({drain.reason}) did not end in time: going back to the last commit", True)
+    turn.cause("drain timed out")
+    unplanned(turn)
 
 
 def withdraw(turn: Turn, why: str) -> None:
     """Nobody goes and nobody comes now; the ranks train on, and it is tried again at the next commit."""
-    shrinks = turn.job.drain is not None and turn.job.drain.shrink
-    turn.notice(f"{'scaling down' if shrinks else 'growing'} is put off: {why}")
+    if turn.job.drain is not None:
+        turn.notice(f"{turn.job.drain.subject} is put off: {why}")
     turn.job.drain = None
     turn.job.grown = False
-    turn.open.drain_deadline = None
+    turn.open.drain_deadline = turn.open.saving_since = None
+    turn.open.stopping = False
     turn.live.grow_after_commit = True
     turn.open.moved = turn.heard
     turn.enter(Phase.RUNNING)
@@ -306,8 +360,15 @@ def withdraw(turn: Turn, why: str) -> None:
 # ---- the end --------------------------------------------------------------------------------------------------------
 
 
-def end(turn: Turn, phase: Phase, message: str) -> None:
-    """The job is over, well or not."""
+def end_refused(turn: Turn) -> None:
+    """All ranks refuse, and nobody else could go on: no other start would come to anything else."""
+    refusal = refusals.pending(turn)
+    why = refusal.message if refusal is not None else ""
+    end(turn, Phase.FAILED, f"the training was refused: {why}", notice=False)
+
+
+def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
+    """The job is over, well or not. Every agent's last line says so; without `notice` nothing else does."""
     job = turn.job
     job.message = message
     job.conversion = None
@@ -315,5 +376,6 @@ def end(turn: Turn, phase: Phase, message: str) -> None:
     job.drain = None
     if job.world is not None:
         announcements.close_record(turn, job.world, max(turn.open.top_step, job.world.resumed_step))
-    turn.notice(message, phase is Phase.FAILED)
+    if notice:
+        turn.notice(message, phase is Phase.FAILED)
     turn.enter(phase)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dalsegno.protos import control_pb2
 
+from .checkpoints import only_size
 from .events import Reply
 from .state import Job, Node, Part
 from .turn import Turn
@@ -22,6 +23,11 @@ def scale(turn: Turn, message: control_pb2.ScaleRequest) -> Reply:
             "INVALID_ARGUMENT",
             f"cannot scale to {message.nodes} nodes: --nnodes={settings.min_nodes}:{settings.max_nodes}{unit} allows"
             f" {settings.min_nodes} to {settings.max_nodes}",
+        )
+    if job.world is not None and message.nodes < len(job.world.members) and not loads_with(job, message.nodes):
+        return Reply(
+            "FAILED_PRECONDITION",
+            f"cannot scale to {of_nodes(message.nodes)}: what the run saves loads with {only_size(job)} workers only",
         )
     limit = message.nodes if message.nodes < settings.max_nodes else 0
     count = len(job.world.members) if job.world is not None else 0
@@ -55,12 +61,18 @@ def usable(job: Job, count: int) -> int:
     return count - count % max(1, job.settings.node_unit)
 
 
+def loads_with(job: Job, count: int) -> bool:
+    """Whether the first so many nodes of the world could go on from what the run saves."""
+    members = job.world.members[: usable(job, count)] if job.world is not None else ()
+    return only_size(job) in (0, sum(member.nproc for member in members))
+
+
 def wants_to_shrink(turn: Turn) -> bool:
     """A scale-down starts once the epoch has made a step; after one that was put off, with the next commit."""
     job, epoch = turn.job, turn.open
     if not job.limit or job.world is None or epoch.ended or not is_too_large(turn):
         return False
-    if any(part is not Part.RUNNING for part in job.parts.values()):
+    if any(part is not Part.RUNNING for part in job.parts.values()) or not loads_with(job, job.most_nodes):
         return False
     if not job.has_session:
         return job.told.start  # Before that its hello may be on its way.

@@ -81,6 +81,8 @@ class Part(str, Enum):
     FINISHED = "finished"
     FAILED = "failed"
     LOST = "lost"
+    # Gone when its notice was over, or before, while the ranks saved: the others see whether its part is there.
+    LEFT = "left"
 
 
 # A heartbeat comes a second after the last word, and is given 3 s before the next one is sent: one that got lost must
@@ -125,6 +127,8 @@ class Member:
     host: str
     nproc: int
     group_rank: int
+    # Its ranks have made a step of this run before this world opened.
+    proven: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,7 +177,9 @@ class Told:
 
     # Its first step was heard.
     first_step: bool = False
-    # That it has started, because nothing is heard of its steps.
+    # That it has started, and that nothing is heard of its steps yet.
+    unheard: bool = False
+    # It counts as one whose steps are made unheard: its script may have no session.
     start: bool = False
     # That nobody can tell whether it is stuck.
     doubt: bool = False
@@ -221,6 +227,11 @@ class Drain:
     after: int = 0
 
     @property
+    def subject(self) -> str:
+        """What waits for it, for a person."""
+        return "growing" if self.growth else "scaling down" if self.shrink else f"the drain ({self.reason})"
+
+    @property
     def optional(self) -> bool:
         """Nobody goes: if it cannot be done now, the ranks train on, and it is tried again."""
         return self.growth or self.shrink
@@ -236,6 +247,8 @@ class Failure:
     step: int
     # The cause is on another node, which reports it or is lost.
     elsewhere: bool = False
+    # All ranks know, and agree: another start would come to the same.
+    refused: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dalsegno.protos import control_pb2
 
-from .checkpoints import prunable, resume_point, to_proto, witnesses
+from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
 from .forming import missing
 from .live import State
 from .registration import settings_proto
+from .saves import ending_of, last_writer
 from .scaling import of_nodes
 from .state import Checkpoint, Job, Node, Part, Phase, World
 
@@ -35,6 +36,8 @@ class Common:
         self.job = job
         head = resume_point(job)
         self.witnesses = witnesses(job)
+        # Who seals what a leaver left behind.
+        self.last_writer = last_writer(job)
         # Everything below the job is replaced whole: the same objects say the same.
         self.parts = (
             *(job.generation, job.phase, job.epoch, job.run, job.settings, head, job.noticed, job.world),
@@ -57,7 +60,8 @@ class Common:
 
     def key(self, node: Node) -> tuple[object, ...]:
         """What else this node's directive depends on."""
-        return node, self.job.parts.get(node.incarnation), node.name in self.state.live.held_until
+        ending = ending_of(node.incarnation, self.last_writer)
+        return node, self.job.parts.get(node.incarnation), node.name in self.state.live.held_until, ending
 
     @property
     def template(self) -> control_pb2.Directive:
@@ -121,6 +125,7 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
             directive.drain.epoch = job.epoch
             directive.drain.reason = job.drain.reason if job.drain is not None else ""
             directive.drain.run.CopyFrom(common.world(job.world, node))
+            directive.drain.ending = ending_of(node.incarnation, common.last_writer)
         else:
             directive.run.CopyFrom(common.world(job.world, node))
     else:
@@ -140,6 +145,9 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         return
     if resume is not None and node.unreadable == resume.digest:
         directive.wait.reason = f"{node.name} cannot read {resume.name}, others can: it stays a spare"
+        return
+    if node.refused:
+        directive.wait.reason = f"{node.name} cannot take part, and stays a spare: {node.refused}"
         return
     if job.phase.has_workers:
         # Not the next round yet: a Join sent while the world still trains announces the newcomer, but what its
@@ -182,9 +190,15 @@ def spare_reason(state: State, node: Node) -> str:
     if node.name in state.live.held_until:
         return f"{node.name} was lost too often lately: it is a spare for a while"
     job = state.job
+    head = resume_point(job)
     if job.world is not None and len(job.world.members) >= job.most_nodes:
         scaled = "the job was scaled to" if job.limit else "the world has"
         return f"{node.name} is a spare: {scaled} {of_nodes(job.most_nodes)}"
+    if head is not None and (only := only_size(job)):
+        return (
+            f"{node.name} is a spare: what the run saves loads with {only} workers only "
+            f"({head.unconvertible}), and the world has them"
+        )
     unit = job.settings.node_unit
     if unit > 1 and job.world is not None and len(job.nodes) - len(job.world.members) < unit:
         return f"{node.name} is a spare: worlds have a multiple of {unit} nodes (--node-unit)"

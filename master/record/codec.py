@@ -28,7 +28,7 @@ _NODE, _CHECKPOINT, _LATE, _EPOCH = "node/", "checkpoint/", "late/", "epoch/"
 # Kept in rows of their own.
 _APART = ("nodes", "checkpoints", "world", "parts", "history", "late")
 # One letter for each member: the row of all parts is as short as the world is large.
-_LETTERS = {Part.RUNNING: "r", Part.DRAINED: "d", Part.FINISHED: "f", Part.FAILED: "x", Part.LOST: "l"}
+_LETTERS = {Part.RUNNING: "r", Part.DRAINED: "d", Part.FINISHED: "f", Part.FAILED: "x", Part.LOST: "l", Part.LEFT: "g"}
 _PART_OF = {letter: part for part, letter in _LETTERS.items()}
 
 

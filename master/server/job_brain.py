@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from dataclasses import replace
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.processes import Process
 
 from ..brain import brain
 from ..brain.calls import Noted
@@ -23,11 +25,22 @@ __all__ = ("JobBrain",)
 class JobBrain:
     """See `driver.Brain`. Holds what the command line says about the job, what was stored of it, and no state."""
 
-    def __init__(self, job_id: str, nnodes: tuple[int, int] | None, *, embedded: bool = False) -> None:
-        """`nnodes` are min and max nodes where the master was told them; otherwise the first agent says them."""
+    def __init__(
+        self,
+        job_id: str,
+        nnodes: tuple[int, int] | None,
+        *,
+        embedded: bool = False,
+        is_gone: Callable[[Process], bool] = lambda process: False,
+    ) -> None:
+        """`nnodes` are min and max nodes where the master was told them; otherwise the first agent says them.
+
+        `is_gone`: whether an agent's process provably is, as this master sees.
+        """
         self._job_id = job_id
         self._nnodes = nnodes
         self._embedded = embedded
+        self._is_gone = is_gone
         self._codec = JobCodec()
         # Encoded, but not asked for yet.
         self._rows: Rows = {}
@@ -41,7 +54,7 @@ class JobBrain:
         job = self._codec.decode(rows)
         job.embedded = self._embedded
         self._check_nnodes(job)
-        return brain.recover(job, generation, now)
+        return brain.recover(job, generation, now, self._is_gone)
 
     def changes(self, state: State) -> Rows:
         """What was decided is encoded already; what cannot be encoded is a fault, and comes with a later turn."""

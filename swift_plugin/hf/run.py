@@ -219,10 +219,10 @@ class Run:
         """The drain's save has been tried: ends this process, or lets the run go on if it failed on all ranks."""
         self.draining = False
         failed, self._failed = self._failed, False
-        if not failed:
-            self.loader.close()
-            self.session.leave_drained()
-        self.session.drain_failed()
+        if failed:
+            self.session.drain_failed()
+        else:
+            self.session.leave_drained(self.loader.close)
 
     def save_at_last(self, save: Callable[[], None]) -> None:
         """Where the newest save has failed, the last step is saved now.

@@ -26,9 +26,10 @@ from dalsegno.agent.control.claim import Claim, ClaimFile
 from dalsegno.agent.control.embedded import EmbeddedMaster, MasterError
 from dalsegno.agent.control.machine import Machine
 from dalsegno.agent.control.spawning import make_token
-from dalsegno.agent.processes.proc import Status, is_same_process, process_state, start_time
+from dalsegno.agent.processes.proc import is_same_process, process_state, start_time
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL
+from dalsegno.protos.processes import Status
 from tests.support.jobs.master_process import settings
 
 pytestmark = pytest.mark.timeout(120)
@@ -278,6 +279,23 @@ def test_an_abandoned_claim_is_taken_over(jobs: Jobs, monkeypatch: pytest.Monkey
     assert jobs.claim().host != "elsewhere"
     assert view.abandoned_generation == 5
     assert "elsewhere" in jobs.said[0]
+
+
+def test_nobody_watches_a_claim_of_before_the_machine_was_started_anew(
+    jobs: Jobs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine is this one, the boot another: the master is gone, and the next one starts at once."""
+    monkeypatch.setattr(embedded, "_LEAST_WATCH", 3600.0)
+    here = replace(Machine().place(), machine="this machine")
+    monkeypatch.setattr(Machine, "place", lambda self: here)
+    jobs.directory.mkdir(parents=True)
+    before = Claim(here.host, "before", os.getpid(), 1, 5, 0, "127.0.0.1:1", here.pid_ns, here.net_ns, here.machine)
+    jobs.claims.write(before, threading.Event())
+    view = jobs.view()
+    view.start()
+    assert (jobs.claim().boot_id, jobs.claim().machine) == (here.boot_id, "this machine")
+    assert view.abandoned_generation == 5
+    assert jobs.said == []
 
 
 def test_a_short_node_timeout_does_not_take_a_served_job(jobs: Jobs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -10,9 +11,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from dalsegno.agent.processes import lifeline as lifeline_module
 from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.processes.proc import is_same_process, start_time
 from dalsegno.protos.contract import Variable
@@ -113,6 +116,26 @@ def test_a_dead_keeper_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(60)
+def test_a_keeper_that_cannot_be_replaced_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No more processes are allowed for a while: afterwards there is one again, which knows everything."""
+    plain, replaced = lifeline_module.subprocess.Popen, threading.Event()
+    refusals = iter(range(3))
+
+    def few(*arguments: Any, **options: Any) -> Any:
+        if next(refusals, None) is not None:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return plain(*arguments, **options)
+
+    line = Lifeline(lambda times: replaced.set())
+    before = line.keeper_pid
+    monkeypatch.setattr(lifeline_module.subprocess, "Popen", few)
+    os.kill(before, signal.SIGKILL)
+    assert replaced.wait(20)
+    assert next(refusals, None) is None
+    assert line.keeper_pid != before
+    line.close()
+
+
 def test_a_dropped_group_and_a_stranger_live_on(lifeline: Lifeline) -> None:
     """Only what is registered, under the start time that it was registered with, is ended."""
     dropped, reused, ours = sleeper(), sleeper(), sleeper()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -22,10 +23,11 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.processes import nursery as standby
-from dalsegno.agent.processes import workers
+from dalsegno.agent.processes import standby_pool, workers
 from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.processes.proc import process_state, start_time
-from dalsegno.agent.processes.standby_pool import ALWAYS, StandbyPool, modules_of
+from dalsegno.agent.processes.script_imports import ALWAYS, modules_of
+from dalsegno.agent.processes.standby_pool import StandbyPool
 from dalsegno.agent.processes.worker_link import WorkerLink
 from dalsegno.agent.processes.workers import Script, WorkersContext
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
@@ -77,6 +79,7 @@ class Node:
         self.directory = directory
         self.said: queue.SimpleQueue[tuple[int, int, worker_pb2.ToAgent]] = queue.SimpleQueue()
         self.exits: queue.SimpleQueue[tuple[int, int, str]] = queue.SimpleQueue()
+        self.imports: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.order: list[str] = []
         # Seconds that each message takes its reader.
         self.slowness = 0.0
@@ -132,6 +135,7 @@ class Node:
             self.lifeline,
             self.link,
             self.exited,
+            lambda: self.imports.put(True),
         )
 
     def close(self) -> None:
@@ -233,6 +237,48 @@ sys.stdout.write("last line, ")
     assert Path(context.stderrs[0]).read_text() == errors
 
 
+@pytest.mark.parametrize("known", [False, True], ids=["unknown", "imported before"])
+def test_a_script_is_seen_to_import_what_a_session_comes_from(node: Node, known: bool) -> None:
+    """Once, also where a module of its own imports it; where the nursery had imported it its text has said so."""
+    script = script_in(node.directory, "import own, os\nprint(own.WHERE)\nfrom dalsegno.elastic import Order\n")
+    (node.directory / "scripts" / "own.py").write_text("import json\nimport dalsegno.elastic\nWHERE = __file__\n")
+    context = node.workers(script, 1, node.pool(1, ("dalsegno.elastic",) if known else ("json",)))
+    context.start()
+    assert node.exits.get(timeout=30) == (0, 0, "")
+    context.stop(0)
+    assert [node.imports.get(timeout=10) for _ in range(not known)] == [True] * (not known)
+    assert node.imports.empty()
+
+
+@pytest.mark.parametrize("text", ["", "import json, dalsegno.protos\n", "import os\nos.execv('/bin/true', ['true'])\n"])
+def test_a_script_that_imports_no_session_is_not_said_to(node: Node, text: str) -> None:
+    """Nor is one that becomes another program."""
+    context = node.workers(script_in(node.directory, text), 1, node.pool(1))
+    context.start()
+    assert node.exits.get(timeout=30) == (0, 0, "")
+    context.stop(0)
+    assert node.imports.empty()
+
+
+def test_a_scripts_files_are_its_own(node: Node) -> None:
+    """One that closes all descriptors and opens its own finds nothing of ours in them."""
+    text = """
+import os
+os.closerange(3, 100)
+files = [os.open(f"{os.environ['WHERE']}/{number}", os.O_RDWR | os.O_CREAT) for number in range(60)]
+import dalsegno.elastic
+print(sum(os.fstat(file).st_size for file in files))
+"""
+    files = node.directory / "files"
+    files.mkdir()
+    context = node.workers(script_in(node.directory, text), 1, node.pool(1), WHERE=str(files))
+    context.start()
+    assert node.exits.get(timeout=30) == (0, 0, "")
+    context.stop(0)
+    assert Path(context.stdouts[0]).read_text() == "0\n"
+    assert node.imports.empty()
+
+
 def test_an_error_file_gives_the_message(node: Node) -> None:
     """The first line of what torch's @record wrote comes with the exit."""
     script = script_in(
@@ -309,6 +355,86 @@ def test_without_a_usable_nursery_it_starts_cold(node: Node, fork: bool) -> None
     context.start()
     assert context.adopted == 2
     assert {node.exits.get(timeout=30)[:2], node.exits.get(timeout=30)[:2]} == {(0, 0), (1, 0)}
+    context.stop(0)
+
+
+def says_here(context: WorkersContext, rank: int) -> bool:
+    out = Path(context.stdouts[rank])
+    return out.exists() and "here" in out.read_text()
+
+
+def test_a_worker_that_cannot_be_forked_says_why(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one before it lives on, and so does the nursery, until the agent has decided."""
+    script = script_in(node.directory, "import time\nprint('here', flush=True)\ntime.sleep(300)\n")
+    (node.directory / "scripts" / "few.py").write_text(
+        "import errno, os\n"
+        "plain, calls = os.fork, iter(range(100))\n"
+        "def fork():\n"
+        "    if next(calls) == 1:\n"
+        "        raise BlockingIOError(errno.EAGAIN, 'Resource temporarily unavailable')\n"
+        "    return plain()\n"
+        "os.fork = fork\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(node.directory / "scripts"), prepend=os.pathsep)
+    pool = node.pool(2, ("few",))
+    assert node.warm.wait(20)
+    context = node.workers(script, 2, pool)
+    context.start()
+    rank, code, why = node.exits.get(timeout=30)
+    assert (rank, code) == (1, 71)
+    assert "no more processes and threads are allowed here" in why
+    wait_for(lambda: says_here(context, 0))
+    assert node.exits.empty()
+    context.stop(0)
+    context = node.workers(script, 2, pool)
+    context.start()
+    assert context.adopted == 2
+    wait_for(lambda: says_here(context, 0) and says_here(context, 1))
+    context.stop(0)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_a_nursery_that_dies_at_its_imports_costs_no_worker(
+    node: Node, monkeypatch: pytest.MonkeyPatch, limited: bool
+) -> None:
+    """Those that it was to start start cold; where that cannot be done either, they say why."""
+    script = script_in(node.directory, "print('here')\n")
+    begin = node.directory / "begin"
+    (node.directory / "scripts" / "deadly.py").write_text(
+        f"import os, time\nwhile not os.path.exists({str(begin)!r}):\n    time.sleep(0.02)\nos._exit(3)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(node.directory / "scripts"), prepend=os.pathsep)
+    context = node.workers(script, 1, node.pool(1, ("deadly",)))
+    context.start()
+    assert context.adopted == 1
+
+    def refused(**options: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    if limited:
+        monkeypatch.setattr(workers, "get_subprocess_handler", refused)
+    begin.touch()
+    rank, code, why = node.exits.get(timeout=30)
+    assert (rank, code) == (0, -9 if limited else 0)
+    assert ("worker 0 cannot be started: no more processes" in why) == limited
+    context.stop(0)
+
+
+def test_a_standby_worker_that_cannot_be_had_costs_nothing(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for it, and workers start cold."""
+    plain = standby_pool.subprocess.Popen
+
+    def refused(*arguments: Any, **options: Any) -> Any:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(standby_pool.subprocess, "Popen", refused)
+    pool = node.pool(1)
+    assert node.warm.is_set()
+    monkeypatch.setattr(standby_pool.subprocess, "Popen", plain)
+    context = node.workers(script_in(node.directory, "print('here')\n"), 1, pool)
+    context.start()
+    assert context.adopted == 0
+    assert node.exits.get(timeout=30)[:2] == (0, 0)
     context.stop(0)
 
 

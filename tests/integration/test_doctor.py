@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 import sysconfig
@@ -33,7 +34,7 @@ def test_what_a_training_is(tmp_path: Path) -> None:
     code, said = doctor(tmp_path, "--nproc-per-node=2", script, "--zero-stage=2", "--checkpoint-dir=there")
     assert code == 0
     assert "training: strategy deepspeed-zero-2 with AdamW, 2 ranks" in said
-    assert "change of the world: goes on as it is: each rank takes its ranges" in said
+    assert "change of the world: its checkpoints load as they are: each rank takes its ranges" in said
     assert not (tmp_path / "there").exists()
 
 
@@ -116,6 +117,85 @@ def test_a_script_that_makes_no_step_is_ended(tmp_path: Path) -> None:
     child = int(said.split("child ")[1].split()[0])
     stat = Path(f"/proc/{child}/stat")
     assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+DAEMON = """
+    import os, subprocess, sys, time
+
+    def away(environment):  # out of its session and from its parent, which ends
+        return subprocess.Popen(
+            [sys.executable, "-c", "import os, subprocess, sys; print(subprocess.Popen([sys.executable, '-c', "
+             "'import time; time.sleep(1000)'], start_new_session=True, env=os.environ).pid, flush=True)"],
+            start_new_session=True, env=environment,
+        ).wait()
+
+    away(os.environ)
+    away({})
+    print(os.getpid(), flush=True)
+    HOW
+"""
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os.kill(os.getpid(), 9)", "if not os.fork(): time.sleep(1000)"])
+def test_nothing_of_a_script_is_left_however_it_went_away(tmp_path: Path, how: str) -> None:
+    """Daemons in sessions of their own, whose parents have ended, also without our environment; the script itself."""
+    code, said = doctor(tmp_path, "train.py", script=DAEMON.replace("HOW", how))
+    assert code == 1
+    numbers = [int(line) for line in said.splitlines() if line.isdigit()]
+    assert len(numbers) >= 3
+    for number in numbers:
+        stat = Path(f"/proc/{number}/stat")
+        assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
+
+
+def test_nothing_is_left_where_the_doctor_is_killed(tmp_path: Path) -> None:
+    """It is not there any more to end anything."""
+    (tmp_path / "train.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(1000)")
+    process = subprocess.Popen([DALSEGNO, "doctor", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        script = os.pidfd_open(int(process.stdout.readline()))
+    finally:
+        process.kill()
+        process.communicate()
+    ended, _, _ = select.select([script], [], [], 60)
+    os.close(script)
+    assert ended
+
+
+PLAIN = """
+    import torch, torch.distributed as dist
+    from torch.optim.lr_scheduler import StepLR
+    from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, TrainingState, session
+
+    class Rows(torch.utils.data.Dataset):
+        def __len__(self):
+            return 24
+
+        def __getitem__(self, index):
+            return torch.randn(3)
+
+    s = session(checkpoint_dir="run")
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = StepLR(optimizer, 3)
+    state = TrainingState(s, model=model, optimizer=optimizer)
+    state.load()
+    batches = Batches(Rows(), ElasticSampler(24, 4), BatchPlan(4, s.world_size, 4), s.rank, resume=s.resume)
+    for batch in s.steps(batches, save=state.write, save_every=2):
+        print("a step")
+"""
+
+
+def test_what_would_go_wrong_is_not_called_well(tmp_path: Path) -> None:
+    """A schedule that nobody saves, a model that nobody wraps, data that are drawn; and what it cannot see, it says."""
+    code, said = doctor(tmp_path, "--nproc-per-node=2", "train.py", script=PLAIN)
+    assert code == 0, said
+    assert "a step" not in said
+    assert "change of the world: refused, unless the script itself moves StepLR to session.step" in said
+    assert "the same only in distribution: the data set: what it draws at random" in said
+    assert "not seen: what averages the gradients of the ranks: no DistributedDataParallel" in said
+    assert "not seen: the steps: " in said
 
 
 @pytest.mark.parametrize("arguments", [["nowhere.py"], ["--nproc-per-node=0", "train.py"], ["--timeout=0", "train.py"]])

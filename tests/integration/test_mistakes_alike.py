@@ -93,6 +93,22 @@ def test_fixed_micro_batches(tmp_path: Path, model: str) -> None:
 
 
 @brings(
+    "a generator of your own (`torch.Generator`, `numpy.random.default_rng`, `random.Random`), also with"
+    " `fixed_micro_batch`",
+    Comes.ALIKE,
+    "only the global generators are saved, and set for each micro-batch: yours begins anew at each start, and draws for"
+    " other samples where there are other ranks",
+    "draw from the global ones (`torch.rand` without `generator=`); or seed yours for each micro-batch, from a seed,"
+    " `batch.step` and `micro.number`",
+)
+def test_a_generator_of_the_scripts_own(tmp_path: Path) -> None:
+    same, other = curves(tmp_path, "own generator", fixed=True)
+    undisturbed = whole(tmp_path, "own generator", fixed=True)
+    assert all(abs(same[step] - undisturbed[step]) > 1e-4 for step in same)
+    assert all(abs(other[step] - same[step]) > 1e-4 for step in same)
+
+
+@brings(
     "parameter groups in another order than they were saved in, with any strategy",
     Comes.REFUSED,
     "states and hyperparameters go by their place in the optimizer: each would get another one's momentum",

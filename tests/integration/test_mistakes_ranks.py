@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +63,9 @@ class Came:
         return CheckpointStore(self.directory).sealed()
 
 
-def come(directory: Path, told: Mapping[str, Told], world: int = 2, preloaded: str = PRELOADED) -> dict[str, Came]:
+def come(
+    directory: Path, told: Mapping[str, Told], world: int = 2, preloaded: str = PRELOADED, worker: Path = WORKER
+) -> dict[str, Came]:
     """What comes of all cases, one after the other in the same ranks."""
     stores = {name: TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for name in told}
     places = {name: directory / (one.after or name) for name, one in told.items()}
@@ -77,7 +79,7 @@ def come(directory: Path, told: Mapping[str, Told], world: int = 2, preloaded: s
         for name, one in told.items()
     ]
     directory.mkdir(parents=True, exist_ok=True)
-    ended = run_world(world, [str(WORKER), json.dumps(tasks), str(directory)], preloaded=preloaded)
+    ended = run_world(world, [str(worker), json.dumps(tasks), str(directory)], preloaded=preloaded)
     assert [code for code, _ in ended] == [0] * world, "\n".join(output for _, output in ended)
     ranks = [json.loads((directory / f"result-{rank}.json").read_text()) for rank in range(world)]
     of_case = zip(told, zip(*ranks, strict=True), strict=True)
@@ -338,9 +340,14 @@ def test_what_only_rounds_is_not_refused(cut: dict[str, Came]) -> None:
     assert len(cut["the same cut"].steps) == 2
     assert len(cut["cut by the world otherwise"].steps) == 1
     assert len(cut["fixed from now on"].steps) == 1
-    assert {one.cut for one in cut["the same cut"].sealed()} == {Cut(False, False, 3, False, 5)}
     by_world, fixed = Cut(False, False), Cut(False, False, 3, False, 5)
-    assert [one.cut for one in cut["fixed from now on"].sealed()] == [by_world, by_world, fixed]
+    assert set(cuts(cut["the same cut"])) == {fixed}
+    assert cuts(cut["fixed from now on"]) == [by_world, by_world, fixed]
+
+
+def cuts(came: Came) -> list[Cut]:
+    """Of the checkpoints, without what is known of their data."""
+    return [replace(one.cut, samples=()) for one in came.sealed() if one.cut is not None]
 
 
 # Loaders of other people.

@@ -43,6 +43,9 @@ class SimAgent:
         self.stuck = False
         # It was told to leave, whether it has heard of it or not.
         self.noticed = False
+        # When; and whether that notice was over before everything was saved.
+        self.noticed_at: float | None = None
+        self.ran_out = False
         self.exit_code: int | None = None
         # The code with which its last registration was refused.
         self.refused_with = ""
@@ -172,7 +175,7 @@ class SimAgent:
                 self._stop_workers(action.epoch)
             case ev.TellWorkers():
                 if self.group is not None:
-                    self.group.tell(action.drain, action.master_seen)
+                    self.group.tell(action.drain, action.master_seen, action.ending)
             case ev.ReadManifest():
                 self.sim.clock.after(self.sim.random.uniform(0.01, 0.3), self.run, self._read, action)
             case ev.StartConversion():

@@ -30,6 +30,7 @@ def leave(sim: Simulation, agent: SimAgent | None = None) -> None:
         if agent.group is not None and agent.group.alive and not agent.state.leaving:
             agent.group_at_notice = agent.group
         agent.noticed = True
+        agent.noticed_at = sim.clock.now
         agent.deliver(ev.Signalled(signal.SIGTERM))
 
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from dalsegno.protos import control_pb2, worker_pb2
 
+from .syncs import patience
+
 if TYPE_CHECKING:
     from .workers import Collective, Group
     from .world import Simulation
@@ -32,7 +34,13 @@ class Flight:
             seconds = self._sim.random.uniform(0.5, 1.5) * plan.save_time
             # Up to several steps late, but a notice of 8 s is to be enough for two of them and the drain's own.
             seconds += 0.0 if drain else self._sim.random.choice((0.0, 0.5, 1.2))
+            # A disk that is too slow: the thread is given up.
+            seconds += min(self._sim.sync_time, patience(self._sim))
             self._sim.clock.after(seconds, self._written, key, group)
+
+    def lacks(self, group: Group) -> bool:
+        """Its part is not written."""
+        return any(self._collective.groups[key] is group for key in self._missing)
 
     @property
     def over(self) -> bool:
@@ -49,7 +57,7 @@ class Flight:
             return
         if group.frozen:
             self._sim.clock.after(LOOK_EVERY, self._written, key, group)
-        elif self._sim.disk.full:
+        elif self._sim.disk.full or self._sim.sync_time > patience(self._sim):
             self.failed = True
         else:
             self._missing.discard(key)
@@ -62,6 +70,8 @@ class Flight:
         if self._lead.frozen:
             self._sim.clock.after(LOOK_EVERY, self._seal)
             return
+        if self.name in self._sim.disk.sealed:
+            return  # By another, after a leaver was gone.
         self._sim.disk.seal(self.message, self.history, self._lead.agent.host)
         self.sealed = True
         self._sim.trace("workers", "epoch {} sealed {} behind its steps", self.message.epoch, self.name)

@@ -432,7 +432,12 @@ class Ledger:
     def stepped(self, epoch: int, step: int) -> None:
         self.executed.append((epoch, step))
         known = self.worlds.get(epoch)
-        if self.sim.plan.kind == "planned" and known is not None and len(known.members) > self.limit:
+        if (
+            self.sim.plan.kind == "planned"
+            and not self.sim.plan.sync_time
+            and known is not None
+            and len(known.members) > self.limit
+        ):
             within = SCALED_SILENT if self.sim.plan.silent else SCALED_WITHIN
             self.require(
                 self.sim.clock.now < self.limit_at + within,
@@ -508,7 +513,7 @@ class Ledger:
                 # Taken for dead after it had drained, it cannot know that everything was recorded; before a rank's
                 # first hello it does not know a script that reports every step from one that reports none.
                 unknowing = (state.fenced and state.drained is not None) or not state.session_known
-                excused = unknowing or self.is_excused(state.started)
+                excused = unknowing or agent.ran_out or self.is_excused(state.started)
                 self.require(excused, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:
             # A name that somebody holds, or no master at the start.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dalsegno.agent.control.machine import Machine, Place
-from dalsegno.agent.processes.proc import Status
+from dalsegno.protos.processes import Status
 
 if TYPE_CHECKING:
     from .claims import Agent, World
@@ -105,7 +105,9 @@ class Site:
 
     @property
     def place(self) -> Place:
-        return Place(self.computer.host, self.computer.boot_id, self.pids.name, self.net.name)
+        # A container does not know the machine under it.
+        machine = f"machine-{self.computer.number}" if self.kind not in ("pod", "container") else ""
+        return Place(self.computer.host, self.computer.boot_id, self.pids.name, self.net.name, machine)
 
     def sees(self, other: Site) -> bool:
         return self.pids is other.pids and self.reaches(other)

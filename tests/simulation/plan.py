@@ -8,6 +8,8 @@ from random import Random
 from dalsegno.master.brain.state import LEAST_NODE_TIMEOUT
 from dalsegno.protos import control_pb2
 
+from .syncs import sync_of
+
 HOSTS = ("host-a", "host-b", "host-c", "host-d")
 
 PLANNED = ("join", "join", "leave", "leave", "all_leave", "scale")
@@ -119,6 +121,8 @@ class Plan:
     cannot_reshard: bool
     # Saves are written and sealed while steps are made, some of them several steps late.
     background: bool
+    # How long the disk takes to sync a checkpoint, without a byte that moves.
+    sync_time: float = 0.0
     # The product's shells run, too: driver, watchers, service, client, mailbox, effects, console, and the loop.
     shells: bool = False
     # How many times slower than the reference the master's processor is.
@@ -168,7 +172,7 @@ def _crowd_of(plan: Plan, random: Random) -> None:
     plan.steps, plan.step_time, plan.nproc = random.randint(12, 20), 1.0, 1
     plan.loss = plan.duplication = plan.slow = 0.0
     plan.mixed = plan.slow_disk = plan.blind_start = plan.silent = False
-    plan.loopers, plan.slowness = 0, 1.0
+    plan.loopers, plan.slowness, plan.sync_time = 0, 1.0, 0.0
     plan.fault_time = random.uniform(10.0, 20.0)
     plan.happenings = [
         (random.uniform(4.0, plan.fault_time), random.choice(CROWD)) for _ in range(random.randint(1, 3))
@@ -237,6 +241,7 @@ def _plan_of(seed: int) -> Plan:
         reshards=kind != "convert" and Random(f"reshards {seed}").random() < 0.35,
         cannot_reshard=Random(f"cannot reshard {seed}").random() < 0.25,
         background=Random(f"background {seed}").random() < 0.3,
+        sync_time=sync_of(seed, kind == "planned"),
     )
     if plan.background and kind in ("crashes", "masters", "late", "all"):
         happenings.append((random.uniform(3.0, fault_time), "late_seal"))

@@ -134,9 +134,9 @@ class _Link:
     def __init__(self, agent: RealAgent) -> None:
         self._agent = agent
 
-    def tell(self, *, drain: bool, master_seen: bool) -> None:
+    def tell(self, *, drain: bool, master_seen: bool, ending: int = 0) -> None:
         if self._agent.group is not None:
-            self._agent.group.tell(drain, master_seen)
+            self._agent.group.tell(drain, master_seen, ending)
 
     def started(self, local_rank: int, pid: Callable[[], int]) -> None: ...
 
@@ -338,6 +338,8 @@ class RealAgent:
         self.stuck = False
         # It was told to leave, whether it has heard of it or not.
         self.noticed = False
+        self.noticed_at: float | None = None
+        self.ran_out = False
         self.exit_code: int | None = None
         self.warm = False
         self.group: Group | None = None

@@ -9,6 +9,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 
 from .disk import Sealed, digest_of
 from .flights import Flight
+from .syncs import DrainSave, outlasts_notice, patience
 
 if TYPE_CHECKING:
     from .agents import SimAgent
@@ -27,12 +28,18 @@ class Group:
         self.frozen = False
         self.drain = False
         self.master_seen = False
+        self.ending = 0
+        # When it died or stood still for good.
+        self.stopped_at: float | None = None
         # In force when these ranks were started.
         self.settings = agent.told or agent.settings
 
-    def tell(self, drain: bool, master_seen: bool) -> None:
+    def tell(self, drain: bool, master_seen: bool, ending: int = 0) -> None:
         self.drain = drain
         self.master_seen = master_seen
+        self.ending = ending
+        if ending and self.alive and self.collective.drain_save is not None:
+            self.collective.broken()
 
     def says(self, delay: float, rank: int, **body: object) -> None:
         """One rank's message reaches the agent, also if the rank dies meanwhile (it is in the socket)."""
@@ -50,16 +57,20 @@ class Group:
     def hang(self) -> None:
         """One rank stops in its own code, for ever: only a kill ends it."""
         self.frozen = True
+        self.stopped_at = self.agent.sim.clock.now
 
     def die(self) -> None:
         """Killed from outside: nobody reads an exit code, the peers notice."""
         if self.alive:
+            outlasts_notice(self)
             self.alive = False
+            self.stopped_at = self.stopped_at or self.agent.sim.clock.now
             self.collective.broken()
 
     def crash(self, code: int) -> None:
         """One rank ends with an error."""
         if self.alive:
+            self.stopped_at = self.stopped_at or self.agent.sim.clock.now
             self.exits(0.01, code, ranks=1)
             self.collective.broken()
 
@@ -79,6 +90,8 @@ class Collective:
         self.attempt = 0
         self.is_broken = False
         self.flight: Flight | None = None
+        # Of a drain, while it goes on.
+        self.drain_save: DrainSave | None = None
         # What waits because a member is stopped (SIGSTOP).
         self._stuck: list[tuple[object, tuple[object, ...]]] = []
 
@@ -122,6 +135,9 @@ class Collective:
         if self.is_broken:
             return
         self.is_broken = True
+        if self.drain_save is not None:
+            self.drain_save.end_apart()
+            return
         for group in self.groups.values():
             if group.alive and self.sim.random.random() < 0.6:
                 self.sim.clock.after(self.sim.random.uniform(0.02, 4.0), self._error, group)
@@ -233,13 +249,29 @@ class Collective:
             name = self._name()
         for group in self.groups.values():
             group.says(0.01, 0, saving=worker_pb2.Saving(name=name, bytes=1000 * self.attempt))
+        seconds = self.sim.plan.save_time * self.sim.random.uniform(0.5, 1.5)
+        self.drain_save = DrainSave(self, name, seconds) if drain else None
         if self.sim.plan.background:
             self._begin_flight(name, drain)
             return
-        self._later(self.sim.plan.save_time * self.sim.random.uniform(0.5, 1.5), self._parts_written, name, drain)
+        self._later(seconds, self._sync, name, drain)
+
+    def _sync(self, name: str, drain: bool) -> None:
+        """The disk takes its time. Nothing moves meanwhile, and ranks give it up before they are taken for stuck."""
+        sync, most = self.sim.sync_time, patience(self.sim)
+        for group in self.groups.values() if sync else ():
+            group.says(0.01, 0, saving=worker_pb2.Saving(name=name, bytes=1000 * self.attempt, written=1000))
+        if sync <= most:
+            self._later(sync, self._parts_written, name, drain)
+        else:
+            self._later(most, self._give_up, name, drain)
+
+    def _give_up(self, name: str, drain: bool) -> None:
+        self._say_failed(name, self.step, drain)
+        self._after_failure()
 
     def _begin_flight(self, name: str, drain: bool) -> None:
-        self.flight = Flight(self, self._manifest(name, self._lead.settings), drain=drain)
+        self.flight = Flight(self, self.manifest(name, self._lead.settings), drain=drain)
         if drain or self.step >= self.sim.plan.steps:
             self._settle(drain)
         else:
@@ -272,7 +304,7 @@ class Collective:
             self._after_failure()
             return
         lead = self._lead
-        message = self._manifest(name, lead.settings)
+        message = self.manifest(name, lead.settings)
         self.sim.disk.seal(message, self.history, lead.agent.host)
         self.sim.trace("workers", "epoch {} sealed {}", self.epoch, name)
         self.saved_step = self.step
@@ -284,7 +316,8 @@ class Collective:
         return next(group for group in self.groups.values() if group.first_rank == 0)
 
     def _say_failed(self, name: str, step: int, drain: bool) -> None:
-        self.sim.trace("workers", "epoch {}: saving {} failed, disk full", self.epoch, name)
+        self.sim.trace("workers", "epoch {}: saving {} failed, disk full or stuck", self.epoch, name)
+        self.drain_save = None
         if drain:
             self.sim.ledger.failed_drains.setdefault(self.epoch, []).append(step)
         failed = worker_pb2.SaveFailed(name=name, reason="no space left on device", drain=drain, step=step)
@@ -297,7 +330,7 @@ class Collective:
         else:
             self._later(0.5, self._save, False)
 
-    def _manifest(self, name: str, settings: control_pb2.Settings) -> control_pb2.Checkpoint:
+    def manifest(self, name: str, settings: control_pb2.Settings) -> control_pb2.Checkpoint:
         message = control_pb2.Checkpoint(
             ref=control_pb2.CheckpointRef(name=name, digest=digest_of(name)),
             run_id=self.world.run_id,
@@ -331,7 +364,9 @@ class Collective:
         if self.step >= self.sim.plan.steps:
             self._end()
             return
-        if not drain:
+        self.drain_save = None
+        # All ask each other: the change may have been withdrawn meanwhile.
+        if not drain or not any(group.drain for group in self.groups.values()):
             self._next()
             return
         if ref is None:

@@ -12,7 +12,7 @@ from typing import Any
 from dalsegno.master.brain.state import Job
 from dalsegno.protos import control_pb2
 
-from . import real_agent, real_master, shims
+from . import real_agent, real_master, shims, syncs
 from .agents import SimAgent
 from .clock import Clock
 from .conversions import Conversions
@@ -74,6 +74,8 @@ class Simulation:
         self.store_fails = False
         # So many worlds have a node that does not come to its end.
         self.ends_hang = 0
+        # How long the disk takes to sync now, seconds.
+        self.sync_time = plan.sync_time
         self.ledger = Ledger(self)
         self.collectives: dict[int, Collective] = {}
         self.agents: list[SimAgent] = []
@@ -199,7 +201,8 @@ class Simulation:
         if plan.shells:
             # Each lock and wait of each thread is one.
             most_events *= 5 + plan.crowd
-        give_up = plan.fault_time + patience + plan.steps * (1.3 * plan.step_time + 1.5 * plan.save_time)
+        save_time = 1.5 * plan.save_time + plan.sync_time
+        give_up = plan.fault_time + patience + plan.steps * (1.3 * plan.step_time + save_time)
         while not self._over():
             if not self.clock.step() or self.clock.now > give_up or self.clock.events > most_events:
                 raise Violation("liveness", self._where())
@@ -239,6 +242,8 @@ class Simulation:
         self.disk.full = self.conversions_fail = self.reads_fail = False
         self.starts_fail = self.ends_hang = 0
         self.store_delay, self.store_fails = 0.0, False
+        if self.sync_time > syncs.patience(self):
+            self.sync_time = 0.0
         self.misread.clear()
         self.conversions.hung = False
         self.disk.blind.clear()

@@ -32,11 +32,12 @@ from dalsegno.master.brain import (
 )
 from dalsegno.master.brain.live import State
 from dalsegno.master.brain.presences import Presences
-from dalsegno.master.brain.state import Checkpoint, Job, Node, Part, Phase
+from dalsegno.master.brain.state import Checkpoint, Drain, Job, Node, Part, Phase
 from dalsegno.master.brain.turn import Turn
 from dalsegno.protos import control_pb2
 
 from ..plan import Plan
+from ..syncs import DrainSave
 from ..workers import Collective
 
 Replace = Callable[[Any], Any]
@@ -438,6 +439,38 @@ def leaves_before_the_write_has_ended(original: Any) -> Any:
     return settle
 
 
+def gives_up_a_slow_save(original: Any) -> Any:
+    def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
+        deadline = turn.open.drain_deadline or turn.heard
+        if drain.optional:
+            deadline = max(deadline, turn.open.moved + turn.job.settings.drain_timeout)
+        if turn.overdue(deadline):
+            running.give_up_drain(turn, drain)
+            return True
+        return False
+
+    return saving
+
+
+def gives_up_with_the_leaver(original: Any) -> Any:
+    def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
+        if not drain.optional and turn.overdue(turn.open.drain_deadline or turn.heard):
+            running.give_up_drain(turn, drain)
+            return True
+        going_on: bool = original(turn, drain, drained)
+        return going_on
+
+    return saving
+
+
+def fails_with_the_leaver(original: Any) -> Any:
+    def end_apart(self: DrainSave) -> None:
+        for group in self._collective.groups.values():
+            group.crash(1)
+
+    return end_apart
+
+
 def skips_a_sample(original: Any) -> Any:
     def init(self: Collective, sim: Any, world: control_pb2.World) -> None:
         original(self, sim, world)
@@ -470,8 +503,14 @@ def plant(
     *caught: str,
     kind: str = "",
     also: tuple[tuple[Any, str, Replace], ...] = (),
+    suits: Callable[[Plan], bool] = lambda plan: True,
 ) -> tuple[str, Plant]:
-    return replace.__name__, Plant(owner, name, replace, frozenset(caught), kind, also=also)
+    return replace.__name__, Plant(owner, name, replace, frozenset(caught), kind, also=also, suits=suits)
+
+
+def is_slow(plan: Plan) -> bool:
+    """A sync outlasts a notice."""
+    return plan.sync_time > plan.settings.drain_timeout
 
 
 PLANTS: dict[str, Plant] = dict(
@@ -527,6 +566,13 @@ PLANTS: dict[str, Plant] = dict(
         plant(AgentTurn, "exit_left", calls_everything_saved, "left with everything saved"),
         plant(directives, "ordered_gather", starts_beside_old_workers, "one epoch at a time"),
         plant(directives, "ordered_finish", exits_well_from_a_failed_job, "exit codes"),
+        plant(running, "saving", gives_up_a_slow_save, "planned changes lose nothing", suits=is_slow),
+        plant(
+            running, "saving", gives_up_with_the_leaver, "planned changes lose nothing", kind="planned", suits=is_slow
+        ),
+        plant(
+            DrainSave, "end_apart", fails_with_the_leaver, "planned changes lose nothing", kind="planned", suits=is_slow
+        ),
         plant(Collective, "_settle", leaves_before_the_write_has_ended, "planned changes lose nothing"),
         plant(Collective, "__init__", skips_a_sample, "each sample once"),
     ]

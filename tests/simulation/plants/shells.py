@@ -13,6 +13,7 @@ from dalsegno.agent.shell.effects import Effects
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.outlet import Outlet
 from dalsegno.master.brain import brain, calls, forming, membership
+from dalsegno.master.brain import running as phases
 from dalsegno.master.brain.events import Reply
 from dalsegno.master.brain.live import Gathering, State
 from dalsegno.master.brain.state import Node
@@ -22,7 +23,7 @@ from dalsegno.protos import control_pb2
 from .. import threads
 from ..plan import Plan
 from ..threads import running
-from .brain import Plant, Replace
+from .brain import Plant, Replace, gives_up_a_slow_save, is_slow
 
 
 def loses_one_node_per_move(original: Any) -> Any:
@@ -230,6 +231,14 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             suits=lambda plan: plan.connect_timeout < 15.0 and has("restart_named")(plan),
             seeds=60,
             also=((Effects, "_registered", ends_the_last_timer),),
+        ),
+        _plant(
+            phases,
+            "saving",
+            gives_up_a_slow_save,
+            "planned changes lose nothing",
+            suits=is_slow,
+            seeds=60,
         ),
         _plant(
             Outlet,

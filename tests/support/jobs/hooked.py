@@ -12,6 +12,8 @@ before what is to happen to it has happened, however busy the machine is. In the
     DALSEGNO_TEST_STEPS     so many steps of the second half each epoch makes at once; the next one lasts until the
                             world is about to change or until `hurry`: the run does not end before, however slowly nodes
                             come
+    DALSEGNO_TEST_SYNC      seconds that the disk takes to sync the model's file; `<file>=<seconds>` for another one.
+                            Until `hurry`
     DALSEGNO_TEST_BACKGROUND  save in the background, on every rank 300,000 bytes more
     DALSEGNO_TEST_STRANGE   its DeepSpeed turns out to be one that ours cannot load other ranks' shards into
     DALSEGNO_TEST_LOADERS   read the data in two DataLoader processes, started so: fork, spawn or forkserver
@@ -143,6 +145,21 @@ def save_in_background() -> None:
     Session.save = save  # type: ignore[method-assign]
 
 
+def sync_slowly(what: str) -> None:
+    """The disk has the bytes of one of a checkpoint's files so many seconds after it was asked to."""
+    name, _, seconds = what.rpartition("=")
+    plain = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")) == (name or "model.pt"):
+            deadline = time.monotonic() + float(seconds)
+            while time.monotonic() < deadline and not in_a_hurry():
+                time.sleep(LOOK_EVERY)
+        plain(descriptor)
+
+    os.fsync = fsync
+
+
 def be_strange() -> None:
     """What a version of DeepSpeed that came after the save may be like: only loading finds out."""
     from dalsegno.elastic.deepspeed import checks, loading
@@ -182,6 +199,8 @@ def main() -> None:
         read_in_processes(os.environ["DALSEGNO_TEST_LOADERS"])
     if os.environ.get("DALSEGNO_TEST_STRANGE"):
         be_strange()
+    if os.environ.get("DALSEGNO_TEST_SYNC"):
+        sync_slowly(os.environ["DALSEGNO_TEST_SYNC"])
     hold("start")
     runpy.run_path(str(example), run_name="__main__")
     hold("end")

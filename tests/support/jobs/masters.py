@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from dalsegno.master.brain.events import Called, HeldUp, Reply, StreamClosed, St
 from dalsegno.master.brain.state import Job, Phase, Settings
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.protos import control_pb2
+from dalsegno.protos.processes import Process
 
 PROBE = "the job's probe"
 
@@ -153,7 +154,7 @@ class Node:
     def leave(self, notice: float = 10.0) -> Reply:
         return self.job.call(control_pb2.LeaveRequest(caller=self.caller(), notice=notice))
 
-    def step(self, step: int, epoch: int | None = None, **said: bool) -> Reply:
+    def step(self, step: int, epoch: int | None = None, **said: int) -> Reply:
         """`said`: of the report's other fields."""
         report = control_pb2.ProgressRequest(caller=self.caller(epoch, 0), step=step, has_session=True, longest=0.5)
         report.MergeFrom(control_pb2.ProgressRequest(**said))  # type: ignore[arg-type]
@@ -369,11 +370,11 @@ class Driven:
         """A person asks for so many nodes."""
         return self.call(control_pb2.ScaleRequest(job_id="job", nodes=nodes))
 
-    def restart(self, keep_store: bool = True) -> None:
-        """A new master process: over the stored job, or over an empty store."""
+    def restart(self, keep_store: bool = True, is_gone: Callable[[Process], bool] = lambda process: False) -> None:
+        """A new master process: over the stored job, or over an empty store. `is_gone`: as it sees an agent's."""
         self.now += 100.0
         if keep_store:
-            self.state = brain.recover(stored(self.job), self.job.generation + 1, self.now)
+            self.state = brain.recover(stored(self.job), self.job.generation + 1, self.now, is_gone)
         else:
             self.state = brain.fresh("job", 1, embedded=self.embedded)
 

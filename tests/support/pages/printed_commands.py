@@ -151,7 +151,7 @@ COMMANDS: dict[str, How] = {
     ),
     "dalsegno scale": Name(_PROGRAM),
     "dalsegno doctor": Name(_PROGRAM),
-    "dalsegno doctor examples/train.py --steps=1000": Run(says="change of the world: goes on as it is"),
+    "dalsegno doctor examples/train.py --steps=1000": Run(says="change of the world: its checkpoints load as they are"),
     "dalsegno doctor train.py": Elsewhere("a name", "tests/integration/test_doctor.py::test_a_script_that_fails"),
     "dalsegno status | checkpoints | convert | doctor": Name(_PROGRAM),
     "python -m dalsegno.elastic.universal": Elsewhere(

@@ -12,12 +12,23 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dalsegno.elastic import Batch, Callback, Trainer
 
 STEPS = 6
 MODELS: dict[str, Any] = {"dropout": lambda: nn.Dropout(0.5), "statistics": lambda: nn.BatchNorm1d(16)}
+
+
+class OwnDropout(nn.Module):
+    """Draws from a generator of the script's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x * (torch.rand(x.shape, generator=self.generator) < 0.5) if self.training else x
 
 
 class Losses(Callback):
@@ -44,7 +55,8 @@ def groups(model: nn.Module, layers: list[int]) -> Any:
 def main() -> None:
     told = json.loads(sys.argv[1])
     torch.manual_seed(7)
-    model = nn.Sequential(nn.Linear(8, 16), MODELS[told["model"]](), nn.Tanh(), nn.Linear(16, 1))
+    layer = {**MODELS, "own generator": OwnDropout}[told["model"]]
+    model = nn.Sequential(nn.Linear(8, 16), layer(), nn.Tanh(), nn.Linear(16, 1))
     x = torch.randn(96, 8, generator=torch.Generator().manual_seed(1))
     data = [(row, row.sum(0, keepdim=True)) for row in x]
     losses = Losses(told["stop"])

@@ -106,7 +106,7 @@ class Case:
         }
         for batch in s.steps(data, **{**given, **options}):
             if hasattr(batch, "micro_batches"):
-                self.steps.append([sample for micro in batch.micro_batches for sample in micro.sample_ids])
+                self.steps.append([n for micro in batch.micro_batches if micro.loss_scale for n in micro.sample_ids])
             else:
                 self.steps.append(batch.tolist())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,8 +10,11 @@ import pytest
 
 from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import parse
+from dalsegno.agent.processes.workers import Script
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.protos import control_pb2
+
+NOTHING = Script(sys.executable, ())
 
 
 @pytest.mark.parametrize(
@@ -71,5 +75,29 @@ def test_who_needs_no_flag(
 def test_a_script_that_is_told_from_the_beginning_means_the_job(tmp_path: Path, own: list[str], given: bool) -> None:
     options = parse(["--nnodes=1:2", "train.py", *own], {})
     options.job_id = "job"
-    config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path)  # type: ignore[arg-type]
+    config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path, NOTHING)  # type: ignore[arg-type]
     assert config.settings.universal_checkpoint is given
+
+
+@pytest.mark.parametrize(
+    ("text", "own", "may_call"),
+    [
+        ("import dalsegno.elastic", [], True),
+        ("def main():\n    from dalsegno. import elastic", [], True),
+        ("from dalsegno.swift_plugin import hf", [], True),
+        ("# as with dalsegno.elastic\nimport torch", [], False),
+        ("import dalsegno_elastic", [], False),
+        ("", ["--external_plugins", "a/dalsegno_swift_plugin.py"], True),
+    ],
+)
+def test_a_scripts_own_text_says_that_it_may_call_session(
+    tmp_path: Path, text: str, own: list[str], may_call: bool
+) -> None:
+    """An import counts, anywhere in it; no other mention does."""
+    path = tmp_path / "train.py"
+    path.write_text(text)
+    options = parse(["--nnodes=1:2", str(path), *own], {})
+    options.job_id = "job"
+    script = Script(sys.executable, ("-u", str(path), *own))
+    config = launch._agent_config(options, 1, SimpleNamespace(root=tmp_path), tmp_path, script)  # type: ignore[arg-type]
+    assert config.expects_session is may_call

@@ -48,6 +48,17 @@ def test_what_can_be_told_of_a_master_from_where(place: Place, reached: bool, se
     assert (CLAIM.is_reached_from(place), CLAIM.is_seen_from(place)) == (reached, seen)
 
 
+@pytest.mark.parametrize(
+    ("machine", "boot", "gone"),
+    [("m", "after", True), ("m", "boot", False), ("other", "after", False), ("", "after", False)],
+)
+def test_a_master_ends_with_its_machines_boot(machine: str, boot: str, gone: bool) -> None:
+    """Only the machine itself proves it: another one may have the same host name, and a container knows no machine."""
+    claim = replace(CLAIM, machine=machine)
+    for place in (replace(HERE, boot_id=boot, machine="m"), replace(HERE, boot_id=boot)):
+        assert claim.ended_with_boot(place) == (gone and bool(place.machine))
+
+
 def test_a_claim_of_an_older_version_is_read() -> None:
     """Without namespaces: it is its machine's."""
     old = {key: value for key, value in asdict(CLAIM).items() if not key.endswith("_ns")}

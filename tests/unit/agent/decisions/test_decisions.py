@@ -296,6 +296,31 @@ def test_finished_ranks_are_reported_after_the_commit() -> None:
     assert not agent.did(ev.Exit)
 
 
+@pytest.mark.parametrize("code", [1, 0, -6])
+def test_a_refusal_is_told_as_one_however_the_rank_ends(code: int) -> None:
+    """Not by the wording of its last line: what it said before counts, until it makes a step all the same."""
+    refused = worker_pb2.Refused(message="another optimizer")
+    agent = Agent().registered().running()
+    agent.said(refused=refused)
+    assert kinds(agent.exits(code)) == ["ReportFailure", "StopWorkers"]
+    (report,) = agent.calls("ReportFailure")
+    assert (report.kind, report.message) == (control_pb2.FAILURE_KIND_REFUSED, "another optimizer")
+    agent = Agent().registered().running()
+    agent.said(refused=refused)
+    agent.said(progress=worker_pb2.Progress(step=1))
+    agent.exits(1)
+    (report,) = agent.calls("ReportFailure")
+    assert report.kind == control_pb2.FAILURE_KIND_WORKER
+    agent = Agent().registered().running()
+    agent.said(refused=refused)
+    agent.directed(gather=GATHER)
+    agent.hear(ev.WorkersStopped(1))
+    agent.running(epoch=2)
+    agent.exits(1)
+    (report,) = agent.calls("ReportFailure")
+    assert report.kind == control_pb2.FAILURE_KIND_WORKER, "what an earlier start said"
+
+
 def test_a_script_with_a_session_finishes_only_by_saying_so() -> None:
     """A `break` or an early sys.exit(0) must not end the run as a success: one line says what to call."""
     agent = Agent(nproc=2).registered().running(rank=1)
@@ -456,6 +481,55 @@ def test_a_failed_drain_save_is_reported_and_training_goes_on() -> None:
     assert not agent.state.agreed
 
 
+def test_a_drain_that_was_withdrawn_is_not_agreed_any_more() -> None:
+    """The ranks have saved, and made another step: what they say of it does not speak of the next drain."""
+    agent = Agent().registered().running()
+    agent.said(progress=worker_pb2.Progress(step=4))
+    agent.said(draining=worker_pb2.Draining(step=4))
+    assert agent.calls("ReportProgress")[-1].draining
+    agent.said(progress=worker_pb2.Progress(step=5))
+    assert not agent.calls("ReportProgress")[-1].draining
+    # The queue may have put the newest progress in the place of an older one.
+    agent.said(draining=worker_pb2.Draining(step=4))
+    assert not agent.calls("ReportProgress")[-1].draining
+
+
+def test_how_a_drain_ends_reaches_the_workers() -> None:
+    """A leaver is gone: they are told, once, how they go on."""
+    agent = Agent().registered().running()
+    for ending in (control_pb2.ENDING_TOGETHER, control_pb2.ENDING_WAIT, control_pb2.ENDING_SEAL):
+        drain = control_pb2.Drain(epoch=1, run=world(), ending=ending)
+        for _ in range(2):
+            agent.directed(drain=drain)
+    agent.directed(run=world())
+    told = [(tell.drain, tell.ending) for tell in agent.did(ev.TellWorkers)]
+    assert told[-4:] == [(True, 0), (True, control_pb2.ENDING_WAIT), (True, control_pb2.ENDING_SEAL), (False, 0)]
+
+
+def test_a_save_that_goes_on_is_told_with_what_it_has_written() -> None:
+    """The most that a rank sees, until its part is over or a step is made."""
+    agent = Agent(nproc=2).registered().running()
+
+    def writes(rank: int, written: int) -> int:
+        agent.said(rank=rank, saving=worker_pb2.Saving(name="step-4.e1.1", written=written))
+        return int(agent.calls("ReportProgress")[-1].written_bytes)
+
+    assert [writes(0, 5000), writes(1, 1), writes(0, 0), writes(1, 0)] == [5000, 5000, 1, 0]
+    assert writes(0, 7000) == 7000
+    agent.said(progress=worker_pb2.Progress(step=5))
+    assert agent.calls("ReportProgress")[-1].written_bytes == 0
+
+
+def test_a_commit_says_how_long_the_save_took() -> None:
+    """The master compares it with a notice."""
+    agent = Agent().registered().running()
+    agent.said(sealed=worker_pb2.Sealed(name="step-4.e1.1", digest="d", step=4, seconds=26.0))
+    made = control_pb2.Checkpoint(ref=control_pb2.CheckpointRef(name="step-4.e1.1", digest="d"), epoch=1)
+    agent.hear(ev.ManifestRead("step-4.e1.1", made, ""))
+    assert agent.calls("CommitCheckpoint")[0].seconds == 26.0
+    assert not agent.state.took
+
+
 # ---- conversion, verification, pruning ------------------------------------------------------------------------------
 
 
@@ -602,6 +676,19 @@ def test_a_notice_that_runs_out_is_76() -> None:
     agent.hear(ev.WorkersStopped(1))
     agent.waits(6)
     assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
+
+
+def test_a_notice_that_runs_out_while_all_save_says_that_the_others_go_on() -> None:
+    """Whether they can complete it nobody knows here."""
+    agent = Agent().registered().running()
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.said(progress=worker_pb2.Progress(step=3))
+    agent.said(draining=worker_pb2.Draining(step=3))
+    agent.waits(10.1)
+    agent.hear(ev.WorkersStopped(1))
+    agent.waits(6)
+    (exit_,) = agent.did(ev.Exit)
+    assert (exit_.code, "the others complete the save" in exit_.message) == (ev.EXIT_LEFT_UNSAVED, True)
 
 
 @pytest.mark.parametrize("session", [True, False])

@@ -20,6 +20,7 @@ from dalsegno.elastic.checkpoint import (
     CheckpointName,
     CheckpointStore,
     Manifest,
+    Position,
     Ref,
     Shape,
     Tracked,
@@ -30,7 +31,7 @@ from dalsegno.elastic.checkpoint import (
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.saving.resuming import ResumePoint, newest
-from dalsegno.elastic.saving.saving import Content, Position, Saver
+from dalsegno.elastic.saving.saving import Content, Saver
 from dalsegno.elastic.training import entry
 from dalsegno.elastic.training.session import Session
 from tests.unit.elastic.checkpoint.test_checkpoint import manifest_for

@@ -39,13 +39,16 @@ def of_version_1(run_dir: Path) -> Path:
     return directory
 
 
+CUT = Cut(True, False, 4, True, -5, (("sample 0", "1 abc 0.5,1"), ("sample 9", "1 def")))
+
+
 def full(directory: Path) -> Manifest:
     """A manifest that has all there is, sealed."""
     directory.mkdir()
     (directory / "model.pt").write_bytes(b"weights")
     best = Best("step-2.e1.1", "loss", "min", 0.25)
     order = Order(7, 1000, 16, True, 2)
-    shape, cut = Shape(2, "deepspeed-zero-2", False, True), Cut(True, False, 4, True, -5)
+    shape, cut = Shape(2, "deepspeed-zero-2", False, True), CUT
     manifest = manifest_for(directory, best=best, keep=3, order=order, shape=shape, cut=cut)
     seal(directory, manifest)
     return manifest
@@ -113,7 +116,10 @@ def test_a_manifest_of_version_1_reads_as_it_was_written(tmp_path: Path) -> None
 def test_a_cut_is_written_where_there_is_one_and_read_strictly(tmp_path: Path) -> None:
     """A manifest without it is what it was before, byte for byte; one that says nonsense of it is refused."""
     manifest = full(tmp_path / "step-4.e2.1")
-    assert Manifest.from_bytes(manifest.to_bytes()).cut == Cut(True, False, 4, True, -5)
+    assert Manifest.from_bytes(manifest.to_bytes()).cut == CUT
+    without = replace(manifest, cut=replace(CUT, samples=()))
+    assert b"samples" not in without.to_bytes().partition(b'"cut"')[2].partition(b"}")[0]
+    assert Manifest.from_bytes(without.to_bytes()) == without
     assert b'"cut"' not in replace(manifest, cut=None).to_bytes()
     by_world = replace(manifest, cut=Cut(False, True))
     assert Manifest.from_bytes(by_world.to_bytes()) == by_world
@@ -121,10 +127,14 @@ def test_a_cut_is_written_where_there_is_one_and_read_strictly(tmp_path: Path) -
         (b'"seed":-5', b'"seed":0.5'),
         (b'"micro_batch_size":4', b'"micro_batch_size":-4'),
         (b'"pad"', b'"p"'),
+        (b'["sample 0","1 abc 0.5,1"]', b'["sample 0"]'),
+        (b'["sample 0","1 abc 0.5,1"]', b'["sample 0",1]'),
     ):
         changed = manifest.to_bytes().replace(was, now)
         body = changed[: changed.rindex(b',"checksum"')]
-        with pytest.raises(ValueError, match=r"seed is not|not a count|cut has keys"):
+        with pytest.raises(
+            ValueError, match=r"seed is not|not a count|cut has keys|not a list of pairs|print of a sample is not"
+        ):
             Manifest.from_bytes(body + b',"checksum":"' + xxhash.xxh3_128_hexdigest(body).encode() + b'"}\n')
 
 

@@ -13,12 +13,13 @@ import pytest
 import torch
 
 from dalsegno.elastic import background
-from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Tracked, verify
+from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Position, Tracked, verify
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.saving import saving, staging
 from dalsegno.elastic.saving.background_save import check_paths
-from dalsegno.elastic.saving.saving import Content, Position, SaveError, Saver
+from dalsegno.elastic.saving.saving import Content, SaveError, Saver
+from dalsegno.elastic.saving.saving_reports import Count
 from dalsegno.elastic.saving.staging import HostBuffers
 
 pytestmark = pytest.mark.timeout(60)
@@ -232,7 +233,7 @@ def test_nothing_is_written_before_it_is_copied(tmp_path: Path) -> None:
     def wait() -> None:
         assert copied.wait(30)
 
-    flight = Flight(tmp_path, 0, 1, {"model.pt": b"0"}, wait, lambda entries: "", lambda count: None, nullcontext())
+    flight = Flight(tmp_path, 0, 1, {"model.pt": b"0"}, wait, lambda entries: "", Count(0), 0.0, nullcontext())
     assert not flight.wait(0.1)
     assert not list(tmp_path.iterdir())
     copied.set()
@@ -242,7 +243,7 @@ def test_nothing_is_written_before_it_is_copied(tmp_path: Path) -> None:
     def fail() -> None:
         raise RuntimeError("an illegal memory access")
 
-    failed = Flight(tmp_path, 0, 1, {"other.pt": b"0"}, fail, lambda entries: "", lambda count: None, nullcontext())
+    failed = Flight(tmp_path, 0, 1, {"other.pt": b"0"}, fail, lambda entries: "", Count(0), 0.0, nullcontext())
     assert "illegal memory access" in str(failed.written())
     assert failed.failed
     assert not (tmp_path / "other.pt").exists()
@@ -258,7 +259,7 @@ def test_all_parts_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         sealed.append(tuple(entry.path for entry in entries))
         return "digest"
 
-    flight = Flight(tmp_path, 0, 2, {"model.pt": b"0"}, lambda: None, seal, lambda count: None, nullcontext())
+    flight = Flight(tmp_path, 0, 2, {"model.pt": b"0"}, lambda: None, seal, Count(0), 0.0, nullcontext())
     assert flight.written() is None
     (tmp_path / "parts" / "rank-1.json").write_bytes(b'{"files": [')
     assert not flight.wait(0.3)
@@ -267,7 +268,7 @@ def test_all_parts_are_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sealed == [("model.pt", "parts/rank-0.json", "parts/rank-1.json")]
     other = tmp_path / "other"
     other.mkdir()
-    flight = Flight(other, 0, 2, {}, lambda: None, seal, lambda count: None, nullcontext())
+    flight = Flight(other, 0, 2, {}, lambda: None, seal, Count(0), 0.0, nullcontext())
     assert flight.written() is None
     flight.cancel()
     assert len(sealed) == 1

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler
+from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.loop import steps
 from tests.unit.elastic.data.test_batches import Numbers
@@ -192,15 +194,20 @@ class Alone:
 
     def __init__(self) -> None:
         self.examination = Examination(0, False, 1, 1, False)
+        self.copies = Copies(Solo())
         self.step, self.saved = 0, 0
 
     def meet(self, ahead: int) -> int:
         return ahead
 
     def compare(self, alike: Any, *, problem: str = "") -> None: ...
+
+    def gather(self, message: Any) -> list[Any]:
+        return [message]
+
     def restore_rng(self, seed: int | None) -> None: ...
     def begin_step(self, ahead: int) -> None: ...
-    def abandon_step(self) -> None: ...
+    def abandon_step(self, *, trained: bool) -> None: ...
 
     def end_step(self) -> Any:
         raise AssertionError("the step is not to be counted")

@@ -24,9 +24,11 @@ class Table(Solo):
     """Ranks of which one is asked; the others have said what they have to say."""
 
     def __init__(self, *told: dict[str, Any], problems: dict[int, str] | None = None) -> None:
-        self.answers = [{"alike": one, "problem": (problems or {}).get(rank, "")} for rank, one in enumerate(told)]
+        self.answers = [
+            {"alike": one, "problem": (problems or {}).get(rank, ""), "final": True} for rank, one in enumerate(told)
+        ]
 
-    def gather(self, message: Any) -> list[Any]:
+    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
         return self.answers
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from dalsegno.elastic.training import examination
+from dalsegno.elastic.training.draws import drawn_in
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.findings import (
     BATCH_STATISTICS,
@@ -36,11 +40,12 @@ def told(facts: Facts) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({}, "as it is: the whole checkpoint"),
+        ({}, "load as they are, at any number of ranks"),
         ({"any_world_size": False, "reshards": True, "strategy": "deepspeed-zero-1"}, "takes its ranges"),
         ({"any_world_size": False, "strategy": "deepspeed-zero-3"}, "after a conversion to Universal Checkpoint"),
         ({"any_world_size": False, "strategy": "mine"}, "impossible: checkpoints of strategy mine load with 1 ranks"),
         ({"directory": False}, "begins again at step 0, as does a crash: there is no checkpoint directory"),
+        ({"left_out": ("StepLR",)}, "refused, unless the script itself moves StepLR to session.step"),
         ({"saves": False}, "begins again at step 0, as does a crash: nothing is given to save with"),
     ],
 )
@@ -63,18 +68,75 @@ def test_what_is_the_same_only_in_distribution() -> None:
     assert "the same only in distribution" not in told(SAVES)
 
 
+class Noisy(nn.Module):
+    """Its rate is 0, and its noise is not."""
+
+    def __init__(self, noise: bool) -> None:
+        super().__init__()
+        self.dropout, self.noise = 0.0, noise
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.dropout) + torch.randn_like(x) * self.noise
+
+
+class Silent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.dropout = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, self.dropout)
+
+
+class Functional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.1)
+
+
+def noisy_loss(model: Any, data: Any) -> Any:
+    def noise() -> Tensor:
+        return torch.randn(3)
+
+    return model(data) + noise()
+
+
+def test_draws_outside_of_layers() -> None:
+    """By names in the code of a `forward`, of a loss, of what is inside of it; and of the data set, which was seen."""
+    model = nn.Sequential(Noisy(True), Silent(), Functional())
+    assert kinds_of(model) == ((RANDOM, ("randn_like in Noisy", "dropout in Functional")),)
+    assert drawn_in(noisy_loss) == drawn_in(functools.partial(noisy_loss, None)) == ("randn",)
+    assert drawn_in(nn.functional.mse_loss) == drawn_in(None) == drawn_in(len) == drawn_in(nn.MSELoss()) == ()
+    about = "the same only in distribution"
+    drawing = replace(SAVES, loss_draws=("randn",))
+    assert "randn in the loss: each rank draws" in told(drawing)[about]
+    assert about not in told(replace(drawing, fixed_micro_batch=True, seeded=True))
+    assert "the data set: what it draws" in told(replace(SAVES, data_draws=True))[about]
+
+
+def test_what_the_doctor_does_not_see_it_says() -> None:
+    """A run does not."""
+    assert "not seen" not in told(SAVES)
+    alone = told(replace(SAVES, examined=True))["not seen"]
+    assert "look with --nproc-per-node=2" in alone
+    assert "what a loop or a callback draws at random" in alone
+    together = told(replace(SAVES, examined=True, world_size=2, unwrapped=True))["not seen"]
+    assert "--nproc-per-node" not in together
+    assert "no DistributedDataParallel is around the model" in together
+
+
 def test_what_is_not_saved() -> None:
     facts = replace(SAVES, save_every=0, stateless=("A", "B", "C", "D"))
     assert "a crash goes back to the last change" in told(facts)["not saved"]
     assert "A, B, C and 1 more: without state_dict()" in told(facts)["not saved"]
     assert "not saved" not in told(SAVES)
+    assert "which callback is which, of several A" in told(replace(SAVES, twins=("A",)))["not saved"]
 
 
 def test_data_that_nobody_follows() -> None:
     for what, says in ((NOTHING, "a resume is refused; give Batches"), (STATE, "needs 1 ranks again")):
         assert says in told(replace(SAVES, data=what))["change of the world"]
     for what in (OURS, SCRIPTS, ""):
-        assert "goes on as it is" in told(replace(SAVES, data=what))["change of the world"]
+        assert "load as they are" in told(replace(SAVES, data=what))["change of the world"]
 
 
 def test_people_are_told_once_by_rank_0_where_the_run_begins(capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,6 +21,7 @@ from dalsegno.elastic.data.fetching import Fetcher, Maker
 from dalsegno.elastic.data.fetching import Stream as Parts
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.exchange import Exchange, Flags
+from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.loop import steps as training_steps
 
@@ -153,9 +154,13 @@ class Alone:
 
     def __init__(self) -> None:
         self.examination = Examination(0, False, 1, 1, False)
+        self.copies = Copies(Solo())
         self.step, self.finished, self._exchange = 0, False, Exchange(Solo(), interval=0.0)
 
     def compare(self, alike: Any, *, problem: str = "") -> None: ...
+
+    def gather(self, message: Any) -> list[Any]:
+        return [message]
 
     def meet(self, ahead: int) -> int:
         return self._exchange.meet(ahead)

@@ -15,6 +15,8 @@ from torch import nn
 from torch.amp.grad_scaler import GradScaler
 
 from dalsegno.elastic import SaveError, TrainingState, background
+from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.session import Session
 from dalsegno.elastic.training.training_state import check_same_names, read_tensors
@@ -243,7 +245,8 @@ def test_a_part_that_is_none_is_no_part(tmp_path: Path) -> None:
 def test_a_resume_that_was_not_loaded_is_refused() -> None:
     """It would go on at the step of the checkpoint with the weights of step 0."""
     resume = SimpleNamespace(step=3, ref=SimpleNamespace(name="step-3.e1.1"))
-    session: Any = SimpleNamespace(rank=0, step=3, resume=resume, examination=Examination(0, False, 1, 1, True))
+    known = {"examination": Examination(0, False, 1, 1, True), "copies": Copies(Solo())}
+    session: Any = SimpleNamespace(rank=0, step=3, resume=resume, **known)
     state = TrainingState(session, model=nn.Linear(1, 1))
     with pytest.raises(ValueError, match=r"goes on from step-3\.e1\.1: call TrainingState\.load\(\)"):
         state.rehearse()

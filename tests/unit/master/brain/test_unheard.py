@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dalsegno.master.brain.announcements import SESSION_WITHIN
 from dalsegno.master.brain.state import Phase
-from tests.support.jobs.masters import Driven, all_join, settings
+from dalsegno.protos import control_pb2
+from tests.support.jobs.masters import Driven, all_join, settings, stored
 
 
 def lines(job: Driven, word: str) -> list[str]:
@@ -133,3 +134,72 @@ def test_a_node_that_keeps_coming_and_dying_is_held_although_no_step_is_heard() 
         job.wait(2)
         a.join()
     assert "flaky was lost 3 times" in job.notices
+
+
+def test_time_alone_restarts_nobody_whose_session_may_still_come() -> None:
+    """A start of minutes: it is said how long so far, and a growth waits for the session, however late."""
+    job = Driven(settings(grow_wait=20))
+    a = job.node(expects_session=True)
+    a.join()
+    job.wait(SESSION_WITHIN + 3)
+    (line,) = lines(job, "epoch 1")
+    assert "the script has not called session() yet, 30 s after its start" in line
+    late = job.node()
+    late.join()
+    late.warm()
+    job.wait(400)
+    (line,) = lines(job, f"{late.name} joined:")
+    assert "has not called session() yet" in line
+    assert "--grow-wait" not in line
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 1)
+    a.step(0)
+    job.wait(10)
+    assert job.phase is Phase.RUNNING
+    a.step(1)
+    assert job.phase is Phase.DRAINING
+
+
+def test_an_import_that_comes_to_light_late_undoes_what_was_concluded() -> None:
+    """Said before, that all workers restart in so many seconds, it is said otherwise, and they do not."""
+    job = Driven(settings(grow_wait=50))
+    a, late = job.start(1)[0], job.node()
+    job.wait(SESSION_WITHIN + 1)
+    late.join()
+    job.wait(5)
+    assert "in 50 s (--grow-wait)" in lines(job, f"{late.name} joined:")[0]
+    job.note(control_pb2.ProgressRequest(caller=a.caller(number=0), expects_session=True))
+    job.wait(1)
+    assert "--grow-wait" not in lines(job, f"{late.name} joined:")[1]
+    job.state.job = stored(job.job)
+    job.wait(100)
+    assert (job.phase, job.epoch) == (Phase.RUNNING, 1)
+    a.failed("no such data")
+    assert job.phase is Phase.FAILED, "no step can have been made: trying again would not help"
+
+
+def test_a_commit_still_lets_a_newcomer_in() -> None:
+    """A script that imports a session, does not call it and saves by itself trains without one."""
+    job = Driven(settings(grow_wait=20))
+    a = job.node(expects_session=True)
+    a.join()
+    job.wait(10)
+    job.node().join()
+    job.wait(30)
+    assert job.phase is Phase.RUNNING
+    a.save(4)
+    assert job.phase is Phase.FORMING
+
+
+def test_a_node_that_leaves_during_a_slow_start_is_not_waited_for() -> None:
+    """There is nothing to save, and the next world is not taken for one of a script without a session."""
+    job = Driven()
+    a, b = job.node(expects_session=True), job.node(expects_session=True)
+    all_join([a, b])
+    job.wait(10)
+    b.leave()
+    assert job.phase is Phase.FORMING
+    a.join()
+    job.wait(2)
+    assert not lines(job, "epoch 2")
+    a.failed("no such data")
+    assert job.phase is Phase.FAILED

@@ -1,0 +1,151 @@
+"""A look at a few samples before the first step, by whoever reads the data in training, for `same_data`.
+
+Each is read more than once, with the generators set otherwise each time, but alike on all ranks and in all starts: what
+then differs is random, and is compared with nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..rank import rng
+from .prints import print_of
+
+log = logging.getLogger(__name__)
+
+# How far generators of its own are looked for in a data set, and in how many things of one container.
+_DEPTH, _ITEMS = 6, 64
+
+
+@dataclass(frozen=True)
+class Look:
+    """What to look at, in the place of a micro-batch.
+
+    Attributes:
+        sample_ids: Of a map-style data set; of an iterable one it is the first that are read.
+        reads: How often each is read.
+        seconds: No other is begun after so long.
+        data_epoch: In which the samples are what they are; 0 where they are the same in all.
+    """
+
+    sample_ids: tuple[int, ...]
+    reads: int
+    seconds: float
+    data_epoch: int = 0
+
+
+@dataclass
+class Seen:
+    """What was found.
+
+    Attributes:
+        prints: Of samples that are the same in each reading, by what to call them.
+        draws: The data set draws random numbers while it makes a sample.
+        varies: Some sample was not the same in each reading: then no print is kept.
+    """
+
+    prints: dict[str, str] = field(default_factory=dict)
+    draws: bool = False
+    varies: bool = False
+
+
+def name_of(sample: int, data_epoch: int = 0) -> str:
+    """What to call a sample, for people and in manifests."""
+    return f"sample {sample}" + (f" of data epoch {data_epoch}" if data_epoch else "")
+
+
+def look_at(dataset: Any, read: Callable[[int], Any], look: Look) -> Seen:
+    """Looks, and leaves all random generators that are known as they were.
+
+    Args:
+        dataset: Whose generators of its own are kept.
+        read: Reads one sample of it.
+        look: Which ones.
+    """
+    seen, until = Seen(), time.monotonic() + look.seconds
+    with _kept(dataset):
+        for index in look.sample_ids:
+            found = set()
+            for reading in range(look.reads):
+                if time.monotonic() > until:
+                    return seen
+                try:
+                    with rng.aside("look", index, reading):
+                        before = rng.cpu_state()
+                        found.add(print_of(read(index)))
+                        seen.draws |= not _same(before, rng.cpu_state())
+                except Exception as error:  # whatever it is, it is raised where the training reads that sample
+                    log.debug("sample %d could not be looked at", index, exc_info=error)
+                    return seen
+            if len(found) > 1:
+                return Seen(draws=True, varies=True)
+            seen.prints[name_of(index, look.data_epoch)] = found.pop()
+    return seen
+
+
+def _same(one: tuple[Any, torch.Tensor, Any], other: tuple[Any, torch.Tensor, Any]) -> bool:
+    if one[0] != other[0] or not torch.equal(one[1], other[1]):
+        return False
+    if one[2] is None or other[2] is None:
+        return one[2] is other[2]
+    return one[2][2] == other[2][2] and bool((one[2][1] == other[2][1]).all())
+
+
+@contextmanager
+def _kept(dataset: Any) -> Iterator[None]:
+    """Puts back generators of the data set's own, and the card's: training begins with them as they are."""
+    states: list[tuple[Callable[[Any], Any], Any]] = [_state_of(found) for found in _generators(dataset, 0, set())]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
+    try:
+        yield
+    finally:
+        for put_back, state in states:
+            put_back(state)
+
+
+def _state_of(generator: Any) -> tuple[Callable[[Any], Any], Any]:
+    if isinstance(generator, torch.Generator):
+        return generator.set_state, generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.setstate, generator.getstate()
+    bits = getattr(generator, "bit_generator", None)
+    if bits is None:
+        return generator.set_state, generator.get_state()
+
+    def put_back(state: Any) -> None:
+        bits.state = state
+
+    return put_back, bits.state
+
+
+def _generators(thing: Any, depth: int, known: set[int]) -> Iterator[Any]:
+    """Random generators that a data set, or what is in it (another data set, a transform), holds."""
+    if depth > _DEPTH or id(thing) in known:
+        return
+    known.add(id(thing))
+    numpy = sys.modules.get("numpy")
+    kinds: tuple[type, ...] = (torch.Generator, random.Random)
+    if numpy is not None:
+        kinds = (*kinds, numpy.random.Generator, numpy.random.RandomState)
+    if isinstance(thing, kinds):
+        if type(thing) is not random.SystemRandom:
+            yield thing
+        return
+    if isinstance(thing, Mapping | list | tuple):
+        items = thing.values() if isinstance(thing, Mapping) else thing
+        inside = [item for item, _ in zip(items, range(_ITEMS), strict=False)]
+    else:
+        inside = list(getattr(thing, "__dict__", {}).values())
+    for item in inside:
+        if not isinstance(item, torch.Tensor | str | bytes | int | float | type | None):
+            yield from _generators(item, depth + 1, known)

@@ -1,0 +1,139 @@
+"""Prints of samples: short texts by which two readings of one sample are told from those of two samples.
+
+Words, whole numbers and shapes count exactly. Of other numbers a few sums are kept, because they are not the same bits
+everywhere: processors round otherwise, and so do versions of a decoder. Pure but for a device's copy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+_VERSION = "1"
+# So many numbers of an array, and so many arrays of a sample, are summed up.
+_NUMBERS, _ARRAYS = 1 << 16, 8
+_SUMS = 4
+# Relative to the root mean square: up to here it is rounding; from there on it is another sample.
+_ROUNDING, _ANOTHER = 1e-3, 0.05
+_DEEPEST = 16
+# Whole numbers that decoders make: pixels, sound.
+_DECODED = (torch.uint8, torch.int8, torch.int16)
+
+
+class Likeness(enum.IntEnum):
+    """Of two prints."""
+
+    SAME = 0
+    CLOSE = 1
+    OTHER = 2
+
+
+def print_of(sample: Any) -> str:
+    """What is known of a sample: lists, dictionaries, arrays, plain values, images; of other things their kind."""
+    exact, sums = xxhash.xxh3_64(), list[str]()
+    for value in _leaves(sample, 0):
+        if not isinstance(value, Tensor):
+            exact.update(value)
+        elif value.is_floating_point() or value.is_complex() or value.dtype in _DECODED:
+            if len(sums) < _ARRAYS:
+                sums.append(",".join(f"{number:.6g}" for number in _sums(value)))
+        else:
+            held: Any = value.contiguous().reshape(-1).view(torch.uint8).numpy()
+            exact.update(held)
+    return " ".join([_VERSION, exact.hexdigest(), *sums])
+
+
+def likeness(one: str, other: str) -> Likeness:
+    """Whether two prints may be those of one sample. Of a version that is not known they may."""
+    if one == other or not all(text.startswith(f"{_VERSION} ") for text in (one, other)):
+        return Likeness.SAME
+    ours, theirs = one.split(" ")[1:], other.split(" ")[1:]
+    if ours[0] != theirs[0] or len(ours) != len(theirs):
+        return Likeness.OTHER
+    return max((_likeness(*pair) for pair in zip(ours[1:], theirs[1:], strict=True)), default=Likeness.SAME)
+
+
+def _likeness(one: str, other: str) -> Likeness:
+    ours, theirs = ([float(number) for number in text.split(",")] for text in (one, other))
+    size = max(ours[0], theirs[0])
+    apart = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))
+    if apart <= _ROUNDING * size:
+        return Likeness.SAME
+    return Likeness.CLOSE if apart <= _ANOTHER * size else Likeness.OTHER
+
+
+def _sums(value: Tensor) -> list[float]:
+    """Root mean square, and sums with signs that look random, of the same size."""
+    flat = torch.view_as_real(value).reshape(-1) if value.is_complex() else value.reshape(-1)
+    flat = flat[:: len(flat) // _NUMBERS + 1].to(torch.float64).nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)
+    number = max(1, len(flat))
+    mixed = torch.arange(len(flat), dtype=torch.int64) * 2654435761 & 0xFFFFFFFF
+    mixed = ((mixed ^ mixed >> 15) * 73244475) & 0xFFFFFFFF
+    mixed = ((mixed ^ mixed >> 13) * 73244475) & 0xFFFFFFFF
+    signs = [((mixed >> bit) & 1) * 2.0 - 1.0 for bit in range(8, 8 + _SUMS)]
+    rms = float((flat.square().sum() / number).sqrt())
+    return [rms, *(float((flat * sign.to(flat.dtype)).sum()) / number**0.5 for sign in signs)]
+
+
+def _leaves(value: Any, depth: int) -> Iterator[Tensor | bytes]:
+    """Arrays as tensors on the CPU, the rest as bytes, in an order that is the same everywhere."""
+    if depth > _DEEPEST:
+        return
+    array = _array(value)
+    if array is not None:
+        yield f"{array.dtype} {list(array.shape)}".encode()
+        yield array
+    elif isinstance(value, Mapping):
+        yield f"mapping of {len(value)}".encode()
+        for name in sorted(value, key=repr):
+            yield repr(name).encode()
+            yield from _leaves(value[name], depth + 1)
+    elif isinstance(value, list | tuple):
+        yield f"list of {len(value)}".encode()
+        for item in value:
+            yield from _leaves(item, depth + 1)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from _leaves({field.name: getattr(value, field.name) for field in dataclasses.fields(value)}, depth + 1)
+    else:
+        yield _plain(value)
+
+
+def _array(value: Any) -> Tensor | None:
+    """A tensor, an array of NumPy's, an image, a float or a list of numbers, as a tensor; None: it is none of these."""
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, Tensor):
+        plain = value.layout is torch.strided and not value.is_quantized and value.device.type != "meta"
+        return value.detach().cpu() if plain else None
+    if type(value) is float:
+        return torch.tensor(value, dtype=torch.float64)
+    if type(value) is list and value and all(type(item) is int or type(item) is float for item in value):
+        try:
+            return torch.tensor(value)
+        except (RuntimeError, OverflowError):  # whole numbers that do not fit
+            return None
+    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
+        try:
+            return torch.from_numpy(numpy.array(value))
+        except TypeError:  # a type that torch does not have
+            return None
+    if all(hasattr(value, name) for name in ("tobytes", "mode", "size")):  # Pillow's
+        return torch.frombuffer(bytearray(value.tobytes()) or bytearray(1), dtype=torch.uint8)
+    return None
+
+
+def _plain(value: Any) -> bytes:
+    if isinstance(value, str):
+        # The same file may lie elsewhere on another machine.
+        path = os.path.isabs(value) and not any(map(str.isspace, value))
+        return b"str " + (os.path.basename(value) if path else value).encode(errors="surrogatepass")
+    if isinstance(value, bytes | int | bool | None):
+        return repr(value).encode()
+    return f"a {type(value).__name__}".encode()  # others may show where in memory they lie

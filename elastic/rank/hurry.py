@@ -1,0 +1,211 @@
+"""A drain that cannot wait for the next exchange: all ranks agree on a boundary beside the steps.
+
+Exchanges are k steps apart, and k comes from the pace so far. Where steps of 2 ms become steps of 2 s, the next one is
+a minute away, and whoever must leave has less. So a rank that is told to drain calls the others over the store of this
+world. Each has a thread that does nothing but wait for that; it answers at once with the step that its rank is in,
+whatever the rank itself is waiting for, and the rank does not end that step before it is known how all have answered.
+The boundary is the end of the latest of these steps: nobody has ended it, and all know of it before they do. Nothing of
+this costs anything while nobody calls.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+log = logging.getLogger(__name__)
+
+# Seconds in which all must have answered; else the call comes to nothing, and the next exchange carries the flag.
+PATIENCE = 10.0
+# Seconds that the thread waits for a call before it waits again.
+_LONG = 86400.0
+_CLOSE_SECONDS = 5.0
+_NOTHING = -1
+
+
+class Channel(Protocol):
+    """What is needed of torch's store."""
+
+    def set(self, key: str, value: str) -> None: ...
+    def get(self, key: str) -> bytes: ...
+    def add(self, key: str, amount: int) -> int: ...
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]: ...
+    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None: ...
+
+
+class Ballot:
+    """What one rank knows of the call. Pure; whoever shares it between threads locks it.
+
+    Attributes:
+        round: Calls that are over.
+        step: The rank is in it, or begins with it.
+        answered: It has said so, and must not end the step before it knows of the boundary.
+        boundary: All act when they end this step; None: not known.
+    """
+
+    def __init__(self) -> None:
+        self.round, self.step = 0, 0
+        self.answered = False
+        self.boundary: int | None = None
+
+    def begin(self, step: int) -> None:
+        """The rank begins this step."""
+        self.step = step
+
+    @property
+    def waits(self) -> bool:
+        """The step must not end yet."""
+        return self.answered and self.boundary is None
+
+    def end(self) -> bool:
+        """The rank ends its step; whether all ranks act here."""
+        assert not self.waits
+        here = self.boundary is not None and self.step >= self.boundary
+        self.step += 1
+        if here:
+            self._close()
+        return here
+
+    def answer(self) -> int:
+        """The call was heard: the step that is not ended before all have answered."""
+        self.answered = True
+        return self.step
+
+    def decide(self, boundary: int) -> None:
+        """All have answered, and the latest step is this one; below 0: not all have, in time."""
+        if boundary < 0:
+            self._close()
+        else:
+            self.boundary = boundary
+
+    def _close(self) -> None:
+        self.round, self.answered, self.boundary = self.round + 1, False, None
+
+
+class Hurry:
+    """One rank's end of the channel. All but the thread's own is for the main thread.
+
+    Args:
+        rank, world_size: Of the session.
+        mine: For the main thread.
+        waiting: Another connection to the same store, for the thread.
+    """
+
+    def __init__(self, rank: int, world_size: int, mine: Channel, waiting: Channel) -> None:
+        self._rank, self._world_size, self._mine, self._waiting = rank, world_size, mine, waiting
+        self._ballot, self._changed = Ballot(), threading.Condition()
+        self._called = -1
+        self._closing, self._failed = False, ""
+        self._thread = threading.Thread(target=self._run, name="dalsegno-hurry", daemon=True)
+        self._thread.start()
+        # A thread that has to come back while Python ends would abort the process.
+        atexit.register(self.close)
+
+    def begin(self, step: int, *, call: bool) -> None:
+        """The main thread begins a step.
+
+        Args:
+            step: Its number.
+            call: This rank was told to drain, and no exchange says so in this step.
+        """
+        with self._changed:
+            self._ballot.begin(step)
+            number = self._ballot.round
+            called = self._ballot.answered or self._called == number
+        if call and not called:
+            self._called = number
+            try:
+                if self._mine.add(f"{number}/called", 1) == 1:
+                    ears = [_ear(number, rank) for rank in range(self._world_size)]
+                    self._mine.multi_set(ears, [""] * len(ears))
+            except RuntimeError as error:
+                log.warning("the other ranks cannot be told to hurry: %s", error)
+
+    def end(self) -> bool:
+        """The main thread ends the step: whether all ranks drain at this boundary.
+
+        Raises:
+            RuntimeError: The store is gone, and with it what the others have agreed on.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: not self._ballot.waits or bool(self._failed), 3 * PATIENCE)
+            if self._ballot.waits:
+                raise RuntimeError(
+                    f"the ranks were about to agree on a boundary, and the store is gone: {self._failed}"
+                )
+            return self._ballot.end()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._closing:
+            return
+        self._closing = True
+        atexit.unregister(self.close)
+        with self._changed:
+            number = self._ballot.round
+            self._changed.notify_all()
+        try:
+            self._mine.set(_ear(number, self._rank), "")
+        except RuntimeError as error:
+            log.debug("the store is gone: %s", error)
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        try:
+            while not self._closing:
+                self._hear(self._ballot.round)
+        except Exception as error:
+            with self._changed:
+                self._failed = str(error) or type(error).__name__
+                self._changed.notify_all()
+            log.debug("nobody hurries this rank any more", exc_info=error)
+
+    def _hear(self, number: int) -> None:
+        """Waits for one call, and sees it through."""
+        store = self._waiting
+        store.wait([_ear(number, self._rank)], timedelta(seconds=_LONG))
+        if self._closing:
+            return
+        with self._changed:
+            step = self._ballot.answer()
+        store.set(f"{number}/step/{self._rank}", str(step))
+        if store.add(f"{number}/answers", 1) == self._world_size:
+            steps = store.multi_get([f"{number}/step/{rank}" for rank in range(self._world_size)])
+            store.compare_set(f"{number}/boundary", "", str(max(map(int, steps))))
+        boundary = self._boundary(number)
+        with self._changed:
+            self._ballot.decide(boundary)
+            self._changed.notify_all()
+            # The next call is of the next round.
+            self._changed.wait_for(lambda: self._ballot.round > number or self._closing)
+
+    def _boundary(self, number: int) -> int:
+        key = f"{number}/boundary"
+        try:
+            self._waiting.wait([key], timedelta(seconds=PATIENCE))
+        except RuntimeError:
+            # Some rank has not answered. Whoever is first here decides for all: it may be its answer after all.
+            return int(self._waiting.compare_set(key, "", str(_NOTHING)))
+        return int(self._waiting.get(key))
+
+
+def _ear(number: int, rank: int) -> str:
+    return f"{number}/ear/{rank}"
+
+
+def open_hurry(collective: Any) -> Hurry | None:
+    """A channel beside a collective that has a store; None without."""
+    channel = getattr(collective, "channel", None)
+    if channel is None:
+        return None
+    try:
+        return Hurry(collective.rank, collective.world_size, channel(), channel())
+    except (RuntimeError, NotImplementedError) as error:
+        log.debug("no channel beside the exchange: %s", error)
+        return None

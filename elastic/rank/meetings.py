@@ -1,0 +1,101 @@
+"""What some rank may not train no rank trains: the others hear of it, and the agent, too.
+
+A rank that refuses alone would leave the others waiting in the next collective until somebody kills them. So it brings
+what it has found to the meeting that they come to next, and all end with the same line (`agreement`). The agent is told
+that they have agreed: no other start would come to anything else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from dalsegno.protos import worker_pb2
+
+from .agreement import Refusal, Trouble, agree
+from .collective import Collective
+from .exits import insist
+from .link import Link
+
+log = logging.getLogger(__name__)
+
+# Seconds that a rank that refuses waits for the others: they may be loading still, or wait for this one in a collective
+# of another group, where nobody can tell them.
+PATIENCE = 60.0
+
+
+class Meetings:
+    """One session's.
+
+    Args:
+        collective: Of all ranks.
+        link: The agent, where there is one.
+
+    Attributes:
+        over: The session has ended, and meets no more.
+    """
+
+    def __init__(self, collective: Collective, link: Link | None) -> None:
+        self._collective, self._link, self.over = collective, link, False
+
+    def compare(self, alike: Mapping[str, Any], problem: str = "", *, final: bool = True) -> None:
+        """See ``agreement.agree``. Collective."""
+        try:
+            agree(self._collective, alike, problem, final=final)
+        except Refusal as refusal:
+            self.refused(str(refusal))
+            raise
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """What some rank refuses in this block all refuse, before they go on. Collective: ends with a meeting.
+
+        For what is followed by collectives of other groups, which a rank that refuses would not come to.
+
+        Raises:
+            Refusal: Another rank has a mistake.
+        """
+        with self.telling():
+            yield
+        self.compare({})
+
+    @contextmanager
+    def telling(self) -> Iterator[None]:
+        """What this rank refuses in this block the others hear at their next meeting, where this one waits for them.
+
+        A rank's own mistake (`is_mistake`) keeps its type here; the others have a `Refusal` with its text. What may
+        come from the surroundings leaves the block as it is: another start may do.
+        """
+        try:
+            yield
+        except (Refusal, Trouble):
+            raise  # All know.
+        except Exception as error:
+            if is_mistake(error):
+                self._tell(error)
+            raise
+
+    def refused(self, line: str) -> None:
+        """All ranks end with this line, as all of them know."""
+        if self._link is not None:
+            self._link.send(worker_pb2.ToAgent(refused=worker_pb2.Refused(message=" ".join(line.split())[:4096])))
+
+    def _tell(self, error: Exception) -> None:
+        text = " ".join(str(error).split()) or type(error).__name__
+        try:
+            agree(self._collective, {}, text, patience=PATIENCE)
+        except Refusal as refusal:
+            self.refused(str(refusal))
+        except Trouble:
+            return
+        except RuntimeError as alone:
+            # The group's threads would hold up the end of this process for as long as they wait.
+            insist(1)
+            log.warning("the other ranks could not be told of it (%s)", alone)
+
+
+def is_mistake(error: BaseException) -> bool:
+    """Whether it comes from what the script gives us, and not from a disk, a device, memory or another rank."""
+    return isinstance(error, Exception) and not isinstance(error, (OSError, MemoryError, RuntimeError))

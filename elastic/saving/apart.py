@@ -1,0 +1,125 @@
+"""The end of a drain's save when a leaver is gone before it is complete: what the others have of it is not lost.
+
+No collective works any more. Each rank that is left finishes its own part and goes, apart from one: the first rank of
+the node that the master names waits until the others are gone, and seals the checkpoint if every rank's part is there.
+A rank's random generators are the last that it writes, so their file proves the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from dalsegno.protos import control_pb2
+
+from ..checkpoint import FileEntry, Manifest, seal
+from ..checkpoint.files import checksums, list_files
+from ..rank import rng
+from ..rank.collective import PeerLost
+from ..rank.link import Link
+from .background_save import SIGHT_PAUSES, STUCK
+from .saving_reports import Count
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# A peer is gone: so long it may take until it is known whether that was a leaver, whose end the master sees by a clock
+# of its own, seconds. After a crash the agent ends this process before.
+WORD_SECONDS = 30.0
+# For the other nodes, which still write: the master gives them up before (--stall-timeout).
+OTHERS_SECONDS = 1800.0
+LOOK_SECONDS = 0.1
+
+
+def has_to_seal(link: Link, local_rank: int, lost: PeerLost) -> bool:
+    """Waits for what the master makes of it. False: others see to the checkpoint, and this rank goes.
+
+    Raises:
+        PeerLost: ``lost``: nobody has said that a leaver is gone, so this is a crash.
+    """
+    _await(lambda: link.ending != control_pb2.ENDING_TOGETHER, WORD_SECONDS, link, lost)
+    if local_rank != 0 or link.ending == control_pb2.ENDING_WRITE:
+        return False
+    log.info("a leaver is gone (%s): this rank completes the save without it", lost)
+    _await(lambda: link.ending == control_pb2.ENDING_SEAL, OTHERS_SECONDS, link, lost)
+    return True
+
+
+def _await(holds: Callable[[], bool], seconds: float, link: Link, lost: PeerLost) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        if not link.alive or time.monotonic() >= deadline:
+            raise lost
+        # The thread that reads the agent's words keeps them, and wakes nobody.
+        threading.Event().wait(LOOK_SECONDS)
+
+
+def missing_parts(path: Path, world_size: int) -> list[int]:
+    """The ranks whose part is not there as a whole. What another machine wrote may come into sight late."""
+    missing = list(range(world_size))
+    for pause in (*SIGHT_PAUSES, 0.0):
+        missing = [rank for rank in missing if not _is_whole(path / rng.file_name(rank))]
+        if not missing:
+            break
+        threading.Event().wait(pause)
+    return missing
+
+
+def _is_whole(state: Path) -> bool:
+    try:
+        json.loads(state.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return False
+    return True
+
+
+def all_files(path: Path, known: Iterable[FileEntry], moved: Callable[[int], None]) -> tuple[FileEntry, ...]:
+    """Every file of the checkpoint, durable; ``known`` are so already."""
+    entries = {entry.path: entry for entry in known}
+    rest = [file for file in list_files(path) if file not in entries]
+    return tuple(sorted([*entries.values(), *checksums(path, rest, sync=True, moved=moved)], key=lambda one: one.path))
+
+
+def seal_once(path: Path, manifest: Manifest) -> Manifest:
+    """Seals it, unless another thread or rank has just done so. What it says of it counts then."""
+    try:
+        seal(path, manifest)
+    except FileExistsError:
+        return Manifest.read(path)
+    return manifest
+
+
+def unless_stuck(work: Callable[[], T], count: Count, patience: float) -> T:
+    """Does ``work``, as long as bytes move at least every ``patience`` seconds; 0: however long it takes.
+
+    Raises:
+        TimeoutError: They do not. The work is left to itself.
+    """
+    if patience <= 0:
+        return work()
+    result: list[T] = []
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def run() -> None:
+        try:
+            result.append(work())
+        # Whatever it is, it is the caller's.
+        except BaseException as error:
+            errors.append(error)
+        finally:
+            done.set()
+
+    threading.Thread(target=run, name="dalsegno-sync", daemon=True).start()
+    while not done.wait(max(0.01, patience - count.still())):
+        if count.still() >= patience:
+            raise TimeoutError(STUCK.format(patience))
+    if errors:
+        raise errors[0]
+    return result[0]

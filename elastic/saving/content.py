@@ -1,0 +1,73 @@
+"""What a checkpoint says about itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..checkpoint import SHARDED, Best, Cut, FileEntry, Manifest, Order, Position, Ref, Shape
+from ..rank.identity import Identity
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a checkpoint says about itself, apart from its files.
+
+    Attributes:
+        step: Optimizer steps done.
+        position: Where the data goes on.
+        order: The order of samples; None where the script has its own.
+        strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
+        any_world_size: It loads at any world size as it is.
+        reshards: It loads at any world size without a conversion, each rank taking its ranges.
+        metric: The run's tracked metric.
+        best: The best checkpoint as of this one.
+        keep: How many of the run's checkpoints stay, 0: all; None: as the job has it.
+        cut: How its batches become gradients; None where the script has its own way.
+    """
+
+    step: int
+    position: Position
+    order: Order | None = None
+    strategy: str = "ddp"
+    any_world_size: bool = True
+    reshards: bool = False
+    metric: float | None = None
+    best: Best | None = None
+    keep: int | None = None
+    cut: Cut | None = None
+
+    def manifest(
+        self, name: str, identity: Identity, resumed_from: Ref | None, files: tuple[FileEntry, ...]
+    ) -> Manifest:
+        """As it is sealed, by whichever rank: the same bytes."""
+        return Manifest(
+            name=name,
+            job_id=identity.job_id,
+            run_id=identity.run_id,
+            step=self.step,
+            epoch=identity.epoch,
+            generation=identity.generation,
+            form=SHARDED,
+            shape=Shape(identity.world_size, self.strategy, self.any_world_size, self.reshards),
+            position=self.position,
+            order=self.order,
+            source=None,
+            resumed_from=resumed_from,
+            min_nodes=identity.min_nodes,
+            max_nodes=identity.max_nodes,
+            metric=self.metric,
+            files=files,
+            best=self.best,
+            keep=self.keep,
+            cut=self.cut,
+        )
+
+
+@dataclass
+class Own:
+    """What this rank has done of a save, should it have to be completed without a leaver."""
+
+    content: Content
+    name: str = ""
+    written: bool = False
+    entries: tuple[FileEntry, ...] = ()

@@ -1,0 +1,136 @@
+"""What a learning rate schedule's own state does not say: its functions, and that it is there at all.
+
+Torch saves of ``LambdaLR`` where it stands, and not the function. And a schedule that nobody has given to anybody is
+made anew at each start.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+# Of the functions that schedules are made of, where they are compared.
+_STEPS = (*range(4), *(n * 10**e for e in range(6) for n in (5, 10, 20)))
+# Attributes under which schedules hold others, torch's and Accelerate's.
+_INNER = ("_schedulers", "schedulers", "scheduler", "lr_scheduler", "_scheduler")
+_ROUNDING = 1e-6
+_DEPTH, _ITEMS = 4, 64
+
+Factors = dict[str, list[list[float | None]]]
+
+
+def factors(schedule: Any) -> Factors:
+    """What a schedule's functions of the step give, at steps far apart: of each schedule in it, by place, and group.
+
+    None where a function fails or gives no number.
+    """
+    return {
+        place: [[_factor(function, step) for step in _STEPS] for function in functions]
+        for place, functions in _functions(schedule, "schedule", 0)
+    }
+
+
+def unchanged(before: Factors, now: Factors) -> Factors:
+    """Those of ``now`` that are as they were; a function of more than the step says nothing of another start."""
+    return {place: values for place, values in now.items() if before.get(place) == values}
+
+
+def check_factors(saved: Factors, now: Factors) -> None:
+    """Compares a schedule's functions with those that the checkpoint's had.
+
+    Raises:
+        ValueError: They are others.
+    """
+    for place in saved.keys() & now.keys():
+        for was, is_ in zip(saved[place], now[place], strict=False):
+            for step, one, other in zip(_STEPS, was, is_, strict=False):
+                if one is None or other is None or math.isclose(one, other, rel_tol=_ROUNDING, abs_tol=1e-12):
+                    continue
+                raise ValueError(
+                    f"the scheduler's function is another one than the checkpoint's: at its step {step} that gave "
+                    f"{one:.6g}, and this gives {other:.6g}, so the learning rate would leave its curve. Restore it, "
+                    "start a new run, or say other_schedule=True if that is meant"
+                )
+
+
+def left_out(optimizer: Any, known: Iterable[Any]) -> list[Any]:
+    """Schedules of this process that act on ``optimizer``, and are in nothing of ``known``."""
+    held = [one for thing in known for one in _in(thing, 0, set())]
+    # To go through all objects takes a moment, and who has given a schedule has thought of it.
+    if any(vars(one).get("optimizer") is optimizer for one in held) or not _acting(optimizer, held):
+        return []
+    gc.collect()  # one that the script has dropped may still be there
+    found = _acting(optimizer, held)
+    inside = {id(one) for outer in found for one in _in(outer, 0, set()) if one is not outer}
+    return [one for one in found if id(one) not in inside]
+
+
+def has_moved(schedule: Any, optimizer: Any, rates: list[float]) -> bool:
+    """Whether a schedule that is not in the checkpoint stands where the run goes on.
+
+    Args:
+        schedule: One that was left out.
+        optimizer: Which it acts on.
+        rates: Of the optimizer's groups, as they were loaded.
+    """
+    last = getattr(schedule, "_last_lr", None) or rates
+    now = [group["lr"] for group in optimizer.param_groups]
+    pairs = zip((*rates_of(last), *rates_of(now)), (*rates, *rates), strict=False)
+    return all(math.isclose(one, other, rel_tol=_ROUNDING) for one, other in pairs)
+
+
+def rates_of(values: Iterable[Any]) -> list[float]:
+    """Plain numbers of what may be tensors."""
+    return [float(value) for value in values]
+
+
+def _acting(optimizer: Any, held: list[Any]) -> list[Any]:
+    known = set(map(id, held))
+    return [
+        one
+        for one in gc.get_objects()
+        if issubclass(type(one), LRScheduler) and vars(one).get("optimizer") is optimizer and id(one) not in known
+    ]
+
+
+def _functions(schedule: Any, place: str, depth: int) -> Iterator[tuple[str, list[Any]]]:
+    if depth > _DEPTH:
+        return
+    functions = getattr(schedule, "lr_lambdas", None)
+    if isinstance(functions, list | tuple):
+        yield place, [function for function in functions if callable(function)]
+    for name in _INNER:
+        inner = getattr(schedule, name, None)
+        for number, one in enumerate(inner if isinstance(inner, list | tuple) else [inner]):
+            if one is not None:
+                yield from _functions(one, f"{place}.{number}", depth + 1)
+
+
+def _factor(function: Any, step: int) -> float | None:
+    try:
+        value = float(function(step))
+    except Exception:  # a table that is shorter
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _in(thing: Any, depth: int, known: set[int]) -> Iterator[Any]:
+    """Schedules that something holds, itself among them."""
+    if depth > _DEPTH or id(thing) in known:
+        return
+    known.add(id(thing))
+    if isinstance(thing, LRScheduler):
+        yield thing
+    if isinstance(thing, Mapping | list | tuple):
+        items = thing.values() if isinstance(thing, Mapping) else thing
+        inside = [item for item, _ in zip(items, range(_ITEMS), strict=False)]
+    else:
+        inside = [value for name, value in getattr(thing, "__dict__", {}).items() if name != "optimizer"]
+    for item in inside:
+        if not isinstance(item, Tensor | str | bytes | int | float | type | None):
+            yield from _in(item, depth + 1, known)

@@ -1,0 +1,164 @@
+"""A `Trainer`'s callbacks together: called in order, and their states in checkpoints, each one's its own again.
+
+Callbacks of one class are known again by their settings, the plain values that they were made with: an order is easily
+changed. Where that does not tell, a `Callback.key` of the script's own does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import xxhash
+
+from ..rank.remarks import remark
+from ..training.session import Session
+from .callbacks import Callback
+
+_PLAIN = (bool, int, float, str, bytes, type(None))
+
+
+class Known(NamedTuple):
+    """By what a callback is known again.
+
+    Attributes:
+        kind: Its class.
+        settings: A digest of what it was made with, which may be nobody's business.
+    """
+
+    kind: str
+    settings: str
+
+
+class Matches(NamedTuple):
+    """Which callback gets which state, by name.
+
+    Attributes:
+        pairs: Of a state, and of the callback that it belongs to.
+        gone: States that no callback takes.
+        new: Callbacks without a state.
+    """
+
+    pairs: dict[str, str]
+    gone: list[str]
+    new: list[str]
+
+
+class Hooks:
+    """One Trainer's.
+
+    Args:
+        callbacks: In the order in which they are called, as they were made.
+    """
+
+    def __init__(self, callbacks: Iterable[Callback]) -> None:
+        self._hooks: dict[str, Callback] = {}
+        # As earlier versions called them: by all that came before, also those that some ranks do not have.
+        self._old_names: dict[str, str] = {}
+        counts: Counter[str] = Counter()
+        for hook in callbacks:
+            kind = type(hook).__name__
+            name = f"{kind}-{counts[kind]}" if counts[kind] else kind
+            self._old_names[f"{kind}-{len(self._hooks)}" if counts[kind] else kind] = name
+            counts[kind] += 1
+            self._hooks[name] = hook
+        self._known = {name: known(hook) for name, hook in self._hooks.items()}
+
+    def __iter__(self) -> Iterator[Callback]:
+        return iter(self._hooks.values())
+
+    def each(self, call: Callable[[Callback], None]) -> None:
+        """Calls something of each."""
+        for hook in self:
+            call(hook)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint has of all of them."""
+        return {
+            "callbacks": {name: hook.state_dict() for name, hook in self._hooks.items()},
+            "callback_settings": {name: list(known) for name, known in self._known.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], session: Session) -> None:
+        """The inverse. Collective: rank 0, which has saved them, says whose they are.
+
+        Args:
+            state: Of a checkpoint; earlier versions have no settings in it, and go by names.
+            session: The process's.
+
+        Raises:
+            ValueError: Nobody can say which callback a state belongs to. On all ranks.
+        """
+        states = {name: one for name, one in state["callbacks"].items() if one}
+        saved = state.get("callback_settings")
+        if saved is None:
+            here = {name: self._old_names[name] for name in states if name in self._old_names}
+            found = Matches(here, [name for name in states if name not in here], [])
+        else:
+            first = session.gather({name: list(one) for name, one in self._known.items()})[0]
+            ours = {name: Known(*one) for name, one in first.items()}
+            found = matched({name: Known(*saved[name]) for name in states}, ours)
+        for name, hook in found.pairs.items():
+            if hook in self._hooks:  # some ranks may have fewer
+                self._hooks[hook].load_state_dict(states[name])
+        if session.rank:
+            return
+        new = [name for name in found.new if type(self._hooks[name]).state_dict is not Callback.state_dict]
+        if found.gone:
+            remark("the state of %s is in the checkpoint, and no callback takes it: it is lost", ", ".join(found.gone))
+        if new:
+            remark("the checkpoint has no state of %s, which begins anew", ", ".join(new))
+
+    @property
+    def alike(self) -> list[str]:
+        """Classes of which several callbacks keep something, and can be told apart by their order alone."""
+        keeping = [
+            self._known[name]
+            for name, hook in self._hooks.items()
+            if type(hook).state_dict is not Callback.state_dict and not hook.key
+        ]
+        return sorted({one.kind for one in keeping if keeping.count(one) > 1})
+
+
+def known(hook: Callback) -> Known:
+    """By what a callback is known again."""
+    plain = {name: value for name, value in sorted(vars(hook).items()) if _is_plain(value)}
+    told = f"key {hook.key}" if hook.key else repr(plain)
+    return Known(type(hook).__name__, xxhash.xxh3_64_hexdigest(told.encode(errors="surrogatepass")))
+
+
+def matched(saved: Mapping[str, Known], here: Mapping[str, Known]) -> Matches:
+    """Gives each state to the callback of its class that was made alike; a class's only one may be made otherwise.
+
+    Raises:
+        ValueError: Several of a class are left, and were made otherwise.
+    """
+    pairs: dict[str, str] = {}
+    gone: list[str] = []
+    new = [name for name, one in here.items() if one.kind not in {other.kind for other in saved.values()}]
+    for kind in dict.fromkeys(one.kind for one in saved.values()):
+        theirs = [name for name, one in saved.items() if one.kind == kind]
+        ours = [name for name, one in here.items() if one.kind == kind]
+        if len(theirs) != 1 or len(ours) != 1:
+            for name in list(theirs):
+                twin = next((one for one in ours if here[one] == saved[name]), None)
+                if twin is not None:
+                    pairs[name] = twin
+                    theirs.remove(name)
+                    ours.remove(twin)
+        if len(theirs) == 1 and len(ours) == 1:
+            pairs[theirs.pop()] = ours.pop()
+        if theirs and ours:
+            raise ValueError(
+                f"the checkpoint has states of {len(theirs)} callbacks of class {kind} that were made with other "
+                f"values than the {len(ours)} here, so nobody can say which state is whose: make them as they were (or "
+                "leave all of them out; a key tells them apart whatever they are made with, Callback.key)"
+            )
+        gone += theirs
+        new += ours
+    return Matches(pairs, gone, new)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, _PLAIN) or (type(value) is tuple and all(map(_is_plain, value)))

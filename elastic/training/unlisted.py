@@ -1,0 +1,110 @@
+"""What a model has in it and no ``state_dict()`` lists: buffers that are not persistent, and plain attributes.
+
+Most of it is made anew with the model: masks, tables of angles. What changes while the model trains is part of the
+training. Such buffers are saved with the rest; attributes can only be named, as nobody knows what they are for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from ..rank.remarks import remark
+from .findings import few
+
+_PLAIN = (bool, int, float, str, type(None))
+# Set by torch and by libraries as they go along, and made anew.
+_PASSING = frozenset({"training", "is_compiled", "gradient_checkpointing"})
+# Tensors of up to so many numbers that are plain attributes are looked at, and so many times all of it is.
+_NUMBERS, _LOOKS = 64, 4
+
+
+class Unlisted:
+    """One model's, as it was when the training began.
+
+    Args:
+        model: As it is trained; what is inside wrappers.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._buffers = {name: (id(b), b._version, _digest(b)) for name, b in buffers(model).items()}
+        self._attributes, self._looks = _attributes(model), _LOOKS
+
+    def changed_buffers(self) -> dict[str, Tensor]:
+        """Buffers that are no longer as they were, the model's own."""
+        found = {}
+        for name, buffer in buffers(self._model).items():
+            was = self._buffers.get(name)
+            # Few change, and to look at all of them would take a while at each save.
+            if was is None or ((id(buffer), buffer._version) != was[:2] and _digest(buffer) != was[2]):
+                found[name] = buffer
+        return found
+
+    def changed_attributes(self) -> tuple[str, ...]:
+        """Names of plain attributes that are no longer as they were; without those that the module itself saves."""
+        now = _attributes(self._model)
+        return tuple(
+            name for name, value in now.items() if name in self._attributes and self._attributes[name] != value
+        )
+
+    def tell(self) -> None:
+        """Says once which attributes changed, as soon as some have: here, where a save is prepared or made."""
+        if self._looks:
+            self._looks -= 1
+            if changed := self.changed_attributes():
+                self._looks = 0
+                remark("%s", said(changed))
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Puts buffers back where they still are, with the shape that they had."""
+        here = buffers(self._model)
+        with torch.no_grad():
+            for name, value in saved.items():
+                if name in here and here[name].shape == value.shape:
+                    here[name].copy_(value)
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    """Those that are not persistent, by name."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers.get(name)
+            if buffer is not None and buffer.device.type != "meta":
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+def said(attributes: tuple[str, ...]) -> str:
+    """What a person should know of attributes that changed."""
+    return (
+        f"{few(attributes)} changed while the model trained, and {'is' if len(attributes) == 1 else 'are'} in no "
+        "checkpoint: a resumed run has the first value again. Where the training depends on it, make it a buffer "
+        "(register_buffer), or give it out in get_extra_state"
+    )
+
+
+def _attributes(model: nn.Module) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules():
+        if type(module).get_extra_state is not nn.Module.get_extra_state:
+            continue
+        for name, value in vars(module).items():
+            number = type(value) in (int, float)
+            if name in _PASSING or (name.startswith("_") and not number):
+                continue
+            if type(value) is Tensor and value.numel() <= _NUMBERS and value.device.type != "meta":
+                value = _digest(value)
+            if isinstance(value, _PLAIN):
+                found[f"{prefix or type(module).__name__}.{name}"] = value
+    return found
+
+
+def _digest(value: Tensor) -> str:
+    held: Any = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return f"{value.dtype} {list(value.shape)} {xxhash.xxh3_64_hexdigest(held)}"

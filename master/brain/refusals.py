@@ -1,0 +1,58 @@
+"""What ranks refuse to train, which no restart can mend: who goes on without whom, or how the job ends.
+
+A refusal is known to all ranks of a world (`FAILURE_KIND_REFUSED`). Where some of them have trained this run before and
+others came later, those who came later are put aside: their script, data or number is what is new. Else nobody can go
+on, and the job ends with that line.
+"""
+
+from __future__ import annotations
+
+from . import failures
+from .state import Failure, Member
+from .turn import Turn, names
+
+
+def pending(turn: Turn) -> Failure | None:
+    """The refusal that ended the last world, if that is what did.
+
+    Where re-sharding was to be tried, it is that which did not work: the checkpoint is converted instead.
+    """
+    job, failure = turn.job, turn.job.budget.pending
+    if failure is None or not failure.refused or job.world is None:
+        return None
+    return None if job.world.resharded and not job.told.first_step else failure
+
+
+def ends_job(turn: Turn) -> bool:
+    """Nobody can go on: all who are left of the world trained before it, or none."""
+    return pending(turn) is not None and not (is_left(turn, proven=True) and newcomers(turn))
+
+
+def put_aside(turn: Turn) -> None:
+    """Those who came last become spares, for as long as they are what they are; the others' budget is untouched."""
+    refusal, new = pending(turn), newcomers(turn)
+    if refusal is None:
+        return
+    failures.acquit(turn)
+    who = [member.node for member in new]
+    for member in new:
+        node = turn.job.node_by(member.incarnation)
+        if node is not None:
+            turn.update(node, refused=refusal.message)
+    it = "it" if len(who) == 1 else "them"
+    turn.notice(f"{names(who)} cannot take part, the others go on without {it}: {refusal.message}", True)
+    turn.cause(f"going on without {names(who)}")
+
+
+def newcomers(turn: Turn) -> list[Member]:
+    """Of the world that refused, those who had never made a step of this run."""
+    world = turn.job.world
+    return [member for member in world.members if not member.proven] if world is not None else []
+
+
+def is_left(turn: Turn, *, proven: bool) -> bool:
+    """Some node of the last world is there that did, or did not, train before it."""
+    world = turn.job.world
+    return world is not None and any(
+        turn.job.node_by(member.incarnation) is not None for member in world.members if member.proven is proven
+    )

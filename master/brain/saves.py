@@ -1,0 +1,103 @@
+"""A drain's save: what people hear of it, and who ends it where a leaver's notice runs out before it is done."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from dalsegno.protos import control_pb2
+
+from .state import Job, Node, Part
+from .turn import Turn, names
+
+# A save that goes on is told of after so many seconds, and again each time that has doubled.
+TOLD_AFTER = 5.0
+# What is advised for --drain-timeout: so many times what a save took, in steps of 10 s.
+ADVISED = 2.5
+
+
+def await_save(turn: Turn, what: str) -> None:
+    """The ranks save, and `what` waits for them: says so if it takes long."""
+    epoch = turn.open
+    if epoch.saving_since is None:
+        epoch.saving_since, epoch.save_told_at = turn.heard, turn.heard + TOLD_AFTER
+    if not turn.overdue(epoch.save_told_at):
+        return
+    seconds = turn.heard - epoch.saving_since
+    epoch.save_told_at = epoch.saving_since + 2 * seconds
+    # A checkpoint is one directory: each node sees what all have written.
+    written = max(epoch.written.values(), default=0)
+    turn.notice(
+        f"{what} waits for the save of step {epoch.top_step}: {amount(written)} written in {seconds:.0f} s"
+        f" ({amount(written / seconds)}/s)"
+    )
+
+
+def amount(count: float) -> str:
+    """Bytes, for a person."""
+    size, units = count, ["kB", "MB", "GB", "TB"]
+    if size < 1000:
+        return f"{size:.0f} bytes"
+    while size >= 1000 and units:
+        size, unit = size / 1000, units.pop(0)
+    return f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
+
+
+def note_seconds(turn: Turn, step: int, seconds: float) -> None:
+    """A checkpoint was committed, and saving it took so long: once, what that means for nodes that have to leave."""
+    notice = turn.job.settings.drain_timeout
+    if seconds <= notice / 2 or turn.live.slow_save_told:
+        return
+    turn.live.slow_save_told = True
+    advised = 10 * math.ceil(ADVISED * seconds / 10)
+    turn.notice(
+        f"saving step {step} took {seconds:.0f} s, and a node that leaves is given {notice:.0f} s for it: where its"
+        f" notice is longer, --drain-timeout={advised} says so",
+        True,
+    )
+
+
+def part_with(turn: Turn, leavers: list[Node]) -> bool:
+    """Leavers whose notice has run out are not waited for any more. Returns whether there were any."""
+    job = turn.job
+    gone = [node for node in leavers if (leaves := turn.presence(node).leaves) is None or turn.heard >= leaves]
+    for node in gone:
+        turn.set_part(job.world.by_incarnation[node.incarnation], Part.LEFT)  # type: ignore[union-attr]
+    if gone:
+        who = names(node.name for node in gone)
+        turn.cause(f"{who} left")
+        turn.notice(
+            f"the notice of {who} is over before the save is: what the others have of it is completed without", True
+        )
+    return bool(gone)
+
+
+@dataclass(frozen=True)
+class LastWriter:
+    """Who completes a save that leavers had to leave: a member's incarnation, and whether all others are done."""
+
+    incarnation: str
+    alone: bool
+
+
+def last_writer(job: Job) -> LastWriter | None:
+    """The first in rank order of those still at work, before those that have a notice themselves.
+
+    None: nobody had to go before the save was complete.
+    """
+    world = job.world
+    if job.drain is None or world is None or Part.LEFT not in job.parts.values():
+        return None
+    working = [member.incarnation for member in world.members if job.part(member) is Part.RUNNING]
+    nodes = {incarnation: job.node_by(incarnation) for incarnation in working}
+    stays = [incarnation for incarnation, node in nodes.items() if node is not None and not node.leaving]
+    return LastWriter((stays or working or [""])[0], len(working) == 1)
+
+
+def ending_of(incarnation: str, last: LastWriter | None) -> control_pb2.Ending.ValueType:
+    """How a member's ranks end the drain's save."""
+    if last is None:
+        return control_pb2.ENDING_TOGETHER
+    if incarnation != last.incarnation:
+        return control_pb2.ENDING_WRITE
+    return control_pb2.ENDING_SEAL if last.alone else control_pb2.ENDING_WAIT

@@ -1,0 +1,148 @@
+"""Which process is which, as this machine's kernel says it: for agents, and for the master that hears of them.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+__all__ = [
+    "Identity",
+    "Process",
+    "Status",
+    "boot_id",
+    "is_gone",
+    "is_of_earlier_boot",
+    "machine",
+    "namespace",
+    "own_process",
+    "stat_fields",
+    "status_of",
+]
+
+# The kernel's own number of the namespace that processes outside of containers are in (proc_ns.h).
+_OUTSIDE = "pid:[4026531836]"
+
+
+class Status(NamedTuple):
+    """Of one process.
+
+    Attributes:
+        state: one letter of proc(5): "R", "S", "T" stopped, "Z" zombie, ...
+        started: in clock ticks since boot (field 22 of proc(5) stat).
+    """
+
+    state: str
+    started: int
+
+    def is_of(self, started: int) -> bool:
+        """Whether this is the live process that began at `started` (a reused number or a zombie is not)."""
+        return self.started == started and self.state not in ("Z", "X")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One for good, as `control_pb2.Process`."""
+
+    machine: str
+    boot_id: str
+    pid_ns: str
+    pid: int
+    start_time: int
+
+
+class Identity(Protocol):
+    """`Process`, or the message."""
+
+    @property
+    def machine(self) -> str: ...
+    @property
+    def boot_id(self) -> str: ...
+    @property
+    def pid_ns(self) -> str: ...
+    @property
+    def pid(self) -> int: ...
+    @property
+    def start_time(self) -> int: ...
+
+
+def stat_fields(pid: int) -> list[str] | None:
+    """Fields of /proc/<pid>/stat from the third (state) on, or None for a process that is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # The command name (second field) may contain blanks and brackets: count from its closing bracket.
+    return text[text.rindex(")") + 2 :].split()
+
+
+def status_of(pid: int) -> Status | None:
+    """State and start of a process; None when it is gone."""
+    fields = stat_fields(pid)
+    return Status(fields[0], int(fields[19])) if fields else None
+
+
+def boot_id() -> str:
+    """The kernel's identifier of the present boot."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def namespace(kind: str) -> str:
+    """Of this process, as the kernel names it (namespaces(7)); empty where it does not say."""
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
+
+
+def machine() -> str:
+    """A digest of what stays the same over the boots of this machine, and which no other machine has (machine-id(5)).
+
+    Empty in a container, whose files say nothing of the machine under it.
+    """
+    try:
+        number = Path("/etc/machine-id").read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""
+    if len(number) != 32 or namespace("pid") != _OUTSIDE:
+        return ""
+    # The number itself is to be kept secret. Copies of one disk have the same, but hardly the same name.
+    return hashlib.sha256(f"dalsegno {number} {socket.gethostname()}".encode()).hexdigest()
+
+
+def own_process() -> Process:
+    """This one, and where it lives."""
+    status = status_of(os.getpid())
+    started = status.started if status is not None else 0
+    return Process(machine(), boot_id(), namespace("pid"), os.getpid(), started)
+
+
+def is_of_earlier_boot(recorded: Identity, here: Identity) -> bool:
+    """Whether the machine that both are of was started anew between them: nothing lives through that."""
+    same_machine = bool(recorded.machine) and recorded.machine == here.machine
+    return same_machine and bool(recorded.boot_id and here.boot_id) and recorded.boot_id != here.boot_id
+
+
+def is_gone(recorded: Identity, here: Identity) -> bool:
+    """Whether a process is provably gone, as `here`, this process, can see. What it cannot see may live."""
+    if recorded.boot_id != here.boot_id:
+        return is_of_earlier_boot(recorded, here)
+    seen = bool(recorded.pid_ns) and recorded.pid_ns == here.pid_ns
+    return seen and recorded.pid > 0 and recorded.start_time > 0 and not _may_live(recorded.pid, recorded.start_time)
+
+
+def _may_live(pid: int, started: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True  # Another user's, of which /proc may show nothing.
+    status = status_of(pid)
+    return status is not None and status.is_of(started)

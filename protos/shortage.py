@@ -1,0 +1,162 @@
+"""What the system had none left of when something could not be started, as one line that says what to do about it.
+
+The kernel says "Resource temporarily unavailable" to whoever would be one process or thread too many, and Python "can't
+start new thread". Neither tells which limit that was. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = ["CannotStartError", "crowded", "prove_room", "shortage", "starting"]
+
+_NO_THREAD = "can't start new thread"
+# Threads that a process of ours has at least, beside gRPC's one for each core, and what it has of those at most.
+_OURS = 14
+_MOST_OF_GRPC = 16
+# With fewer left a process may end in libraries that do not say why.
+_FEW = 32
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+class CannotStartError(OSError):
+    """One line: what could not be started, why, and what to do."""
+
+
+@contextlib.contextmanager
+def starting(what: str) -> Iterator[None]:
+    """Around the start of a process or thread.
+
+    Raises:
+        CannotStartError: the system has no room for it. Any other error is passed on.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, MemoryError) as error:
+        why = shortage(error)
+        if not why or isinstance(error, CannotStartError):
+            raise
+        raise CannotStartError(f"{what} cannot be started: {why}") from error
+
+
+def prove_room() -> None:
+    """Proves that the threads of a process of ours can be started, by starting so many for a moment.
+
+    gRPC's own pool, with a thread for each core, ends the process without a word where it cannot have them.
+
+    Raises:
+        RuntimeError: they cannot; see `shortage`.
+    """
+    end = threading.Event()
+    started = []
+    try:
+        for _ in range(_OURS + min(os.cpu_count() or 1, _MOST_OF_GRPC)):
+            thread = threading.Thread(target=end.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    finally:
+        end.set()
+        for thread in started:
+            thread.join()
+
+
+def shortage(error: BaseException) -> str:
+    """What was used up when this error came, and what to do, for a person; empty where it is about something else."""
+    if isinstance(error, CannotStartError):
+        return str(error)
+    number = error.errno if isinstance(error, OSError) else None
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and _NO_THREAD in str(error)):
+        return f"no more processes and threads are allowed here ({_processes()}); raise that limit, or end others"
+    if number == errno.ENOMEM or isinstance(error, MemoryError):
+        return f"there is not enough memory ({_memory()}); end other processes, or give this one more"
+    if number == errno.EMFILE:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return f"this process may have no more files open (ulimit -n: {soft}, at most {hard}); raise that limit"
+    if number == errno.ENFILE:
+        return "this machine may have no more files open (sysctl fs.file-max); raise that limit"
+    return ""
+
+
+def crowded() -> str:
+    """What may be why a process ended at its start: hardly any more are allowed. Empty where there is room."""
+    tight = [text for most, used, text in _limits() if used + _FEW > most]
+    return f"hardly any more processes and threads are allowed here ({'; '.join(tight)})" if tight else ""
+
+
+def _processes() -> str:
+    """Which limit it can have been: those that are reached, or all that there are."""
+    limits = list(_limits())
+    reached = [text for most, used, text in limits if used >= most]
+    return "; ".join(reached or [text for _, _, text in limits] or ["see sysctl kernel.threads-max and kernel.pid_max"])
+
+
+def _limits() -> Iterator[tuple[int, int, str]]:
+    """Of processes and threads: how many may be, how many there are, and what a person calls it."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NPROC)
+    if allowed != resource.RLIM_INFINITY:
+        used = _threads_of(os.getuid())
+        yield allowed, used, f"ulimit -u: {allowed}, in use by user {os.getuid()}: {used}"
+    for directory in _own_cgroups("pids"):
+        most, now = _number(directory / "pids.max"), _number(directory / "pids.current")
+        if most is not None and now is not None:
+            yield most, now, f"pids.max of the container or group {directory}: {most}, in use: {now}"
+
+
+def _threads_of(user: int) -> int:
+    """What counts for `ulimit -u`: all threads of all processes of a user, as far as they can be seen."""
+    count = 0
+    for entry in os.listdir("/proc"):
+        if not entry.isdigit():
+            continue
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            lines = Path(f"/proc/{entry}/status").read_text(encoding="ascii", errors="replace").splitlines()
+            fields = {name: rest.split() for name, _, rest in (line.partition(":") for line in lines)}
+            if int(fields.get("Uid", ["-1"])[0]) == user:
+                count += int(fields.get("Threads", ["1"])[0])
+    return count
+
+
+def _memory() -> str:
+    limits = []
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if allowed != resource.RLIM_INFINITY:
+        limits.append(f"ulimit -v: {allowed // 1024} kB")
+    for directory in _own_cgroups("memory"):
+        most = _number(directory / "memory.max") or _number(directory / "memory.limit_in_bytes")
+        if most is not None and most < 1 << 60:
+            limits.append(f"limit of the container or group {directory}: {most // 1_000_000} MB")
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                limits.append(f"available on this machine: {int(line.split()[1]) // 1000} MB")
+    return "; ".join(limits) or "see ulimit -v and /proc/meminfo"
+
+
+def _own_cgroups(controller: str) -> Iterator[Path]:
+    """The directories of this process's groups that may limit it, from its own one up."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):
+        return
+    for line in lines:
+        _, _, rest = line.partition(":")
+        names, _, path = rest.partition(":")
+        if names and controller not in names.split(","):
+            continue
+        top = _CGROUPS / names if names else _CGROUPS
+        directory = top / path.lstrip("/")
+        yield from (one for one in (directory, *directory.parents) if top in (one, *one.parents))
+
+
+def _number(path: Path) -> int | None:
+    """What a limit's file says; None: no limit, or none that can be read."""
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

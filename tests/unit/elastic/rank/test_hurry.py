@@ -1,0 +1,212 @@
+"""A drain that all ranks agree on beside the steps: one boundary, at most two steps away, whatever the pace was."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dalsegno.elastic.rank import hurry
+from dalsegno.elastic.rank.hurry import Ballot, Hurry
+
+
+class Held:
+    """torch's store, as far as it is used: one for all ranks."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, str] = {}
+        self.changed = threading.Condition()
+        self.gone = False
+
+    def set(self, key: str, value: str) -> None:
+        with self.changed:
+            self.kept[key] = value
+            self.changed.notify_all()
+
+    def get(self, key: str) -> bytes:
+        with self.changed:
+            return self.kept[key].encode()
+
+    def add(self, key: str, amount: int) -> int:
+        with self.changed:
+            self.kept[key] = str(int(self.kept.get(key, "0")) + amount)
+            return int(self.kept[key])
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        with self.changed:
+            found = self.changed.wait_for(
+                lambda: self.gone or all(key in self.kept for key in keys), timeout.total_seconds()
+            )
+            if self.gone or not found:
+                raise RuntimeError("gone" if self.gone else "timeout")
+
+    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+        with self.changed:
+            if self.gone:
+                raise RuntimeError("gone")
+            if self.kept.get(key, "") == expected:
+                self.kept[key] = desired
+                self.changed.notify_all()
+            return self.kept[key].encode()
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def end(self) -> None:
+        with self.changed:
+            self.gone = True
+            self.changed.notify_all()
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), ranks=st.integers(1, 5), synchronous=st.booleans())
+def test_all_ranks_drain_at_one_boundary(data: st.DataObject, ranks: int, synchronous: bool) -> None:
+    """Ranks of any pace, which wait for one another in each step or do not; any of them calls, any number of times.
+
+    A rank that waits for the answers of others moves on only when all threads have answered, whatever their ranks do.
+    """
+    ballots = [Ballot() for _ in range(ranks)]
+    begun = [0] * ranks
+    ended = [0] * ranks
+    drained: list[list[int]] = [[] for _ in range(ranks)]
+    called: int | None = None
+    for ballot in ballots:
+        ballot.begin(1)
+    begun = [1] * ranks
+    for _ in range(data.draw(st.integers(5, 60))):
+        rank = data.draw(st.integers(0, ranks - 1))
+        ballot = ballots[rank]
+        act = data.draw(st.sampled_from(["go", "go", "call", "answer"]))
+        if act == "call" and called is None and not any(b.answered for b in ballots):
+            called = max(begun)
+        elif act == "answer" and called is not None and not ballot.answered and not drained[rank]:
+            ballot.answer()
+            if all(b.answered for b in ballots):
+                boundary = max(b.step for b in ballots)
+                for each in ballots:
+                    each.decide(boundary)
+        elif act == "go" and begun[rank] > ended[rank]:
+            # Ends its step, where it may: a gradient needs that all have begun it.
+            if ballot.waits or (synchronous and min(begun) < begun[rank]):
+                continue
+            ended[rank] += 1
+            if ballot.end():
+                drained[rank].append(ended[rank])
+        elif act == "go" and not drained[rank]:
+            begun[rank] += 1
+            ballot.begin(begun[rank])
+    at = {step for each in drained for step in each}
+    assert len(at) <= 1
+    assert all(len(each) <= 1 for each in drained)
+    if at:
+        (boundary,) = at
+        assert called is not None
+        for rank in range(ranks):
+            assert drained[rank] or ended[rank] < boundary, "nobody passes it"
+        if synchronous:
+            # All are in one step, or between it and the next one.
+            latest = max(b for b in begun)
+            assert boundary <= latest
+
+
+def test_an_answer_that_came_too_late_decides_nothing_alone() -> None:
+    """The call has come to nothing for all; the next one is of the next round."""
+    ballot = Ballot()
+    ballot.begin(7)
+    assert ballot.answer() == 7
+    assert ballot.waits
+    ballot.decide(-1)
+    assert not ballot.waits
+    assert not ballot.end()
+    assert (ballot.round, ballot.step) == (1, 8)
+
+
+def together(held: Held, ranks: int) -> list[Hurry]:
+    return [Hurry(rank, ranks, held, held) for rank in range(ranks)]
+
+
+def train(one: Hurry, rank: int, paces: Sequence[float], call_at: int, found: dict[int, int]) -> None:
+    for step, pace in enumerate(paces, 1):
+        one.begin(step, call=step >= call_at)
+        time.sleep(pace)  # a step is its time
+        if one.end():
+            found[rank] = step
+            return
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_threads_find_one_boundary(ranks: int) -> None:
+    """Ranks that never wait for one another, at other paces: all end at the latest one's step, and not before it."""
+    held = Held()
+    hurries = together(held, ranks)
+    found: dict[int, int] = {}
+    threads = [
+        threading.Thread(target=train, args=(one, rank, [0.002 * (1 + rank)] * 5000, 20 if rank == 0 else 5001, found))
+        for rank, one in enumerate(hurries)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sorted(found) == list(range(ranks))
+        assert len(set(found.values())) == 1
+        assert found[0] >= 20
+        if ranks == 1:
+            assert found[0] <= 22
+    finally:
+        for one in hurries:
+            one.close()
+
+
+def test_a_rank_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The exchange carries the flag then, as it would have. A second call may succeed."""
+    monkeypatch.setattr(hurry, "PATIENCE", 0.1)
+    held = Held()
+    one = Hurry(0, 2, held, held)
+    try:
+        one.begin(1, call=True)
+        held.wait(["0/boundary"], timedelta(seconds=30))
+        assert not one.end()
+        assert held.get("0/boundary") == b"-1"
+        # It comes late, and learns that it was too late.
+        other = Hurry(1, 2, held, held)
+        other.begin(1, call=False)
+        assert not other.end()
+        monkeypatch.setattr(hurry, "PATIENCE", 30.0)
+        other.begin(2, call=False)
+        one.begin(2, call=True)
+        held.wait(["1/boundary"], timedelta(seconds=30))
+        assert [one.end(), other.end()] == [True, True]
+        other.close()
+    finally:
+        one.close()
+
+
+def test_a_store_that_is_gone_is_no_reason_to_drain_alone() -> None:
+    """What the others have agreed on is not known: this rank fails rather than to go on past it."""
+    held = Held()
+    one = Hurry(0, 2, held, held)
+    one.begin(1, call=True)
+    held.wait(["0/answers"], timedelta(seconds=30))
+    held.end()
+    with pytest.raises(RuntimeError, match="the store is gone"):
+        one.end()
+    one.close()
+
+
+def test_it_ends_at_once() -> None:
+    """Its thread waits for a call that never comes."""
+    held = Held()
+    one = Hurry(0, 1, held, held)
+    one.close()
+    assert not one._thread.is_alive()

@@ -1,0 +1,176 @@
+"""How a rank ends a drain's save when a leaver is gone, and a disk that does not answer."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Position, verify
+from dalsegno.elastic.rank import rng
+from dalsegno.elastic.rank.collective import PeerLost, Solo
+from dalsegno.elastic.rank.identity import Identity
+from dalsegno.elastic.saving import apart, saving
+from dalsegno.elastic.saving.saving_reports import Count
+from dalsegno.protos import control_pb2, worker_pb2
+
+pytestmark = pytest.mark.timeout(60)
+
+LOST = PeerLost("connection closed by peer")
+CONTENT = saving.Content(4, Position(0, 64))
+
+
+@dataclass
+class Agent:
+    """Stands for the link: answers with one ending after the other."""
+
+    endings: list[int]
+    alive: bool = True
+    said: list[worker_pb2.ToAgent] = field(default_factory=list)
+
+    @property
+    def ending(self) -> int:
+        return self.endings.pop(0) if len(self.endings) > 1 else self.endings[0]
+
+    def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
+        self.said.append(message)
+
+
+class Deserted(Solo):
+    """A group of two whose other rank is gone when the notes are compared that a test names."""
+
+    world_size = 2
+
+    def __init__(self, gone_at: int, rank: int = 0) -> None:
+        self.rank, self._gathers, self._gone_at = rank, 0, gone_at
+
+    def gather(self, message: Any) -> list[Any]:
+        self._gathers += 1
+        if self._gathers == self._gone_at:
+            raise LOST
+        return [message, message]
+
+    def broadcast(self, message: Any) -> Any:
+        return message
+
+
+@pytest.fixture(autouse=True)
+def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORD_SECONDS", "OTHERS_SECONDS", "LOOK_SECONDS"):
+        monkeypatch.setattr(apart, name, 0.05)
+    monkeypatch.setattr(apart, "SIGHT_PAUSES", (0.01,))
+
+
+def saver(agent: Agent, directory: Path, gone_at: int) -> saving.Saver:
+    identity = Identity(rank=0, world_size=2, local_world_size=1, epoch=1, stall_timeout=600.0)
+    collective = Deserted(gone_at)
+    return saving.Saver(identity, collective, CheckpointStore(directory), agent, None)  # type: ignore[arg-type]
+
+
+def save(one: saving.Saver, *, others_part: bool = True, drain: bool = True) -> Manifest | None:
+    def write(path: Path) -> None:
+        (path / "model.pt").write_bytes(bytes(1000))
+        other = path / rng.file_name(1)
+        other.parent.mkdir()
+        other.write_bytes(rng.capture() if others_part else b'{"python"')
+
+    return one.save(CONTENT, write, create_directory=True, drain=drain)
+
+
+# The other rank is gone when they compare notes: of their writing, of what is there, of the checksums.
+@pytest.mark.parametrize("gone_at", [1, 2, 3])
+def test_the_last_rank_seals_what_is_there(tmp_path: Path, gone_at: int) -> None:
+    """Wherever in the save the leaver was lost; the checkpoint is whole, and the agent hears of it."""
+    agent = Agent([0, control_pb2.ENDING_WAIT, control_pb2.ENDING_WAIT, control_pb2.ENDING_SEAL])
+    one = saver(agent, tmp_path, gone_at)
+    manifest = save(one)
+    assert manifest is not None
+    assert one.apart
+    verify(tmp_path / manifest.name, manifest, 1)
+    assert {entry.path for entry in manifest.files} == {"model.pt", "rng/rank-0.json", "rng/rank-1.json"}
+    (sealed,) = [message.sealed for message in agent.said if message.HasField("sealed")]
+    assert (sealed.digest, manifest.shape.world_size) == (manifest.digest, 2)
+
+
+def test_a_missing_part_is_never_sealed(tmp_path: Path) -> None:
+    """Half of the leaver's last file is not its part."""
+    one = saver(Agent([control_pb2.ENDING_SEAL]), tmp_path, 1)
+    with pytest.raises(saving.SaveError, match="rank 1 had to go before its part was written"):
+        save(one, others_part=False)
+    assert CheckpointStore(tmp_path).sealed() == []
+
+
+def test_others_write_and_go(tmp_path: Path) -> None:
+    """One seals; who is not asked to leaves the directory alone."""
+    one = saver(Agent([0, control_pb2.ENDING_WRITE]), tmp_path, 2)
+    assert save(one) is None
+    assert one.apart
+    assert CheckpointStore(tmp_path).sealed() == []
+
+
+def test_a_crash_is_none_of_it(tmp_path: Path) -> None:
+    """Nobody says that a leaver is gone: the rank fails as its peers do."""
+    with pytest.raises(PeerLost):
+        save(saver(Agent([control_pb2.ENDING_TOGETHER]), tmp_path, 2))
+
+
+def test_a_dead_agent_is_not_waited_for() -> None:
+    """Its node is about to end."""
+    with pytest.raises(PeerLost):
+        apart.has_to_seal(Agent([control_pb2.ENDING_WAIT], alive=False), 0, LOST)  # type: ignore[arg-type]
+
+
+def test_only_the_first_rank_of_a_node_seals() -> None:
+    """The others go."""
+    assert not apart.has_to_seal(Agent([control_pb2.ENDING_WAIT]), 1, LOST)  # type: ignore[arg-type]
+
+
+def test_two_seals_are_one(tmp_path: Path) -> None:
+    """A thread of rank 0's may have been first."""
+    one = saver(Agent([control_pb2.ENDING_SEAL]), tmp_path, 3)
+    manifest = save(one)
+    assert manifest is not None
+    assert apart.seal_once(tmp_path / manifest.name, manifest) == manifest
+
+
+# ---- a disk that does not answer ------------------------------------------------------------------------------------
+
+
+def test_a_disk_that_is_stuck_fails_the_save_and_not_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After most of --stall-timeout without a byte; all ranks know it, and train on."""
+    answers = threading.Event()
+    monkeypatch.setattr(saving, "checksums", lambda *_, **__: answers.wait(30))
+    agent = Agent([0])
+    identity = Identity(epoch=1, stall_timeout=0.2)
+    one = saving.Saver(identity, Solo(), CheckpointStore(tmp_path), agent, None)  # type: ignore[arg-type]
+    assert one.save(CONTENT, lambda path: None, create_directory=True, drain=True) is None
+    answers.set()
+    failed = agent.said[-1].save_failed
+    assert (failed.drain, "the disk has not answered" in failed.reason) == (True, True)
+
+
+def test_a_disk_that_moves_is_waited_for() -> None:
+    """Byte by byte, for longer than it may stand still."""
+    count, more = Count(0), threading.Event()
+
+    def work() -> str:
+        for _ in range(10):
+            more.wait(0.1)
+            count.add(1)
+        return "done"
+
+    assert apart.unless_stuck(work, count, 0.5) == "done"
+
+
+def test_what_fails_on_the_way_is_the_callers() -> None:
+    """As without a limit."""
+    for patience in (0.0, 5.0):
+        with pytest.raises(OSError, match="no space"):
+            apart.unless_stuck(full, Count(0), patience)
+
+
+def full() -> None:
+    raise OSError("no space")

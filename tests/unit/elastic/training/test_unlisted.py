@@ -1,0 +1,87 @@
+"""What a model has in it and no `state_dict()` lists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dalsegno.elastic.training.unlisted import Unlisted
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls, self._seen, self.mode, self.limit = nn.Linear(2, 2), 0, 0, "a", None
+        self.register_buffer("warm", torch.zeros(()), persistent=False)
+        self.register_buffer("mask", torch.ones(4), persistent=False)
+        self.register_buffer("kept", torch.zeros(()))
+        self.beside = torch.zeros(2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self._seen += len(x)
+        self.warm += 1
+        self.kept += 1
+        return self.linear(x) * self.mask[0]
+
+
+class Saves(Counting):
+    def get_extra_state(self) -> Any:
+        return self.calls
+
+    def set_extra_state(self, state: Any) -> None:
+        self.calls = state
+
+
+def test_what_changes_is_found() -> None:
+    """Wherever it lies in the model; not what stays, nor what is saved, nor a move to train or eval."""
+    model = nn.Sequential(Counting())
+    looked = Unlisted(model)
+    model.eval()
+    assert looked.changed_buffers() == {}
+    assert looked.changed_attributes() == ()
+    model(torch.ones(3, 2))
+    assert list(looked.changed_buffers()) == ["0.warm"]
+    assert looked.changed_attributes() == ("0.calls", "0._seen")
+    model[0].beside += 1
+    assert looked.changed_attributes() == ("0.calls", "0._seen", "0.beside")
+
+
+def test_a_buffer_that_was_replaced() -> None:
+    """By another one of the same name; by the same values it is as it was."""
+    model = Counting()
+    looked = Unlisted(model)
+    model.mask, model.warm = torch.ones(4), torch.tensor(1e8 + 8)
+    assert list(looked.changed_buffers()) == ["warm"]
+    model.double()
+    assert sorted(looked.changed_buffers()) == ["mask", "warm"]
+
+
+def test_buffers_come_back_where_they_fit() -> None:
+    model, again = Counting(), Counting()
+    model(torch.ones(1, 2))
+    Unlisted(again).load({"warm": model.warm, "mask": torch.zeros(5), "gone": torch.zeros(1)})
+    assert again.warm == 1
+    assert again.mask.tolist() == [1.0] * 4
+
+
+def test_modules_that_save_what_they_count_are_left_alone() -> None:
+    model = Saves()
+    looked = Unlisted(model)
+    model(torch.ones(1, 2))
+    assert looked.changed_attributes() == ()
+
+
+def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = Counting()
+    looked = Unlisted(model)
+    looked.tell()
+    assert caplog.messages == []
+    model(torch.ones(1, 2))
+    looked.tell()
+    looked.tell()
+    (line,) = caplog.messages
+    assert line.startswith("Counting.calls, Counting._seen changed while the model trained, and are in no checkpoint")

@@ -1,0 +1,261 @@
+"""A drain's save: how long the master waits for it, what people hear of it, and who ends it without a leaver."""
+
+from __future__ import annotations
+
+import pytest
+
+from dalsegno.master.brain.state import Part, Phase
+from dalsegno.protos import control_pb2
+from tests.support.jobs.masters import Driven, Node, all_join, settings
+
+TOGETHER, WRITE = control_pb2.ENDING_TOGETHER, control_pb2.ENDING_WRITE
+WAIT, SEAL = control_pb2.ENDING_WAIT, control_pb2.ENDING_SEAL
+
+
+def growing(job: Driven) -> tuple[Node, Node]:
+    """Two nodes have agreed on step 2 for a newcomer, and save."""
+    a, b = job.start(2)
+    a.step(1)
+    late = job.node()
+    late.join()
+    late.warm()
+    a.step(2, draining=True)
+    assert job.phase is Phase.DRAINING
+    return a, b
+
+
+def leaving(job: Driven, *leavers: int, count: int = 3, notice: float = 8.0) -> list[Node]:
+    """Some of these nodes have a notice, and all have agreed on step 2 for it, and save."""
+    nodes = job.start(count)
+    nodes[0].step(1)
+    for leaver in leavers:
+        nodes[leaver].leave(notice)
+    nodes[0].step(2, draining=True)
+    return nodes
+
+
+def endings(nodes: list[Node]) -> list[int]:
+    return [node.directive.drain.ending for node in nodes]
+
+
+# ---- growing and scaling down ---------------------------------------------------------------------------------------
+
+
+def test_a_growth_waits_for_its_save_as_long_as_the_ranks_live() -> None:
+    """Far beyond --drain-timeout, though not a byte moves."""
+    job = Driven(settings(drain_timeout=8))
+    a, b = growing(job)
+    job.wait(35)
+    assert (job.phase, a.order) == (Phase.DRAINING, "drain")
+    a.save(2)
+    for node in (a, b):
+        node.drained(2)
+    all_join(job.nodes)
+    a.convert()
+    a.step(3)
+    assert (len(job.members), "lost 0 steps" in job.notices) == (3, True)
+
+
+def test_a_save_that_is_waited_for_is_said() -> None:
+    """After 5 s, then after 10, 20, ...: how much is written, for how long, how fast."""
+    job = Driven(settings(drain_timeout=8))
+    a, _ = growing(job)
+    job.wait(4)
+    assert "waits for the save" not in job.notices
+    a.step(2, draining=True, written_bytes=16_400_000)
+    job.wait(2)
+    assert "growing waits for the save of step 2: 16.4 MB written in 5 s (3.3 MB/s)" in job.notices
+    job.wait(30)
+    assert job.notices.count("waits for the save") == 3
+
+
+def test_a_save_that_stands_still_for_a_stall_is_withdrawn() -> None:
+    """The ranks live: they train on, and it is tried again later, not with each of their saves."""
+    job = Driven(settings(drain_timeout=8, stall_timeout=40))
+    a, _ = growing(job)
+    job.wait(41)
+    assert (job.phase, a.order) == (Phase.RUNNING, "run")
+    assert "growing is put off: its save stood still for 40 s (--stall-timeout)" in job.notices
+    a.save(2)
+    a.step(3)
+    assert job.phase is Phase.RUNNING
+    job.wait(41)
+    a.step(4)
+    assert job.phase is Phase.DRAINING
+
+
+def test_a_save_that_moves_is_not_withdrawn() -> None:
+    """However long it takes in all."""
+    job = Driven(settings(drain_timeout=8, stall_timeout=40))
+    a, _ = growing(job)
+    for moved in range(1, 5):
+        job.wait(30)
+        a.step(2, draining=True, saved_bytes=1000 * moved)
+    assert job.phase is Phase.DRAINING
+
+
+def test_a_death_while_a_growth_saves_is_unplanned() -> None:
+    """Nobody could complete it."""
+    job = Driven(settings(drain_timeout=8))
+    a, b = growing(job)
+    b.failed()
+    assert (job.phase, a.order) == (Phase.FORMING, "gather")
+
+
+def test_a_withdrawn_drain_leaves_nothing_behind() -> None:
+    """A death after it is noticed as soon as any, and the next drain's save is timed anew."""
+    job = Driven(settings(drain_timeout=8, stall_timeout=40))
+    growing(job)
+    job.wait(41)
+    assert not job.state.live.epoch.stopping
+    assert job.state.live.epoch.saving_since is None
+
+
+def test_a_slow_save_between_drains_is_no_stall() -> None:
+    """Its ranks say that it goes on: they have all of --stall-timeout, as steps that never come have not."""
+    patient, hasty = (Driven(settings(stall_timeout=600.0)) for _ in range(2))
+    for job, written in ((patient, 1000), (hasty, 0)):
+        (a,) = job.start(1)
+        a.step(1, written_bytes=written)
+        job.wait(90)
+    assert (patient.phase, hasty.phase is not Phase.RUNNING) == (Phase.RUNNING, True)
+    patient.wait(520)
+    assert patient.phase is not Phase.RUNNING
+
+
+# ---- leaving --------------------------------------------------------------------------------------------------------
+
+
+def test_what_outlasts_a_notice_is_sealed_by_those_who_stay() -> None:
+    """They write what is theirs, and go; the first of them seals when the others have gone. No step is lost."""
+    job = Driven(settings(drain_timeout=30))
+    nodes = a, b, c = leaving(job, 2)
+    assert endings(nodes) == [TOGETHER] * 3
+    job.wait(9)
+    assert (job.phase, c.order) == (Phase.DRAINING, "release")
+    assert endings([a, b]) == [WAIT, WRITE]
+    c.hang_up()
+    b.drained(2)
+    assert endings([a]) == [SEAL]
+    job.wait(30)
+    a.save(2)
+    a.drained(2)
+    assert job.phase is Phase.FORMING
+    all_join([a, b])
+    if a.lease:
+        a.convert()
+    a.step(3)
+    assert job.members == [a.name, b.name]
+    assert "epoch 2: " + c.name + " left, 2 nodes, resumed at step 2" in job.notices
+    assert "lost 0 steps" in job.notices
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_rank_0_may_be_the_leaver(restarted: bool) -> None:
+    """Then the next one seals, also under another master."""
+    job = Driven(settings(drain_timeout=8))
+    a, b, c = leaving(job, 0)
+    job.wait(9)
+    if restarted:
+        job.restart()
+        for node in (a, b, c):
+            node.beat()
+    assert endings([b, c]) == [WAIT, WRITE]
+    assert a.order == "release"
+
+
+def test_who_has_a_notice_of_its_own_seals_last() -> None:
+    """It may be gone before the others have written their parts."""
+    job = Driven(settings(drain_timeout=60))
+    a, b, _ = leaving(job, 2)
+    a.leave(notice=50.0)
+    job.wait(9)
+    assert endings([a, b]) == [WRITE, WAIT]
+
+
+def test_a_leaver_that_dies_while_it_saves_is_not_missed_yet() -> None:
+    """Its part may be written."""
+    job = Driven(settings(drain_timeout=30, node_timeout=6))
+    a, b, c = leaving(job, 2)
+    c.hang_up()
+    job.wait(7)
+    assert (job.phase, endings([a, b])) == (Phase.DRAINING, [WAIT, WRITE])
+
+
+def test_a_missing_part_makes_it_unplanned() -> None:
+    """Who was to seal finds out, and fails; that is no failure of the script's."""
+    job = Driven(settings(drain_timeout=30, max_restarts=0))
+    a, b, c = leaving(job, 2)
+    job.wait(9)
+    c.hang_up()
+    b.drained(2)
+    a.failed("step-2.e1.1 is lost: rank 2 had to go before its part was written")
+    assert job.phase is Phase.FORMING
+    all_join([a, b])
+    job.wait(2)
+    a.step(1)
+    assert (job.phase, job.job.budget.failures) == (Phase.RUNNING, 0)
+
+
+def test_nobody_stays_to_seal() -> None:
+    """All had the same notice."""
+    job = Driven(settings(drain_timeout=8))
+    leaving(job, 0, 1, count=2)
+    job.wait(9)
+    assert job.phase in (Phase.FORMING, Phase.WAITING)
+
+
+def test_without_a_boundary_a_notice_is_a_hard_limit() -> None:
+    """Nothing is being saved that could be completed."""
+    job = Driven(settings(drain_timeout=8))
+    a, b = job.start(2)
+    a.step(1)
+    b.leave(notice=8.0)
+    job.wait(9)
+    assert job.phase is Phase.FORMING
+
+
+def test_who_seals_has_as_long_as_a_stall() -> None:
+    """It is alone, and the disk may be gone for good."""
+    job = Driven(settings(drain_timeout=8, stall_timeout=40))
+    a, b = leaving(job, 1, count=2)
+    job.wait(9)
+    b.hang_up()
+    assert endings([a]) == [SEAL]
+    job.wait(30)
+    assert job.phase is Phase.DRAINING
+    job.wait(12)
+    assert (job.phase, "did not end in time" in job.notices) == (Phase.FORMING, True)
+
+
+def test_a_leaver_that_was_given_up_may_still_say_that_it_drained() -> None:
+    """Its word changes nothing: the others were told to go on without."""
+    job = Driven(settings(drain_timeout=8))
+    a, b, c = leaving(job, 2)
+    job.wait(9)
+    assert c.drained(2).code == "OK"
+    assert job.job.parts[c.incarnation] is Part.LEFT
+    assert endings([a, b]) == [WAIT, WRITE]
+
+
+# ---- before it is too late ------------------------------------------------------------------------------------------
+
+
+def committed(job: Driven, node: Node, step: int, seconds: float) -> None:
+    request = control_pb2.CommitRequest(caller=node.caller(), checkpoint=job.seal(step), seconds=seconds)
+    assert job.call(request).code == "OK"
+
+
+def test_the_first_save_that_takes_half_a_notice_is_said() -> None:
+    """With the flag that helps, once."""
+    job = Driven(settings(drain_timeout=30))
+    (a,) = job.start(1)
+    committed(job, a, 1, 15.0)
+    assert "--drain-timeout" not in job.notices
+    committed(job, a, 2, 26.4)
+    committed(job, a, 3, 100.0)
+    assert (
+        "saving step 2 took 26 s, and a node that leaves is given 30 s for it: where its notice is longer, "
+        "--drain-timeout=70 says so" in job.notices
+    )
+    assert job.notices.count("--drain-timeout") == 1

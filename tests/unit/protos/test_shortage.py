@@ -1,0 +1,93 @@
+"""What could not be started, why, and what to do: one line."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import threading
+from pathlib import Path
+
+import pytest
+
+from dalsegno.protos import shortage
+from dalsegno.protos.shortage import CannotStartError, crowded, prove_room, starting
+
+
+def failed(number: int) -> OSError:
+    return OSError(number, "as the kernel says it")
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (failed(errno.EAGAIN), ("processes and threads", "raise that limit")),
+        (RuntimeError("can't start new thread"), ("processes and threads", "raise that limit")),
+        (failed(errno.ENOMEM), ("memory", "end other processes")),
+        (MemoryError(), ("memory", "end other processes")),
+        (failed(errno.EMFILE), ("ulimit -n", "raise that limit")),
+        (failed(errno.ENFILE), ("fs.file-max", "raise that limit")),
+    ],
+)
+def test_what_was_used_up_is_said(error: Exception, words: tuple[str, ...]) -> None:
+    """Which limit, how high it is, and the way out; as an error that those who expect an OSError take for one."""
+    with pytest.raises(CannotStartError) as caught, starting("the keeper"):
+        raise error
+    text = str(caught.value)
+    assert text.startswith("the keeper cannot be started: ")
+    assert all(word in text for word in words)
+    assert len(text.splitlines()) == 1
+    with pytest.raises(CannotStartError, match=r"^the keeper cannot") as again, starting("the agent"):
+        raise caught.value
+    assert again.value is caught.value, "the narrowest name counts"
+
+
+@pytest.mark.parametrize("error", [failed(errno.ENOENT), RuntimeError("a bug"), ValueError("a bug")])
+def test_other_errors_are_passed_on(error: Exception) -> None:
+    """They are about something else."""
+    with pytest.raises(type(error)) as caught, starting("the keeper"):
+        raise error
+    assert caught.value is error
+
+
+def test_the_limit_that_is_reached_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """With how much of it is in use; where none is known to be reached, all that there are."""
+    group = tmp_path / "group"
+    group.mkdir()
+    (group / "pids.max").write_text("100\n")
+    (group / "pids.current").write_text("100\n")
+    monkeypatch.setattr(shortage, "_own_cgroups", lambda controller: iter([group]))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (500, 500))
+    monkeypatch.setattr(shortage, "_threads_of", lambda user: 7)
+    text = shortage.shortage(failed(errno.EAGAIN))
+    assert f"group {group}: 100, in use: 100" in text
+    assert "ulimit -u" not in text
+    assert f"{group}: 100" in crowded()
+    (group / "pids.current").write_text("3\n")
+    text = shortage.shortage(failed(errno.EAGAIN))
+    assert "ulimit -u: 500" in text
+    assert "100, in use: 3" in text
+    assert crowded() == ""
+
+
+def test_own_groups_are_found() -> None:
+    """Whatever this machine's are, each is a directory below the place of all."""
+    for controller in ("pids", "memory"):
+        assert all(str(one).startswith("/sys/fs/cgroup") for one in shortage._own_cgroups(controller))
+
+
+def test_room_is_proven_by_threads_that_are_gone_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one could not be had."""
+    before = threading.active_count()
+    prove_room()
+    assert threading.active_count() == before
+    plain, left = threading.Thread.start, iter(range(3))
+
+    def start(self: threading.Thread) -> None:
+        if next(left, None) is None:
+            raise RuntimeError("can't start new thread")
+        plain(self)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError):
+        prove_room()
+    assert threading.active_count() == before
