@@ -7,7 +7,8 @@ One server-stream (`Watch`) brings each agent its present `Directive`; every ope
 A directive is a *view*, not a command: it says what the agent should be doing now. It is sent again in full whenever
 it changes and whenever a stream opens, so a lost or repeated one does no harm.
 Failure is a gRPC status code, never a field:
-  FAILED_PRECONDITION  the call speaks for a closed epoch or for a node that was declared dead ("fenced: ...")
+  NOT_FOUND            the call speaks for a node that was declared dead ("fenced"): it registers anew
+  FAILED_PRECONDITION  the call speaks for a closed epoch
   ALREADY_EXISTS       Register under the name of a live node
   INVALID_ARGUMENT     settings that make no sense, or another job
   ABORTED              Register: not yet, to be repeated

@@ -23,6 +23,14 @@ _MEMORY = re.compile(r"not enough memory|can't allocate memory|out of memory", r
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
+class Failed(Exception):
+    """A part of the save failed on some rank; all ranks have this with the same text."""
+
+    def __init__(self, reason: str, fatal: bool, *, final: bool | None = None) -> None:
+        super().__init__(reason)
+        self.fatal, self.final = fatal, fatal if final is None else final
+
+
 class Cause(str, enum.Enum):
     """What kind of reason a rank has."""
 

@@ -42,7 +42,7 @@ from .apart import all_files, has_to_seal, missing_parts, seal_once, unless_stuc
 from .background_save import LAST_WORDS_SECONDS, PARTS, Flight, check_paths
 from .content import Content, Own
 from .declared import DDP, contradiction, of_each_rank
-from .save_errors import Cause, describe, is_fatal, is_mistake, kept, problem
+from .save_errors import Cause, Failed, describe, is_fatal, is_mistake, kept, problem
 from .saving_reports import Count, SavingReports, bytes_below
 from .staging import HostBuffers
 
@@ -57,14 +57,6 @@ _TOLD_OTHERWISE = "the ranks were told to save different things"
 
 class SaveError(RuntimeError):
     """A save failed for a reason that trying again will not cure, or too often."""
-
-
-class _Failed(Exception):
-    """A part of the save failed on some rank; all ranks have this with the same text."""
-
-    def __init__(self, reason: str, fatal: bool, *, final: bool | None = None) -> None:
-        super().__init__(reason)
-        self.fatal, self.final = fatal, fatal if final is None else final
 
 
 @dataclass
@@ -145,7 +137,7 @@ class Saver:
                 files = self._describe(own)
                 self._check_files([entry.path for entry in files], own.content)
                 manifest = self._seal(own.name, own.content, files)
-        except _Failed as failure:
+        except Failed as failure:
             self._failed_save(own.name, content.step, failure, drain)
             return None
         except PeerLost as lost:
@@ -184,7 +176,7 @@ class Saver:
         try:
             name, content = self._choose_name(content, True)
             files = self._stage(name, state, content)
-        except _Failed as failure:
+        except Failed as failure:
             self._buffers.release()
             self._failed_save(name, content.step, failure, drain)
             return None
@@ -236,7 +228,7 @@ class Saver:
                 ending.flight.cancel()
                 self._buffers.release()
                 self._under_way = None
-        except _Failed as failure:
+        except Failed as failure:
             self._failed_save(ending.name, ending.content.step, failure, ending.drain)
             return None
         except PeerLost as lost:
@@ -294,7 +286,7 @@ class Saver:
         answers = self._agree_on(content, {"paths": sorted(files)} if found is None else found.answer)
         paths = [path for answer in answers for path in answer["paths"]]
         for path in sorted({path for path in paths if paths.count(path) > 1}):
-            raise _Failed(f"several ranks save {path}, and only one may", fatal=True)
+            raise Failed(f"several ranks save {path}, and only one may", fatal=True)
         self._check_files(paths, content)
         return files
 
@@ -302,7 +294,7 @@ class Saver:
         """Are they what the script says that it saves? All ranks have the same answer."""
         reason = contradiction(paths, content.strategy, content.any_world_size)
         if reason is not None:
-            raise _Failed(reason, fatal=True)
+            raise Failed(reason, fatal=True)
         if self._looked or content.strategy != DDP or not content.any_world_size:
             return
         self._looked = True
@@ -362,7 +354,7 @@ class Saver:
                 answer["error"] = describe(error)
         answer = self._collective.broadcast(answer)
         if "error" in answer:
-            raise _Failed(answer["error"], fatal=False)
+            raise Failed(answer["error"], fatal=False)
         best = None if answer["best"] is None else Best(**answer["best"])
         return str(answer["name"]), replace(content, metric=answer["metric"], best=best)
 
@@ -456,7 +448,7 @@ class Saver:
             self._store.write_best(best)
             self._noted_best = name
 
-    def _failed_save(self, name: str, step: int, failure: _Failed, drain: bool) -> None:
+    def _failed_save(self, name: str, step: int, failure: Failed, drain: bool) -> None:
         self._give_up(name, step, str(failure), drain, failure.fatal)
         if failure.fatal:
             line = f"saving step {step} failed: {failure}"
@@ -494,7 +486,7 @@ class Saver:
         self._raise_first(answers)
         wrong = differences([answer["content"] for answer in answers])
         if wrong:
-            raise _Failed(f"{_TOLD_OTHERWISE}: {'; '.join(wrong)}", fatal=True)
+            raise Failed(f"{_TOLD_OTHERWISE}: {'; '.join(wrong)}", fatal=True)
         return answers
 
     def _raise_first(self, answers: list[dict[str, Any]]) -> None:
@@ -502,4 +494,4 @@ class Saver:
         if problems:
             # Of several, one that the others may come from.
             rank, first = min(problems, key=lambda one: one[1].get("cause") == Cause.LIKELY_MISTAKE.value)
-            raise _Failed(f"{first['text']} (rank {rank})", is_fatal(answers), final=is_mistake(answers))
+            raise Failed(f"{first['text']} (rank {rank})", is_fatal(answers), final=is_mistake(answers))

@@ -370,8 +370,7 @@ class Session:
             It, sealed; None if there was none, or it failed: see ``save``.
         """
         ended = None if self._saver is None else self._saver.settle()
-        if ended is not None:
-            self._saved = ended
+        self._saved = ended or self._saved
         return self._completed(None if ended is None else ended[1])
 
     def _completed(self, saved: Ref | None) -> Ref | None:
@@ -381,11 +380,9 @@ class Session:
         return saved
 
     def _content(self, strategy: str, any_world_size: bool | None, metric: float | None, **rest: Any) -> Content:
-        if any_world_size is None:
-            any_world_size = loads_anywhere(strategy)
-        if metric is None:
-            metric = self._tracking.metric_of(self.step)
-        return Content(self.step, strategy=strategy, any_world_size=any_world_size, metric=metric, **rest)
+        anywhere = loads_anywhere(strategy) if any_world_size is None else any_world_size
+        metric = self._tracking.metric_of(self.step) if metric is None else metric
+        return Content(self.step, strategy=strategy, any_world_size=anywhere, metric=metric, **rest)
 
     def drain_failed(self) -> None:
         """The drain's save failed: train on, and try again after a pause if it is still wanted."""

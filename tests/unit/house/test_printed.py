@@ -23,7 +23,7 @@ DRAWINGS = {
     "worker ──Unix socket, worker.proto──▶ agent ──gRPC, control.proto──▶ master": "who talks to whom",
     "<checkpoint-dir>/": "a tree of files",
     '{"version": 2, "name", "job_id", "run_id", "step", "epoch", "generation", "form"': "keys of a manifest",
-    "token TEXT          the value of DALSEGNO_LIFELINE that this agent's processes carry": "the keeper's messages",
+    "mark NAME=VALUE     the environment variable that this agent's processes carry": "the keeper's messages",
 }
 TARGETS = sorted({how.by for how in COMMANDS.values() if isinstance(how, Elsewhere) and "::" not in how.by})
 TESTS = sorted({how.by for how in COMMANDS.values() if isinstance(how, Elsewhere) and "::" in how.by})
