@@ -16,7 +16,7 @@ from tests.support.workers.zero_runs import run_world
 
 pytestmark = pytest.mark.timeout(180)
 
-WORKER = Path(__file__).parents[1] / "support" / "kept_worker.py"
+WORKER = Path(__file__).parents[1] / "support" / "workers" / "kept_worker.py"
 Results = list[dict[str, Any]]
 
 

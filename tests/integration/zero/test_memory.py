@@ -11,7 +11,7 @@ from tests.support.checkpoints.shards import write_shards
 from tests.support.workers.ranks import Rank
 from tests.support.workers.zero_runs import worker_environment
 
-MEASURED = Path(__file__).parents[2] / "support" / "measured_converter.py"
+MEASURED = Path(__file__).parents[2] / "support" / "checkpoints" / "measured_converter.py"
 MIB = 1 << 20
 # What Python, torch and the journal need besides: pickles, paths, threads' stacks.
 SLACK = 24 * MIB
