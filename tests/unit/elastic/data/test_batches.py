@@ -8,7 +8,6 @@ import math
 import random
 from dataclasses import replace
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -434,27 +433,6 @@ def test_padded_token_means_count_real_rows_only() -> None:
     assert [part.tokens for part in parts] == [int(part.data[0, 1]) for part in parts]
     assert sum(part.loss_scale for part in parts) == pytest.approx(2.0)
     assert parts[0].scale(torch.tensor(1.0).double()).item() == parts[0].loss_scale
-
-
-def test_public_surface_is_pinned() -> None:
-    """What ``dalsegno.elastic`` offers, no more and no less, and that each name is there."""
-    import dalsegno.elastic as elastic
-
-    assert set(elastic.__all__) == {
-        *("EXIT_BAD_CHECKPOINT", "EXIT_DRAINED", "Accumulation", "BadResumePoint", "Batch", "BatchPlan"),
-        *("Batches", "Boundary"),
-        *("CheckpointStore", "Drained", "ElasticSampler", "MicroBatch", "Order", "Position", "ResumePoint"),
-        *("SaveError", "Session", "TrainingState", "background", "sample_generator", "session"),
-        *("Callback", "Counts", "DDP", "DeepSpeed", "EarlyStopping", "Evaluator", "FSDP", "Strategy", "Tracked"),
-        "Trainer",
-    }
-    for name in elastic.__all__:
-        assert getattr(elastic, name) is not None
-    assert callable(elastic.session)
-    assert (elastic.EXIT_DRAINED, elastic.EXIT_BAD_CHECKPOINT) == (83, 84)
-    with pytest.raises(AttributeError):
-        _ = elastic.no_such_name
-    assert not (Path(elastic.__file__).parent / "session.py").exists(), "would shadow session()"
 
 
 def test_a_shuffled_stream_of_hugging_face_goes_on_in_its_order() -> None:
