@@ -41,10 +41,11 @@ PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WH
 	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
 	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal --durations=15 $(CURDIR)/tests
 
-.PHONY: help install test test-all demo simulate fuzz bench test-gpu bench-gpu lint format protos wheel tools farm clean
+.PHONY: help install check test test-all demo simulate fuzz bench test-gpu bench-gpu lint format protos wheel tools farm clean
 
 help:
 	@echo 'make demo      a job of one to four nodes on this machine: joins, a kill, a leave; then the undisturbed run, and a report'
+	@echo 'make check     lint, types, unit tests and 200 simulated schedules: what one waits for beside an editor'
 	@echo 'make test      lint, types, 2,000 simulated schedules, fuzzers and all tests once, against the built wheel'
 	@echo 'make test-all  the full matrices, 100,000 schedules, fuzzers with 100,000 inputs, every process test 20 times (hours; goes on where it was interrupted)'
 	@echo 'make simulate SEED=1 RUNS=2000    simulated schedules only'
@@ -107,6 +108,11 @@ wheel: $(VENV)/.installed
 	@$(WHEEL_VENV)/bin/python -m pip uninstall --quiet --yes setuptools 2>/dev/null
 	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(WHEEL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
+
+# What one waits for beside an editor: no wheel, no process tests, nothing that a unit test starts and waits for.
+check: lint
+	$(PY) -m tests.simulation --seed $(SEED) --runs 200
+	$(PY) -m pytest tests/unit -q -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal -m 'not slow'
 
 simulate: $(VENV)/.installed
 	$(SIMULATOR) -m tests.simulation --seed $(SEED) --runs $(RUNS)

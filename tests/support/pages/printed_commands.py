@@ -110,6 +110,7 @@ COMMANDS: dict[str, How] = {
     "python -m examples.demo": Elsewhere("is what `make demo` runs", "demo"),
     "make test": Elsewhere("this test is a part of it", "test"),
     "make test-all": Elsewhere("this test is a part of it", "test-all"),
+    "make check": Elsewhere("`make test` runs all of it, and more", "check"),
     "make lint": Elsewhere("`make test` begins with it", "lint"),
     "make format": Run(),
     "make bench": Elsewhere(_HOURS, "bench"),
