@@ -35,6 +35,9 @@ WORD_SECONDS = 30.0
 # For the other nodes, which still write: the master gives them up before (--stall-timeout).
 OTHERS_SECONDS = 1800.0
 LOOK_SECONDS = 0.1
+# Of --stall-timeout: so long a disk may move nothing before the save fails, so that steps are made before the master
+# takes the ranks for stuck.
+PATIENCE_SHARE = 0.75
 
 
 def has_to_seal(link: Link, local_rank: int, lost: PeerLost) -> bool:

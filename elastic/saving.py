@@ -21,7 +21,7 @@ from dalsegno.protos import worker_pb2
 
 from . import rng
 from .agreement import differences
-from .apart import all_files, has_to_seal, missing_parts, seal_once, unless_stuck
+from .apart import PATIENCE_SHARE, all_files, has_to_seal, missing_parts, seal_once, unless_stuck
 from .background_save import LAST_WORDS_SECONDS, PARTS, Flight, check_paths
 from .checkpoint import (
     Best,
@@ -48,9 +48,6 @@ from .staging import HostBuffers
 log = logging.getLogger(__name__)
 
 
-# Of --stall-timeout: so long a disk may move nothing before the save fails, so that steps are made before the master
-# takes the ranks for stuck.
-PATIENCE_SHARE = 0.75
 _TOLD_OTHERWISE = "the ranks were told to save different things"
 
 

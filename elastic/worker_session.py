@@ -33,6 +33,7 @@ from .checkpoint import (
     Tracked,
 )
 from .collective import Collective, Pending
+from .content import Content
 from .declared import strategy_of
 from .examination import Examination, refuse_to_go_on
 from .exchange import Boundary, Exchange, Flags
@@ -46,7 +47,7 @@ from .process_group import settle_device
 from .pruning import prune
 from .reports import Reports
 from .resuming import Damaged, ResumePoint, restore_rng
-from .saving import Content, Saver
+from .saving import Saver
 from .tracking import Tracking
 
 log = logging.getLogger(__name__)
@@ -357,7 +358,7 @@ class Session:
             if manifest is not None:
                 self._saved = (self.step, manifest.ref)
                 self._prune()
-            return self._completed(manifest and manifest.ref)
+            return self._completed(self._saved_here)
         finally:
             self._reports.lap()
 
@@ -393,8 +394,7 @@ class Session:
     def leave_drained(self, closing: Callable[[], None] = lambda: None) -> None:
         """Everything is saved: tells the agent and ends this process with exit code 83. Collective.
 
-        Returns only where the change was withdrawn while the ranks saved. They train on then; what they saved counts.
-        ``closing`` is called before the process ends.
+        Returns only where the change was withdrawn meanwhile: train on. ``closing`` is called before the process ends.
 
         Raises:
             Drained: The process ends. The exit code is 83 whatever the script makes of it.
@@ -477,10 +477,11 @@ class Session:
     def _part(self, apart: bool = False) -> None:
         """The last meeting: nobody's connections, nor card, go while another rank is still in a collective."""
         self._over = True
+        if apart:
+            return  # Nobody is in a collective with it any more, and closing would wait for a peer that stands still.
         try:
             settle_device()
-            if not apart:
-                self._collective.barrier()
+            self._collective.barrier()
         except RuntimeError as error:
             # Everything is saved and said; a peer that died by now is the agent's business.
             log.warning("a rank was gone before the last barrier: %s", error)

@@ -27,10 +27,10 @@ def await_save(turn: Turn, what: str) -> None:
     epoch.save_told_at = epoch.saving_since + 2 * seconds
     # A checkpoint is one directory: each node sees what all have written.
     written = max(epoch.written.values(), default=0)
-    turn.notice(
-        f"{what} waits for the save of step {epoch.top_step}: {amount(written)} written in {seconds:.0f} s"
-        f" ({amount(written / seconds)}/s)"
-    )
+    far = f"{amount(written)} written in {seconds:.0f} s ({amount(written / seconds)}/s)"
+    if not written:
+        far = f"{seconds:.0f} s so far, and nobody writes"
+    turn.notice(f"{what} waits for the save of step {epoch.top_step}: {far}")
 
 
 def amount(count: float) -> str:
