@@ -63,8 +63,15 @@ def _await(holds: Callable[[], bool], seconds: float, link: Link, lost: PeerLost
         threading.Event().wait(LOOK_SECONDS)
 
 
-def missing_parts(path: Path, world_size: int) -> list[int]:
-    """The ranks whose part is not there as a whole. What another machine wrote may come into sight late."""
+def missing_parts(path: Path, world_size: int, beside: Iterable[int] = ()) -> list[int]:
+    """The ranks whose part is not there as a whole, now that all other nodes are done.
+
+    Those ``beside`` this one may still be writing: if one of them fails, the agent ends them all. What another machine
+    wrote may come into sight late.
+    """
+    deadline = time.monotonic() + OTHERS_SECONDS
+    while not all(_is_whole(path / rng.file_name(rank)) for rank in beside) and time.monotonic() < deadline:
+        threading.Event().wait(LOOK_SECONDS)
     missing = list(range(world_size))
     for pause in (*SIGHT_PAUSES, 0.0):
         missing = [rank for rank in missing if not _is_whole(path / rng.file_name(rank))]

@@ -263,7 +263,8 @@ class Saver:
         if not sealing:
             return None
         path, done = self._store.path(own.name), Count(sum(entry.size for entry in own.entries))
-        missing = missing_parts(path, identity.world_size)
+        beside = range(identity.rank, identity.rank + identity.local_world_size)
+        missing = missing_parts(path, identity.world_size, beside)
         if missing:
             raise SaveError(f"{own.name} is lost: rank {missing[0]} had to go before its part was written")
         with SavingReports(link, own.name, done.read, path):

@@ -159,6 +159,9 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     if message.has_session and not job.has_session:
         job.has_session = news = True
     epoch.longest = max(epoch.longest, message.longest)
+    if message.step > epoch.top_step and not message.draining:
+        # Beyond the boundary, if there was one: it was withdrawn, or its save failed.
+        epoch.stopping = False
     if made_step(turn, node, message.step):
         epoch.loss = message.loss
     if message.training_ended and node.name not in epoch.ended:

@@ -72,6 +72,18 @@ def part_with(turn: Turn, leavers: list[Node]) -> bool:
     return bool(gone)
 
 
+def may_still_come(turn: Turn) -> bool:
+    """Leavers are not waited for any more, and nobody else is at work: what they sealed at last may be on its way.
+
+    Until they are gone, but no longer than another notice.
+    """
+    job, epoch = turn.job, turn.open
+    if job.checkpoints.last_step(job.epoch) >= epoch.top_step:
+        return False
+    here = any(part is Part.LEFT and job.node_by(incarnation) is not None for incarnation, part in job.parts.items())
+    return here and not turn.overdue(turn.heard if epoch.drain_deadline is None else epoch.drain_deadline)
+
+
 @dataclass(frozen=True)
 class LastWriter:
     """Who completes a save that leavers had to leave: a member's incarnation, and whether all others are done."""

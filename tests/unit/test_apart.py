@@ -104,6 +104,17 @@ def test_a_missing_part_is_never_sealed(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path).sealed() == []
 
 
+def test_ranks_of_the_same_node_may_still_be_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master tells only nodes apart. Of other nodes nothing more is to come."""
+    monkeypatch.setattr(apart, "OTHERS_SECONDS", 30.0)
+    (tmp_path / rng.DIRECTORY).mkdir()
+    (tmp_path / rng.file_name(0)).write_bytes(rng.capture())
+    late = threading.Timer(0.5, lambda: (tmp_path / rng.file_name(1)).write_bytes(rng.capture()))
+    late.start()
+    assert apart.missing_parts(tmp_path, 3, range(2)) == [2]
+    late.join()
+
+
 def test_others_write_and_go(tmp_path: Path) -> None:
     """One seals; who is not asked to leaves the directory alone."""
     one = saver(Agent([0, control_pb2.ENDING_WRITE]), tmp_path, 2)
