@@ -368,7 +368,7 @@ class Session:
             if manifest is not None:
                 self._saved = (self.step, manifest.ref)
                 self._prune()
-            return self._completed(None if manifest is None else manifest.ref)
+            return self._completed(self._saved_here)
         finally:
             self._reports.lap()
 
@@ -404,8 +404,7 @@ class Session:
     def leave_drained(self, closing: Callable[[], None] = lambda: None) -> None:
         """Everything is saved: tells the agent and ends this process with exit code 83. Collective.
 
-        Returns only where the change was withdrawn while the ranks saved. They train on then; what they saved counts.
-        ``closing`` is called before the process ends.
+        Returns only where the change was withdrawn meanwhile: train on. ``closing`` is called before the process ends.
 
         Raises:
             Drained: The process ends. The exit code is 83 whatever the script makes of it.
@@ -489,10 +488,11 @@ class Session:
     def _part(self, apart: bool = False) -> None:
         """The last meeting: nobody's connections, nor card, go while another rank is still in a collective."""
         self.meetings.over = True
+        if apart:
+            return  # Nobody is in a collective with it any more, and closing would wait for a peer that stands still.
         try:
             settle_device()
-            if not apart:
-                self._collective.barrier()
+            self._collective.barrier()
         except RuntimeError as error:
             # Everything is saved and said; a peer that died by now is the agent's business.
             log.warning("a rank was gone before the last barrier: %s", error)

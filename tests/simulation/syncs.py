@@ -6,8 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from dalsegno.agent import events as ev
-from dalsegno.elastic.apart import WORD_SECONDS
-from dalsegno.elastic.saving import PATIENCE_SHARE
+from dalsegno.elastic.apart import PATIENCE_SHARE, WORD_SECONDS
 from dalsegno.protos import control_pb2, worker_pb2
 
 if TYPE_CHECKING:
