@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.processes import own_process
+from dalsegno.protos.shortage import CannotStartError
 
 from . import events as ev
 from .config import AgentConfig, differences
@@ -249,10 +250,12 @@ class Effects:
         try:
             self.conversion.start(self.run_dir(), conversion)
         except (OSError, ValueError) as error:
+            known = isinstance(error, CannotStartError)
+            text = str(error) if known else f"the converter cannot be started: {error}"
             self._mailbox.put(
                 ev.ConversionUpdate(
                     conversion.lease,
                     control_pb2.CONVERSION_STATE_ENVIRONMENT,
-                    message=f"the converter cannot be started: {error}",
+                    message=text,
                 )
             )
