@@ -10,6 +10,7 @@ training is refused before anything is changed.
 
 from __future__ import annotations
 
+import weakref
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,7 +26,7 @@ from .findings import few
 from .optimizers import check_kept, check_parameters
 from .replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
 from .resuming import ResumePoint
-from .schedules import check_factors, factors, has_moved, left_out, rates_of, unchanged
+from .schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
 from .unlisted import Unlisted
 from .worker_session import Session
 from .wrappers import frozen, tell_frozen
@@ -67,7 +68,9 @@ class TrainingState:
         session.copies.know(self._model, *optimizers, scheduler=scheduler, saved=True)
         self._unlisted = Unlisted(self._model)
         self._factors = {name: factors(part) for name, part in self._parts.items()}
-        # Of each optimizer's groups, as they were loaded.
+        # Of each optimizer: schedules that are in no part; where such ones stood, and its groups' rates, as loaded.
+        self._left_out: dict[str, list[weakref.ref[Any]]] = {}
+        self._stood: dict[str, list[Any]] = {}
         self._rates: dict[str, list[float]] = {}
 
     def files(self) -> dict[str, Any]:
@@ -84,6 +87,8 @@ class TrainingState:
         kept = {name: {"type": _kind(part), "state": _state_of(name, part)} for name, part in self._parts.items()}
         for name, names in self._trained().items():
             kept[name]["parameters"], kept[name]["frozen"] = names, frozen(self._model)
+        for name, left in self._left_out.items():
+            kept[name]["left_out"] = [place_of(one) for ref in left if (one := ref()) is not None]
         for name, before in self._factors.items():
             if before:
                 kept[name]["factors"] = unchanged(before, factors(self._parts[name]))
@@ -139,10 +144,13 @@ class TrainingState:
         for name, part in self._parts.items():
             if not hasattr(part, "param_groups"):
                 continue
-            for schedule in left_out(part, self._parts.values()):
+            found = left_out(part, self._parts.values())
+            self._left_out[name] = [weakref.ref(schedule) for schedule in found]
+            for schedule in found:
                 kind = _kind(schedule)
                 self._session.examination.learn_left_out(kind)
-                if name in self._rates and not has_moved(schedule, part, self._rates[name]):
+                stood = name not in self._stood or place_of(schedule) in self._stood[name]
+                if name in self._rates and not (stood and has_moved(schedule, self._rates[name])):
                     raise ValueError(
                         f"{kind} sets the learning rate of {name} and is not in TrainingState, so it begins anew: give "
                         "TrainingState(..., scheduler=...), or move it to session.step before the first step"
@@ -213,6 +221,8 @@ class TrainingState:
                 raise ValueError(f"the {name} in {resume.ref.name} does not fit this one: {error}") from error
             if not other_schedule:
                 check_factors(kept[name].get("factors", {}), factors(part))
+            if "left_out" in kept[name]:
+                self._stood[name] = kept[name]["left_out"]
             if hasattr(part, "param_groups"):
                 self._rates[name] = rates_of(group["lr"] for group in part.param_groups)
 
