@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .replicas import check_shape
 from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, resume_rates
 
 _STATE = "dalsegno_trainer"
@@ -73,6 +74,8 @@ class DeepSpeed(Strategy):
                 raise ValueError(f"gradient_clipping is {own} and max_grad_norm {setting.max_grad_norm}: give one")
         base.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default clips, to 1
         with setting.session.meetings.together():
+            for name, parameter in model.named_parameters():
+                check_shape(name, parameter)
             config, optimizer = ours.config(base, setting.plan, resume), make_optimizer(model)
             scheduled = make_scheduler is not None or "scheduler" in config
             check_optimizer(optimizer, self._stage, allowed=bool(self._config.get(ALLOW)), scheduled=scheduled)

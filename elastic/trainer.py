@@ -21,7 +21,7 @@ from torch.amp.grad_scaler import GradScaler
 from .accumulation import Accumulation
 from .background_save import background
 from .batches import Batch, Batches
-from .callbacks import Callback, Console, Logger, forgetful
+from .callbacks import Callback, Console, Logger, forgetful, states_of
 from .checkpoint import Best, Position, Tracked
 from .counts import sum_over_ranks
 from .evaluator import Evaluator, Interrupted, to_device
@@ -422,7 +422,7 @@ class Trainer:
             "evaluated": self._evaluated,
             "made": dict(self._made.kinds),
             "drop_last": self.drop_last,
-            "callbacks": {name: hook.state_dict() for name, hook in self._named_hooks().items()},
+            "callbacks": states_of(self._named_hooks()),
         }
 
     def _load_state(self, state: Mapping[str, Any]) -> None:
