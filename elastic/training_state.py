@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from .checkpoint import SHARDED
 from .findings import few
-from .optimizers import check_kept, check_parameters
+from .optimizers import check_kept, check_parameters, say_added
 from .replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
 from .resuming import ResumePoint
 from .schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
@@ -62,6 +62,7 @@ class TrainingState:
         self._parts = {name: part for name, part in parts.items() if part is not None}
         self._loaded = False
         self._had_frozen: list[str] | None = None
+        self._first: dict[str, list[str]] = {}
         optimizers = [part for part in self._parts.values() if hasattr(part, "param_groups")]
         session.examination.learn_parts(self._model, *optimizers)
         scheduler = next((part for part in self._parts.values() if hasattr(part, "get_last_lr")), None)
@@ -87,6 +88,7 @@ class TrainingState:
         kept = {name: {"type": _kind(part), "state": _state_of(name, part)} for name, part in self._parts.items()}
         for name, names in self._trained().items():
             kept[name]["parameters"], kept[name]["frozen"] = names, frozen(self._model)
+            self._say_added(name, names)
         for name, left in self._left_out.items():
             kept[name]["left_out"] = [place_of(one) for ref in left if (one := ref()) is not None]
         for name, before in self._factors.items():
@@ -99,6 +101,13 @@ class TrainingState:
         found = {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
         changed = self._unlisted.changed_buffers()
         return {**found, UNLISTED_FILE: {"buffers": changed}} if changed else found
+
+    def _say_added(self, name: str, names: Sequence[str]) -> None:
+        """Once: what an optimizer trains is not what it did when it was saved, or looked at, first."""
+        before = self._first.setdefault(name, list(names))
+        if before != list(names):
+            self._first[name] = list(names)
+            say_added(name, before, names)
 
     def _trained(self) -> dict[str, list[str]]:
         """Of each optimizer its parameters by name, in the order of its groups; those of no name are left out."""
@@ -159,7 +168,13 @@ class TrainingState:
     def write(self, path: Path) -> None:
         """The same while the training waits, for ``save=``."""
         for name, value in self.files().items():
-            torch.save(value, path / name)
+            try:
+                torch.save(value, path / name)
+            except (OSError, RuntimeError):
+                raise
+            except Exception:  # pickle has many ways to say no
+                self.rehearse()  # Says which part it is.
+                raise
 
     def load(self, *, cast: bool = False, other_schedule: bool = False) -> bool:
         """Loads the session's resume point: weights, then the parts in their order. False: there is none.
@@ -346,9 +361,9 @@ def check_same_names(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Non
 def _state_of(name: str, part: Stateful) -> Any:
     try:
         return part.state_dict()
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OSError, MemoryError):
         raise
-    except RuntimeError as error:
+    except Exception as error:
         raise TypeError(f"{name} ({_kind(part)}) gives no state to save: {error}") from error
 
 
