@@ -273,6 +273,8 @@ def _of_all_ranks(copy: Copy, world_size: int) -> bool:
     wrapper = getattr(copy.wrapper, "_orig_mod", copy.wrapper)
     if any(kind.__name__ == "FullyShardedDataParallel" for m in copy.model.modules() for kind in type(m).__mro__):
         return False
+    if any(hasattr(parameter, "_fsdp_flattened") for parameter in copy.model.parameters()):
+        return False
     if isinstance(wrapper, DistributedDataParallel):
         hooks = [getattr(hook, "__qualname__", "") for hook, _ in wrapper._comm_hooks]
         local = any(name.startswith(_LOCAL) for name in hooks)

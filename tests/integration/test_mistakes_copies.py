@@ -96,6 +96,7 @@ CASES = {
     "generator, another order": Told("looped", {"around": "generator", "seed": 4}, after="generator"),
     "enumerate": Told("looped", {"around": "enumerate", "max_steps": 2}),
     "enumerate again": Told("looped", {"around": "enumerate"}, after="enumerate"),
+    "left, a list": Told("listed", {"leave": 2}),
     "left": Told("looped", {"leave": 2}),
     "left at its end": Told("looped", {"leave": 3, "max_steps": 3}),
     "left at its end, again": Told("looped", {"max_steps": 4}, after="left at its end"),
@@ -267,6 +268,12 @@ def test_batches_behind_something_are_resumed(came: dict[str, Came], name: str) 
     "the step's micro-batches were all computed, so it counts, and the second loop goes on behind it",
 )
 @brings(
+    "the same with data that are not `Batches`",
+    Comes.SAID,
+    "nobody knows whether the step was trained before the `break`, so it does not count",
+    "leave the loop by `max_steps=`, or give `Batches`",
+)
+@brings(
     "a second loop over the same generator or progress bar around `Batches`, after a `break`",
     Comes.REFUSED,
     "the loop before had fetched a batch ahead, which is lost",
@@ -280,6 +287,8 @@ def test_a_loop_that_was_left_behind_a_step_has_made_it(came: dict[str, Came]) -
     assert len(came["left at its end, again"].steps) == 1
     ids = [n for part in ("left at its end", "left at its end, again") for step in came[part].steps for n in step]
     assert sorted(ids) == list(range(40))
+    assert [len(rank["steps"]) for rank in came["left, a list"].ranks] == [5, 5]
+    assert any("was left in step 2, which does not count" in line for line in came["left, a list"].ranks[0]["warnings"])
     line, steps = ended(came["left, the same generator"])
     assert "the loop before had fetched what is between them" in line
     assert steps == [2, 2]
