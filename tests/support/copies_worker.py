@@ -134,7 +134,8 @@ def looped(case: Case) -> None:
 
     loop(case.here("leave"), around)
     if case.here("leave"):
-        assert s.step == batches.position.samples // GLOBAL_BATCH == len(case.steps)
+        if not s.step == batches.position.samples // GLOBAL_BATCH == len(case.steps):
+            raise RuntimeError(f"{len(case.steps)} steps were made, the session counts {s.step}")
         loop(None, around if case.here("again") == "the same" else batches)
 
 
