@@ -70,6 +70,7 @@ class Session:
         run_dir: Where checkpoints are saved; None where they cannot be.
         resume: What to load before the first step; None: start from step 0.
         step: Optimizer steps done, those before the resume point included.
+        left_in_a_step: A loop was left in a step that does not count.
         examination: What is known of this training, for people; ends with the first ``meet``.
         meetings: How all ranks end where one of them refuses.
         copies: What all ranks have a copy of: compared before the first step, and right behind it.
@@ -104,6 +105,7 @@ class Session:
         self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
         self.copies = Copies(collective)
         self._notice = notice
+        self.left_in_a_step = False
         self._reports = Reports(link)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
 
@@ -301,6 +303,7 @@ class Session:
     def abandon_step(self, *, trained: bool = False) -> None:
         """The loop was left in the middle of a step, which does not count; ``trained``: it was over, and counts."""
         self.step += int(trained and self._exchange.under_way)
+        self.left_in_a_step = not trained
         self._exchange.abandon()
 
     def save(
