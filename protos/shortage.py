@@ -16,7 +16,8 @@ from pathlib import Path
 
 __all__ = ["CannotStartError", "crowded", "prove_room", "shortage", "starting"]
 
-_NO_THREAD = "can't start new thread"
+# Of Python's threads, and of those that torch starts in C++.
+_NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))
 # Threads that a process of ours has at least, beside gRPC's one for each core, and what it has of those at most.
 _OURS = 14
 _MOST_OF_GRPC = 16
@@ -71,7 +72,7 @@ def shortage(error: BaseException) -> str:
     if isinstance(error, CannotStartError):
         return str(error)
     number = error.errno if isinstance(error, OSError) else None
-    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and _NO_THREAD in str(error)):
+    if number == errno.EAGAIN or (isinstance(error, RuntimeError) and any(text in str(error) for text in _NO_THREAD)):
         return f"no more processes and threads are allowed here ({_processes()}); raise that limit, or end others"
     if number == errno.ENOMEM or isinstance(error, MemoryError):
         return f"there is not enough memory ({_memory()}); end other processes, or give this one more"

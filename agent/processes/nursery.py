@@ -37,13 +37,13 @@ from typing import NoReturn
 from dalsegno.protos.contract import FRAME
 from dalsegno.protos.shortage import shortage
 
-__all__ = ["Assignment", "receive", "send"]
+__all__ = ["CANNOT_START", "Assignment", "receive", "send"]
 
 _PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALIZED = 3
 _SESSION_PACKAGE = "dalsegno.elastic"
-# EX_OSERR of sysexits.h.
-_CANNOT_START = 71
+# In place of an exit status: there was no process (EX_OSERR of sysexits.h).
+CANNOT_START = 71
 
 
 @dataclasses.dataclass(frozen=True)
@@ -339,7 +339,7 @@ class _Nursery:
                 # Those that were started before live on: what becomes of them is the agent's to say.
                 why = shortage(error) or str(error)
                 failure = f"it cannot be started: {why}"
-                send(self._channel, {"exited": number, "code": _CANNOT_START, "failure": failure})
+                send(self._channel, {"exited": number, "code": CANNOT_START, "failure": failure})
                 return None
         if pid:
             os.close(writer)

@@ -151,6 +151,8 @@ class Nursery:
     ) -> None:
         self.process = process
         self.ready = threading.Event()
+        # It is ready, or gone before it was.
+        self.settled = threading.Event()
         self.single = single
         self._channel = channel
         self._lifeline = lifeline
@@ -232,6 +234,7 @@ class Nursery:
             with self._lock:
                 self._gone = True
                 workers, self._workers = list(self._workers.values()), {}
+        self.settled.set()
         if self.single and self.ready.is_set() and workers:
             # It has become its worker: the agent's own child.
             self._follow(workers[0])
@@ -248,6 +251,7 @@ class Nursery:
     def _heard(self, message: dict[str, object]) -> None:
         if "ready" in message:
             self.ready.set()
+            self.settled.set()
             report = message["ready"]
             assert isinstance(report, dict)
             self._on_ready(self, report)
@@ -429,10 +433,13 @@ class StandbyPool:
 
     def _watch_imports(self, nursery: Nursery) -> None:
         """Gives up a nursery whose imports are not over in time: deadlocked, endless, or from a file system away."""
-        if nursery.ready.wait(self._patience) or not nursery.usable:
-            return
+        settled = nursery.settled.wait(self._patience)
         with self._lock:
             if self._closed or nursery.ready.is_set():
+                return
+            if settled or not nursery.usable:
+                # It ended at its imports. There is nothing to wait for before this node takes part.
+                self._on_warm()
                 return
             if nursery in self._nurseries:  # One that becomes its worker itself has left it already.
                 self._nurseries.remove(nursery)

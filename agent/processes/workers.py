@@ -29,7 +29,7 @@ from torch.numa.binding import NumaOptions
 from dalsegno.protos.shortage import starting
 
 from .lifeline import Lifeline
-from .nursery import Assignment
+from .nursery import CANNOT_START, Assignment
 from .proc import kill_group, start_time
 from .standby_pool import StandbyPool, StandbyProcess
 from .worker_link import WorkerLink
@@ -339,7 +339,10 @@ class WorkersContext(SubprocessContext):
         if not self._link.flush(process.pid, _LAST_WORDS):
             logger.warning("the last messages of worker %d (process %d) did not come through", rank, process.pid)
         unstarted = process.failure if isinstance(process, StandbyProcess) else ""
-        self._on_exit(rank, code, unstarted or (self._reason(rank, code) if code else ""))
+        if unstarted:
+            self._on_exit(rank, CANNOT_START, unstarted)
+        else:
+            self._on_exit(rank, code, self._reason(rank, code) if code else "")
 
     def _start_instead(self, rank: int, abandoned: StandbyProcess) -> _ColdProcess | None:
         """A worker that its nursery could not start; None if all are to end anyway, or it cannot be started."""

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.processes import own_process
+from dalsegno.protos.shortage import CannotStartError, shortage
 
 from ..control.connection import Connector
 from ..control.master_checks import problem_of, problem_of_reply
@@ -223,7 +224,9 @@ class Effects:
             host, port = self.stores.open()
         except (OSError, RuntimeError) as error:
             # RuntimeError is what torch's store makes of a port that it cannot have.
+            why = shortage(error)
             reason = f"no store can be served at {self.stores.address} ({error}); check --local-addr"
+            reason = f"no store can be served here, tried again: {why}" if why else reason
             self._mailbox.put(ev.JoinFailed(action.round, digest, reason))
             return
 
@@ -249,10 +252,12 @@ class Effects:
         try:
             self.conversion.start(self.run_dir(), conversion)
         except (OSError, ValueError) as error:
+            known = isinstance(error, CannotStartError)
+            text = str(error) if known else f"the converter cannot be started: {error}"
             self._mailbox.put(
                 ev.ConversionUpdate(
                     conversion.lease,
                     control_pb2.CONVERSION_STATE_ENVIRONMENT,
-                    message=f"the converter cannot be started: {error}",
+                    message=text,
                 )
             )

@@ -25,7 +25,7 @@ from torch.distributed.elastic.utils.api import macros
 
 from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.contract import Variable
-from dalsegno.protos.shortage import shortage
+from dalsegno.protos.shortage import CannotStartError, shortage
 
 from ..decisions import events as ev
 from ..decisions import handling
@@ -219,8 +219,8 @@ class ElasticAgent(LocalElasticAgent):
             self._start_workers(self._worker_group)
         except (OSError, ValueError, RuntimeError) as error:
             logger.exception("the workers of epoch %d could not be started", world.epoch)
-            why = shortage(error) or error
-            self._mailbox.put(ev.StartFailed(world.epoch, f"the workers cannot be started: {why}"))
+            text = f"the workers cannot be started: {shortage(error) or error}"
+            self._mailbox.put(ev.StartFailed(world.epoch, str(error) if isinstance(error, CannotStartError) else text))
             return
         self._worker_group.state = WorkerState.HEALTHY
 

@@ -293,7 +293,9 @@ class Batches(Generic[T]):
             remark("%s", found.text)
         if session.rank == 0 and patient and self._loading.is_stream:
             remark("%s", of_a_stream(unlike))
-        session.examination.learn(data_draws=self._seed is None and any(one["draws"] for one in told))
+        own = any(one.get("own") for one in told)
+        session.examination.learn(data_draws_own=own)
+        session.examination.learn(data_draws=self._seed is None and not own and any(one["draws"] for one in told))
         self.cut = replace(self.cut, samples=tuple(sorted(merged(told, saved).items())))
 
     def _look(self, *, patient: bool) -> dict[str, Any]:
@@ -318,6 +320,7 @@ class Batches(Generic[T]):
             "prints": prints,
             "varies": differs or any(one.varies for one in every),
             "draws": any(one.draws for one in every),
+            "own": any(one.own for one in every),
         }
 
     def _generator(self, step: int) -> torch.Generator:

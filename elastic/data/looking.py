@@ -51,11 +51,13 @@ class Seen:
         prints: Of samples that are the same in each reading, by what to call them.
         draws: The data set draws random numbers while it makes a sample.
         varies: Some sample was not the same in each reading: then no print is kept.
+        own: It was not, and no generator that is known had moved.
     """
 
     prints: dict[str, str] = field(default_factory=dict)
     draws: bool = False
     varies: bool = False
+    own: bool = False
 
 
 def name_of(sample: int, data_epoch: int = 0) -> str:
@@ -87,7 +89,7 @@ def look_at(dataset: Any, read: Callable[[int], Any], look: Look) -> Seen:
                     log.debug("sample %d could not be looked at", index, exc_info=error)
                     return seen
             if len(found) > 1:
-                return Seen(draws=True, varies=True)
+                return Seen(draws=True, varies=True, own=not seen.draws)
             seen.prints[name_of(index, look.data_epoch)] = found.pop()
     return seen
 

@@ -40,6 +40,14 @@ class Meetings:
     def __init__(self, collective: Collective, link: Link | None) -> None:
         self._collective, self._link, self.over = collective, link, False
 
+    def check_open(self, step: int) -> None:
+        """Raises RuntimeError behind the end, which was at that step."""
+        if self.over:
+            raise RuntimeError(
+                f"this session is over: its run was drained or finished, at step {step}, and a process trains one "
+                "run. Train the next one in a process of its own, with a checkpoint_dir of its own"
+            )
+
     def compare(self, alike: Mapping[str, Any], problem: str = "", *, final: bool = True) -> None:
         """See ``agreement.agree``. Collective."""
         try:

@@ -35,6 +35,9 @@ WORD_SECONDS = 30.0
 # For the other nodes, which still write: the master gives them up before (--stall-timeout).
 OTHERS_SECONDS = 1800.0
 LOOK_SECONDS = 0.1
+# Of --stall-timeout: so long a disk may move nothing before the save fails, so that steps are made before the master
+# takes the ranks for stuck.
+PATIENCE_SHARE = 0.75
 
 
 def has_to_seal(link: Link, local_rank: int, lost: PeerLost) -> bool:
@@ -60,8 +63,15 @@ def _await(holds: Callable[[], bool], seconds: float, link: Link, lost: PeerLost
         threading.Event().wait(LOOK_SECONDS)
 
 
-def missing_parts(path: Path, world_size: int) -> list[int]:
-    """The ranks whose part is not there as a whole. What another machine wrote may come into sight late."""
+def missing_parts(path: Path, world_size: int, beside: Iterable[int] = ()) -> list[int]:
+    """The ranks whose part is not there as a whole, now that all other nodes are done.
+
+    Those ``beside`` this one may still be writing: if one of them fails, the agent ends them all. What another machine
+    wrote may come into sight late.
+    """
+    deadline = time.monotonic() + OTHERS_SECONDS
+    while not all(_is_whole(path / rng.file_name(rank)) for rank in beside) and time.monotonic() < deadline:
+        threading.Event().wait(LOOK_SECONDS)
     missing = list(range(world_size))
     for pause in (*SIGHT_PAUSES, 0.0):
         missing = [rank for rank in missing if not _is_whole(path / rng.file_name(rank))]

@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+from ..rank.remarks import remark
+from ..training.findings import few
+
 _TORCH = {
     "adadelta": "Adadelta",
     "adagrad": "Adagrad",
@@ -111,6 +114,18 @@ def source_of_step(optimizer: Any) -> str:
 def is_elementwise(optimizer: Any) -> bool:
     """Whether the optimizer is known to treat every weight by itself."""
     return source_of_step(optimizer) in ELEMENTWISE
+
+
+def say_added(optimizer: str, before: Sequence[str], now: Sequence[str]) -> None:
+    """One line: parameters came to the optimizer, or left it, during the run."""
+    changed = sorted(set(before) ^ set(now)) or list(now)
+    remark(
+        "the optimizer (%s) trains other parameters than at the start (%s): a run that resumes from what is saved now "
+        "has to make all these groups before it loads, or is refused. Make them at the start, with lr=0 until they are "
+        "wanted",
+        optimizer,
+        few(changed),
+    )
 
 
 def check_parameters(saved: Sequence[str], here: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 # Wrappers put these before the names of what they wrap.
 _PREFIXES = ("module.", "_orig_mod.")
@@ -53,7 +54,7 @@ def check_whole(model: nn.Module, *, meta: bool = False) -> None:
         meta: It may be on the meta device.
 
     Raises:
-        ValueError: It is sharded, or has no values yet.
+        ValueError: It is sharded, or has no values or shapes yet.
     """
     if hasattr(model, "is_gradient_accumulation_boundary"):
         raise ValueError("a DeepSpeed engine saves by itself: use dalsegno.elastic.deepspeed, save and restore")
@@ -62,6 +63,7 @@ def check_whole(model: nn.Module, *, meta: bool = False) -> None:
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise ValueError(f"{name or 'the model'} is wrapped in FullyShardedDataParallel, {_INSTEAD}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        check_shape(name, tensor)
         # The marks of FSDP1 and of ZeRO-3 on tensors of a model that they wrap.
         if _is_sharded(tensor) or hasattr(tensor, "_fsdp_flattened") or hasattr(tensor, "ds_tensor"):
             raise ValueError(f"the model's {name} is sharded, {_INSTEAD}")
@@ -70,6 +72,19 @@ def check_whole(model: nn.Module, *, meta: bool = False) -> None:
                 f"the model's {name} is on the meta device and has no values: make the model on a real device, or use"
                 " Trainer(strategy='fsdp'), which gives each rank its own rows"
             )
+
+
+def check_shape(name: str, tensor: Tensor) -> None:
+    """Refuses what has no shape before a first batch: the optimizer, and other ranks, have nothing of it.
+
+    Raises:
+        ValueError: It is of a lazy module.
+    """
+    if is_lazy(tensor):
+        raise ValueError(
+            f"the model's {name} has no shape yet (it is of a lazy module): show the model one batch before this, or"
+            " give the module its sizes"
+        )
 
 
 def check_unsharded(content: Any, what: str) -> None:

@@ -38,7 +38,7 @@ from ..rank.identity import Identity
 from ..rank.link import Link
 from ..rank.meetings import Meetings
 from ..rank.remarks import remark
-from .apart import all_files, has_to_seal, missing_parts, seal_once, unless_stuck
+from .apart import PATIENCE_SHARE, all_files, has_to_seal, missing_parts, seal_once, unless_stuck
 from .background_save import LAST_WORDS_SECONDS, PARTS, Flight, check_paths
 from .content import Content, Own
 from .declared import DDP, contradiction, of_each_rank
@@ -49,9 +49,6 @@ from .staging import HostBuffers
 log = logging.getLogger(__name__)
 
 
-# Of --stall-timeout: so long a disk may move nothing before the save fails, so that steps are made before the master
-# takes the ranks for stuck.
-PATIENCE_SHARE = 0.75
 _TOLD_OTHERWISE = "the ranks were told to save different things"
 
 
@@ -259,7 +256,8 @@ class Saver:
         if not sealing:
             return None
         path, done = self._store.path(own.name), Count(sum(entry.size for entry in own.entries))
-        missing = missing_parts(path, identity.world_size)
+        beside = range(identity.rank, identity.rank + identity.local_world_size)
+        missing = missing_parts(path, identity.world_size, beside)
         if missing:
             raise SaveError(f"{own.name} is lost: rank {missing[0]} had to go before its part was written")
         with SavingReports(link, own.name, done.read, path):

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
+from ..saving.replicas import loadable
+
 if TYPE_CHECKING:
     from ..data.batches import Batch
     from .trainer import Trainer
@@ -60,6 +62,30 @@ def forgetful(callbacks: Iterable[Callback]) -> tuple[str, ...]:
     """Classes of those that have something in them and keep nothing of it in checkpoints."""
     kept = Callback.state_dict
     return tuple(type(one).__name__ for one in callbacks if vars(one) and type(one).state_dict is kept)
+
+
+def states_of(callbacks: Mapping[str, Callback]) -> dict[str, Any]:
+    """What they keep, by name.
+
+    Raises:
+        TypeError, ValueError: One has nothing to save, or what could not be loaded again; says which.
+        RuntimeError: One failed in what may have other reasons than a mistake.
+    """
+    return {name: _state_of(name, one) for name, one in callbacks.items()}
+
+
+def _state_of(name: str, callback: Callback) -> dict[str, Any]:
+    what = f"the state of the callback {name}"
+    try:
+        state = callback.state_dict()
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:
+        kind = RuntimeError if isinstance(error, RuntimeError) else TypeError
+        raise kind(f"{what} cannot be had: {type(error).__name__}: {error}") from error
+    if state:
+        loadable(state, what)
+    return state
 
 
 class EarlyStopping(Callback):

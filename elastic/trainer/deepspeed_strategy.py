@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..saving.optimizers import check_kept
+from ..saving.replicas import check_shape
 from ..training.unlisted import Unlisted
 from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, resume_rates
 
@@ -75,6 +76,8 @@ class DeepSpeed(Strategy):
                 raise ValueError(f"gradient_clipping is {own} and max_grad_norm {setting.max_grad_norm}: give one")
         base.setdefault("gradient_clipping", 0.0)  # DeepSpeed's own default clips, to 1
         with setting.session.meetings.together():
+            for name, parameter in model.named_parameters():
+                check_shape(name, parameter)
             config, optimizer = ours.config(base, setting.plan, resume), make_optimizer(model)
             check_kept(optimizer, model)
             scheduled = make_scheduler is not None or "scheduler" in config

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..rank.process_group import init_process_group
-from ..saving.optimizers import check_kept, check_sharded
+from ..saving.optimizers import check_kept, check_sharded, say_added
 from ..saving.replicas import check_whole, loadable
 from ..training.training_state import check_same_dtypes, check_same_names, read_tensors
 from ..training.unlisted import Unlisted
@@ -65,6 +65,7 @@ class FSDP(Strategy):
             raise ValueError("FSDP shards the rows of every parameter over all ranks: leave out mesh and placement")
         self._blocks, self._init, self._cast, self._options = tuple(blocks), init, cast, options
         self._max_grad_norm: float | None = None
+        self._trained: list[str] = []
         self.loss_scale = LossScale(None)
         # Of the checkpoint that was loaded: what was not trained then.
         self._resumed = ""
@@ -102,6 +103,7 @@ class FSDP(Strategy):
         self.model, self._unlisted = model, Unlisted(model)
         self.optimizer = make_optimizer(model)
         check_sharded(self.optimizer)
+        _check_own(model, self.optimizer)
         check_kept(self.optimizer, model)
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
         self._stepped = None if steps_on_metric(self.scheduler) else self.scheduler
@@ -122,12 +124,21 @@ class FSDP(Strategy):
 
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
         _reshard(self.model)
+        _check_own(self.model, self.optimizer)
+        self._say_added()
         found = files(self.model, self.optimizer)
         if dist.get_rank() == 0:
             self._unlisted.tell()
             found[SHARED_FILE]["unlisted"] = self._unlisted.changed_buffers()
             found[TRAINER_FILE] = trainer_state(state, self.scheduler, self.loss_scale)
         return found
+
+    def _say_added(self) -> None:
+        names = _names(self.model)
+        now = [names[parameter] for group in self.optimizer.param_groups for parameter in group["params"]]
+        before, self._trained = self._trained or now, now
+        if before != now and dist.get_rank() == 0:
+            say_added("optimizer", before, now)
 
     def rehearse(self, state: Mapping[str, Any]) -> None:
         if self._had_frozen is not None and dist.get_rank() == 0:
@@ -306,6 +317,18 @@ def _reshard(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def _check_own(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuses parameters that are not the model's, or were before ``fully_shard`` put others in their place."""
+    own = _names(model)
+    strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in own]
+    if strangers:
+        raise ValueError(
+            f"{type(optimizer).__name__} has {len(strangers)} parameters that are not the model's, the first of shape "
+            f"{list(strangers[0].shape)}: FSDP puts sharded ones in their place, so optimizer(model) has to take them "
+            "from the model that it is given"
+        )
 
 
 def _is_sharded(value: Any) -> bool:

@@ -14,7 +14,7 @@ import xxhash
 
 from ..rank.remarks import remark
 from ..training.session import Session
-from .callbacks import Callback
+from .callbacks import Callback, states_of
 
 _PLAIN = (bool, int, float, str, bytes, type(None))
 
@@ -74,9 +74,13 @@ class Hooks:
             call(hook)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has of all of them."""
+        """What a checkpoint has of all of them.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: See ``states_of``.
+        """
         return {
-            "callbacks": {name: hook.state_dict() for name, hook in self._hooks.items()},
+            "callbacks": states_of(self._hooks),
             "callback_settings": {name: list(known) for name, known in self._known.items()},
         }
 

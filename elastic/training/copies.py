@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn, tensor
@@ -273,6 +274,8 @@ def _of_all_ranks(copy: Copy, world_size: int) -> bool:
     wrapper = getattr(copy.wrapper, "_orig_mod", copy.wrapper)
     if any(kind.__name__ == "FullyShardedDataParallel" for m in copy.model.modules() for kind in type(m).__mro__):
         return False
+    if any(hasattr(parameter, "_fsdp_flattened") for parameter in copy.model.parameters()):
+        return False
     if isinstance(wrapper, DistributedDataParallel):
         hooks = [getattr(hook, "__qualname__", "") for hook, _ in wrapper._comm_hooks]
         local = any(name.startswith(_LOCAL) for name in hooks)
@@ -313,12 +316,16 @@ def _states(copy: Copy) -> Iterator[Value]:
         known = source_of_step(optimizer).startswith("torch.optim.")
         for parameter in _parameters(optimizer) if isinstance(state, Mapping) else ():
             held = state.get(parameter, {})  # type: ignore[union-attr]
-            for key, value in sorted(held.items(), key=str) if isinstance(held, Mapping) else ():
+            for key, value in _by_name(held):
                 if isinstance(value, int | float) and not isinstance(value, bool):
                     value = tensor(float(value))
                 if digest.is_plain(value) and (value.numel() == 1 or not sharded):
                     name = f"{kind}'s {key} of {names.get(id(parameter), 'another parameter')}"
                     yield Value(name, value, id(parameter), False, known and (sharded or id(parameter) in sure))
+
+
+def _by_name(held: Any) -> list[tuple[str, Any]]:
+    return sorted(((str(key), held[key]) for key in held), key=itemgetter(0)) if isinstance(held, Mapping) else []
 
 
 def _parameters(optimizer: Any) -> Iterator[Tensor]:

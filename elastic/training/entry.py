@@ -16,7 +16,7 @@ from ..rank.meetings import Meetings
 from ..rank.notices import Notice, noticed
 from ..saving.resuming import Damaged, handed_out, newest
 from .examination import is_examined
-from .opening import check_world, hello, refuse, take_lock
+from .opening import check_directory, check_world, hello, refuse, take_lock
 from .session import Session
 
 _sessions: list[Session] = []
@@ -93,6 +93,8 @@ def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> S
     else:
         # Before any rank acts on it: those without one would not take part.
         agree(collective, {"a checkpoint_dir is given": identity.run_dir is not None})
+        if identity.run_dir is not None and not is_examined():
+            check_directory(identity.run_dir, collective)
     if identity.socket is None and identity.run_dir is not None:
         # Who only looks changes nothing, and may look at a run that goes on.
         lock = None if is_examined() else take_lock(identity.run_dir, collective)

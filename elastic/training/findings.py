@@ -44,6 +44,7 @@ class Facts:
         layers: Kinds of layers that were seen, see `kinds_of`, each with the classes.
         stateless: Names of callbacks that keep nothing in checkpoints.
         data_draws: The data set draws random numbers, and nothing sets the generators for each sample.
+        data_draws_own: It draws from a generator of its own.
         left_out: Kinds of schedules that act on an optimizer, and are in no checkpoint.
         twins: Classes of callbacks whose states only their order tells apart.
         loss_draws: Names by which a `Trainer`'s loss draws random numbers.
@@ -66,6 +67,7 @@ class Facts:
     layers: tuple[tuple[str, tuple[str, ...]], ...] = ()
     stateless: tuple[str, ...] = ()
     data_draws: bool = False
+    data_draws_own: bool = False
     left_out: tuple[str, ...] = ()
     twins: tuple[str, ...] = ()
     loss_draws: tuple[str, ...] = ()
@@ -131,8 +133,13 @@ def data(facts: Facts) -> str:
 
 
 def in_distribution(facts: Facts) -> Iterator[str]:
-    """What a change of the number of ranks alters, beyond rounding."""
+    """What a change of the number of ranks alters, beyond rounding, or each start does."""
     seen = dict(facts.layers)
+    if facts.data_draws_own:
+        yield (
+            "the data set: it draws from a generator of its own, which nothing saves or sets, so each start has other "
+            "numbers; draw from torch's, Python's or NumPy's global one"
+        )
     if facts.max_world_size == 1 and facts.world_size == 1:
         return
     drawing = [*seen.get(RANDOM, ()), *(f"{name} in the loss" for name in facts.loss_draws)]

@@ -15,6 +15,7 @@ from ..data.batches import Batch, batch_in
 from ..data.sampler import check_order
 from ..rank.agreement import PART
 from ..rank.exchange import MAX_STEPS_APART, Boundary
+from ..rank.remarks import remark
 from ..saving.background_save import Background
 from ..saving.declared import strategy_of
 from ..saving.resuming import check_strategy
@@ -175,6 +176,7 @@ def _source(
     begins = session.step == (0 if resume is None else resume.step)
     if not begins and not advanced:
         check_goes_on(first)
+    _say_what_was_left(session, first)
     if resume is None or not begins:
         return source_of(data, first, None, session.rank, session.world_size, advanced=advanced)
     if order is not None and resume.manifest.order is not None:
@@ -186,6 +188,16 @@ def _source(
     if isinstance(source, Stateful):
         session.compare({}, problem=source.go_on())
     return source
+
+
+def _say_what_was_left(session: Session, first: Unknown[Any] | None) -> None:
+    """Whether a step was trained before a ``break`` is known of `Batches` alone."""
+    if session.left_in_a_step and first is not None and first.batches is None and session.rank == 0:
+        remark(
+            "the loop before was left in step %d, which does not count, as nobody knows whether it was trained: if it "
+            "was, this run makes one step more than it counts; leave the loop by max_steps=, or give Batches",
+            session.step + 1,
+        )
 
 
 def _saved_too(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
@@ -11,6 +13,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.contract import WORKER_PROTOCOL
 
 from ..checkpoint import SHARDED, UNIVERSAL, LocalLock
+from ..rank.agreement import Refusal
 from ..rank.collective import Collective
 from ..rank.exits import EXIT_BAD_CHECKPOINT, BadResumePoint, insist
 from ..rank.identity import Identity
@@ -66,6 +69,34 @@ def check_world(resume: ResumePoint, world_size: int) -> None:
             f"{resume.ref.name} was written by {shape.world_size} ranks with strategy {shape.strategy}, which loads at "
             f"no other number (there are {world_size}): start as many. If it does load at any, say so when saving, "
             "with any_world_size=True"
+        )
+
+
+def check_directory(directory: Path, collective: Collective) -> None:
+    """All ranks were given the same one. (Its path may differ where it is mounted elsewhere.) Collective.
+
+    Raises:
+        Refusal: They were not. On all ranks.
+    """
+    paths = collective.gather(os.path.realpath(directory))
+    if len(set(paths)) == 1:
+        return
+    made: str | None = None
+    if collective.rank == 0:
+        with contextlib.suppress(OSError):
+            directory.mkdir(parents=True, exist_ok=True)
+            number, path = tempfile.mkstemp(prefix=".dalsegno-probe-", dir=directory)
+            os.close(number)
+            made = os.path.basename(path)
+    name = collective.broadcast(made)
+    seen = collective.gather(name is not None and (directory / name).exists())
+    if made is not None:
+        (directory / made).unlink(missing_ok=True)
+    if not all(seen):
+        other = seen.index(False)
+        raise Refusal(
+            f"checkpoint_dir is {paths[0]} on rank 0 and {paths[other]} on rank {other}, which are not the same"
+            " directory: give all ranks one that all of them see"
         )
 
 

@@ -61,6 +61,7 @@ class Session:
         run_dir: Where checkpoints are saved; None where they cannot be.
         resume: What to load before the first step; None: start from step 0.
         step: Optimizer steps done, those before the resume point included.
+        left_in_a_step: A loop was left in a step that does not count.
         examination: What is known of this training, for people; ends with the first ``meet``.
         meetings: How all ranks end where one of them refuses.
         copies: What all ranks have a copy of: compared before the first step, and right behind it.
@@ -95,6 +96,7 @@ class Session:
         self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
         self.copies = Copies(collective)
         self._notice = notice
+        self.left_in_a_step = False
         self._reports = Reports(link)
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
 
@@ -230,7 +232,7 @@ class Session:
             Refusal: The same: some rank has a problem; says which.
             RuntimeError: Another rank has ended; or the session is over.
         """
-        self._check_open()
+        self.meetings.check_open(self.step)
         own: dict[str, Any] = {"step": self.step, "resume point": None if self.resume is None else self.resume.ref.name}
         if self._tracking.name is not None:
             own["tracked metric"] = self._tracking.name
@@ -262,7 +264,7 @@ class Session:
         Raises:
             RuntimeError: The step before has not ended, or the session is over.
         """
-        self._check_open()
+        self.meetings.check_open(self.step)
         refuse_to_go_on()
         drain = self._wants_drain
         master_seen = self._link is not None and self._link.master_seen
@@ -292,6 +294,7 @@ class Session:
     def abandon_step(self, *, trained: bool = False) -> None:
         """The loop was left in the middle of a step, which does not count; ``trained``: it was over, and counts."""
         self.step += int(trained and self._exchange.under_way)
+        self.left_in_a_step = not trained
         self._exchange.abandon()
 
     def save(
@@ -336,7 +339,7 @@ class Session:
             RuntimeError: There is no directory to save to.
             SaveError: See ``Saver.save``.
         """
-        self._check_open()
+        self.meetings.check_open(self.step)
         refuse_to_go_on()
         if self._saver is None:
             raise RuntimeError(f"nowhere to save: {NO_DIRECTORY}")
@@ -359,7 +362,7 @@ class Session:
             if manifest is not None:
                 self._saved = (self.step, manifest.ref)
                 self._prune()
-            return self._completed(None if manifest is None else manifest.ref)
+            return self._completed(self._saved_here)
         finally:
             self._reports.lap()
 
@@ -392,8 +395,7 @@ class Session:
     def leave_drained(self, closing: Callable[[], None] = lambda: None) -> None:
         """Everything is saved: tells the agent and ends this process with exit code 83. Collective.
 
-        Returns only where the change was withdrawn while the ranks saved. They train on then; what they saved counts.
-        ``closing`` is called before the process ends.
+        Returns only where the change was withdrawn meanwhile: train on. ``closing`` is called before the process ends.
 
         Raises:
             Drained: The process ends. The exit code is 83 whatever the script makes of it.
@@ -477,10 +479,11 @@ class Session:
     def _part(self, apart: bool = False) -> None:
         """The last meeting: nobody's connections, nor card, go while another rank is still in a collective."""
         self.meetings.over = True
+        if apart:
+            return  # Nobody is in a collective with it any more, and closing would wait for a peer that stands still.
         try:
             settle_device()
-            if not apart:
-                self._collective.barrier()
+            self._collective.barrier()
         except RuntimeError as error:
             # Everything is saved and said; a peer that died by now is the agent's business.
             log.warning("a rank was gone before the last barrier: %s", error)
@@ -490,10 +493,3 @@ class Session:
     def _prune(self) -> None:
         if self.alone and self.rank == 0 and self._store is not None:
             prune(self._store, self._identity, self.resume, self._keep)
-
-    def _check_open(self) -> None:
-        if self.meetings.over:
-            raise RuntimeError(
-                f"this session is over: its run was drained or finished, at step {self.step}, and a process trains one "
-                "run. Train the next one in a process of its own, with a checkpoint_dir of its own"
-            )

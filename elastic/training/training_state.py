@@ -10,6 +10,7 @@ training is refused before anything is changed.
 
 from __future__ import annotations
 
+import weakref
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from ..checkpoint import SHARDED
-from ..saving.optimizers import check_kept, check_parameters
+from ..saving.optimizers import check_kept, check_parameters, say_added
 from ..saving.replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
 from ..saving.resuming import ResumePoint
-from ..saving.schedules import check_factors, factors, has_moved, left_out, rates_of, unchanged
+from ..saving.schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
 from .findings import few
 from .session import Session
 from .unlisted import Unlisted
@@ -61,13 +62,16 @@ class TrainingState:
         self._parts = {name: part for name, part in parts.items() if part is not None}
         self._loaded = False
         self._had_frozen: list[str] | None = None
+        self._first: dict[str, list[str]] = {}
         optimizers = [part for part in self._parts.values() if hasattr(part, "param_groups")]
         session.examination.learn_parts(self._model, *optimizers)
         scheduler = next((part for part in self._parts.values() if hasattr(part, "get_last_lr")), None)
         session.copies.know(self._model, *optimizers, scheduler=scheduler, saved=True)
         self._unlisted = Unlisted(self._model)
         self._factors = {name: factors(part) for name, part in self._parts.items()}
-        # Of each optimizer's groups, as they were loaded.
+        # Of each optimizer: schedules that are in no part; where such ones stood, and its groups' rates, as loaded.
+        self._left_out: dict[str, list[weakref.ref[Any]]] = {}
+        self._stood: dict[str, list[Any]] = {}
         self._rates: dict[str, list[float]] = {}
 
     def files(self) -> dict[str, Any]:
@@ -84,6 +88,9 @@ class TrainingState:
         kept = {name: {"type": _kind(part), "state": _state_of(name, part)} for name, part in self._parts.items()}
         for name, names in self._trained().items():
             kept[name]["parameters"], kept[name]["frozen"] = names, frozen(self._model)
+            self._say_added(name, names)
+        for name, left in self._left_out.items():
+            kept[name]["left_out"] = [place_of(one) for ref in left if (one := ref()) is not None]
         for name, before in self._factors.items():
             if before:
                 kept[name]["factors"] = unchanged(before, factors(self._parts[name]))
@@ -94,6 +101,13 @@ class TrainingState:
         found = {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
         changed = self._unlisted.changed_buffers()
         return {**found, UNLISTED_FILE: {"buffers": changed}} if changed else found
+
+    def _say_added(self, name: str, names: Sequence[str]) -> None:
+        """Once: what an optimizer trains is not what it did when it was saved, or looked at, first."""
+        before = self._first.setdefault(name, list(names))
+        if before != list(names):
+            self._first[name] = list(names)
+            say_added(name, before, names)
 
     def _trained(self) -> dict[str, list[str]]:
         """Of each optimizer its parameters by name, in the order of its groups; those of no name are left out."""
@@ -139,10 +153,13 @@ class TrainingState:
         for name, part in self._parts.items():
             if not hasattr(part, "param_groups"):
                 continue
-            for schedule in left_out(part, self._parts.values()):
+            found = left_out(part, self._parts.values())
+            self._left_out[name] = [weakref.ref(schedule) for schedule in found]
+            for schedule in found:
                 kind = _kind(schedule)
                 self._session.examination.learn_left_out(kind)
-                if name in self._rates and not has_moved(schedule, part, self._rates[name]):
+                stood = name not in self._stood or place_of(schedule) in self._stood[name]
+                if name in self._rates and not (stood and has_moved(schedule, self._rates[name])):
                     raise ValueError(
                         f"{kind} sets the learning rate of {name} and is not in TrainingState, so it begins anew: give "
                         "TrainingState(..., scheduler=...), or move it to session.step before the first step"
@@ -151,7 +168,13 @@ class TrainingState:
     def write(self, path: Path) -> None:
         """The same while the training waits, for ``save=``."""
         for name, value in self.files().items():
-            torch.save(value, path / name)
+            try:
+                torch.save(value, path / name)
+            except (OSError, RuntimeError):
+                raise
+            except Exception:  # pickle has many ways to say no
+                self.rehearse()  # Says which part it is.
+                raise
 
     def load(self, *, cast: bool = False, other_schedule: bool = False) -> bool:
         """Loads the session's resume point: weights, then the parts in their order. False: there is none.
@@ -213,6 +236,8 @@ class TrainingState:
                 raise ValueError(f"the {name} in {resume.ref.name} does not fit this one: {error}") from error
             if not other_schedule:
                 check_factors(kept[name].get("factors", {}), factors(part))
+            if "left_out" in kept[name]:
+                self._stood[name] = kept[name]["left_out"]
             if hasattr(part, "param_groups"):
                 self._rates[name] = rates_of(group["lr"] for group in part.param_groups)
 
@@ -336,9 +361,9 @@ def check_same_names(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Non
 def _state_of(name: str, part: Stateful) -> Any:
     try:
         return part.state_dict()
-    except torch.OutOfMemoryError:
+    except (torch.OutOfMemoryError, OSError, MemoryError):
         raise
-    except RuntimeError as error:
+    except Exception as error:
         raise TypeError(f"{name} ({_kind(part)}) gives no state to save: {error}") from error
 
 

@@ -164,6 +164,9 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
         expect_session(turn, node)
         news = True
     epoch.longest = max(epoch.longest, message.longest)
+    if message.step > epoch.top_step and not message.draining:
+        # Beyond the boundary, if there was one: it was withdrawn, or its save failed.
+        epoch.stopping = False
     if made_step(turn, node, message.step):
         epoch.loss = message.loss
     if message.training_ended and node.name not in epoch.ended:

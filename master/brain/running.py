@@ -121,6 +121,8 @@ def end_of_epoch(turn: Turn) -> bool:
         else:
             unplanned(turn)
         return True
+    if Part.LEFT in parts and Part.RUNNING not in parts and saves.may_still_come(turn):
+        return False
     if parts == {Part.LEFT}:
         unplanned(turn)
         return True

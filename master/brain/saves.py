@@ -27,10 +27,10 @@ def await_save(turn: Turn, what: str) -> None:
     epoch.save_told_at = epoch.saving_since + 2 * seconds
     # A checkpoint is one directory: each node sees what all have written.
     written = max(epoch.written.values(), default=0)
-    turn.notice(
-        f"{what} waits for the save of step {epoch.top_step}: {amount(written)} written in {seconds:.0f} s"
-        f" ({amount(written / seconds)}/s)"
-    )
+    far = f"{amount(written)} written in {seconds:.0f} s ({amount(written / seconds)}/s)"
+    if not written:
+        far = f"{seconds:.0f} s so far, and nobody writes"
+    turn.notice(f"{what} waits for the save of step {epoch.top_step}: {far}")
 
 
 def amount(count: float) -> str:
@@ -70,6 +70,18 @@ def part_with(turn: Turn, leavers: list[Node]) -> bool:
             f"the notice of {who} is over before the save is: what the others have of it is completed without", True
         )
     return bool(gone)
+
+
+def may_still_come(turn: Turn) -> bool:
+    """Leavers are not waited for any more, and nobody else is at work: what they sealed at last may be on its way.
+
+    Until they are gone, but no longer than another notice.
+    """
+    job, epoch = turn.job, turn.open
+    if job.checkpoints.last_step(job.epoch) >= epoch.top_step:
+        return False
+    here = any(part is Part.LEFT and job.node_by(incarnation) is not None for incarnation, part in job.parts.items())
+    return here and not turn.overdue(turn.heard if epoch.drain_deadline is None else epoch.drain_deadline)
 
 
 @dataclass(frozen=True)

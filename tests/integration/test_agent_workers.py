@@ -407,6 +407,7 @@ def test_a_nursery_that_dies_at_its_imports_costs_no_worker(
     context = node.workers(script, 1, node.pool(1, ("deadly",)))
     context.start()
     assert context.adopted == 1
+    assert not node.warm.is_set()
 
     def refused(**options: object) -> None:
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
@@ -415,8 +416,9 @@ def test_a_nursery_that_dies_at_its_imports_costs_no_worker(
         monkeypatch.setattr(workers, "get_subprocess_handler", refused)
     begin.touch()
     rank, code, why = node.exits.get(timeout=30)
-    assert (rank, code) == (0, -9 if limited else 0)
+    assert (rank, code) == (0, 71 if limited else 0)
     assert ("worker 0 cannot be started: no more processes" in why) == limited
+    assert node.warm.wait(10), "nobody waits for it"
     context.stop(0)
 
 

@@ -149,18 +149,28 @@ def test_nothing_of_a_script_is_left_however_it_went_away(tmp_path: Path, how: s
 
 
 def test_nothing_is_left_where_the_doctor_is_killed(tmp_path: Path) -> None:
-    """It is not there any more to end anything."""
-    (tmp_path / "train.py").write_text("import os, time; print(os.getpid(), flush=True); time.sleep(1000)")
+    """It is not there any more to end anything: what is in the script's group, and what has left it."""
+    script = """
+        import os, subprocess, sys, time
+
+        wait = [sys.executable, "-c", "import time; time.sleep(1000)"]
+        here, away = subprocess.Popen(wait, env={}), subprocess.Popen(wait, start_new_session=True)
+        print(os.getpid(), here.pid, away.pid, flush=True)
+        time.sleep(1000)
+    """
+    (tmp_path / "train.py").write_text(textwrap.dedent(script))
     process = subprocess.Popen([DALSEGNO, "doctor", "train.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
-        script = os.pidfd_open(int(process.stdout.readline()))
+        left = [os.pidfd_open(int(pid)) for pid in process.stdout.readline().split()]
     finally:
         process.kill()
         process.communicate()
-    ended, _, _ = select.select([script], [], [], 60)
-    os.close(script)
-    assert ended
+    assert len(left) == 3
+    for one in left:
+        ended, _, _ = select.select([one], [], [], 60)
+        os.close(one)
+        assert ended
 
 
 PLAIN = """

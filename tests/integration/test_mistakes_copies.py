@@ -96,6 +96,7 @@ CASES = {
     "generator, another order": Told("looped", {"around": "generator", "seed": 4}, after="generator"),
     "enumerate": Told("looped", {"around": "enumerate", "max_steps": 2}),
     "enumerate again": Told("looped", {"around": "enumerate"}, after="enumerate"),
+    "left, a list": Told("listed", {"leave": 2}),
     "left": Told("looped", {"leave": 2}),
     "left at its end": Told("looped", {"leave": 3, "max_steps": 3}),
     "left at its end, again": Told("looped", {"max_steps": 4}, after="left at its end"),
@@ -266,20 +267,41 @@ def test_batches_behind_something_are_resumed(came: dict[str, Came], name: str) 
     Comes.BITWISE,
     "the step's micro-batches were all computed, so it counts, and the second loop goes on behind it",
 )
+@pytest.mark.parametrize("name", ["left", "left, another one"])
+def test_a_loop_that_was_left_behind_a_step_has_made_it(came: dict[str, Came], name: str) -> None:
+    """The second one trains what is left, each sample once."""
+    assert sorted(sample for step in came[name].steps for sample in step) == list(range(40))
+
+
+def test_a_loop_with_nothing_left_to_do_saves_where_the_data_stand(came: dict[str, Came]) -> None:
+    """Not where they began: what resumes from there would train their first samples again."""
+    assert len(came["left at its end"].steps) == 3
+    assert len(came["left at its end, again"].steps) == 1
+    ids = [n for part in ("left at its end", "left at its end, again") for step in came[part].steps for n in step]
+    assert sorted(ids) == list(range(40))
+
+
+@brings(
+    "`break` at the end of a step, and a second loop, with data that are not `Batches`",
+    Comes.SAID,
+    "nobody knows whether the step was trained before the `break`, so it does not count",
+    "leave the loop by `max_steps=`, or give `Batches`",
+)
+def test_a_loop_over_a_list_that_was_left(came: dict[str, Came]) -> None:
+    assert [len(rank["steps"]) for rank in came["left, a list"].ranks] == [5, 5]
+    said = [[line for line in rank["warnings"] if "was left in step" in line] for rank in came["left, a list"].ranks]
+    (line,) = said[0]
+    assert line.startswith("the loop before was left in step 2, which does not count")
+    assert said[1] == []
+
+
 @brings(
     "a second loop over the same generator or progress bar around `Batches`, after a `break`",
     Comes.REFUSED,
     "the loop before had fetched a batch ahead, which is lost",
     "give `Batches` to each loop, or make the generator anew",
 )
-def test_a_loop_that_was_left_behind_a_step_has_made_it(came: dict[str, Came]) -> None:
-    """The second one trains what is left, each sample once, and saves where the data stand."""
-    for name in ("left", "left, another one"):
-        assert sorted(sample for step in came[name].steps for sample in step) == list(range(40))
-    assert len(came["left at its end"].steps) == 3
-    assert len(came["left at its end, again"].steps) == 1
-    ids = [n for part in ("left at its end", "left at its end, again") for step in came[part].steps for n in step]
-    assert sorted(ids) == list(range(40))
+def test_a_second_loop_over_what_was_fetched_ahead(came: dict[str, Came]) -> None:
     line, steps = ended(came["left, the same generator"])
     assert "the loop before had fetched what is between them" in line
     assert steps == [2, 2]

@@ -149,12 +149,13 @@ def test_a_schedule_that_is_left_out(tmp_path: Path) -> None:
     """One that the script moves itself goes on."""
     cases: list[dict[str, Any]] = [
         {"kind": "loop", "run": how, "how": how, "steps": steps}
-        for how in ("left out", "moved", "given")
+        for how in ("left out", "made late", "moved", "given")
         for steps in (2, 4)
     ]
-    begun, left_out, _, moved, _, given = run(tmp_path, 2, cases)
+    begun, left_out, _, late, _, moved, _, given = run(tmp_path, 2, cases)
     assert_goes_on(begun, [1, 2])
-    assert_refused(left_out, "ValueError: StepLR sets the learning rate of optimizer and is not in TrainingState")
+    for ranks in (left_out, late):
+        assert_refused(ranks, "ValueError: StepLR sets the learning rate of optimizer and is not in TrainingState")
     assert_goes_on(moved, [3, 4])
     assert_goes_on(given, [3, 4])
     assert moved[0]["losses"] == given[0]["losses"]

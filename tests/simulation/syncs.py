@@ -6,8 +6,7 @@ from random import Random
 from typing import TYPE_CHECKING
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.elastic.saving.apart import WORD_SECONDS
-from dalsegno.elastic.saving.saving import PATIENCE_SHARE
+from dalsegno.elastic.saving.apart import PATIENCE_SHARE, WORD_SECONDS
 from dalsegno.protos import control_pb2, worker_pb2
 
 if TYPE_CHECKING:

@@ -134,8 +134,19 @@ def looped(case: Case) -> None:
 
     loop(case.here("leave"), around)
     if case.here("leave"):
-        assert s.step == batches.position.samples // GLOBAL_BATCH == len(case.steps)
+        if not s.step == batches.position.samples // GLOBAL_BATCH == len(case.steps):
+            raise RuntimeError(f"{len(case.steps)} steps were made, the session counts {s.step}")
         loop(None, around if case.here("again") == "the same" else batches)
+
+
+def listed(case: Case) -> None:
+    """A loop over a list, which is left behind a step, and a second one."""
+    s = case.open()
+    for leave in (case.here("leave"), None):
+        for row in s.steps(list(range(LENGTH)), max_steps=case.here("max_steps", 4), save=case.write):
+            case.steps.append([row])
+            if s.step + 1 == leave:
+                break
 
 
 def batches_of(case: Case, s: Session) -> Batches[Any]:
@@ -211,7 +222,7 @@ def zero(case: Case, stage: int) -> DeepSpeed:
     return DeepSpeed({"zero_optimization": {"stage": stage}, **half})
 
 
-unlike_worker.CASES.update({one.__name__: one for one in (looped, fitted)})
+unlike_worker.CASES.update({one.__name__: one for one in (looped, listed, fitted)})
 
 if __name__ == "__main__":
     os.environ["DS_ACCELERATOR"] = "cpu"

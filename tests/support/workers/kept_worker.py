@@ -164,6 +164,8 @@ def loop(case: dict[str, Any]) -> dict[str, Any]:
     given = {"scheduler": scheduler} if case["how"] == "given" else {}
     state = TrainingState(session, model=model, optimizer=optimizer, **given)
     state.load(**case.get("options", {}))
+    if case["how"] == "made late":
+        scheduler = StepLR(optimizer, 3)
     if case["how"] == "moved" and session.step:
         scheduler.last_epoch, scheduler._last_lr = session.step, [optimizer.param_groups[0]["lr"]]
     wrapped = DistributedDataParallel(model) if session.world_size > 1 else model

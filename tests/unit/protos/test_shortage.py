@@ -22,6 +22,7 @@ def failed(number: int) -> OSError:
     [
         (failed(errno.EAGAIN), ("processes and threads", "raise that limit")),
         (RuntimeError("can't start new thread"), ("processes and threads", "raise that limit")),
+        (RuntimeError("uv_thread_create failed: Resource temporarily unavailable"), ("processes and threads",)),
         (failed(errno.ENOMEM), ("memory", "end other processes")),
         (MemoryError(), ("memory", "end other processes")),
         (failed(errno.EMFILE), ("ulimit -n", "raise that limit")),

@@ -63,6 +63,15 @@ def test_what_no_worker_says(body: dict[str, Any], named: str) -> None:
         checked(worker_pb2.ToAgent(**body), 1)
 
 
+def test_another_rank_seals_where_rank_0_may_be_gone() -> None:
+    """Only if the agent has asked for it."""
+    message = worker_pb2.ToAgent(sealed=worker_pb2.Sealed(name=NAME, digest=DIGEST, seconds=3.0))
+    assert checked(message, 1, seals=True) is message
+    message.sealed.seconds = -1.0
+    with pytest.raises(ValueError, match="seconds"):
+        checked(message, 1, seals=True)
+
+
 def test_texts_become_one_line() -> None:
     """Newlines, escapes and length are nothing for a log or a terminal."""
     assert one_line("No space left\n  on device\x1b[2J\0\u202e") == "No space left on device\ufffd[2J\ufffd\ufffd"

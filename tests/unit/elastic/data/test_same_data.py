@@ -97,7 +97,7 @@ def test_generators_of_a_data_sets_own_are_put_back() -> None:
             ]
 
     data = Outer()
-    assert look_at(data, data.draw, LOOK) == Seen(draws=True, varies=True)
+    assert look_at(data, data.draw, LOOK) == Seen(draws=True, varies=True, own=True)
     assert data.draw() == Outer().draw()
 
 
@@ -197,7 +197,7 @@ def test_what_looks_the_same_twice_and_is_random_is_not_refused() -> None:
     session = Alone([there])
     batches(Rarely()).check_samples(session)
     assert session.asked == 2
-    assert session.known["data_draws"]
+    assert session.known["data_draws_own"]
 
 
 class Stream(torch.utils.data.IterableDataset[torch.Tensor]):

@@ -105,6 +105,15 @@ def test_exchange_insists_on_its_order() -> None:
     assert (boundary.drain, boundary.end) == (True, True)
 
 
+def test_the_step_after_one_that_was_left_is_exchanged() -> None:
+    """Also where the one that was left counts, and so another number comes next: ranks must not wait for it in vain."""
+    exchange = Exchange(Solo())
+    exchange.begin(1, Flags(), 5)
+    exchange.abandon()
+    exchange.begin(2, Flags(drain=True), 5)
+    assert exchange.end(0.1).drain
+
+
 def test_collectives_belong_to_the_main_thread() -> None:
     """A collective from another thread is refused before it can pair up wrongly."""
     caught: list[BaseException] = []

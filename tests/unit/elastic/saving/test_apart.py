@@ -12,9 +12,12 @@ import pytest
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Position, verify
 from dalsegno.elastic.rank import rng
 from dalsegno.elastic.rank.collective import PeerLost, Solo
+from dalsegno.elastic.rank.exits import Drained
 from dalsegno.elastic.rank.identity import Identity
+from dalsegno.elastic.rank.notices import Notice
 from dalsegno.elastic.saving import apart, saving
 from dalsegno.elastic.saving.saving_reports import Count
+from dalsegno.elastic.training import session as worker_session
 from dalsegno.protos import control_pb2, worker_pb2
 
 pytestmark = pytest.mark.timeout(60)
@@ -103,6 +106,17 @@ def test_a_missing_part_is_never_sealed(tmp_path: Path) -> None:
     assert CheckpointStore(tmp_path).sealed() == []
 
 
+def test_ranks_of_the_same_node_may_still_be_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The master tells only nodes apart. Of other nodes nothing more is to come."""
+    monkeypatch.setattr(apart, "OTHERS_SECONDS", 30.0)
+    (tmp_path / rng.DIRECTORY).mkdir()
+    (tmp_path / rng.file_name(0)).write_bytes(rng.capture())
+    late = threading.Timer(0.5, lambda: (tmp_path / rng.file_name(1)).write_bytes(rng.capture()))
+    late.start()
+    assert apart.missing_parts(tmp_path, 3, range(2)) == [2]
+    late.join()
+
+
 def test_others_write_and_go(tmp_path: Path) -> None:
     """One seals; who is not asked to leaves the directory alone."""
     one = saver(Agent([0, control_pb2.ENDING_WRITE]), tmp_path, 2)
@@ -134,6 +148,49 @@ def test_two_seals_are_one(tmp_path: Path) -> None:
     manifest = save(one)
     assert manifest is not None
     assert apart.seal_once(tmp_path / manifest.name, manifest) == manifest
+
+
+# ---- a drain that was withdrawn -------------------------------------------------------------------------------------
+
+
+class Wanted(Agent):
+    """An agent that wants the run saved and stopped, or not any more."""
+
+    drain = True
+    master_seen = True
+
+
+def test_ranks_go_only_if_somebody_still_wants_them_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A growth that was withdrawn while they saved: what they saved counts, and they train on."""
+    insisted: list[int] = []
+    monkeypatch.setattr(worker_session, "insist", insisted.append)
+    link, closed = Wanted([0]), []
+    session = worker_session.Session(
+        Identity(epoch=1, socket="socket", run_dir=tmp_path),
+        Solo(),
+        link=link,  # type: ignore[arg-type]
+        lock=None,
+        resume=None,
+        keep=0,
+        notice=Notice(),
+    )
+
+    def to_the_boundary() -> None:
+        session.begin_step()
+        assert session.end_step().drain == link.drain
+        assert session.save(lambda path: (path / "model.pt").write_bytes(b"0") and None, drain=True) is not None
+
+    to_the_boundary()
+    link.drain = False
+    session.leave_drained(lambda: closed.append(1))
+    to_the_boundary()
+    assert (insisted, closed, session.step) == ([], [], 2)
+    assert not any(message.HasField("drained") for message in link.said)
+    link.drain = True
+    to_the_boundary()
+    with pytest.raises(Drained):
+        session.leave_drained(lambda: closed.append(1))
+    assert (insisted, closed, link.said[-1].drained.step) == ([83], [1], 3)
 
 
 # ---- a disk that does not answer ------------------------------------------------------------------------------------

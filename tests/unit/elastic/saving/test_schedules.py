@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-from dalsegno.elastic.saving.schedules import check_factors, factors, has_moved, left_out, unchanged
+from dalsegno.elastic.saving.schedules import check_factors, factors, has_moved, left_out, place_of, unchanged
 
 
 def optimizer(groups: int = 1) -> torch.optim.Optimizer:
@@ -112,10 +112,12 @@ def test_whether_a_schedule_that_is_not_saved_stands_where_the_run_does() -> Non
     ours = optimizer()
     early = StepLR(ours, 1, gamma=0.5)
     ours.load_state_dict(state)
-    assert not has_moved(early, ours, rates)
+    assert not has_moved(early, rates)
     late = optimizer()
     late.load_state_dict(state)
-    assert not has_moved(LambdaLR(late, lambda step: 0.5**step), late, rates)
+    assert not has_moved(LambdaLR(late, lambda step: 0.5**step), rates)
+    steps = StepLR(late, 5, gamma=0.5)
+    assert (place_of(steps), place_of(schedule)) == (["StepLR", 0], ["StepLR", 3])
     moved = optimizer()
     moved.load_state_dict(state)
-    assert has_moved(LambdaLR(moved, lambda step: 0.5**step, last_epoch=2), moved, rates)
+    assert has_moved(LambdaLR(moved, lambda step: 0.5**step, last_epoch=2), rates)

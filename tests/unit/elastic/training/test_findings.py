@@ -110,6 +110,7 @@ def test_draws_outside_of_layers() -> None:
     drawing = replace(SAVES, loss_draws=("randn",))
     assert "randn in the loss: each rank draws" in told(drawing)[about]
     assert about not in told(replace(drawing, fixed_micro_batch=True, seeded=True))
+    assert "a generator of its own" in told(replace(SAVES, data_draws_own=True, max_world_size=1))[about]
     assert "the data set: what it draws" in told(replace(SAVES, data_draws=True))[about]
 
 

@@ -111,6 +111,18 @@ def test_a_withdrawn_drain_leaves_nothing_behind() -> None:
     assert job.state.live.epoch.saving_since is None
 
 
+def test_ranks_that_train_on_by_themselves_stop_no_more() -> None:
+    """A node cut off from its master wanted a drain, and was back before the save was done."""
+    job = Driven()
+    a, b = job.start(2)
+    a.step(1)
+    a.step(2, draining=True)
+    b.step(1)
+    assert job.state.live.epoch.stopping
+    a.step(3)
+    assert not job.state.live.epoch.stopping
+
+
 def test_a_slow_save_between_drains_is_no_stall() -> None:
     """Its ranks say that it goes on: they have all of --stall-timeout, as steps that never come have not."""
     patient, hasty = (Driven(settings(stall_timeout=600.0)) for _ in range(2))
@@ -198,11 +210,29 @@ def test_a_missing_part_makes_it_unplanned() -> None:
 
 
 def test_nobody_stays_to_seal() -> None:
-    """All had the same notice."""
+    """All had the same notice. What they could seal at the last moment is heard of until they are gone."""
+    job = Driven(settings(drain_timeout=8))
+    a, b = leaving(job, 0, 1, count=2)
+    job.wait(9)
+    assert job.phase is Phase.DRAINING
+    a.save(2)
+    for node in (a, b):
+        node.hang_up()
+    job.wait(3)
+    assert job.phase is Phase.WAITING
+    c = job.node()
+    c.join()
+    job.wait(2)
+    assert c.order in ("run", "gather")
+    assert job.job.checkpoints.last_step(1) == 2
+
+
+def test_leavers_that_never_go_hold_nobody_up() -> None:
+    """All had the same notice, and stay."""
     job = Driven(settings(drain_timeout=8))
     leaving(job, 0, 1, count=2)
-    job.wait(9)
-    assert job.phase in (Phase.FORMING, Phase.WAITING)
+    job.wait(18)
+    assert job.phase is not Phase.DRAINING
 
 
 def test_without_a_boundary_a_notice_is_a_hard_limit() -> None:

@@ -1,0 +1,93 @@
+"""How all ranks come to refuse what one of them does: who is told what, and who waits for whom."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dalsegno.elastic.rank import meetings
+from dalsegno.elastic.rank.agreement import Refusal, Trouble
+from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.rank.meetings import PATIENCE, Meetings
+from dalsegno.protos import worker_pb2
+
+
+class Others(Solo):
+    """Another rank that comes to each meeting, with a problem or without; or never."""
+
+    def __init__(self, problem: str = "", *, final: bool = True, gone: bool = False) -> None:
+        self.answer = {"alike": {}, "problem": problem, "final": final}
+        self.gone, self.patience = gone, list[float | None]()
+
+    def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
+        self.patience.append(patience)
+        if self.gone:
+            raise RuntimeError("timed out")
+        return [message, self.answer]
+
+
+class Agent:
+    """What this rank says to it."""
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def send(self, message: worker_pb2.ToAgent) -> None:
+        assert message.WhichOneof("body") == "refused"
+        self.said.append(message.refused.message)
+
+
+def met(others: Others) -> tuple[Meetings, Agent]:
+    agent = Agent()
+    return Meetings(others, agent), agent  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["together", "telling"])
+def test_the_others_hear_of_a_mistake(how: str) -> None:
+    """It keeps its type here; the agent hears that all refuse, in one line."""
+    others = Others()
+    one, agent = met(others)
+    with pytest.raises(KeyError), getattr(one, how)():
+        raise KeyError("another\nmodel")
+    assert agent.said == ["'another\\nmodel' (rank 0)"]
+    assert others.patience == [PATIENCE]
+
+
+def test_this_rank_hears_of_theirs() -> None:
+    """Where a meeting ends the block; else at the next one. Nobody is told twice."""
+    one, agent = met(Others("another model"))
+    with pytest.raises(Refusal, match=r"another model \(rank 1\)"), one.together():
+        pass
+    with one.telling():
+        pass
+    with pytest.raises(Refusal), one.telling():
+        one.compare({})
+    assert agent.said == ["another model (rank 1)"] * 2
+
+
+@pytest.mark.parametrize("error", [OSError("stale file handle"), MemoryError(), RuntimeError("CUDA error")])
+def test_what_another_start_may_mend_is_nobodys_refusal(error: Exception) -> None:
+    """Neither told to the others, whom the agents will end, nor to the agent."""
+    others = Others()
+    one, agent = met(others)
+    with pytest.raises(type(error)), one.together():
+        raise error
+    assert (agent.said, others.patience) == ([], [])
+
+
+def test_a_problem_that_is_not_final_ends_all_and_is_no_refusal() -> None:
+    one, agent = met(Others("the disk is full", final=False))
+    with pytest.raises(Trouble, match=r"the disk is full \(rank 1\)"):
+        one.compare({})
+    assert agent.said == []
+
+
+def test_others_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are in a collective of another group: this rank ends with its own error, and its process at once."""
+    codes: list[int] = []
+    monkeypatch.setattr(meetings, "insist", codes.append)
+    one, agent = met(Others(gone=True))
+    with pytest.raises(ValueError, match="another model"), one.together():
+        raise ValueError("another model")
+    assert (codes, agent.said) == ([1], [])
