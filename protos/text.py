@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ("LONGEST_NAME", "name_problem", "one_line", "text_problem")
+from collections.abc import Iterable
+
+__all__ = ("LONGEST_NAME", "few", "name_problem", "one_line", "text_problem")
 
 # Characters. Longer reasons help nobody; a traceback's last line fits in.
 LONGEST_LINE = 1000
 # Of names; characters.
 LONGEST_NAME = 200
+# How many of a list are named.
+_NAMED = 3
 
 
 def one_line(text: str, longest: int = LONGEST_LINE) -> str:
@@ -22,6 +26,13 @@ def one_line(text: str, longest: int = LONGEST_LINE) -> str:
     words = " ".join(text[: 2 * longest].split())
     line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in words)
     return line if len(line) <= longest and len(text) <= 2 * longest else line[: longest - 1] + "…"
+
+
+def few(names: Iterable[str]) -> str:
+    """The first ones, and how many more."""
+    listed = list(names)
+    more = len(listed) - _NAMED
+    return ", ".join(listed[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def text_problem(value: str | bytes, longest: int = LONGEST_NAME) -> str:

@@ -12,7 +12,6 @@ import importlib.util
 import logging
 import os
 import re
-import shutil
 import signal
 import sys
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from dalsegno.protos.shortage import shortage
 
 from ..control.grpc_logs import quiet_grpc
 from ..processes.signals import SignalWatch, signals_of
+from ..script import ScriptError, check_script
 from ..shell.output import Output
 from .arguments import UsageError, ignored, parse
 
@@ -41,31 +41,6 @@ def default_job_id(options: argparse.Namespace, user: str) -> str:
     key = "\0".join([user, script, *options.training_script_args])
     stem = re.sub(r"[^A-Za-z0-9._-]", "-", Path(script).stem).strip(".-_") or "job"
     return f"{stem[:64]}-{hashlib.sha256(key.encode()).hexdigest()[:8]}"
-
-
-def check_script(options: argparse.Namespace) -> None:
-    """Whether there is something to run.
-
-    Raises:
-        UsageError: there is not.
-    """
-    script = options.training_script
-    if options.no_python:
-        if shutil.which(script) is None:
-            raise UsageError(f"the program {script} does not exist or cannot be executed")
-    elif options.module:
-        # Only the top: finding a sub-module would import its parents.
-        top = script.partition(".")[0]
-        sys.path.insert(0, os.getcwd())
-        try:
-            if importlib.util.find_spec(top) is None:
-                raise UsageError(f"there is no module {top} (-m {script})")
-        finally:
-            sys.path.pop(0)
-    elif not os.path.exists(script):
-        raise UsageError(f"the script {script} does not exist (working directory: {os.getcwd()})")
-    elif not os.access(script, os.R_OK):
-        raise UsageError(f"the script {script} cannot be read")
 
 
 def check_installation() -> None:
@@ -124,7 +99,10 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
     Raises:
         UsageError: bad input that only now came to light.
     """
-    check_script(options)
+    try:
+        check_script(options.training_script, module=options.module, no_python=options.no_python)
+    except ScriptError as error:
+        raise UsageError(str(error)) from error
     check_installation()
     if options.job_id is None:
         options.job_id = default_job_id(options, getpass.getuser())

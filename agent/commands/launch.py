@@ -24,9 +24,8 @@ from ..control.embedded import EmbeddedMaster, MasterError
 from ..control.handshake import mismatch
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Event
 from ..processes.lifeline import Lifeline
-from ..processes.script_imports import imports_session
 from ..processes.signals import SignalWatch
-from ..processes.workers import Script
+from ..script import Script, asks_for_universal, expects_session, knows_us
 from ..shell.config import AgentConfig
 from ..shell.console import Console, make_log_dir, set_up_logging
 from ..shell.effects import Effects
@@ -34,7 +33,6 @@ from ..shell.elastic_agent import ElasticAgent, Ending
 from ..shell.mailbox import Mailbox
 from ..shell.output import Output
 from ..shell.rendezvous import NamedRendezvous
-from ..storage.adoption import FLAG
 from ..storage.job_directory import JobDirectory, StorageError
 from .arguments import UsageError
 
@@ -145,7 +143,7 @@ def _agent_config(
 ) -> AgentConfig:
     settings = control_pb2.Settings(**{name: getattr(options, name) for name in JobSettings.names()})
     # Also where the script is told so from the beginning: its own flag is the same.
-    settings.universal_checkpoint |= _asks_for_universal(options.training_script_args)
+    settings.universal_checkpoint |= asks_for_universal(options.training_script_args)
     return AgentConfig(
         job_id=options.job_id,
         nproc=nproc,
@@ -158,43 +156,9 @@ def _agent_config(
         master_outage_timeout=options.master_outage_timeout,
         connect_timeout=options.connect_timeout,
         addresses=options.master or "embedded",
-        script_flag=not _knows_us(options),
-        expects_session=_has_plugin(options) or imports_session(script.source),
+        script_flag=not knows_us(script),
+        expects_session=expects_session(script),
     )
-
-
-def _asks_for_universal(arguments: Sequence[str]) -> bool:
-    """Whether the script's own arguments have the flag, as a word, with a value, or as ms-swift spells its flags."""
-    for number, argument in enumerate(arguments):
-        name, _, value = argument.partition("=")
-        if name in (FLAG, FLAG.replace("-c", "_c")):
-            value = value or "".join(arguments[number + 1 : number + 2])
-            return value.lower() not in ("false", "0", "no", "off")
-    return False
-
-
-_SWIFT_PLUGIN = "dalsegno_swift_plugin"
-
-
-def _has_plugin(options: argparse.Namespace) -> bool:
-    return any(_SWIFT_PLUGIN in argument for argument in options.training_script_args)
-
-
-def _knows_us(options: argparse.Namespace) -> bool:
-    """Whether the script has our session, which reads the environment and needs no flag.
-
-    Its text says so, or it is ms-swift, with our plugin or not: that program takes no flag that it does not know.
-    """
-    path = Path(options.training_script)
-    if _has_plugin(options):
-        return True
-    if options.module and options.training_script.startswith("swift."):
-        return True
-    if options.module or options.no_python or not path.is_file():
-        return False
-    with open(path, encoding="utf-8", errors="replace") as file:
-        text = file.read(1 << 20)
-    return "dalsegno.elastic" in text or "dalsegno.swift_plugin" in text
 
 
 def _connect(

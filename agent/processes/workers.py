@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,13 +27,14 @@ from torch.numa.binding import NumaOptions
 
 from dalsegno.protos.shortage import starting
 
+from ..script import Script
 from .lifeline import Lifeline
 from .nursery import CANNOT_START, Assignment
 from .proc import kill_group, start_time
 from .standby_pool import StandbyPool, StandbyProcess
 from .worker_link import WorkerLink
 
-__all__ = ["Script", "WorkersContext", "error_message"]
+__all__ = ["WorkersContext", "error_message"]
 
 # Seconds that a worker's last messages may take from its exit to us; its end of the socket is already closed.
 _LAST_WORDS = 5.0
@@ -51,43 +51,6 @@ _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
 logger = logging.getLogger(__name__)
 
 OnExit = Callable[[int, int, str], None]
-
-
-@dataclass(frozen=True)
-class Script:
-    """What the workers run, as torch's launcher composes it.
-
-    Attributes:
-        entrypoint: the interpreter, or the program with `--no-python`.
-        arguments: `("-u", ["-m",] script or module, arguments of its own …)`, or those of the program.
-    """
-
-    entrypoint: str
-    arguments: tuple[str, ...]
-
-    @property
-    def module(self) -> bool:
-        """Run with `-m`."""
-        return self.arguments[1:2] == ("-m",)
-
-    @property
-    def own(self) -> tuple[str, ...]:
-        """The script or module, and its own arguments."""
-        return self.arguments[2 if self.module else 1 :]
-
-    @property
-    def adoptable(self) -> bool:
-        """Whether a standby worker can become it: our interpreter, and a module or a plain file."""
-        if self.entrypoint != sys.executable or self.arguments[:1] != ("-u",):
-            return False
-        return self.module or os.path.isfile(self.own[0])
-
-    @property
-    def source(self) -> Path | str | None:
-        """What can tell what it imports: the script's file, or the module's name."""
-        if not self.adoptable:
-            return None
-        return self.own[0] if self.module else Path(self.own[0])
 
 
 class _ColdProcess:

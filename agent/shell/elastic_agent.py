@@ -30,13 +30,13 @@ from dalsegno.protos.shortage import CannotStartError, shortage
 from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
-from ..processes.script_imports import modules_of
 from ..processes.signals import SignalWatch
 from ..processes.standby_pool import StandbyPool
 from ..processes.worker_env import Place, place_of, worker_environment
 from ..processes.worker_link import WorkerLink
-from ..processes.workers import Script, WorkersContext
-from ..storage.adoption import FLAG, Adoption, Origin
+from ..processes.workers import WorkersContext
+from ..script import FLAG, Script, modules_of, refuses_flag
+from ..storage.adoption import Adoption, Origin
 from .config import AgentConfig
 from .effects import Effects
 from .mailbox import Mailbox
@@ -45,8 +45,6 @@ __all__ = ["ElasticAgent", "Ending"]
 
 # Seconds that calls to the master may still take when the agent ends.
 _LAST_CALLS = 3.0
-# argparse's exit status for arguments that it does not know.
-_BAD_ARGUMENTS = 2
 
 logger = logging.getLogger(__name__)
 
@@ -339,7 +337,7 @@ class ElasticAgent(LocalElasticAgent):
         It reads its arguments before it meets any other rank, so the world, which sees the same on every node, stands.
         """
         world = self._state.world
-        if event.code != _BAD_ARGUMENTS or self._state.has_session or self._context is None or world is None:
+        if not refuses_flag(event.code) or self._state.has_session or self._context is None or world is None:
             return False
         if event.epoch != world.epoch or self._arguments(world) == self._script.arguments:
             return False

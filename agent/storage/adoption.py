@@ -34,13 +34,12 @@ from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.protos import control_pb2, worker_pb2
 
 from ..decisions import events as ev
+from ..script import FLAG
 from .foreign import Foreign, candidates, complete, state_of
 
-__all__ = ["FLAG", "MACRO", "Adopter", "Adoption", "Origin", "prepare", "save_directory"]
+__all__ = ["MACRO", "Adopter", "Adoption", "Origin", "prepare", "save_directory"]
 
 MACRO = "${save_dir}"
-# With it a script is told to load universal files.
-FLAG = "--universal-checkpoint"
 # Seconds between two looks; what has not changed from one to the next is no longer written.
 LOOK_EVERY = 1.0
 # The longest pause after what could not be written.

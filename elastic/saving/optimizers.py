@@ -13,11 +13,12 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
+from dalsegno.protos.text import few
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
 from ..rank.remarks import remark
-from ..training.findings import few
 
 _TORCH = {
     "adadelta": "Adadelta",

@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn, tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from dalsegno.protos.text import few
+
 from ..rank.agreement import Unlike, differences
 from ..rank.collective import Collective
 from ..rank.remarks import remark
 from ..saving.optimizers import source_of_step
 from ..saving.replicas import unwrapped
 from . import digest
-from .findings import few
 from .hyperparameters import told_of
 
 log = logging.getLogger(__name__)

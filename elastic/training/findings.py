@@ -6,9 +6,11 @@ Nobody should learn at the first change of the world that a change is impossible
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from dalsegno.protos.text import few
 
 from .draws import drawn_in
 
@@ -16,7 +18,6 @@ from .draws import drawn_in
 RANDOM, BATCH_STATISTICS = "random", "batch statistics"
 # What is known of where the data stand.
 OURS, SCRIPTS, STATE, NOTHING = "all, as of Batches", "what the script sees to", "a state of each rank", "nothing"
-_NAMED = 3
 
 
 class Finding(NamedTuple):
@@ -188,13 +189,6 @@ def not_seen(facts: Facts) -> Iterator[str]:
         "the steps: what a loop or a callback draws at random, keeps in variables of its own, or changes later "
         "(parameters that are unfrozen or added, buffers). A run compares and says some of it in its first steps"
     )
-
-
-def few(names: Iterable[str]) -> str:
-    """The first ones, and how many more."""
-    listed = list(names)
-    more = len(listed) - _NAMED
-    return ", ".join(listed[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def kinds_of(model: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:

@@ -100,12 +100,9 @@ def steps(
     advanced, strategy = advanced or position is not None, strategy_of(save, strategy)
     first = begin(data, advanced=advanced)
     told = data if first is None else first.batches or data  # Batches that something else hands on know the same
-    options: dict[str, Any] = {
-        "strategy": strategy,
-        "any_world_size": any_world_size,
-        "create_directory": create_directory,
-    }
+    options: dict[str, Any] = {"strategy": strategy, "create_directory": create_directory}
     options |= {"order": order or getattr(told, "order", None), "cut": cut or getattr(told, "cut", None)}
+    options["any_world_size"] = any_world_size
     with session.meetings.telling():
         _compare(session, told, first, options, max_steps, save, save_every, advanced=advanced)
         _same_data(session, data, options, max_steps)

@@ -21,12 +21,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from dalsegno.protos.text import few
+
 from ..checkpoint import SHARDED
 from ..saving.optimizers import check_kept, check_parameters, say_added
 from ..saving.replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
 from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
-from .findings import few
 from .session import Session
 from .unlisted import Unlisted
 from .wrappers import frozen, tell_frozen

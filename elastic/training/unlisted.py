@@ -13,8 +13,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
+from dalsegno.protos.text import few
+
 from ..rank.remarks import remark
-from .findings import few
 
 _PLAIN = (bool, int, float, str, type(None))
 # Set by torch and by libraries as they go along, and made anew.

@@ -9,9 +9,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from dalsegno.protos.text import few
+
 from ..rank.remarks import remark
 from ..saving.optimizers import is_elementwise
-from .findings import few
 
 # What approximates the gradients of each rank by itself: by the modules that bring it, or by what it gathers.
 _APPROXIMATE = ("powerSGD_hook", "post_localSGD_hook", "quantization_hooks")

@@ -26,10 +26,10 @@ from dalsegno.agent.processes import nursery as standby
 from dalsegno.agent.processes import standby_pool, workers
 from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.processes.proc import process_state, start_time
-from dalsegno.agent.processes.script_imports import ALWAYS, modules_of
 from dalsegno.agent.processes.standby_pool import StandbyPool
 from dalsegno.agent.processes.worker_link import WorkerLink
-from dalsegno.agent.processes.workers import Script, WorkersContext
+from dalsegno.agent.processes.workers import WorkersContext
+from dalsegno.agent.script import ALWAYS, Script, modules_of
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.protos import worker_pb2

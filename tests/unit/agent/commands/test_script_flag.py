@@ -10,7 +10,7 @@ import pytest
 
 from dalsegno.agent.commands import launch
 from dalsegno.agent.commands.arguments import parse
-from dalsegno.agent.processes.workers import Script
+from dalsegno.agent.script import Script, knows_us
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.protos import control_pb2
 
@@ -57,7 +57,7 @@ def test_who_needs_no_flag(
     """What reads the environment, and ms-swift, which takes no flag that it does not know; our entry knows it."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(text)
-    assert launch._knows_us(parse(["--nnodes=1:2", *command], {})) is knows
+    assert knows_us(Script(sys.executable, ("-u", *command))) is knows
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_a_script_that_is_told_from_the_beginning_means_the_job(tmp_path: Path, 
     ("text", "own", "may_call"),
     [
         ("import dalsegno.elastic", [], True),
-        ("def main():\n    from dalsegno. import elastic", [], True),
+        ("def main():\n    from dalsegno import elastic", [], True),
         ("from dalsegno.swift_plugin import hf", [], True),
         ("# as with dalsegno.elastic\nimport torch", [], False),
         ("import dalsegno_elastic", [], False),

@@ -1,0 +1,205 @@
+"""How a person's script looks from outside: whether it can be run, what its text and its arguments say.
+
+All that the agent guesses about scripts is here; what it knows of them they say themselves (`worker.proto`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "ALWAYS",
+    "FLAG",
+    "Script",
+    "ScriptError",
+    "asks_for_universal",
+    "check_script",
+    "expects_session",
+    "knows_us",
+    "modules_of",
+    "refuses_flag",
+]
+
+# With it a script is told to load universal files.
+FLAG = "--universal-checkpoint"
+# argparse's exit code for arguments that it does not know.
+_BAD_ARGUMENTS = 2
+# The file that ms-swift is given with --external_plugins.
+_SWIFT_PLUGIN = "dalsegno_swift_plugin"
+
+# The first DDP wrap imports torch._dynamo: seconds on a busy machine.
+ALWAYS = ("torch", "torch.distributed", "torch._dynamo")
+# Worth importing ahead where the script's text imports them: heavy, and silent about CUDA when they are imported.
+_HEAVY = (
+    "numpy",
+    "deepspeed",
+    "transformers",
+    "accelerate",
+    "datasets",
+    "peft",
+    "lightning",
+    "torchvision",
+    "dalsegno.elastic",
+    "dalsegno.swift_plugin",
+    "swift",
+)
+# What these import only when they are used, which then takes seconds; "?": silently left out where it is not there.
+_LATER = {
+    "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer?",),
+    "dalsegno.elastic": ("dalsegno.elastic.training.entry?",),
+    # Its package imports nothing by itself.
+    "transformers": ("transformers.trainer?",),
+    "dalsegno.swift_plugin": ("dalsegno.swift_plugin.hf.trainer?",),
+    "swift": ("swift.pipelines.train.sft?", "swift.trainers.seq2seq_trainer?", "dalsegno.swift_plugin.swift_hooks?"),
+}
+_IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
+# A script is text of a person's; more than this is not read to guess what it imports.
+_MAX_TEXT = 1 << 20
+
+
+@dataclass(frozen=True)
+class Script:
+    """What the workers run, as torch's launcher composes it.
+
+    Attributes:
+        entrypoint: the interpreter, or the program with `--no-python`.
+        arguments: `("-u", ["-m",] script or module, arguments of its own …)`, or those of the program.
+    """
+
+    entrypoint: str
+    arguments: tuple[str, ...]
+
+    @property
+    def module(self) -> bool:
+        """Run with `-m`."""
+        return self.arguments[1:2] == ("-m",)
+
+    @property
+    def own(self) -> tuple[str, ...]:
+        """The script or module, and its own arguments."""
+        return self.arguments[2 if self.module else 1 :]
+
+    @property
+    def adoptable(self) -> bool:
+        """Whether a standby worker can become it: our interpreter, and a module or a plain file."""
+        if self.entrypoint != sys.executable or self.arguments[:1] != ("-u",):
+            return False
+        return self.module or os.path.isfile(self.own[0])
+
+    @property
+    def source(self) -> Path | str | None:
+        """What can tell what it imports: the script's file, or the module's name."""
+        if not self.adoptable:
+            return None
+        return self.own[0] if self.module else Path(self.own[0])
+
+
+class ScriptError(Exception):
+    """There is nothing to run; one line for the person."""
+
+
+def check_script(name: str, *, module: bool, no_python: bool) -> None:
+    """Whether there is something to run.
+
+    Args:
+        name: Of a file, of a module (`-m`), or of a program (`--no-python`).
+
+    Raises:
+        ScriptError: there is not.
+    """
+    if no_python:
+        if shutil.which(name) is None:
+            raise ScriptError(f"the program {name} does not exist or cannot be executed")
+    elif module:
+        # Only the top: finding a sub-module would import its parents.
+        top = name.partition(".")[0]
+        sys.path.insert(0, os.getcwd())
+        try:
+            if importlib.util.find_spec(top) is None:
+                raise ScriptError(f"there is no module {top} (-m {name})")
+        finally:
+            sys.path.pop(0)
+    elif not os.path.exists(name):
+        raise ScriptError(f"the script {name} does not exist (working directory: {os.getcwd()})")
+    elif not os.access(name, os.R_OK):
+        raise ScriptError(f"the script {name} cannot be read")
+
+
+def asks_for_universal(arguments: Sequence[str]) -> bool:
+    """Whether the script's own arguments have the flag, as a word, with a value, or as ms-swift spells its flags."""
+    for number, argument in enumerate(arguments):
+        name, _, value = argument.partition("=")
+        if name in (FLAG, FLAG.replace("-c", "_c")):
+            value = value or "".join(arguments[number + 1 : number + 2])
+            return value.lower() not in ("false", "0", "no", "off")
+    return False
+
+
+def refuses_flag(code: int) -> bool:
+    """Whether a worker that was handed the flag ended as one that does not know it."""
+    return code == _BAD_ARGUMENTS
+
+
+def knows_us(script: Script) -> bool:
+    """Whether the script has our session, which reads the environment and needs no flag.
+
+    Its text says so, or it is ms-swift, with our plugin or not: that program takes no flag that it does not know.
+    """
+    if _has_plugin(script):
+        return True
+    source = script.source
+    if isinstance(source, str):
+        return source.startswith("swift.")
+    if source is None:
+        return False
+    text = _text(source)
+    return "dalsegno.elastic" in text or "dalsegno.swift_plugin" in text
+
+
+def expects_session(script: Script) -> bool:
+    """Whether its arguments or its own text say that it may call `session()`. Where they don't, it still may."""
+    packages = ("dalsegno.elastic", "dalsegno.swift_plugin")
+    return _has_plugin(script) or any(
+        name == "dalsegno" or name.startswith(tuple(f"{one}." for one in packages)) or name in packages
+        for name in _named_by(script.source)
+    )
+
+
+def modules_of(script: Path | str | None) -> tuple[str, ...]:
+    """The heavy modules to import for a script.
+
+    Args:
+        script: Its file, whose text is looked at; or the name of a module, which alone counts: to find its file could
+            take imports. None: neither.
+    """
+    named = _named_by(script)
+    wanted = [module for module in _HEAVY if any(name == module or name.startswith(f"{module}.") for name in named)]
+    later = [one for module in wanted for one in _LATER.get(module, ())]
+    if "deepspeed" in wanted and "dalsegno.elastic" in wanted:
+        later.append("dalsegno.elastic.deepspeed?")
+    return (*ALWAYS, *wanted, *later)
+
+
+def _has_plugin(script: Script) -> bool:
+    return any(_SWIFT_PLUGIN in argument for argument in script.own[1:])
+
+
+def _text(path: Path) -> str:
+    with open(path, encoding="utf-8", errors="replace") as file:
+        return file.read(_MAX_TEXT)
+
+
+def _named_by(script: Path | str | None) -> set[str]:
+    if isinstance(script, str):
+        # Those run ms-swift.
+        return {script, "swift"} if script.startswith("dalsegno.swift_plugin.") else {script}
+    if script is None or not script.is_file():
+        return set()
+    return set(_IMPORT.findall(_text(script)))
