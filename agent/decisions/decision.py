@@ -12,7 +12,7 @@ from .state import AgentState, Outcome, Workers
 STOP_PATIENCE = 45.0
 
 
-class Turn:
+class Decision:
     """The state as it will be, and what is to be done, in order."""
 
     def __init__(self, state: AgentState, now: float) -> None:

@@ -21,7 +21,7 @@ from dalsegno.protos import control_pb2
 
 from . import directives, leaving, ranks
 from . import events as ev
-from .decision import Turn
+from .decision import Decision
 from .state import AgentSettings, AgentState, Outcome, Workers, fresh
 
 # Seconds: between two attempts at a Join whose store cannot be opened, and at one that did not see the directory.
@@ -40,61 +40,61 @@ __all__ = ("AgentSettings", "AgentState", "Outcome", "Workers", "fresh", "handle
 
 def handle(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, list[ev.Action]]:
     """One step of the agent. `now` is monotonic seconds. Returns the new state and what to do, in order."""
-    turn = Turn(copy.copy(state), now)
+    decision = Decision(copy.copy(state), now)
     if not state.ended:
-        take(turn, event)
-    return turn.state, turn.actions
+        take(decision, event)
+    return decision.state, decision.actions
 
 
-def take(turn: Turn, event: ev.Event) -> None:
+def take(decision: Decision, event: ev.Event) -> None:
     """One event to its handler."""
     match event:
         case ev.Started():
-            turn.register("")
+            decision.register("")
         case ev.Registered():
-            registered(turn, event)
+            registered(decision, event)
         case ev.Postponed():
-            postponed(turn, event.detail)
+            postponed(decision, event.detail)
         case ev.Refused():
-            refused(turn, event)
+            refused(decision, event)
         case ev.Directed():
-            directives.directed(turn, event.directive)
+            directives.directed(decision, event.directive)
         case ev.CallFailed():
-            call_failed(turn, event)
+            call_failed(decision, event)
         case ev.LinkChanged():
-            link_changed(turn, event.up)
+            link_changed(decision, event.up)
         case ev.Broken():
-            turn.kill_workers()
-            turn.exit(ev.EXIT_LEFT_UNSAVED, f"{event.detail}; its log has more; the same command joins again")
+            decision.kill_workers()
+            decision.exit(ev.EXIT_LEFT_UNSAVED, f"{event.detail}; its log has more; the same command joins again")
         case ev.WorkerSaid():
-            ranks.worker_said(turn, event)
+            ranks.worker_said(decision, event)
         case ev.WorkerExited():
-            ranks.worker_exited(turn, event)
+            ranks.worker_exited(decision, event)
         case ev.WorkersStopped():
-            ranks.workers_stopped(turn, event.epoch)
+            ranks.workers_stopped(decision, event.epoch)
         case ev.SessionImported():
-            ranks.session_imported(turn, event)
+            ranks.session_imported(decision, event)
         case ev.StartFailed():
-            ranks.start_failed(turn, event)
+            ranks.start_failed(decision, event)
         case ev.Signalled():
-            leaving.signalled(turn, event.number)
+            leaving.signalled(decision, event.number)
         case ev.StandbyWarm():
-            standby_warm(turn)
+            standby_warm(decision)
         case ev.JoinPrepared():
-            join_prepared(turn, event)
+            join_prepared(decision, event)
         case ev.JoinFailed():
-            join_failed(turn, event)
+            join_failed(decision, event)
         case ev.ManifestRead():
-            manifest_read(turn, event)
+            manifest_read(decision, event)
         case ev.ConversionUpdate():
-            conversion_update(turn, event)
+            conversion_update(decision, event)
         case ev.VerificationMoved():
-            verification_moved(turn, event)
+            verification_moved(decision, event)
         case ev.VerificationDone():
-            turn.call(
+            decision.call(
                 "ReportVerification",
                 control_pb2.VerificationReport(
-                    caller=turn.caller(),
+                    caller=decision.caller(),
                     number=event.number,
                     intact=event.intact,
                     message=event.message,
@@ -102,19 +102,19 @@ def take(turn: Turn, event: ev.Event) -> None:
                 ),
             )
         case ev.Sighted():
-            turn.call("ReportSighted", control_pb2.SightedRequest(caller=turn.caller(), ref=event.ref))
+            decision.call("ReportSighted", control_pb2.SightedRequest(caller=decision.caller(), ref=event.ref))
         case ev.Pruned():
-            turn.state.pruning = ()
-            turn.call("ReportPruned", control_pb2.PrunedRequest(caller=turn.caller(), refs=event.refs))
+            decision.state.pruning = ()
+            decision.call("ReportPruned", control_pb2.PrunedRequest(caller=decision.caller(), refs=event.refs))
         case ev.Tick():
-            check_answer(turn)
-    if not turn.state.ended:
-        settle(turn)
+            check_answer(decision)
+    if not decision.state.ended:
+        settle(decision)
 
 
-def registered(turn: Turn, event: ev.Registered) -> None:
+def registered(decision: Decision, event: ev.Registered) -> None:
     """The door is open, under a name and an incarnation."""
-    state = turn.state
+    state = decision.state
     state.registering = False
     state.answer_deadline = state.register_at = state.name_deadline = None
     state.postponed = ""
@@ -128,102 +128,104 @@ def registered(turn: Turn, event: ev.Registered) -> None:
     state.gather = None
     state.wait = None
     if event.reply.remark:
-        turn.do(ev.Say(event.reply.remark, True))
+        decision.do(ev.Say(event.reply.remark, True))
     if state.warm:
-        turn.call("ReportWarm", control_pb2.WarmRequest(caller=turn.caller()))
+        decision.call("ReportWarm", control_pb2.WarmRequest(caller=decision.caller()))
     if state.leaving:
-        turn.call("Leave", control_pb2.LeaveRequest(caller=turn.caller(), notice=turn.notice_left()))
+        decision.call("Leave", control_pb2.LeaveRequest(caller=decision.caller(), notice=decision.notice_left()))
 
 
-def postponed(turn: Turn, detail: str) -> None:
+def postponed(decision: Decision, detail: str) -> None:
     """A master is there, so it is waited for; the person hears each reason once."""
-    turn.state.answer_deadline = None
-    if detail != turn.state.postponed:
-        turn.state.postponed = detail
-        turn.do(ev.Say(detail))
+    decision.state.answer_deadline = None
+    if detail != decision.state.postponed:
+        decision.state.postponed = detail
+        decision.do(ev.Say(detail))
 
 
-def check_answer(turn: Turn) -> None:
+def check_answer(decision: Decision) -> None:
     """Nobody has answered the first registration. Only when nothing else is to be heard: an answer may lie there."""
-    state = turn.state
-    if state.answer_deadline is not None and turn.now >= state.answer_deadline:
+    state = decision.state
+    if state.answer_deadline is not None and decision.now >= state.answer_deadline:
         seconds = state.settings.connect_timeout
         where = f" ({state.settings.addresses})" if state.settings.addresses else ""
-        turn.exit(ev.EXIT_USAGE, f"no master answered within {seconds:.0f} s: is it running at that address?{where}")
+        decision.exit(
+            ev.EXIT_USAGE, f"no master answered within {seconds:.0f} s: is it running at that address?{where}"
+        )
 
 
-def refused(turn: Turn, event: ev.Refused) -> None:
+def refused(decision: Decision, event: ev.Refused) -> None:
     """Only a name that somebody holds is no reason to give up at once."""
-    state = turn.state
+    state = decision.state
     state.answer_deadline = None
     taken, again = event.code == "ALREADY_EXISTS", bool(state.incarnation)
     if taken and again and not state.settings.node_name and state.node:
         # The name was the master's choice; it makes another.
         state.node = ""
-        turn.register(state.incarnation)
+        decision.register(state.incarnation)
         return
     if taken and state.settings.node_name:
         if state.name_deadline is None:
-            state.name_deadline = turn.now + (NAME_PATIENCE if again else START_PATIENCE)
+            state.name_deadline = decision.now + (NAME_PATIENCE if again else START_PATIENCE)
             if again:
-                turn.do(ev.Say(f"{event.detail}; this node waits for it up to {NAME_PATIENCE:.0f} s", True))
-        if turn.now < state.name_deadline:
-            state.register_at = turn.now + (NAME_PAUSE if again else START_PAUSE)
+                decision.do(ev.Say(f"{event.detail}; this node waits for it up to {NAME_PATIENCE:.0f} s", True))
+        if decision.now < state.name_deadline:
+            state.register_at = decision.now + (NAME_PAUSE if again else START_PAUSE)
             return
-    turn.exit(ev.EXIT_USAGE, event.detail)
+    decision.exit(ev.EXIT_USAGE, event.detail)
 
 
-def register_when_due(turn: Turn) -> None:
+def register_when_due(decision: Decision) -> None:
     """Asks again for the user's node name, which another node held a moment ago."""
-    state = turn.state
+    state = decision.state
     if state.register_at is None:
         return
-    if turn.now < state.register_at:
-        turn.wake_at(state.register_at)
+    if decision.now < state.register_at:
+        decision.wake_at(state.register_at)
     else:
         state.register_at = None
-        turn.register(state.incarnation)
+        decision.register(state.incarnation)
 
 
-def call_failed(turn: Turn, event: ev.CallFailed) -> None:
+def call_failed(decision: Decision, event: ev.CallFailed) -> None:
     """An error status to one of our calls."""
     if event.code == "NOT_FOUND":
-        turn.become_fenced(event.detail)
+        decision.become_fenced(event.detail)
     elif event.code == "FAILED_PRECONDITION" and event.method == "ReportDrained":
-        turn.state.refused = True
+        decision.state.refused = True
     elif event.code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"):
-        turn.kill_workers()
-        turn.exit(ev.EXIT_USAGE, event.detail)
+        decision.kill_workers()
+        decision.exit(ev.EXIT_USAGE, event.detail)
     # Anything else speaks of a closed epoch or a lost lease: the next directive says what is wanted instead.
 
 
-def link_changed(turn: Turn, up: bool) -> None:
+def link_changed(decision: Decision, up: bool) -> None:
     """The master is heard again, or no longer."""
-    state = turn.state
+    state = decision.state
     if up == state.link_up:
         return
     state.link_up = up
-    state.link_lost_at = None if up else turn.now
+    state.link_lost_at = None if up else decision.now
     if up:
         state.drain_for_outage = False
-        turn.do(ev.Say("the master is back"))
+        decision.do(ev.Say("the master is back"))
     elif state.workers is Workers.RUNNING:
-        turn.do(ev.Say("the master cannot be reached; training goes on, and what it must know is kept", True))
+        decision.do(ev.Say("the master cannot be reached; training goes on, and what it must know is kept", True))
     else:
-        turn.do(ev.Say("the master cannot be reached; this node waits for it", True))
+        decision.do(ev.Say("the master cannot be reached; this node waits for it", True))
 
 
-def standby_warm(turn: Turn) -> None:
+def standby_warm(decision: Decision) -> None:
     """The standby workers of this node are ready."""
-    if not turn.state.warm:
-        turn.state.warm = True
-        if turn.state.incarnation and not turn.state.registering:
-            turn.call("ReportWarm", control_pb2.WarmRequest(caller=turn.caller()))
+    if not decision.state.warm:
+        decision.state.warm = True
+        if decision.state.incarnation and not decision.state.registering:
+            decision.call("ReportWarm", control_pb2.WarmRequest(caller=decision.caller()))
 
 
-def prepare_join(turn: Turn) -> None:
+def prepare_join(decision: Decision) -> None:
     """Answers the present Gather or Wait, once, when there is nothing of ours running any more."""
-    state = turn.state
+    state = decision.state
     if state.workers is not Workers.NONE or state.leaving or state.fenced or state.registering:
         return
     if state.outcome is Outcome.DRAINED and state.reading:
@@ -241,43 +243,43 @@ def prepare_join(turn: Turn) -> None:
     if wanted is None:
         return
     if wanted == state.joining or (state.gather is None and (*wanted[:2], True) == state.joining):
-        if state.join_again_at is None and state.joined and state.link_up and is_blind(turn):
-            state.join_again_at = turn.now + LOOK_AGAIN
+        if state.join_again_at is None and state.joined and state.link_up and is_blind(decision):
+            state.join_again_at = decision.now + LOOK_AGAIN
         if state.join_again_at is None:
             return
-        if turn.now < state.join_again_at:
-            turn.wake_at(state.join_again_at)
+        if decision.now < state.join_again_at:
+            decision.wake_at(state.join_again_at)
             return
     state.joining = wanted
     state.joined = False
     state.join_again_at = None
-    turn.do(ev.PrepareJoin(wanted[0], resume, patient=wanted[2]))
+    decision.do(ev.PrepareJoin(wanted[0], resume, patient=wanted[2]))
 
 
-def is_blind(turn: Turn) -> bool:
+def is_blind(decision: Decision) -> bool:
     """The master wants a Join and nothing to look for, yet gives no place: the directory here is not the job's.
 
     Only before the first commit; afterwards the order names a checkpoint to look for.
     """
-    state = turn.state
+    state = decision.state
     wait = state.wait
     return wait is not None and bool(wait.reason) and not wait.HasField("look_for") and not state.has_head
 
 
-def join_failed(turn: Turn, event: ev.JoinFailed) -> None:
+def join_failed(decision: Decision, event: ev.JoinFailed) -> None:
     """The present Join could not be prepared: it is tried again; the person hears each reason once."""
-    state = turn.state
+    state = decision.state
     if state.joining is None or (event.round, event.resume_digest) != state.joining[:2]:
         return
-    state.join_again_at = turn.now + JOIN_PAUSE
+    state.join_again_at = decision.now + JOIN_PAUSE
     if event.message != state.join_problem:
         state.join_problem = event.message
-        turn.do(ev.Say(event.message, True))
+        decision.do(ev.Say(event.message, True))
 
 
-def join_prepared(turn: Turn, event: ev.JoinPrepared) -> None:
+def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
     """Store, inventory and probe are ready: join, unless the order has changed meanwhile."""
-    state = turn.state
+    state = decision.state
     if state.joining is None or (event.round, event.resume_digest) != state.joining[:2]:
         return
     if state.leaving or state.fenced or state.registering:
@@ -286,10 +288,10 @@ def join_prepared(turn: Turn, event: ev.JoinPrepared) -> None:
     state.join_problem = ""
     seen = any(entry.ref.digest == event.resume_digest for entry in event.inventory)
     state.unseen = "" if seen else event.resume_digest
-    turn.call(
+    decision.call(
         "Join",
         control_pb2.JoinRequest(
-            caller=turn.caller(),
+            caller=decision.caller(),
             round=event.round,
             resume=control_pb2.CheckpointRef(digest=event.resume_digest),
             store_host=event.store_host,
@@ -301,37 +303,37 @@ def join_prepared(turn: Turn, event: ev.JoinPrepared) -> None:
     )
 
 
-def manifest_read(turn: Turn, event: ev.ManifestRead) -> None:
+def manifest_read(decision: Decision, event: ev.ManifestRead) -> None:
     """A seal can be recorded now, or cannot be read."""
-    state = turn.state
+    state = decision.state
     state.reading = state.reading - {event.name}
     seconds = state.took.get(event.name, 0.0)
     state.took = {name: took for name, took in state.took.items() if name in state.reading}
     if event.checkpoint is None:
-        turn.do(ev.Say(f"checkpoint {event.name} cannot be recorded: {event.message}", True))
+        decision.do(ev.Say(f"checkpoint {event.name} cannot be recorded: {event.message}", True))
         return
-    turn.call(
+    decision.call(
         "CommitCheckpoint",
         control_pb2.CommitRequest(
-            caller=turn.caller(event.checkpoint.epoch), checkpoint=event.checkpoint, seconds=seconds
+            caller=decision.caller(event.checkpoint.epoch), checkpoint=event.checkpoint, seconds=seconds
         ),
     )
 
 
-def conversion_update(turn: Turn, event: ev.ConversionUpdate) -> None:
+def conversion_update(decision: Decision, event: ev.ConversionUpdate) -> None:
     """The conversion job moved or ended."""
-    state = turn.state
+    state = decision.state
     if event.lease != state.lease:
         return
     if event.state == control_pb2.CONVERSION_STATE_READY and event.checkpoint is not None:
-        turn.call(
+        decision.call(
             "CommitCheckpoint",
-            control_pb2.CommitRequest(caller=turn.caller(), checkpoint=event.checkpoint, lease=event.lease),
+            control_pb2.CommitRequest(caller=decision.caller(), checkpoint=event.checkpoint, lease=event.lease),
         )
-    turn.call(
+    decision.call(
         "ReportConversion",
         control_pb2.ConversionReport(
-            caller=turn.caller(),
+            caller=decision.caller(),
             lease=event.lease,
             state=event.state,
             files_done=event.files_done,
@@ -342,56 +344,56 @@ def conversion_update(turn: Turn, event: ev.ConversionUpdate) -> None:
     )
 
 
-def verification_moved(turn: Turn, event: ev.VerificationMoved) -> None:
+def verification_moved(decision: Decision, event: ev.VerificationMoved) -> None:
     """A verification goes on; of one that was asked for earlier nobody wants to know."""
-    if event.number == turn.state.verified:
+    if event.number == decision.state.verified:
         report = control_pb2.VerificationReport(
-            caller=turn.caller(), number=event.number, bytes_done=event.bytes_done, working=True, inconclusive=True
+            caller=decision.caller(), number=event.number, bytes_done=event.bytes_done, working=True, inconclusive=True
         )
-        turn.call("ReportVerification", report)
+        decision.call("ReportVerification", report)
 
 
-def settle(turn: Turn) -> None:
+def settle(decision: Decision) -> None:
     """What follows from the state, after every event."""
-    turn.state.wake = None
-    report_ended(turn)
-    if turn.state.answer_deadline is not None:
-        turn.wake_at(turn.state.answer_deadline)
-    register_when_due(turn)
-    ranks.check_stopping(turn)
-    if turn.state.ended:
+    decision.state.wake = None
+    report_ended(decision)
+    if decision.state.answer_deadline is not None:
+        decision.wake_at(decision.state.answer_deadline)
+    register_when_due(decision)
+    ranks.check_stopping(decision)
+    if decision.state.ended:
         return  # A fenced leaver, whose workers were the last that it waited for.
-    prepare_join(turn)
-    leaving.check_outage(turn)
-    leaving.check_leave(turn)
-    if not turn.state.ended:
-        tell_workers(turn)
+    prepare_join(decision)
+    leaving.check_outage(decision)
+    leaving.check_leave(decision)
+    if not decision.state.ended:
+        tell_workers(decision)
 
 
-def report_ended(turn: Turn) -> None:
+def report_ended(decision: Decision) -> None:
     """Says once that all ranks of this node drained or finished, after the commit of what they saved last."""
-    state = turn.state
+    state = decision.state
     if state.workers is not Workers.NONE or state.reading or not state.exits:
         return
     if state.outcome is Outcome.FINISHED:
-        turn.call("ReportFinished", control_pb2.FinishedRequest(caller=turn.caller(), step=state.step))
+        decision.call("ReportFinished", control_pb2.FinishedRequest(caller=decision.caller(), step=state.step))
     elif state.outcome is Outcome.DRAINED:
-        turn.call(
+        decision.call(
             "ReportDrained",
-            control_pb2.DrainedRequest(caller=turn.caller(), checkpoint=state.drained, step=state.step),
+            control_pb2.DrainedRequest(caller=decision.caller(), checkpoint=state.drained, step=state.step),
         )
     state.exits = ()
     if state.outcome is Outcome.DRAINED and state.leaving and state.release_deadline is None:
-        state.release_deadline = turn.now + state.settings.release_timeout
+        state.release_deadline = decision.now + state.settings.release_timeout
 
 
-def tell_workers(turn: Turn) -> None:
+def tell_workers(decision: Decision) -> None:
     """Keep the flags that the ranks see up to date."""
-    state = turn.state
+    state = decision.state
     if state.workers is not Workers.RUNNING:
         return
     drain = state.leaving or state.drain_ordered or state.drain_for_outage
     flags = (drain, state.link_up, state.ending)
     if flags != state.told:
         state.told = flags
-        turn.do(ev.TellWorkers(*flags))
+        decision.do(ev.TellWorkers(*flags))

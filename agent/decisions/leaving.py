@@ -7,82 +7,82 @@ import signal
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from .decision import Turn
+from .decision import Decision
 from .state import Outcome, Workers
 
 # Seconds that a leaver whose notice has run out still waits for what it has killed.
 KILL_PATIENCE = 2.0
 
 
-def signalled(turn: Turn, number: int) -> None:
+def signalled(decision: Decision, number: int) -> None:
     """The first signal is a leave notice, the second one means now."""
-    state = turn.state
+    state = decision.state
     name = signal.Signals(number).name
     if state.leaving and number == signal.SIGHUP:
         return  # A closed terminal says it several times: kernel and shell each do. Nobody there is in a hurry.
     if state.leaving:
-        turn.do(ev.Say(f"{name} again: this node goes at once"))
-        turn.kill_workers()
-        turn.exit(ev.EXIT_LEFT_UNSAVED, "left without waiting for a save")
+        decision.do(ev.Say(f"{name} again: this node goes at once"))
+        decision.kill_workers()
+        decision.exit(ev.EXIT_LEFT_UNSAVED, "left without waiting for a save")
         return
     state.leaving = True
-    state.leave_deadline = turn.now + state.settings.drain_timeout
+    state.leave_deadline = decision.now + state.settings.drain_timeout
     state.unsaved = state.fenced or state.workers is Workers.RUNNING
-    turn.stop_conversion()
+    decision.stop_conversion()
     if state.workers is Workers.RUNNING and not state.has_session:
         # Nothing of ours can save it: the script gets the signal and the notice, as under torchrun.
-        turn.do(ev.Say(f"{name}: passed on to the workers, which have no session open; then leaving"))
-        turn.stop_workers(state.settings.drain_timeout)
+        decision.do(ev.Say(f"{name}: passed on to the workers, which have no session open; then leaving"))
+        decision.stop_workers(state.settings.drain_timeout)
     elif state.workers is Workers.RUNNING:
-        turn.do(ev.Say(f"{name}: saving at the next step boundary, then leaving"))
+        decision.do(ev.Say(f"{name}: saving at the next step boundary, then leaving"))
     else:
-        turn.do(ev.Say(f"{name}: leaving"))
+        decision.do(ev.Say(f"{name}: leaving"))
     if state.incarnation and not state.registering and not state.fenced:
-        turn.call("Leave", control_pb2.LeaveRequest(caller=turn.caller(), notice=state.settings.drain_timeout))
+        decision.call("Leave", control_pb2.LeaveRequest(caller=decision.caller(), notice=state.settings.drain_timeout))
     else:
-        turn.exit_left()
+        decision.exit_left()
 
 
-def check_leave(turn: Turn) -> None:
+def check_leave(decision: Decision) -> None:
     """A leaver goes when its part is recorded or the master says so, and at the end of its notice in any case.
 
     Whatever its workers do: it may not even hear that they are gone.
     """
-    state = turn.state
+    state = decision.state
     if not state.leaving:
         return
     if state.workers is Workers.NONE:
-        if state.reading and turn.now < (state.leave_deadline or 0.0):
-            turn.wake_at(state.leave_deadline or turn.now)
+        if state.reading and decision.now < (state.leave_deadline or 0.0):
+            decision.wake_at(state.leave_deadline or decision.now)
             return
         if state.release_deadline is None:
-            state.release_deadline = turn.now + state.settings.release_timeout
+            state.release_deadline = decision.now + state.settings.release_timeout
         nothing_to_record = state.outcome is Outcome.STOPPED or state.refused
-        if nothing_to_record or turn.now >= state.release_deadline or not state.link_up:
-            turn.exit_left()
+        if nothing_to_record or decision.now >= state.release_deadline or not state.link_up:
+            decision.exit_left()
         else:
-            turn.wake_at(state.release_deadline)
+            decision.wake_at(state.release_deadline)
     elif state.leave_deadline is not None:
         last = state.leave_deadline + KILL_PATIENCE
-        if turn.now < state.leave_deadline:
-            turn.wake_at(state.leave_deadline)
+        if decision.now < state.leave_deadline:
+            decision.wake_at(state.leave_deadline)
             return
-        turn.kill_workers()
+        decision.kill_workers()
         state.outcome = Outcome.STOPPED
-        if turn.now >= last:
-            turn.exit_left()
+        if decision.now >= last:
+            decision.exit_left()
         else:
-            turn.wake_at(last)
+            decision.wake_at(last)
 
 
-def check_outage(turn: Turn) -> None:
+def check_outage(decision: Decision) -> None:
     """A node that alone is cut off from the master drains; where nobody hears it, training goes on."""
-    state = turn.state
+    state = decision.state
     if state.link_lost_at is None or state.workers is not Workers.RUNNING or state.drain_for_outage:
         return
     due = state.link_lost_at + state.settings.master_outage_timeout
-    if turn.now < due:
-        turn.wake_at(due)
+    if decision.now < due:
+        decision.wake_at(due)
     elif state.anyone_sees_master:
         state.drain_for_outage = True
-        turn.do(ev.Say("only this node is cut off from the master: it drains and waits", True))
+        decision.do(ev.Say("only this node is cut off from the master: it drains and waits", True))

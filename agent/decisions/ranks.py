@@ -5,7 +5,7 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2, worker_pb2
 
 from . import events as ev
-from .decision import Turn
+from .decision import Decision
 from .state import Outcome, Workers
 from .worker_checks import MOST
 
@@ -13,9 +13,9 @@ from .worker_checks import MOST
 MOST_READING = 64
 
 
-def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
+def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
     """One message of a rank. Messages of an older epoch count only where a seal is at stake."""
-    state = turn.state
+    state = decision.state
     message = event.message
     body = message.WhichOneof("body")
     if body == "sealed":
@@ -24,25 +24,25 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
         # Worth recording whatever became of these workers since: the master refuses what comes too late.
         state.reading = state.reading | {message.sealed.name}
         state.took = {**state.took, message.sealed.name: message.sealed.seconds}
-        turn.do(ev.ReadManifest(message.sealed.name, message.sealed.digest))
+        decision.do(ev.ReadManifest(message.sealed.name, message.sealed.digest))
         return
     if event.epoch != state.started or state.workers is Workers.NONE:
         return
     match body:
         case "hello":
             state.has_session = state.session_known = True
-            turn.report_progress()
+            decision.report_progress()
         case "progress":
-            progress(turn, event.rank, message.progress)
+            progress(decision, event.rank, message.progress)
         case "saving":
-            saving(turn, event.rank, message.saving)
+            saving(decision, event.rank, message.saving)
         case "draining":
             # Not where they have gone on since: the drain was withdrawn.
             state.agreed = state.agreed or message.draining.step >= state.step
             state.step = max(state.step, message.draining.step)
-            turn.report_progress()
+            decision.report_progress()
         case "save_failed":
-            save_failed(turn, message.save_failed)
+            save_failed(decision, message.save_failed)
         case "drained":
             state.drained_ranks = state.drained_ranks | {event.rank}
             if message.drained.name:
@@ -51,24 +51,24 @@ def worker_said(turn: Turn, event: ev.WorkerSaid) -> None:
         case "finished":
             state.finished_ranks = state.finished_ranks | {event.rank}
             state.step = max(state.step, message.finished.step)
-            turn.report_progress()
+            decision.report_progress()
         case "bad_checkpoint":
-            bad_checkpoint(turn, message.bad_checkpoint)
+            bad_checkpoint(decision, message.bad_checkpoint)
         case "refused":
             state.refusals = {**state.refusals, event.rank: message.refused.message or "it did not say why"}
 
 
-def session_imported(turn: Turn, event: ev.SessionImported) -> None:
+def session_imported(decision: Decision, event: ev.SessionImported) -> None:
     """The master is told, which must not take a slow start for a script without a session."""
-    state = turn.state
+    state = decision.state
     if event.epoch == state.started and state.workers is Workers.RUNNING and not state.expects_session:
         state.expects_session = True
-        turn.report_progress()
+        decision.report_progress()
 
 
-def progress(turn: Turn, rank: int, progress: worker_pb2.Progress) -> None:
+def progress(decision: Decision, rank: int, progress: worker_pb2.Progress) -> None:
     """A step is done on this rank, or what lies between two steps goes on."""
-    state = turn.state
+    state = decision.state
     if progress.step > state.step:
         # Nothing is saved any more before a step, and a boundary that lies behind them is not the end.
         state.agreed, state.written = False, {}
@@ -82,12 +82,12 @@ def progress(turn: Turn, rank: int, progress: worker_pb2.Progress) -> None:
     state.anyone_sees_master = progress.anyone_sees_master
     if progress.beats > state.beats.get(rank, 0):
         state.beats = {**state.beats, rank: progress.beats}
-    turn.report_progress()
+    decision.report_progress()
 
 
-def saving(turn: Turn, rank: int, saving: worker_pb2.Saving) -> None:
+def saving(decision: Decision, rank: int, saving: worker_pb2.Saving) -> None:
     """Adds what this rank's part of the save grew by: the master is told of one count that only grows in an epoch."""
-    state = turn.state
+    state = decision.state
     if saving.name != state.saving:
         state.saving, state.saving_parts = saving.name, {}
     state.written = {**state.written, rank: saving.written}
@@ -96,37 +96,37 @@ def saving(turn: Turn, rank: int, saving: worker_pb2.Saving) -> None:
         # A script can say what it likes; the report to the master has 64 bits.
         state.saved_bytes = min(state.saved_bytes + saving.bytes - known, MOST)
         state.saving_parts = {**state.saving_parts, rank: saving.bytes}
-    turn.report_progress()
+    decision.report_progress()
 
 
-def save_ended(turn: Turn) -> None:
+def save_ended(decision: Decision) -> None:
     """The next one starts from nothing, also under the same name. (After a sealed one the name is another.)"""
-    turn.state.saving, turn.state.saving_parts, turn.state.written = "", {}, {}
+    decision.state.saving, decision.state.saving_parts, decision.state.written = "", {}, {}
 
 
-def save_failed(turn: Turn, failed: worker_pb2.SaveFailed) -> None:
+def save_failed(decision: Decision, failed: worker_pb2.SaveFailed) -> None:
     """All ranks know it and train on."""
-    turn.state.agreed = False
-    save_ended(turn)
-    if turn.is_rank_zero():
-        turn.do(
+    decision.state.agreed = False
+    save_ended(decision)
+    if decision.is_rank_zero():
+        decision.do(
             ev.Say(f"saving {failed.name} failed ({failed.reason}); training goes on, the last commit stands", True)
         )
     if failed.drain:
-        request = control_pb2.SaveFailedRequest(caller=turn.caller(), reason=failed.reason, step=failed.step)
-        turn.call("ReportSaveFailed", request)
+        request = control_pb2.SaveFailedRequest(caller=decision.caller(), reason=failed.reason, step=failed.step)
+        decision.call("ReportSaveFailed", request)
 
 
-def bad_checkpoint(turn: Turn, bad: worker_pb2.BadCheckpoint) -> None:
+def bad_checkpoint(decision: Decision, bad: worker_pb2.BadCheckpoint) -> None:
     """The resume point could not be loaded; said once, whatever number of ranks say it."""
-    if turn.state.bad_reported:
+    if decision.state.bad_reported:
         return
-    turn.state.bad_reported = True
-    turn.do(ev.Say(f"checkpoint {bad.name} cannot be loaded: {bad.file}: {bad.message}", True))
-    turn.call(
+    decision.state.bad_reported = True
+    decision.do(ev.Say(f"checkpoint {bad.name} cannot be loaded: {bad.file}: {bad.message}", True))
+    decision.call(
         "ReportBadCheckpoint",
         control_pb2.BadCheckpointRequest(
-            caller=turn.caller(),
+            caller=decision.caller(),
             ref=control_pb2.CheckpointRef(name=bad.name, digest=bad.digest),
             form=control_pb2.FORM_UNIVERSAL if bad.form == control_pb2.FORM_UNIVERSAL else control_pb2.FORM_SHARDED,
             file=bad.file,
@@ -135,132 +135,134 @@ def bad_checkpoint(turn: Turn, bad: worker_pb2.BadCheckpoint) -> None:
     )
 
 
-def worker_exited(turn: Turn, event: ev.WorkerExited) -> None:
+def worker_exited(decision: Decision, event: ev.WorkerExited) -> None:
     """One rank ended; the others of this node follow, or are made to."""
-    state = turn.state
+    state = decision.state
     if event.epoch != state.started or state.workers is not Workers.RUNNING:
         return
     state.exits = (*state.exits, (event.local_rank, event.code))
-    drained = event.code == ev.WORKER_DRAINED or (event.code == 0 and has_drained(turn, event.local_rank))
-    refusal = state.refusals.get(global_rank(turn, event.local_rank))
+    drained = event.code == ev.WORKER_DRAINED or (event.code == 0 and has_drained(decision, event.local_rank))
+    refusal = state.refusals.get(global_rank(decision, event.local_rank))
     if refusal is not None and not drained:
-        worker_refused(turn, refusal, event.code)
+        worker_refused(decision, refusal, event.code)
     elif event.code != 0 and not drained:
-        worker_failed(turn, event)
-    elif not drained and state.has_session and global_rank(turn, event.local_rank) not in state.finished_ranks:
-        worker_gave_up(turn, event.local_rank)
+        worker_failed(decision, event)
+    elif not drained and state.has_session and global_rank(decision, event.local_rank) not in state.finished_ranks:
+        worker_gave_up(decision, event.local_rank)
     elif len(state.exits) == state.settings.nproc:
-        workers_ended(turn)
+        workers_ended(decision)
 
 
-def has_drained(turn: Turn, local_rank: int) -> bool:
+def has_drained(decision: Decision, local_rank: int) -> bool:
     """Whether this rank said that it drained, whatever exit status the script made of it."""
-    return global_rank(turn, local_rank) in turn.state.drained_ranks
+    return global_rank(decision, local_rank) in decision.state.drained_ranks
 
 
-def global_rank(turn: Turn, local_rank: int) -> int:
+def global_rank(decision: Decision, local_rank: int) -> int:
     """A rank's number in the world that this node started last; -1 where it has no part in that."""
-    world = turn.state.world
-    if world is None or world.place.incarnation != turn.state.incarnation:
+    world = decision.state.world
+    if world is None or world.place.incarnation != decision.state.incarnation:
         return -1
     return int(world.place.first_rank) + local_rank
 
 
-def worker_refused(turn: Turn, refusal: str, code: int) -> None:
+def worker_refused(decision: Decision, refusal: str, code: int) -> None:
     """A rank ended because no rank may train what they were given, as all of them know."""
-    turn.state.outcome = Outcome.FAILED
-    report_failure(turn, refusal, code & 0xFF, control_pb2.FAILURE_KIND_REFUSED)
-    turn.kill_workers()
+    decision.state.outcome = Outcome.FAILED
+    report_failure(decision, refusal, code & 0xFF, control_pb2.FAILURE_KIND_REFUSED)
+    decision.kill_workers()
 
 
-def worker_gave_up(turn: Turn, local_rank: int) -> None:
+def worker_gave_up(decision: Decision, local_rank: int) -> None:
     """A script with a session ended well but did not say that the training has: to call that success ends the run."""
-    turn.state.outcome = Outcome.FAILED
+    decision.state.outcome = Outcome.FAILED
     text = (
-        f"local rank {local_rank} exited with code 0 at step {turn.state.step}, but its training is not finished: "
+        f"local rank {local_rank} exited with code 0 at step {decision.state.step}, but its training is not finished: "
         "a script that leaves its loop early calls session.finish() when it is done"
     )
-    report_failure(turn, text, 0)
-    turn.kill_workers()
+    report_failure(decision, text, 0)
+    decision.kill_workers()
 
 
-def worker_failed(turn: Turn, event: ev.WorkerExited) -> None:
+def worker_failed(decision: Decision, event: ev.WorkerExited) -> None:
     """A rank broke: the rest of this node stops, and the master hears the reason."""
-    state = turn.state
+    state = decision.state
     state.outcome = Outcome.FAILED
     if event.code == ev.WORKER_BAD_CHECKPOINT and state.bad_reported:
-        turn.kill_workers()
+        decision.kill_workers()
         return
     if event.code == ev.WORKER_BAD_CHECKPOINT and state.has_session:
         # A rank of another node found the damage and told its own agent: this is no failure of ours.
         text = f"local rank {event.local_rank} stopped: another node could not load the resume point"
-        report_failure(turn, text, event.code, control_pb2.FAILURE_KIND_PEER)
-        turn.kill_workers()
+        report_failure(decision, text, event.code, control_pb2.FAILURE_KIND_PEER)
+        decision.kill_workers()
         return
     how = f"was killed by signal {-event.code}" if event.code < 0 else f"exited with code {event.code}"
     text = f"local rank {event.local_rank} {how}" + (f": {event.message}" if event.message else "")
-    report_failure(turn, text, event.code & 0xFF)
-    turn.kill_workers()
+    report_failure(decision, text, event.code & 0xFF)
+    decision.kill_workers()
 
 
 def report_failure(
-    turn: Turn, text: str, code: int, kind: control_pb2.FailureKind.ValueType = control_pb2.FAILURE_KIND_WORKER
+    decision: Decision, text: str, code: int, kind: control_pb2.FailureKind.ValueType = control_pb2.FAILURE_KIND_WORKER
 ) -> None:
     """Tell the master why the ranks of this node ended."""
-    turn.call(
+    decision.call(
         "ReportFailure",
         control_pb2.FailureRequest(
-            caller=turn.caller(),
+            caller=decision.caller(),
             kind=kind,
             exit_code=code,
             message=text,
-            step=turn.state.step,
+            step=decision.state.step,
         ),
     )
 
 
-def start_failed(turn: Turn, event: ev.StartFailed) -> None:
+def start_failed(decision: Decision, event: ev.StartFailed) -> None:
     """The ranks could not be started at all."""
-    state = turn.state
+    state = decision.state
     if event.epoch != state.started or state.workers is not Workers.RUNNING:
         return
     state.outcome = Outcome.FAILED
-    report_failure(turn, event.message, 1)
-    turn.kill_workers()
+    report_failure(decision, event.message, 1)
+    decision.kill_workers()
 
 
-def workers_ended(turn: Turn) -> None:
+def workers_ended(decision: Decision) -> None:
     """Every rank of this node ended without an error: drained if any of them drained, else finished."""
-    state = turn.state
+    state = decision.state
     state.workers = Workers.NONE
     codes = [code for _, code in state.exits]
-    drained = ev.WORKER_DRAINED in codes or any(has_drained(turn, rank) for rank, _ in state.exits)
+    drained = ev.WORKER_DRAINED in codes or any(has_drained(decision, rank) for rank, _ in state.exits)
     state.outcome = Outcome.DRAINED if drained else Outcome.FINISHED
     if not state.link_up and not state.leaving:
         # A leaver does not wait, and its last line says how it went.
         how = "drained" if drained else "finished"
-        turn.do(ev.Say(f"the workers of this node have {how}; it waits for the master, which cannot be reached", True))
+        decision.do(
+            ev.Say(f"the workers of this node have {how}; it waits for the master, which cannot be reached", True)
+        )
 
 
-def check_stopping(turn: Turn) -> None:
+def check_stopping(decision: Decision) -> None:
     """Workers that were told to stop and of whose end nothing is heard count as gone at their deadline."""
-    state = turn.state
+    state = decision.state
     if state.workers is not Workers.STOPPING:
         return
-    if turn.now < state.stop_deadline:
-        turn.wake_at(state.stop_deadline)
+    if decision.now < state.stop_deadline:
+        decision.wake_at(state.stop_deadline)
         return
-    turn.do(ev.Say("the workers did not end in time and are given up; some may be left, stuck in the kernel", True))
-    workers_stopped(turn, state.started)
+    decision.do(ev.Say("the workers did not end in time and are given up; some may be left, stuck in the kernel", True))
+    workers_stopped(decision, state.started)
 
 
-def workers_stopped(turn: Turn, epoch: int) -> None:
+def workers_stopped(decision: Decision, epoch: int) -> None:
     """What was told to stop is gone."""
-    state = turn.state
+    state = decision.state
     if epoch != state.started or state.workers is not Workers.STOPPING:
         return
     state.workers = Workers.NONE
     if state.outcome is Outcome.NONE:
         state.outcome = Outcome.STOPPED
     if state.fenced:
-        turn.register_again()
+        decision.register_again()

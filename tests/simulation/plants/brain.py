@@ -15,7 +15,7 @@ from unittest import mock
 
 from dalsegno.agent.decisions import directives, handling, leaving
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.decisions.decision import Turn as AgentTurn
+from dalsegno.agent.decisions.decision import Decision
 from dalsegno.master.brain import (
     announcements,
     brain,
@@ -563,7 +563,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(running, "end_of_epoch", ends_with_the_first_who_finishes, "the end is saved"),
         plant(handling, "report_ended", reports_the_end_before_the_commit, "the end is saved"),
         plant(leaving, "signalled", ignores_a_notice, "planned changes lose nothing"),
-        plant(AgentTurn, "exit_left", calls_everything_saved, "left with everything saved"),
+        plant(Decision, "exit_left", calls_everything_saved, "left with everything saved"),
         plant(directives, "ordered_gather", starts_beside_old_workers, "one epoch at a time"),
         plant(directives, "ordered_finish", exits_well_from_a_failed_job, "exit codes"),
         plant(running, "saving", gives_up_a_slow_save, "planned changes lose nothing", suits=is_slow),
