@@ -35,9 +35,9 @@ class Decision:
 
     def register(self, previous: str) -> None:
         """Under the user's name, or the one it had before, or one that the master gives."""
-        self.state.registering = True
+        self.state.door.registering = True
         # A node that was in the job once waits for its master; one that never was may have the wrong address.
-        self.state.answer_deadline = None if previous else self.now + self.state.settings.connect_timeout
+        self.state.door.answer_deadline = None if previous else self.now + self.state.settings.connect_timeout
         self.do(ev.Register(previous, self.state.settings.node_name or self.state.node))
 
     def register_again(self) -> None:
@@ -51,13 +51,13 @@ class Decision:
             return
         state.world = None
         state.drain_ordered = False
-        state.outcome = Outcome.STOPPED
+        state.epoch.outcome = Outcome.STOPPED
         self.register(state.incarnation)
 
     def become_fenced(self, reason: str) -> None:
         """This incarnation was declared dead: stop everything, then register anew."""
         state = self.state
-        if state.fenced or state.registering:
+        if state.fenced or state.door.registering:
             return
         state.fenced = True
         self.do(
@@ -103,16 +103,16 @@ class Decision:
             "ReportProgress",
             control_pb2.ProgressRequest(
                 caller=self.caller(),
-                step=state.step,
-                loss=state.loss,
-                draining=state.agreed,
-                has_session=state.has_session,
-                longest=state.longest,
-                saved_bytes=state.saved_bytes,
-                training_ended=bool(state.finished_ranks),
-                beats=sum(state.beats.values()),
-                written_bytes=max(state.written.values(), default=0),
-                expects_session=state.expects_session,
+                step=state.epoch.step,
+                loss=state.epoch.loss,
+                draining=state.epoch.agreed,
+                has_session=state.epoch.has_session,
+                longest=state.epoch.longest,
+                saved_bytes=state.epoch.saved_bytes,
+                training_ended=bool(state.epoch.finished_ranks),
+                beats=sum(state.epoch.beats.values()),
+                written_bytes=max(state.epoch.written.values(), default=0),
+                expects_session=state.epoch.expects_session,
             ),
         )
 
@@ -141,36 +141,36 @@ def is_saved(state: AgentState) -> bool:
     A rank names what it drained into only once that is sealed, even if its exit was not seen any more; one that drained
     without a name had nothing that saves.
     """
-    return not state.refused and (state.drained is not None or state.outcome is Outcome.FINISHED)
+    return not state.epoch.refused and (state.epoch.drained is not None or state.epoch.outcome is Outcome.FINISHED)
 
 
 def has_made_nothing(state: AgentState) -> bool:
     """No step since the resume point. Only of scripts with a session is every step heard."""
-    return state.world is None or (state.session_known and state.step <= state.world.resume.source.step)
+    return state.world is None or (state.session_known and state.epoch.step <= state.world.resume.source.step)
 
 
 def what_is_unsaved(state: AgentState) -> str:
     """What a leaver leaves unsaved behind, for a person; empty if nothing."""
-    if is_saved(state) or has_made_nothing(state) or not (state.unsaved or state.refused):
+    if is_saved(state) or has_made_nothing(state) or not (state.unsaved or state.epoch.refused):
         return ""
-    if state.refused:
+    if state.epoch.refused:
         return "the others had gone on from the last commit before this save was complete"
     if not state.session_known:
         return "its workers had no session open: what their script saves by itself is all that is kept"
-    if state.agreed and state.outcome is Outcome.STOPPED:
+    if state.epoch.agreed and state.epoch.outcome is Outcome.STOPPED:
         return (
             "its notice was over before everything was saved; the others complete the save if this node's part of it is"
             " there (--drain-timeout says how long a notice is)"
         )
-    if state.outcome is Outcome.DRAINED:
+    if state.epoch.outcome is Outcome.DRAINED:
         return "its script saved nothing (steps() has no save=); the run goes on from its last commit"
     return "nothing was saved in time; the run goes on from its last commit"
 
 
 def what_is_safe(state: AgentState) -> str:
     """Why a leaver leaves nothing unsaved behind, for a person."""
-    if state.outcome is Outcome.FINISHED:
+    if state.epoch.outcome is Outcome.FINISHED:
         return "its part of the run is finished"
-    if state.drained is not None:
+    if state.epoch.drained is not None:
         return "everything is saved"
     return "no step was made here that could be lost" if state.unsaved else "no workers were running here"

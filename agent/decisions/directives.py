@@ -6,13 +6,13 @@ from dalsegno.protos import control_pb2
 
 from . import events as ev
 from .decision import Decision
-from .state import Outcome, Workers
+from .state import Epoch, Workers
 
 
 def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     """One directive, compared with what this agent is doing. Older generations do not count."""
     state = decision.state
-    if directive.generation < state.generation or state.fenced or state.registering:
+    if directive.generation < state.generation or state.fenced or state.door.registering:
         return
     state.generation = directive.generation
     state.phase = directive.phase
@@ -102,23 +102,7 @@ def start(decision: Decision, world: control_pb2.World) -> None:
     state.world = world
     state.started = world.epoch
     state.workers = Workers.RUNNING
-    state.outcome = Outcome.NONE
-    state.exits = ()
-    state.drained_ranks = frozenset()
-    state.finished_ranks = frozenset()
-    state.drained = None
-    state.refused = False
-    state.step = world.resume.source.step if world.HasField("resume") else 0
-    state.longest = 0.0
-    state.saved_bytes = 0
-    state.saving, state.saving_parts, state.written = "", {}, {}
-    state.beats = {}
-    state.has_session = state.expects_session = False
-    state.agreed = False
-    state.anyone_sees_master = False
-    state.bad_reported = False
-    state.refusals = {}
-    state.told = (False, False, 0)
+    state.epoch = Epoch(step=world.resume.source.step if world.HasField("resume") else 0, loss=state.epoch.loss)
     state.joining = None
     decision.do(ev.StartWorkers(world))
 

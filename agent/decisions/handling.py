@@ -15,14 +15,12 @@ What happens on which failure:
 
 from __future__ import annotations
 
-import copy
-
 from dalsegno.protos import control_pb2
 
 from . import directives, leaving, ranks
 from . import events as ev
 from .decision import Decision
-from .state import AgentSettings, AgentState, Outcome, Workers, fresh
+from .state import AgentSettings, AgentState, Door, Outcome, Workers, fresh
 
 # Seconds: between two attempts at a Join whose store cannot be opened, and at one that did not see the directory.
 JOIN_PAUSE = 1.0
@@ -40,7 +38,7 @@ __all__ = ("AgentSettings", "AgentState", "Outcome", "Workers", "fresh", "handle
 
 def handle(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, list[ev.Action]]:
     """One step of the agent. `now` is monotonic seconds. Returns the new state and what to do, in order."""
-    decision = Decision(copy.copy(state), now)
+    decision = Decision(state.copy(), now)
     if not state.ended:
         take(decision, event)
     return decision.state, decision.actions
@@ -115,9 +113,7 @@ def take(decision: Decision, event: ev.Event) -> None:
 def registered(decision: Decision, event: ev.Registered) -> None:
     """The door is open, under a name and an incarnation."""
     state = decision.state
-    state.registering = False
-    state.answer_deadline = state.register_at = state.name_deadline = None
-    state.postponed = ""
+    state.door = Door()
     state.fenced = False
     state.incarnation = event.incarnation
     state.node = event.reply.node
@@ -137,16 +133,16 @@ def registered(decision: Decision, event: ev.Registered) -> None:
 
 def postponed(decision: Decision, detail: str) -> None:
     """A master is there, so it is waited for; the person hears each reason once."""
-    decision.state.answer_deadline = None
-    if detail != decision.state.postponed:
-        decision.state.postponed = detail
+    decision.state.door.answer_deadline = None
+    if detail != decision.state.door.postponed:
+        decision.state.door.postponed = detail
         decision.do(ev.Say(detail))
 
 
 def check_answer(decision: Decision) -> None:
     """Nobody has answered the first registration. Only when nothing else is to be heard: an answer may lie there."""
     state = decision.state
-    if state.answer_deadline is not None and decision.now >= state.answer_deadline:
+    if state.door.answer_deadline is not None and decision.now >= state.door.answer_deadline:
         seconds = state.settings.connect_timeout
         where = f" ({state.settings.addresses})" if state.settings.addresses else ""
         decision.exit(
@@ -157,7 +153,7 @@ def check_answer(decision: Decision) -> None:
 def refused(decision: Decision, event: ev.Refused) -> None:
     """Only a name that somebody holds is no reason to give up at once."""
     state = decision.state
-    state.answer_deadline = None
+    state.door.answer_deadline = None
     taken, again = event.code == "ALREADY_EXISTS", bool(state.incarnation)
     if taken and again and not state.settings.node_name and state.node:
         # The name was the master's choice; it makes another.
@@ -165,12 +161,12 @@ def refused(decision: Decision, event: ev.Refused) -> None:
         decision.register(state.incarnation)
         return
     if taken and state.settings.node_name:
-        if state.name_deadline is None:
-            state.name_deadline = decision.now + (NAME_PATIENCE if again else START_PATIENCE)
+        if state.door.name_deadline is None:
+            state.door.name_deadline = decision.now + (NAME_PATIENCE if again else START_PATIENCE)
             if again:
                 decision.do(ev.Say(f"{event.detail}; this node waits for it up to {NAME_PATIENCE:.0f} s", True))
-        if decision.now < state.name_deadline:
-            state.register_at = decision.now + (NAME_PAUSE if again else START_PAUSE)
+        if decision.now < state.door.name_deadline:
+            state.door.register_at = decision.now + (NAME_PAUSE if again else START_PAUSE)
             return
     decision.exit(ev.EXIT_USAGE, event.detail)
 
@@ -178,12 +174,12 @@ def refused(decision: Decision, event: ev.Refused) -> None:
 def register_when_due(decision: Decision) -> None:
     """Asks again for the user's node name, which another node held a moment ago."""
     state = decision.state
-    if state.register_at is None:
+    if state.door.register_at is None:
         return
-    if decision.now < state.register_at:
-        decision.wake_at(state.register_at)
+    if decision.now < state.door.register_at:
+        decision.wake_at(state.door.register_at)
     else:
-        state.register_at = None
+        state.door.register_at = None
         decision.register(state.incarnation)
 
 
@@ -192,7 +188,7 @@ def call_failed(decision: Decision, event: ev.CallFailed) -> None:
     if event.code == "NOT_FOUND":
         decision.become_fenced(event.detail)
     elif event.code == "FAILED_PRECONDITION" and event.method == "ReportDrained":
-        decision.state.refused = True
+        decision.state.epoch.refused = True
     elif event.code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"):
         decision.kill_workers()
         decision.exit(ev.EXIT_USAGE, event.detail)
@@ -219,16 +215,16 @@ def standby_warm(decision: Decision) -> None:
     """The standby workers of this node are ready."""
     if not decision.state.warm:
         decision.state.warm = True
-        if decision.state.incarnation and not decision.state.registering:
+        if decision.state.incarnation and not decision.state.door.registering:
             decision.call("ReportWarm", control_pb2.WarmRequest(caller=decision.caller()))
 
 
 def prepare_join(decision: Decision) -> None:
     """Answers the present Gather or Wait, once, when there is nothing of ours running any more."""
     state = decision.state
-    if state.workers is not Workers.NONE or state.leaving or state.fenced or state.registering:
+    if state.workers is not Workers.NONE or state.leaving or state.fenced or state.door.registering:
         return
-    if state.outcome is Outcome.DRAINED and state.reading:
+    if state.epoch.outcome is Outcome.DRAINED and state.reading:
         return  # The commit goes first.
     wanted: tuple[int, str, bool] | None = None
     resume: control_pb2.CheckpointRef | None = None
@@ -282,7 +278,7 @@ def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
     state = decision.state
     if state.joining is None or (event.round, event.resume_digest) != state.joining[:2]:
         return
-    if state.leaving or state.fenced or state.registering:
+    if state.leaving or state.fenced or state.door.registering:
         return
     state.joined = True
     state.join_problem = ""
@@ -357,8 +353,8 @@ def settle(decision: Decision) -> None:
     """What follows from the state, after every event."""
     decision.state.wake = None
     report_ended(decision)
-    if decision.state.answer_deadline is not None:
-        decision.wake_at(decision.state.answer_deadline)
+    if decision.state.door.answer_deadline is not None:
+        decision.wake_at(decision.state.door.answer_deadline)
     register_when_due(decision)
     ranks.check_stopping(decision)
     if decision.state.ended:
@@ -373,17 +369,17 @@ def settle(decision: Decision) -> None:
 def report_ended(decision: Decision) -> None:
     """Says once that all ranks of this node drained or finished, after the commit of what they saved last."""
     state = decision.state
-    if state.workers is not Workers.NONE or state.reading or not state.exits:
+    if state.workers is not Workers.NONE or state.reading or not state.epoch.exits:
         return
-    if state.outcome is Outcome.FINISHED:
-        decision.call("ReportFinished", control_pb2.FinishedRequest(caller=decision.caller(), step=state.step))
-    elif state.outcome is Outcome.DRAINED:
+    if state.epoch.outcome is Outcome.FINISHED:
+        decision.call("ReportFinished", control_pb2.FinishedRequest(caller=decision.caller(), step=state.epoch.step))
+    elif state.epoch.outcome is Outcome.DRAINED:
         decision.call(
             "ReportDrained",
-            control_pb2.DrainedRequest(caller=decision.caller(), checkpoint=state.drained, step=state.step),
+            control_pb2.DrainedRequest(caller=decision.caller(), checkpoint=state.epoch.drained, step=state.epoch.step),
         )
-    state.exits = ()
-    if state.outcome is Outcome.DRAINED and state.leaving and state.release_deadline is None:
+    state.epoch.exits = ()
+    if state.epoch.outcome is Outcome.DRAINED and state.leaving and state.release_deadline is None:
         state.release_deadline = decision.now + state.settings.release_timeout
 
 
@@ -394,6 +390,6 @@ def tell_workers(decision: Decision) -> None:
         return
     drain = state.leaving or state.drain_ordered or state.drain_for_outage
     flags = (drain, state.link_up, state.ending)
-    if flags != state.told:
-        state.told = flags
+    if flags != state.epoch.told:
+        state.epoch.told = flags
         decision.do(ev.TellWorkers(*flags))

@@ -29,7 +29,7 @@ def signalled(decision: Decision, number: int) -> None:
     state.leave_deadline = decision.now + state.settings.drain_timeout
     state.unsaved = state.fenced or state.workers is Workers.RUNNING
     decision.stop_conversion()
-    if state.workers is Workers.RUNNING and not state.has_session:
+    if state.workers is Workers.RUNNING and not state.epoch.has_session:
         # Nothing of ours can save it: the script gets the signal and the notice, as under torchrun.
         decision.do(ev.Say(f"{name}: passed on to the workers, which have no session open; then leaving"))
         decision.stop_workers(state.settings.drain_timeout)
@@ -37,7 +37,7 @@ def signalled(decision: Decision, number: int) -> None:
         decision.do(ev.Say(f"{name}: saving at the next step boundary, then leaving"))
     else:
         decision.do(ev.Say(f"{name}: leaving"))
-    if state.incarnation and not state.registering and not state.fenced:
+    if state.incarnation and not state.door.registering and not state.fenced:
         decision.call("Leave", control_pb2.LeaveRequest(caller=decision.caller(), notice=state.settings.drain_timeout))
     else:
         decision.exit_left()
@@ -57,7 +57,7 @@ def check_leave(decision: Decision) -> None:
             return
         if state.release_deadline is None:
             state.release_deadline = decision.now + state.settings.release_timeout
-        nothing_to_record = state.outcome is Outcome.STOPPED or state.refused
+        nothing_to_record = state.epoch.outcome is Outcome.STOPPED or state.epoch.refused
         if nothing_to_record or decision.now >= state.release_deadline or not state.link_up:
             decision.exit_left()
         else:
@@ -68,7 +68,7 @@ def check_leave(decision: Decision) -> None:
             decision.wake_at(state.leave_deadline)
             return
         decision.kill_workers()
-        state.outcome = Outcome.STOPPED
+        state.epoch.outcome = Outcome.STOPPED
         if decision.now >= last:
             decision.exit_left()
         else:
@@ -83,6 +83,6 @@ def check_outage(decision: Decision) -> None:
     due = state.link_lost_at + state.settings.master_outage_timeout
     if decision.now < due:
         decision.wake_at(due)
-    elif state.anyone_sees_master:
+    elif state.epoch.anyone_sees_master:
         state.drain_for_outage = True
         decision.do(ev.Say("only this node is cut off from the master: it drains and waits", True))

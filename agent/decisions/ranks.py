@@ -15,7 +15,7 @@ MOST_READING = 64
 
 def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
     """One message of a rank. Messages of an older epoch count only where a seal is at stake."""
-    state = decision.state
+    state, epoch = decision.state, decision.state.epoch
     message = event.message
     body = message.WhichOneof("body")
     if body == "sealed":
@@ -30,7 +30,7 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
         return
     match body:
         case "hello":
-            state.has_session = state.session_known = True
+            epoch.has_session = state.session_known = True
             decision.report_progress()
         case "progress":
             progress(decision, event.rank, message.progress)
@@ -38,75 +38,75 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
             saving(decision, event.rank, message.saving)
         case "draining":
             # Not where they have gone on since: the drain was withdrawn.
-            state.agreed = state.agreed or message.draining.step >= state.step
-            state.step = max(state.step, message.draining.step)
+            epoch.agreed = epoch.agreed or message.draining.step >= epoch.step
+            epoch.step = max(epoch.step, message.draining.step)
             decision.report_progress()
         case "save_failed":
             save_failed(decision, message.save_failed)
         case "drained":
-            state.drained_ranks = state.drained_ranks | {event.rank}
+            epoch.drained_ranks = epoch.drained_ranks | {event.rank}
             if message.drained.name:
-                state.drained = control_pb2.CheckpointRef(name=message.drained.name, digest=message.drained.digest)
-            state.step = max(state.step, message.drained.step)
+                epoch.drained = control_pb2.CheckpointRef(name=message.drained.name, digest=message.drained.digest)
+            epoch.step = max(epoch.step, message.drained.step)
         case "finished":
-            state.finished_ranks = state.finished_ranks | {event.rank}
-            state.step = max(state.step, message.finished.step)
+            epoch.finished_ranks = epoch.finished_ranks | {event.rank}
+            epoch.step = max(epoch.step, message.finished.step)
             decision.report_progress()
         case "bad_checkpoint":
             bad_checkpoint(decision, message.bad_checkpoint)
         case "refused":
-            state.refusals = {**state.refusals, event.rank: message.refused.message or "it did not say why"}
+            epoch.refusals = {**epoch.refusals, event.rank: message.refused.message or "it did not say why"}
 
 
 def session_imported(decision: Decision, event: ev.SessionImported) -> None:
     """The master is told, which must not take a slow start for a script without a session."""
-    state = decision.state
-    if event.epoch == state.started and state.workers is Workers.RUNNING and not state.expects_session:
-        state.expects_session = True
+    state, epoch = decision.state, decision.state.epoch
+    if event.epoch == state.started and state.workers is Workers.RUNNING and not epoch.expects_session:
+        epoch.expects_session = True
         decision.report_progress()
 
 
 def progress(decision: Decision, rank: int, progress: worker_pb2.Progress) -> None:
     """A step is done on this rank, or what lies between two steps goes on."""
-    state = decision.state
-    if progress.step > state.step:
+    epoch = decision.state.epoch
+    if progress.step > epoch.step:
         # Nothing is saved any more before a step, and a boundary that lies behind them is not the end.
-        state.agreed, state.written = False, {}
-    if rank in state.refusals:
+        epoch.agreed, epoch.written = False, {}
+    if rank in epoch.refusals:
         # The script went on all the same: that was not what it ends with.
-        state.refusals = {other: why for other, why in state.refusals.items() if other != rank}
-    if progress.step >= state.step:
-        state.step = progress.step
-        state.loss = progress.loss
-    state.longest = max(state.longest, progress.longest, progress.seconds)
-    state.anyone_sees_master = progress.anyone_sees_master
-    if progress.beats > state.beats.get(rank, 0):
-        state.beats = {**state.beats, rank: progress.beats}
+        epoch.refusals = {other: why for other, why in epoch.refusals.items() if other != rank}
+    if progress.step >= epoch.step:
+        epoch.step = progress.step
+        epoch.loss = progress.loss
+    epoch.longest = max(epoch.longest, progress.longest, progress.seconds)
+    epoch.anyone_sees_master = progress.anyone_sees_master
+    if progress.beats > epoch.beats.get(rank, 0):
+        epoch.beats = {**epoch.beats, rank: progress.beats}
     decision.report_progress()
 
 
 def saving(decision: Decision, rank: int, saving: worker_pb2.Saving) -> None:
     """Adds what this rank's part of the save grew by: the master is told of one count that only grows in an epoch."""
-    state = decision.state
-    if saving.name != state.saving:
-        state.saving, state.saving_parts = saving.name, {}
-    state.written = {**state.written, rank: saving.written}
-    known = state.saving_parts.get(rank, 0)
+    epoch = decision.state.epoch
+    if saving.name != epoch.saving:
+        epoch.saving, epoch.saving_parts = saving.name, {}
+    epoch.written = {**epoch.written, rank: saving.written}
+    known = epoch.saving_parts.get(rank, 0)
     if saving.bytes > known:
         # A script can say what it likes; the report to the master has 64 bits.
-        state.saved_bytes = min(state.saved_bytes + saving.bytes - known, MOST)
-        state.saving_parts = {**state.saving_parts, rank: saving.bytes}
+        epoch.saved_bytes = min(epoch.saved_bytes + saving.bytes - known, MOST)
+        epoch.saving_parts = {**epoch.saving_parts, rank: saving.bytes}
     decision.report_progress()
 
 
 def save_ended(decision: Decision) -> None:
     """The next one starts from nothing, also under the same name. (After a sealed one the name is another.)"""
-    decision.state.saving, decision.state.saving_parts, decision.state.written = "", {}, {}
+    decision.state.epoch.saving, decision.state.epoch.saving_parts, decision.state.epoch.written = "", {}, {}
 
 
 def save_failed(decision: Decision, failed: worker_pb2.SaveFailed) -> None:
     """All ranks know it and train on."""
-    decision.state.agreed = False
+    decision.state.epoch.agreed = False
     save_ended(decision)
     if decision.is_rank_zero():
         decision.do(
@@ -119,9 +119,9 @@ def save_failed(decision: Decision, failed: worker_pb2.SaveFailed) -> None:
 
 def bad_checkpoint(decision: Decision, bad: worker_pb2.BadCheckpoint) -> None:
     """The resume point could not be loaded; said once, whatever number of ranks say it."""
-    if decision.state.bad_reported:
+    if decision.state.epoch.bad_reported:
         return
-    decision.state.bad_reported = True
+    decision.state.epoch.bad_reported = True
     decision.do(ev.Say(f"checkpoint {bad.name} cannot be loaded: {bad.file}: {bad.message}", True))
     decision.call(
         "ReportBadCheckpoint",
@@ -137,25 +137,25 @@ def bad_checkpoint(decision: Decision, bad: worker_pb2.BadCheckpoint) -> None:
 
 def worker_exited(decision: Decision, event: ev.WorkerExited) -> None:
     """One rank ended; the others of this node follow, or are made to."""
-    state = decision.state
+    state, epoch = decision.state, decision.state.epoch
     if event.epoch != state.started or state.workers is not Workers.RUNNING:
         return
-    state.exits = (*state.exits, (event.local_rank, event.code))
+    epoch.exits = (*epoch.exits, (event.local_rank, event.code))
     drained = event.code == ev.WORKER_DRAINED or (event.code == 0 and has_drained(decision, event.local_rank))
-    refusal = state.refusals.get(global_rank(decision, event.local_rank))
+    refusal = epoch.refusals.get(global_rank(decision, event.local_rank))
     if refusal is not None and not drained:
         worker_refused(decision, refusal, event.code)
     elif event.code != 0 and not drained:
         worker_failed(decision, event)
-    elif not drained and state.has_session and global_rank(decision, event.local_rank) not in state.finished_ranks:
+    elif not drained and epoch.has_session and global_rank(decision, event.local_rank) not in epoch.finished_ranks:
         worker_gave_up(decision, event.local_rank)
-    elif len(state.exits) == state.settings.nproc:
+    elif len(epoch.exits) == state.settings.nproc:
         workers_ended(decision)
 
 
 def has_drained(decision: Decision, local_rank: int) -> bool:
     """Whether this rank said that it drained, whatever exit status the script made of it."""
-    return global_rank(decision, local_rank) in decision.state.drained_ranks
+    return global_rank(decision, local_rank) in decision.state.epoch.drained_ranks
 
 
 def global_rank(decision: Decision, local_rank: int) -> int:
@@ -168,17 +168,17 @@ def global_rank(decision: Decision, local_rank: int) -> int:
 
 def worker_refused(decision: Decision, refusal: str, code: int) -> None:
     """A rank ended because no rank may train what they were given, as all of them know."""
-    decision.state.outcome = Outcome.FAILED
+    decision.state.epoch.outcome = Outcome.FAILED
     report_failure(decision, refusal, code & 0xFF, control_pb2.FAILURE_KIND_REFUSED)
     decision.kill_workers()
 
 
 def worker_gave_up(decision: Decision, local_rank: int) -> None:
     """A script with a session ended well but did not say that the training has: to call that success ends the run."""
-    decision.state.outcome = Outcome.FAILED
+    decision.state.epoch.outcome = Outcome.FAILED
     text = (
-        f"local rank {local_rank} exited with code 0 at step {decision.state.step}, but its training is not finished: "
-        "a script that leaves its loop early calls session.finish() when it is done"
+        f"local rank {local_rank} exited with code 0 at step {decision.state.epoch.step}, but its training is not"
+        " finished: a script that leaves its loop early calls session.finish() when it is done"
     )
     report_failure(decision, text, 0)
     decision.kill_workers()
@@ -186,12 +186,12 @@ def worker_gave_up(decision: Decision, local_rank: int) -> None:
 
 def worker_failed(decision: Decision, event: ev.WorkerExited) -> None:
     """A rank broke: the rest of this node stops, and the master hears the reason."""
-    state = decision.state
-    state.outcome = Outcome.FAILED
-    if event.code == ev.WORKER_BAD_CHECKPOINT and state.bad_reported:
+    epoch = decision.state.epoch
+    epoch.outcome = Outcome.FAILED
+    if event.code == ev.WORKER_BAD_CHECKPOINT and epoch.bad_reported:
         decision.kill_workers()
         return
-    if event.code == ev.WORKER_BAD_CHECKPOINT and state.has_session:
+    if event.code == ev.WORKER_BAD_CHECKPOINT and epoch.has_session:
         # A rank of another node found the damage and told its own agent: this is no failure of ours.
         text = f"local rank {event.local_rank} stopped: another node could not load the resume point"
         report_failure(decision, text, event.code, control_pb2.FAILURE_KIND_PEER)
@@ -214,7 +214,7 @@ def report_failure(
             kind=kind,
             exit_code=code,
             message=text,
-            step=decision.state.step,
+            step=decision.state.epoch.step,
         ),
     )
 
@@ -224,18 +224,18 @@ def start_failed(decision: Decision, event: ev.StartFailed) -> None:
     state = decision.state
     if event.epoch != state.started or state.workers is not Workers.RUNNING:
         return
-    state.outcome = Outcome.FAILED
+    state.epoch.outcome = Outcome.FAILED
     report_failure(decision, event.message, 1)
     decision.kill_workers()
 
 
 def workers_ended(decision: Decision) -> None:
     """Every rank of this node ended without an error: drained if any of them drained, else finished."""
-    state = decision.state
+    state, epoch = decision.state, decision.state.epoch
     state.workers = Workers.NONE
-    codes = [code for _, code in state.exits]
-    drained = ev.WORKER_DRAINED in codes or any(has_drained(decision, rank) for rank, _ in state.exits)
-    state.outcome = Outcome.DRAINED if drained else Outcome.FINISHED
+    codes = [code for _, code in epoch.exits]
+    drained = ev.WORKER_DRAINED in codes or any(has_drained(decision, rank) for rank, _ in epoch.exits)
+    epoch.outcome = Outcome.DRAINED if drained else Outcome.FINISHED
     if not state.link_up and not state.leaving:
         # A leaver does not wait, and its last line says how it went.
         how = "drained" if drained else "finished"
@@ -262,7 +262,7 @@ def workers_stopped(decision: Decision, epoch: int) -> None:
     if epoch != state.started or state.workers is not Workers.STOPPING:
         return
     state.workers = Workers.NONE
-    if state.outcome is Outcome.NONE:
-        state.outcome = Outcome.STOPPED
+    if state.epoch.outcome is Outcome.NONE:
+        state.epoch.outcome = Outcome.STOPPED
     if state.fenced:
         decision.register_again()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
@@ -46,13 +47,9 @@ class AgentSettings:
 
 
 @dataclass
-class AgentState:
-    """Everything the agent decides on. Collections are immutable and replaced, so a shallow copy is a full one."""
+class Door:
+    """A registration that is under way, and why it takes long; made anew when the door has opened."""
 
-    settings: AgentSettings = field(default_factory=AgentSettings)
-    node: str = ""
-    incarnation: str = ""
-    generation: int = 0
     registering: bool = False
     # Of the first registration: until when a master must have answered it, and what it was put off with.
     answer_deadline: float | None = None
@@ -60,34 +57,32 @@ class AgentState:
     # The user's node name is held by another live node: when to ask again, and until when.
     register_at: float | None = None
     name_deadline: float | None = None
-    run_id: str = ""
-    phase: int = control_pb2.PHASE_UNSPECIFIED
-    # The world whose workers this agent started last, and how they fare.
-    world: control_pb2.World | None = None
-    started: int = 0
-    workers: Workers = Workers.NONE
-    # Of STOPPING: when it is over, whatever became of the processes.
-    stop_deadline: float = 0.0
+
+
+@dataclass
+class Epoch:
+    """How the ranks fare that this agent started last; made anew with each start."""
+
     outcome: Outcome = Outcome.NONE
     exits: tuple[tuple[int, int], ...] = ()
     drained_ranks: frozenset[int] = frozenset()
     finished_ranks: frozenset[int] = frozenset()
     drained: control_pb2.CheckpointRef | None = None
+    # What these ranks drained into came too late: a newer epoch was open already.
+    refused: bool = False
     step: int = 0
     loss: float = 0.0
     longest: float = 0.0
-    # Of all saves of this epoch so far; the one in flight, and how far each rank's part of it is, by rank.
+    # Of all saves so far; the one in flight, and how far each rank's part of it is, by rank.
     saved_bytes: int = 0
     saving: str = ""
     saving_parts: Mapping[int, int] = field(default_factory=dict)
     # Size of the files of the one in flight, as each rank sees them; 0, or nothing: there is none.
     written: Mapping[int, int] = field(default_factory=dict)
-    # Signs of life of this epoch between steps, by rank.
+    # Signs of life between steps, by rank.
     beats: Mapping[int, int] = field(default_factory=dict)
     has_session: bool = False
-    # Some rank that this agent ever started has opened a session: the script has one, even before its hello.
-    session_known: bool = False
-    # A rank of this epoch has imported what session() comes from, which its script's text did not say.
+    # A rank has imported what session() comes from, which its script's text did not say.
     expects_session: bool = False
     agreed: bool = False
     anyone_sees_master: bool = False
@@ -96,6 +91,33 @@ class AgentState:
     refusals: Mapping[int, str] = field(default_factory=dict)
     # The flags as the workers were told last.
     told: tuple[bool, bool, int] = (False, False, 0)
+
+
+@dataclass
+class AgentState:
+    """Everything the agent decides on. Collections are immutable and replaced.
+
+    Attributes:
+        door: of a registration.
+        epoch: of the ranks that were started last.
+    """
+
+    settings: AgentSettings = field(default_factory=AgentSettings)
+    node: str = ""
+    incarnation: str = ""
+    generation: int = 0
+    door: Door = field(default_factory=Door)
+    run_id: str = ""
+    phase: int = control_pb2.PHASE_UNSPECIFIED
+    # The world whose workers this agent started last, and how they fare.
+    world: control_pb2.World | None = None
+    started: int = 0
+    workers: Workers = Workers.NONE
+    epoch: Epoch = field(default_factory=Epoch)
+    # Of STOPPING: when it is over, whatever became of the processes.
+    stop_deadline: float = 0.0
+    # Some rank that this agent ever started has opened a session: the script has one, even before its hello.
+    session_known: bool = False
     drain_ordered: bool = False
     # How its save ends, a `control.Ending`.
     ending: int = 0
@@ -134,13 +156,17 @@ class AgentState:
     leaving: bool = False
     # Workers were running when the notice came: without their save the run goes back to its last commit.
     unsaved: bool = False
-    # What these ranks drained into came too late: a newer epoch was open already.
-    refused: bool = False
     leave_deadline: float | None = None
     release_deadline: float | None = None
     fenced: bool = False
     ended: bool = False
     wake: float | None = None
+
+    def copy(self) -> AgentState:
+        """The state as it is now, whatever becomes of this one."""
+        other = copy.copy(self)
+        other.door, other.epoch = copy.copy(self.door), copy.copy(self.epoch)
+        return other
 
 
 def fresh(settings: AgentSettings) -> AgentState:

@@ -129,7 +129,7 @@ class ElasticAgent(LocalElasticAgent):
     def where(self) -> str:
         """`job/node/epoch/step` of the moment, for the log."""
         state = self._state
-        return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.step}"
+        return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.epoch.step}"
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -337,7 +337,7 @@ class ElasticAgent(LocalElasticAgent):
         It reads its arguments before it meets any other rank, so the world, which sees the same on every node, stands.
         """
         world = self._state.world
-        if not refuses_flag(event.code) or self._state.has_session or self._context is None or world is None:
+        if not refuses_flag(event.code) or self._state.epoch.has_session or self._context is None or world is None:
             return False
         if event.epoch != world.epoch or self._arguments(world) == self._script.arguments:
             return False

@@ -202,7 +202,7 @@ class Rendezvous(RendezvousHandler):
 
     def _where(self) -> str:
         state = self._state
-        return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.step}"
+        return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.epoch.step}"
 
     # ---- the thread that decides ------------------------------------------------------------------------------------
 

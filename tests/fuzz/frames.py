@@ -229,8 +229,8 @@ class Agent:
     def wait_for_steps(self) -> None:
         """Both good ranks are heard anew. Raises Broken where they are not, within the bound."""
         deadline = time.monotonic() + BOUND
-        before = {rank: self.state.beats.get(rank, 0) for rank in GOOD_RANKS}
-        while any(self.state.beats.get(rank, 0) <= heard for rank, heard in before.items()):
+        before = {rank: self.state.epoch.beats.get(rank, 0) for rank in GOOD_RANKS}
+        while any(self.state.epoch.beats.get(rank, 0) <= heard for rank, heard in before.items()):
             self.check()
             if time.monotonic() > deadline:
                 raise Broken(f"for {BOUND:g} s the good workers were not heard: {before}")
@@ -243,18 +243,18 @@ class Agent:
         if not any(thread.name == "worker-link" for thread in threading.enumerate()):
             raise Broken("nobody serves the workers any more")
         state = self.state
-        spoken = {"finished": state.finished_ranks, "drained": state.drained_ranks}
+        spoken = {"finished": state.epoch.finished_ranks, "drained": state.epoch.drained_ranks}
         for what, ranks in spoken.items():
             if ranks - {BAD_RANK}:
                 raise Broken(f"the agent believes that ranks {sorted(ranks)} {what}")
-        if strangers := set(state.beats) - {*GOOD_RANKS, BAD_RANK}:
+        if strangers := set(state.epoch.beats) - {*GOOD_RANKS, BAD_RANK}:
             raise Broken(f"the agent believes in ranks {sorted(strangers)}")
         if state.reading:
             raise Broken(f"the agent believes that {sorted(state.reading)[0]!r} was sealed, without rank 0")
-        if (most := max(state.step, state.saved_bytes, *state.beats.values(), 0)) > 2**53:
+        if (most := max(state.epoch.step, state.epoch.saved_bytes, *state.epoch.beats.values(), 0)) > 2**53:
             raise Broken(f"the agent believes in {most} steps, bytes or beats")
-        if not 0 <= state.longest < 1e8:
-            raise Broken(f"the agent believes that a step took {state.longest} s")
+        if not 0 <= state.epoch.longest < 1e8:
+            raise Broken(f"the agent believes that a step took {state.epoch.longest} s")
         if (descriptors := _descriptors() - self._descriptors_before) > MOST_DESCRIPTORS:
             raise Broken(f"{descriptors} descriptors are open that were not before")
         self._check_texts()

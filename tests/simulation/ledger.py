@@ -500,8 +500,12 @@ class Ledger:
             self.require(self.success is False, "exit codes", f"{agent.label} exits 1, the job has not failed")
         elif code in (ev.EXIT_LEFT, ev.EXIT_LEFT_UNSAVED):
             self.require(state.leaving, "exit codes", f"{agent.label} exits {code} without a notice")
-            if code == ev.EXIT_LEFT and state.outcome is handling.Outcome.DRAINED and state.drained is not None:
-                self.left_drained.append((agent.label, state.drained.digest))
+            if (
+                code == ev.EXIT_LEFT
+                and state.epoch.outcome is handling.Outcome.DRAINED
+                and state.epoch.drained is not None
+            ):
+                self.left_drained.append((agent.label, state.epoch.drained.digest))
             if code == ev.EXIT_LEFT and agent.group_at_notice is not None:
                 run = agent.group_at_notice.collective
                 self.require(
@@ -512,7 +516,7 @@ class Ledger:
             if code == ev.EXIT_LEFT_UNSAVED:
                 # Taken for dead after it had drained, it cannot know that everything was recorded; before a rank's
                 # first hello it does not know a script that reports every step from one that reports none.
-                unknowing = (state.fenced and state.drained is not None) or not state.session_known
+                unknowing = (state.fenced and state.epoch.drained is not None) or not state.session_known
                 excused = unknowing or agent.ran_out or self.is_excused(state.started)
                 self.require(excused, "planned changes lose nothing", f"{agent.label} exits {code}")
         else:

@@ -91,7 +91,9 @@ class Patrol:
     def _told(self, agent: RealAgent) -> None:
         """What came over the stream counts: the master does not repeat it."""
         state, newest = agent.state, agent.endpoint.newest
-        busy = state.registering or state.fenced or state.leaving or agent.frozen or state.workers is not Workers.NONE
+        busy = (
+            state.door.registering or state.fenced or state.leaving or agent.frozen or state.workers is not Workers.NONE
+        )
         lost = False
         if newest is not None and agent.has_stream and not busy and newest.generation >= state.generation:
             match newest.WhichOneof("order"):
@@ -119,7 +121,7 @@ class Patrol:
             )
         for agent in heard:
             known = next((n for n in job.nodes.values() if n.incarnation == agent.client.incarnation), None)
-            idle = agent.state.workers is Workers.NONE and not agent.state.leaving and not agent.state.exits
+            idle = agent.state.workers is Workers.NONE and not agent.state.leaving and not agent.state.epoch.exits
             blind = agent.host in sim.disk.blind or sim.disk.lag.get(agent.host, 0.0) > 0
             lost = known is not None and known.joined is None and idle and not blind and not job.listening
             self._count(

@@ -269,7 +269,7 @@ class Simulation:
     def _where(self) -> str:
         job = self.master.job
         phase = f"{job.phase.value}, epoch {job.epoch}" if job is not None else "no master"
-        left = [f"{a.label}:{a.state.workers.value}/{a.state.outcome.value}" for a in self.agents if a.alive]
+        left = [f"{a.label}:{a.state.workers.value}/{a.state.epoch.outcome.value}" for a in self.agents if a.alive]
         return (
             f"after {self.clock.now:.0f} s and {self.clock.events} events: {phase}, last step at"
             f" {self.ledger.last_step_at:.0f} s, head {self.ledger.head[1]}/{self.plan.steps}, agents {left}"

@@ -458,7 +458,7 @@ def test_what_an_older_epochs_workers_say_is_not_heard() -> None:
     agent.hear(ev.WorkersStopped(1))
     agent.running(epoch=2, resume=3)
     assert agent.said(epoch=1, progress=worker_pb2.Progress(step=99)) == []
-    assert agent.state.step == 3
+    assert agent.state.epoch.step == 3
     assert kinds(agent.said(epoch=1, sealed=SEALED)) == ["ReadManifest"]
 
 
@@ -478,7 +478,7 @@ def test_a_failed_drain_save_is_reported_and_training_goes_on() -> None:
     agent.said(save_failed=worker_pb2.SaveFailed(name="step-4", reason="disk full", drain=True, step=4))
     assert [report.step for report in agent.calls("ReportSaveFailed")] == [4]
     assert agent.did(ev.StopWorkers) == []
-    assert not agent.state.agreed
+    assert not agent.state.epoch.agreed
 
 
 def test_a_drain_that_was_withdrawn_is_not_agreed_any_more() -> None:

@@ -74,7 +74,7 @@ def test_a_name_that_becomes_free_is_taken() -> None:
     agent.waits(2.1)
     agent.hear(ev.Registered("me.2", REPLY))
     assert agent.waits(100) == []
-    assert agent.state.name_deadline is None
+    assert agent.state.door.name_deadline is None
 
 
 # ---- its Join -------------------------------------------------------------------------------------------------------
@@ -240,5 +240,5 @@ def test_an_agent_that_cannot_speak_with_its_master_ends() -> None:
 def test_a_node_that_was_in_the_job_waits_for_its_master() -> None:
     """However long it takes to register anew."""
     agent = fenced()
-    assert agent.state.answer_deadline is None
+    assert agent.state.door.answer_deadline is None
     assert agent.waits(1000.0) == []
