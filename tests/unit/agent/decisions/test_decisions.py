@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import signal
 from typing import Any, TypeVar
 
@@ -10,6 +11,7 @@ import pytest
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling, leaving
 from dalsegno.agent.decisions.decision import STOP_PATIENCE
+from dalsegno.agent.decisions.state import Epoch
 from dalsegno.protos import control_pb2, worker_pb2
 
 A = TypeVar("A")
@@ -907,3 +909,28 @@ def test_decisions_are_pure() -> None:
     before = str(state)
     handling.handle(state, ev.Started(), 1.0)
     assert str(state) == before
+
+
+def test_nothing_of_the_ranks_before_is_left_at_a_start() -> None:
+    """Whatever they said; the step is the resume point's, and the loss is shown until there is another."""
+    agent = Agent().registered().running()
+    ref = control_pb2.CheckpointRef(name="step-5.e1.1", digest="d")
+    agent.said(progress=worker_pb2.Progress(step=5, loss=2.0, seconds=1.0, beats=3, anyone_sees_master=True))
+    agent.said(saving=worker_pb2.Saving(name=ref.name, bytes=9, written=9))
+    agent.said(refused=worker_pb2.Refused(message="not so"))
+    agent.said(draining=worker_pb2.Draining(step=6))
+    agent.said(drained=worker_pb2.Drained(name=ref.name, digest=ref.digest, step=6))
+    agent.exits(ev.WORKER_DRAINED)
+    agent.hear(ev.WorkersStopped(1))
+    before = agent.state.epoch
+    agent.running(epoch=2, resume=6, session=False)
+    assert before != agent.state.epoch == Epoch(step=6, loss=2.0, told=(False, True, 0))
+
+
+def test_a_decision_leaves_the_state_before_it_as_it_was() -> None:
+    """Also its parts: the shell and the simulator keep what they were given."""
+    agent = Agent().registered().running()
+    before = agent.state
+    kept = copy.deepcopy(before)
+    agent.said(progress=worker_pb2.Progress(step=5, loss=2.0))
+    assert before == kept != agent.state
