@@ -23,6 +23,9 @@ GROW_MAX = 60.0
 # A stall, once the epoch has made a step: this many times the longest step, save or evaluation, at least STALL_MIN.
 STALL_FACTOR = 20.0
 STALL_MIN = 60.0
+# Ranks are asked to save at a boundary: so many of the longest steps may pass without one, if that is more than
+# --drain-timeout.
+AGREE_FACTOR = 2.0
 # A script that opens a session says hello so long after its workers were started, by all experience (seconds).
 HELLO_WITHIN = 5.0
 
@@ -302,12 +305,14 @@ def draining(turn: Turn) -> bool:
         return saving(turn, drain, drained)
     # Where nobody goes it may take as long as ranks advance; a leaver's notice runs out regardless.
     deadline = epoch.drain_deadline if epoch.drain_deadline is not None else turn.heard
+    # They agree between two steps.
+    patience = max(job.settings.drain_timeout, AGREE_FACTOR * epoch.longest)
     if drain.optional:
-        deadline = max(deadline, epoch.moved + job.settings.drain_timeout)
+        deadline = max(deadline, epoch.moved + patience)
     if not turn.overdue(deadline):
         return False
     if drain.optional:
-        withdraw(turn, f"the ranks did not agree on a boundary within {job.settings.drain_timeout:.0f} s")
+        withdraw(turn, f"the ranks did not agree on a boundary within {patience:.0f} s")
     else:
         give_up_drain(turn, drain)
     return True

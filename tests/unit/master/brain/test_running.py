@@ -150,6 +150,21 @@ def test_a_growth_without_agreement_is_withdrawn_and_tried_again_at_the_next_com
     assert job.phase is Phase.DRAINING
 
 
+def test_a_growth_waits_for_the_boundary_of_steps_longer_than_a_notice() -> None:
+    """Withdrawn before the ranks can answer, it would never be agreed."""
+    job = Driven(settings(drain_timeout=10))
+    (a,) = job.start(1)
+    a.step(1, longest=40.0)
+    grown(job, [a])
+    job.wait(45)
+    assert job.phase is Phase.DRAINING
+    a.step(3, longest=40.0)
+    job.wait(75)
+    assert job.phase is Phase.DRAINING
+    job.wait(10)
+    assert (job.phase, "within 80 s" in job.notices) == (Phase.RUNNING, True)
+
+
 def test_a_failed_save_withdraws_a_growth_but_not_a_leave() -> None:
     """All ranks know it and none exits; the leaver tries again until its notice runs out."""
     job = Driven()
