@@ -53,7 +53,7 @@ def test_a_live_nodes_name_is_refused_until_its_stream_closes() -> None:
     assert late.register(node="a").code == "ALREADY_EXISTS"
     holder.hang_up()
     assert late.register(node="a").code == "OK"
-    assert holder.beat().code == "FAILED_PRECONDITION"
+    assert holder.beat().code == "NOT_FOUND"
 
 
 def test_a_silent_nodes_name_is_free_after_the_node_timeout() -> None:
