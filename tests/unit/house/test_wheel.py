@@ -54,6 +54,7 @@ def wheel_files(wheel: Path) -> set[str]:
         return {name for name in archive.namelist() if name.startswith("dalsegno/")}
 
 
+@pytest.mark.slow
 def test_the_wheel_carries_the_tree(tmp_path: Path) -> None:
     """Every module, stub, .proto and py.typed of the tree is in the wheel, and nothing else."""
     built = os.environ.get("DALSEGNO_WHEEL")
@@ -79,6 +80,7 @@ def test_every_package_is_listed() -> None:
         assert (ROOT / package / "py.typed").exists(), f"dalsegno.{package} has no py.typed"
 
 
+@pytest.mark.slow
 def test_an_unlisted_package_is_missed(tmp_path: Path) -> None:
     """The comparison can fail: a new sub-package nobody listed doesn't reach the wheel."""
     tree = copy_tree(tmp_path / "tree")

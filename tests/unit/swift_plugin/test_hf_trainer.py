@@ -35,7 +35,7 @@ from dalsegno.swift_plugin.hf import refusals
 from dalsegno.swift_plugin.hf.options import Options
 from dalsegno.swift_plugin.hf.trainer import elastic_class
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
 
 LENGTH, BATCH = 22, 6  # data epochs of 4 steps, the last of 4 samples
 

@@ -168,6 +168,7 @@ def test_the_default_job_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert one.startswith("my-train-")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [

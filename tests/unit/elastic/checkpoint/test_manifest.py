@@ -54,6 +54,7 @@ def full(directory: Path) -> Manifest:
     return manifest
 
 
+@pytest.mark.slow
 def test_no_flipped_bit_of_a_manifest_is_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each of them, one after the other; the first bit of each byte also by way of `verify`."""
     directory = tmp_path / "step-4.e2.1"

@@ -78,6 +78,7 @@ def test_a_function_with_a_state_is_compared_as_it_was_loaded() -> None:
     check_factors(values, factors(again))
 
 
+@pytest.mark.slow
 def test_schedules_that_nobody_has_are_found() -> None:
     """Of this optimizer, alive, and not inside of what is known."""
     ours, others = optimizer(), optimizer()

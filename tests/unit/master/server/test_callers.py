@@ -206,6 +206,7 @@ def test_streams_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_idle_connections_end() -> None:
     """Who says nothing, or speaks HTTP/2 but calls nothing; an agent's stream stays."""
 
@@ -231,6 +232,7 @@ def test_idle_connections_end() -> None:
     asyncio.run(scene())
 
 
+@pytest.mark.slow
 def test_a_peer_that_vanished_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its packets stop and no FIN comes: the server's own pings end the stream. One that answers them keeps its own."""
     monkeypatch.setattr(server_module, "PING_EVERY", 3.0)
