@@ -153,7 +153,8 @@ def _compare(
 
 def _same_data(session: Session, data: Any, options: dict[str, Any], max_steps: int | None) -> None:
     """All ranks have the same data, and those that the run began with. Collective; changes ``cut``, which says so."""
-    if hasattr(data, "check_samples"):
+    # Where only some ranks have Batches, and others a progress bar around them, those would wait here alone.
+    if all(session.gather(hasattr(data, "check_samples"))):
         data.check_samples(session, max_steps)
         if options["cut"] is not None:
             options["cut"] = replace(options["cut"], samples=data.cut.samples)

@@ -34,6 +34,7 @@ _SENSIBLE = frozenset(
         grpc.StatusCode.OK,
         grpc.StatusCode.INVALID_ARGUMENT,
         grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.NOT_FOUND,
         grpc.StatusCode.ALREADY_EXISTS,
         grpc.StatusCode.ABORTED,
         grpc.StatusCode.UNIMPLEMENTED,

@@ -186,6 +186,7 @@ PLAIN = """
             return torch.randn(3)
 
     s = session(checkpoint_dir="run")
+    torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = StepLR(optimizer, 3)

@@ -15,8 +15,8 @@ from pathlib import Path
 import grpc
 import pytest
 
-from dalsegno.agent.control.connection import PROTOCOL
 from dalsegno.protos import control_pb2, control_pb2_grpc
+from dalsegno.protos.contract import CONTROL_PROTOCOL
 from tests.support.jobs.cluster import Cluster, Training
 from tests.support.jobs.master_process import settings
 
@@ -68,7 +68,11 @@ class Heart(threading.Thread):
         token = (self._job.private / "token").read_text(encoding="utf-8").strip()
         metadata = (("authorization", f"Bearer {token}"),)
         caller = control_pb2.Caller(
-            job_id=self._job.job, node="heart", incarnation="heart-1", protocol=PROTOCOL, secret=secrets.token_bytes(32)
+            job_id=self._job.job,
+            node="heart",
+            incarnation="heart-1",
+            protocol=CONTROL_PROTOCOL,
+            secret=secrets.token_bytes(32),
         )
         with grpc.insecure_channel(address) as channel:
             stub = control_pb2_grpc.ControlStub(channel)
@@ -77,7 +81,7 @@ class Heart(threading.Thread):
                 node="heart",
                 incarnation=caller.incarnation,
                 secret=caller.secret,
-                protocol=PROTOCOL,
+                protocol=CONTROL_PROTOCOL,
                 host="elsewhere",
                 nproc=1,
                 probe="of another directory",
