@@ -242,10 +242,12 @@ class Nursery:
         if workers:
             logger.warning("nursery %d is gone; the workers that it started end with it", self.process.pid)
         for worker in workers:
-            if not worker.pid:
+            if not worker.pid and not self.ready.is_set():
                 worker.abandon()
                 continue
-            worker.signal_group(signal.SIGKILL)
+            # One that is not known yet may have begun all the same, and dies with its parent: it is not begun again.
+            if worker.pid:
+                worker.signal_group(signal.SIGKILL)
             worker.ended(-signal.SIGKILL)
 
     def _heard(self, message: dict[str, object]) -> None:
