@@ -63,6 +63,7 @@ class Batch(Generic[T]):
         scale: ``"ddp"`` or ``"deepspeed"``: what the factors are made for.
         abandoned: The loop over ``micro_batches`` was left before it came to its end.
         trained: All of its micro-batches were computed: the run stands behind it.
+        scaled: The ``loss_scale`` of one of them was asked for.
         trained_by: The `Accumulation` that goes through it; None: there is none.
     """
 
@@ -75,6 +76,7 @@ class Batch(Generic[T]):
     scale: str = "ddp"
     abandoned: bool = False
     trained: bool = False
+    scaled: bool = False
     trained_by: Any = field(default=None, repr=False)
     _parts: list[tuple[Part, T]] = field(default_factory=list, repr=False)
     _owner: Batches[T] | None = field(default=None, repr=False)
@@ -368,11 +370,12 @@ class Batches(Generic[T]):
             yield batch
             if batch.handed_out:
                 batch.check_complete()
+                self._say_unscaled(batch)
             step += 1
 
     def micro_batches(self, batch: Batch[T], parts: list[tuple[Part, T]]) -> Iterator[MicroBatch[T]]:
         """See ``Batch.micro_batches``."""
-        tokens, scaled = self._tokens(batch, parts), False
+        tokens = self._tokens(batch, parts)
         for index, (part, data) in enumerate(parts):
             weight = part.slice.n if tokens is None else tokens[index]
             if self._seed is not None:
@@ -389,6 +392,7 @@ class Batches(Generic[T]):
                 rows=part.slice.rows,
                 tokens=None if tokens is None else tokens[index],
                 padded=self._plan.pad,
+                batch=batch,
             )
             try:
                 yield micro
@@ -397,19 +401,16 @@ class Batches(Generic[T]):
                 raise
             finally:
                 micro.close()
-            scaled = scaled or micro.scaled
-        # The optimizer has not stepped yet.
-        self._say_unscaled(batch, scaled)
         self.trained(batch)
 
     def _loss_scale(self, batch: Batch[T], weight: int) -> float:
         total = batch.n if self._count_tokens is None else batch.tokens
         return self._plan.loss_scale(float(weight), float(total), self._scale)
 
-    def _say_unscaled(self, batch: Batch[T], scaled: bool) -> None:
+    def _say_unscaled(self, batch: Batch[T]) -> None:
         """Once, and on one rank: a script may have divided its loss by itself, but most have forgotten it."""
         plan = self._plan
-        if scaled or self._said or self._rank or plan.accumulation * plan.world_size == 1:
+        if batch.scaled or self._said or self._rank or plan.accumulation * plan.world_size == 1:
             return
         self._said = True
         remark(

@@ -26,7 +26,7 @@ class MicroBatch(Generic[T]):
         rows: Rows in ``data``; more than n in a filler, and in a short micro-batch of a plan with ``pad``.
         tokens: With token means: its real tokens; else None.
         padded: The plan pads: `scale` then takes the loss of each row, unless it is a mean over tokens.
-        scaled: Its `loss_scale` was asked for.
+        batch: That it is a part of, which notes that a `loss_scale` was asked for.
     """
 
     data: T
@@ -38,8 +38,12 @@ class MicroBatch(Generic[T]):
     rows: int
     tokens: int | None = None
     padded: bool = False
-    scaled: bool = field(default=False, init=False)
+    batch: Any = field(default=None, repr=False)
     _hooks: list[Any] = field(default_factory=list, repr=False)
+
+    def _note_scaled(self) -> None:
+        if self.batch is not None:
+            self.batch.scaled = True
 
     @property
     def loss_scale(self) -> float:
@@ -48,7 +52,7 @@ class MicroBatch(Generic[T]):
         With token means it is known when all ranks' tokens are summed, which goes on while the first forward pass
         computes: ask for it behind that, as `scale` does.
         """
-        self.scaled = True
+        self._note_scaled()
         if callable(self.factor):
             self.factor = self.factor()
         return self.factor
@@ -116,7 +120,7 @@ class MicroBatch(Generic[T]):
                 where a mean over tokens is wanted.
         """
         self._check(loss)
-        self.scaled = True
+        self._note_scaled()
         if not self.silent:
             return (self.mean(loss) if loss.dim() else loss) * self.loss_scale
         self.zero_gradients(parameters)

@@ -8,8 +8,10 @@ that they have agreed: no other start would come to anything else.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 from dalsegno.protos import worker_pb2
@@ -102,6 +104,32 @@ class Meetings:
             # The group's threads would hold up the end of this process for as long as they wait.
             insist(1)
             log.warning("the other ranks could not be told of it (%s)", alone)
+
+
+def watch_the_end(meetings: Meetings) -> None:
+    """Has the agent told of a refusal of ours that ends this process, wherever in the script it was raised.
+
+    What is outside of a meeting (``Batches`` that do not fit the checkpoint, a plan that cannot be) is the same at the
+    next start as well.
+    """
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not meetings.over and is_refusal(error, trace):
+            meetings.refused(str(error) or kind.__name__)
+        before(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def is_refusal(error: BaseException, trace: TracebackType | None) -> bool:
+    """Whether we refuse what the script gives us: a `Refusal`, or a ValueError that code of ours raises itself."""
+    if isinstance(error, Refusal) or not isinstance(error, ValueError):
+        return isinstance(error, Refusal)
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
+    return str(module).startswith("dalsegno.elastic.")
 
 
 def is_mistake(error: BaseException) -> bool:

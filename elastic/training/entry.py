@@ -12,7 +12,7 @@ from ..rank.agreement import agree
 from ..rank.collective import Collective, GlooCollective, Solo
 from ..rank.identity import Identity, from_environment
 from ..rank.link import Link
-from ..rank.meetings import Meetings
+from ..rank.meetings import Meetings, watch_the_end
 from ..rank.notices import Notice, noticed
 from ..saving.resuming import Damaged, handed_out, newest
 from .examination import is_examined
@@ -81,15 +81,15 @@ def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> S
         notice.watch(noticed())
         link = Link(identity.socket, hello(identity))
         if identity.resume is not None and identity.run_dir is not None:
-            found = handed_out(identity.resume, identity.run_dir, collective, verify=verify)
-            if isinstance(found, Damaged):
-                refuse(link, found)
+            point = handed_out(identity.resume, identity.run_dir, collective, verify=verify)
+            if isinstance(point, Damaged):
+                refuse(link, point)
             try:
-                check_world(found, identity.world_size)
+                check_world(point, identity.world_size)
             except RuntimeError as error:
                 Meetings(collective, link).refused(str(error))
                 raise
-            resume = found
+            resume = point
     else:
         # Before any rank acts on it: those without one would not take part.
         agree(collective, {"a checkpoint_dir is given": identity.run_dir is not None})
@@ -108,4 +108,7 @@ def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> S
     if not identity.alone or identity.run_dir is not None:
         notice.watch(noticed())
         shield_loaders()
-    return Session(identity, collective, link=link, lock=lock, resume=resume, keep=keep, notice=notice)
+    found = Session(identity, collective, link=link, lock=lock, resume=resume, keep=keep, notice=notice)
+    if link is not None:
+        watch_the_end(found.meetings)
+    return found

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from dalsegno.protos.text import few
 
+from ..rank.agreement import Refusal
 from ..rank.remarks import remark
 from ..saving.optimizers import is_elementwise
 
@@ -40,7 +41,7 @@ class Frozen:
         """Before a step.
 
         Raises:
-            RuntimeError: Some are to be trained from now on, and what wraps the model would not have it.
+            Refusal: Some are to be trained from now on, and what wraps the model would not have it.
         """
         if not self._asks:
             return
@@ -48,7 +49,7 @@ class Frozen:
         if not thawed:
             return
         if self._who:
-            raise RuntimeError(
+            raise Refusal(
                 f"{few(thawed)} became trainable by step {step}: {self._who} the gradients of those parameters only "
                 "that were trainable when it was made, and each rank would train the rest by itself, or not at all. "
                 "Leave requires_grad=True from the start, with a learning rate of 0 until they are to be trained"

@@ -108,22 +108,44 @@ def test_a_refusal_at_a_resume_is_one_start_and_one_line(shell: Shell, only: str
     assert resumes(shell, job)
 
 
+@pytest.mark.parametrize("wrong", ["batch", "seed"])
+def test_what_batches_refuse_at_a_resume_is_one_start_and_one_line(shell: Shell, wrong: str) -> None:
+    """In a loop of the script's own they are made outside of every meeting of the ranks."""
+    job = Job(shell.directory, "1", steps=8, crash=5, plain=True)
+    assert shell.run(*job.words("a", "--nproc-per-node=2", "--max-restarts=0")).code == FAILED
+    assert job.starts() == 2
+    job.told = {**job.told, "crash": 0}
+    ended = shell.run(*job.words("a", "--nproc-per-node=2", "--max-restarts=3"), WRONG=wrong)
+    assert (ended.code, job.starts()) == (FAILED, 4), "one more start"
+    (line,) = [line for line in ended.said if "the training was refused: " in line]
+    assert "start a new run" in line
+    assert resumes(shell, job)
+
+
 def resumes(shell: Shell, job: Job) -> bool:
     """The right script goes on where the run was saved."""
     ended: Ended = shell.run(*job.words("a", "--nproc-per-node=2"))
     return ended.code == FINISHED and any("resumed at step 4" in line for line in ended.said)
 
 
-def test_a_node_with_another_script_stays_a_spare(jobs: Callable[..., Job]) -> None:
+@pytest.mark.parametrize(
+    ("wrong", "plain", "why"),
+    [
+        ("seed", False, "seed is 0 on rank 0, 1 on rank 1"),
+        ("batch", True, "global_batch_size was 8 and is 4"),
+        ("seed", True, "seed"),
+    ],
+)
+def test_a_node_with_another_script_stays_a_spare(jobs: Callable[..., Job], wrong: str, plain: bool, why: str) -> None:
     """It joins a healthy run with another seed: one more start of the others, no step lost, and they train on."""
-    job = jobs("1:2", steps=100_000, pace=0.02)
+    job = jobs("1:2", steps=100_000, pace=0.02, plain=plain)
     job.start("a")
     job.wait_said("a", "epoch 1:")
-    job.start("b", WRONG="seed")
+    job.start("b", WRONG=wrong)
     job.wait_said("a", "b cannot take part, the others go on without it: ")
     job.wait_said("a", "epoch 3:")
     (line,) = [line for line in job.said("a") if "cannot take part" in line]
-    assert "seed is 0 on rank 0, 1 on rank 1" in line
+    assert why in line
     (again,) = [line for line in job.said("a") if "epoch 3:" in line]
     assert "lost 0 steps" in again
     job.wait_said("b", "b cannot take part, and stays a spare: ")

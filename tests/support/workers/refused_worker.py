@@ -2,7 +2,8 @@
 
 Attributes of it: ``starts``, a file that gets a line from each rank that starts; ``steps``; ``crash``: the step after
 which rank 0 breaks; ``pace``: seconds of a step; ``until``: steps are made without end until that file is there;
-``strategy``: see `Odd`. ``WRONG`` in the environment makes this node's script a wrong one: ``optimizer``, ``seed``.
+``strategy``: see `Odd`. ``WRONG`` in the environment makes this node's script a wrong one: ``optimizer``, ``seed``,
+``batch``. ``plain``: a loop of its own.
 """
 
 from __future__ import annotations
@@ -11,13 +12,27 @@ import json
 import os
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
-from dalsegno.elastic import DDP, Batch, Callback, Trainer
+from dalsegno.elastic import (
+    DDP,
+    Accumulation,
+    Batch,
+    Batches,
+    BatchPlan,
+    Callback,
+    ElasticSampler,
+    Trainer,
+    TrainingState,
+    session,
+)
 
 
 class Odd(DDP):
@@ -49,6 +64,32 @@ class Paced(Callback):
         return {}
 
 
+def plain(told: dict[str, Any], wrong: str, rows: Tensor, loss: Callable[[Any, Tensor], Tensor]) -> None:
+    """The same as a loop of the script's own: what does not fit the checkpoint is refused where `Batches` are made."""
+    s = session()
+    dist.init_process_group("gloo")
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    state = TrainingState(s, model=model, optimizer=optimizer)
+    state.load()
+    wrapped = DistributedDataParallel(model)
+    size = 4 if wrong == "batch" else 8
+    sampler = ElasticSampler(len(rows), size, seed=int(wrong == "seed"))
+    batches = Batches(rows, sampler, BatchPlan(size, s.world_size, 8), s.rank, resume=s.resume)
+    accumulate = Accumulation(wrapped, optimizer)
+    for batch in s.steps(batches, max_steps=told["steps"], save=state.write, save_every=2):
+        for micro in accumulate(batch):
+            micro.scale(loss(wrapped, micro.data)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        threading.Event().wait(told.get("pace", 0.0))
+        if batch.step == told.get("crash"):
+            raise RuntimeError("as it was told")
+        if s.sum(float(os.path.exists(told.get("until", "/nowhere")))):
+            break
+    s.finish()
+
+
 def main() -> None:
     told: dict[str, Any] = json.loads(sys.argv[1])
     wrong = os.environ.get("WRONG", "")
@@ -62,6 +103,9 @@ def main() -> None:
     def loss(model: Any, data: Tensor) -> Tensor:
         return nn.functional.mse_loss(model(data[:, :4]), data[:, 4:])
 
+    if told.get("plain"):
+        plain(told, wrong, rows, loss)
+        return
     kind = torch.optim.SGD if wrong == "optimizer" else torch.optim.AdamW
     Trainer(
         nn.Linear(4, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from dalsegno.elastic.rank import meetings
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
 from dalsegno.elastic.rank.collective import Solo
-from dalsegno.elastic.rank.meetings import PATIENCE, Meetings
+from dalsegno.elastic.rank.meetings import PATIENCE, Meetings, watch_the_end
 from dalsegno.protos import worker_pb2
 
 
@@ -91,3 +92,38 @@ def test_others_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pyt
     with pytest.raises(ValueError, match="another model"), one.together():
         raise ValueError("another model")
     assert (codes, agent.said) == ([1], [])
+
+
+class _Link:
+    """Keeps what is sent."""
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message.refused.message)
+
+
+@pytest.mark.parametrize(
+    ("raises", "told"),
+    [
+        ("from dalsegno.elastic import BatchPlan\nBatchPlan(0, 1, 4)", True),
+        ("raise ValueError('the script itself')", False),
+        ("import json\njson.loads('{')", False),
+        ("from dalsegno.elastic.rank.agreement import Refusal\nraise Refusal('no')", True),
+        ("raise RuntimeError('a peer went away')", False),
+    ],
+)
+def test_what_we_refuse_outside_of_meetings_is_told_too(
+    monkeypatch: pytest.MonkeyPatch, raises: str, told: bool
+) -> None:
+    """By where it is raised; what the script or a library raises may go otherwise the next time."""
+    link: Any = _Link()
+    shown: list[BaseException] = []
+    monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
+    watch_the_end(Meetings(Solo(), link))
+    try:
+        exec(raises, {"__name__": "__main__"})
+    except Exception as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+    assert (len(shown), bool(link.sent)) == (1, told)
