@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from dalsegno.agent.decisions import directives
-from dalsegno.agent.decisions.decision import Turn as AgentTurn
+from dalsegno.agent.decisions.decision import Decision
 from dalsegno.master.brain import checkpoints, membership, running
 from dalsegno.master.brain.checkpoints import resume_point
 from dalsegno.master.brain.state import Checkpoint, Job, Node, Phase
@@ -34,14 +34,14 @@ def names_without_the_epoch(original: Any) -> Any:
 
 
 def lets_a_conversion_run_on(original: Any) -> Any:
-    def stop_conversion(self: AgentTurn) -> None:
+    def stop_conversion(self: Decision) -> None:
         self.state.lease = 0
 
     return stop_conversion
 
 
 def deletes_what_a_conversion_reads(original: Any) -> Any:
-    def side_orders(turn: AgentTurn, directive: control_pb2.Directive) -> None:
+    def side_orders(turn: Decision, directive: control_pb2.Directive) -> None:
         # A lease is only forgotten where no other one comes.
         if not directive.HasField("convert"):
             turn.state.lease = 0
@@ -98,7 +98,7 @@ FILE_PLANTS: dict[str, Plant] = dict(
     [
         plant(checkpoints, "from_proto", records_what_nobody_sealed, "commits are sealed"),
         plant(Collective, "_name", names_without_the_epoch, "names", kind="crashes"),
-        plant(AgentTurn, "stop_conversion", lets_a_conversion_run_on, "one conversion", kind="convert"),
+        plant(Decision, "stop_conversion", lets_a_conversion_run_on, "one conversion", kind="convert"),
         plant(directives, "side_orders", deletes_what_a_conversion_reads, "what is converted stays", kind="convert"),
         plant(membership, "check_liveness", declares_nodes_of_an_ended_job_dead, "one end"),
         plant(checkpoints, "prunable", prunes_the_resume_point, "the resume point stays"),
