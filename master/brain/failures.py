@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from . import running
 from .membership import has_answered
-from .running import end
 from .state import Checkpoint, Failure, Member, Part, Phase
 from .turn import Turn
 
@@ -31,7 +31,7 @@ def count(turn: Turn) -> bool:
     job.budget = budget
     if budget.failures <= job.settings.max_restarts:
         return False
-    end(
+    running.end(
         turn,
         Phase.FAILED,
         f"{failure.node}: {failure.message}; {budget.failures} failures without progress (--max-restarts "
