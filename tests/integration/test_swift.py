@@ -204,7 +204,10 @@ def run_swift(module: str, flags: list[str], *, executed: bool) -> None:
     else:
         ended = run_world(2, command, module=True, preloaded=PRELOADED)
     for code, text in ended:
-        assert code == 0, text[-3000:]
+        # Outside of dlrover-run nobody sees to it that C++ threads of torch outlive the interpreter: it aborts now and
+        # then, once all is done. What was trained and saved is compared all the same.
+        aborted = "terminate called without an active exception" in text and "End time of running main" in text
+        assert code == 0 or aborted, text[-3000:]
 
 
 def test_swift_by_itself_is_unchanged(made: Path, tmp_path: Path, repetition: int) -> None:
