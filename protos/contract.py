@@ -33,7 +33,9 @@ EXIT_LEFT_UNSAVED = 76
 WORKER_DRAINED = 83
 WORKER_BAD_CHECKPOINT = 84
 
-# Versions of control.proto (agent and master) and of worker.proto (worker and agent).
+# Versions of control.proto (agent and master) and of worker.proto (worker and agent). Raised when an older peer would
+# misunderstand a newer one; a master answers UNIMPLEMENTED to a newer agent. Of control.proto 2: a world names only the
+# place of who is told of it.
 CONTROL_PROTOCOL = 2
 WORKER_PROTOCOL = 1
 # What stands before each message on a socket between processes of one node: its length in bytes.

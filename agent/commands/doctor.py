@@ -37,7 +37,6 @@ PARTS = {
     "swift": ("ms-swift", "transformers"),
     "log": ("tensorboard", "wandb"),
 }
-# Names the file in which the script's session writes down what it found (`dalsegno.elastic.training.examination`).
 # Seconds that a script has to end once it was asked to.
 _END_WITHIN = 10.0
 

@@ -15,7 +15,6 @@ from dalsegno.protos import control_pb2_grpc
 
 __all__ = ["RETRIED", "Connector", "Credentials", "MasterLink", "channel_options", "code_of", "detail_of"]
 
-# Of control.proto; a master answers UNIMPLEMENTED to a newer one.
 # Answers that say nothing about the call itself: it is repeated, with the same request number.
 RETRIED = frozenset(
     {

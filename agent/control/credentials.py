@@ -14,8 +14,6 @@ from .connection import Credentials
 
 __all__ = ["CredentialFiles", "CredentialsError"]
 
-# The token itself, where no file has it.
-
 
 class CredentialsError(ValueError):
     """One line that says what is wrong with a file, and what to change."""

@@ -18,8 +18,6 @@ from dalsegno.protos.contract import Variable
 from ..rank.exits import insist
 from .findings import Facts, findings, kinds_of
 
-# Names the file for the findings; set by `dalsegno doctor`.
-
 
 class Examined(SystemExit):
     """The doctor has what it wanted. Exit code 0, whatever the script makes of this."""

@@ -18,7 +18,6 @@ from dalsegno.protos.contract import Variable
 __all__ = ("AuthError", "TlsFiles", "TokenInterceptor", "check_exposure", "is_loopback", "read_token")
 
 TOKEN_MIN_LENGTH = 16
-# The token itself, for agents and master alike.
 
 Handler = Optional["grpc.RpcMethodHandler[Any, Any]"]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]

@@ -24,7 +24,6 @@ __all__ = ("ControlService",)
 
 log = logging.getLogger(__name__)
 
-# Raised when an older master would misunderstand a newer agent. 2: a world names only the place of who is told of it.
 # Lines about what was left out of a request that are remembered, so that a repeated request does not fill the log.
 MOST_SAID = 1000
 
