@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 __all__ = [
+    "Booted",
     "Identity",
     "Process",
     "Status",
@@ -57,13 +58,18 @@ class Process:
     start_time: int
 
 
-class Identity(Protocol):
-    """`Process`, or the message."""
+class Booted(Protocol):
+    """What says on which machine it lives or lived, and under which of its boots."""
 
     @property
     def machine(self) -> str: ...
     @property
     def boot_id(self) -> str: ...
+
+
+class Identity(Booted, Protocol):
+    """`Process`, or the message."""
+
     @property
     def pid_ns(self) -> str: ...
     @property
@@ -123,7 +129,7 @@ def own_process() -> Process:
     return Process(machine(), boot_id(), namespace("pid"), os.getpid(), started)
 
 
-def is_of_earlier_boot(recorded: Identity, here: Identity) -> bool:
+def is_of_earlier_boot(recorded: Booted, here: Booted) -> bool:
     """Whether the machine that both are of was started anew between them: nothing lives through that."""
     same_machine = bool(recorded.machine) and recorded.machine == here.machine
     return same_machine and bool(recorded.boot_id and here.boot_id) and recorded.boot_id != here.boot_id

@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from dalsegno.elastic.checkpoint.files import move_over
+from dalsegno.protos.processes import is_of_earlier_boot
 
 from ..storage.private import open_private
 from .machine import Machine, Place
@@ -95,7 +96,7 @@ class Claim:
 
     def ended_with_boot(self, place: Place) -> bool:
         """Whether the master's machine is this one, which was started anew since: the master is gone."""
-        return bool(self.machine) and self.machine == place.machine and self.boot_id != place.boot_id
+        return is_of_earlier_boot(self, place)
 
     def is_of(self, other: Claim | None) -> bool:
         """Whether both are of the same master, wherever their counters are."""

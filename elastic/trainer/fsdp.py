@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..rank.process_group import init_process_group
-from ..saving.optimizers import check_kept, check_sharded, say_added
+from ..saving.optimizers import check_sharded, say_added
 from ..saving.replicas import check_whole, loadable
 from ..training.training_state import check_same_dtypes, check_same_names, read_tensors
 from ..training.unlisted import Unlisted
@@ -104,7 +104,6 @@ class FSDP(Strategy):
         self.optimizer = make_optimizer(model)
         check_sharded(self.optimizer)
         _check_own(model, self.optimizer)
-        check_kept(self.optimizer, model)
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
         self._stepped = None if steps_on_metric(self.scheduler) else self.scheduler
         if resume is None:

@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dalsegno.protos.text import few
 
-from ..rank.agreement import Unlike, differences
+from ..rank.agreement import Unlike, agree
 from ..rank.collective import Collective
 from ..rank.remarks import remark
 from ..saving.optimizers import source_of_step
@@ -124,9 +124,7 @@ class Copies:
             return
         told = [told_of(copy.model, copy.optimizers, copy.scheduler) for copy in self._copies() if copy.saved]
         alike = {f"{name} ({n})" if n else name: said for n, one in enumerate(told) for name, said in one.items()}
-        answers = self._collective.gather(alike)
-        if wrong := differences(answers):
-            raise Unlike(f"the ranks were not started alike: {'; '.join(wrong[:4])}. Give all ranks the same")
+        agree(self._collective, alike)
         self._first = self._compare(0)[:1]
 
     def behind(self, step: int) -> None:

@@ -163,9 +163,8 @@ def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[N
     if resume is None or not is_blocked(turn):
         return []
     nodes = old_shape(turn, resume, ready)
-    if nodes and conversion.is_vain(turn):
-        pass  # What is saved from now on is no different: a growth does not begin any more, see `wants_to_grow`.
-    elif nodes:
+    # Where it is in vain, what is saved from now on is no different: no growth begins any more, see `wants_to_grow`.
+    if nodes and not conversion.is_vain(turn):
         reason = job.conversion.reason if job.conversion is not None else ""
         turn.notice(f"nobody could convert {resume.name} ({reason}): going on in its old shape", True)
         job.conversion_failures += 1
