@@ -27,8 +27,8 @@ import torch
 
 from benchmarks.results import report
 from dalsegno.agent.processes.lifeline import Lifeline
-from dalsegno.agent.processes.nursery import Assignment
 from dalsegno.agent.processes.standby_pool import StandbyPool
+from dalsegno.agent.processes.worker_main import Assignment
 from dalsegno.agent.script import modules_of
 
 SIZES, REPEATS, SAVES = "1,10", 3, 3

@@ -21,9 +21,9 @@ from dalsegno.protos.shortage import starting
 
 from ..decisions.events import ConversionUpdate
 from .lifeline import Lifeline
-from .nursery import Assignment
+from .nursery_client import StandbyProcess
 from .proc import kill_group
-from .standby_pool import StandbyProcess
+from .worker_main import Assignment
 
 __all__ = ["ConversionJob"]
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
-import signal
 import socket
 import struct
 import subprocess
@@ -17,11 +15,12 @@ from pathlib import Path
 from dalsegno.protos.shortage import starting
 
 from .lifeline import Lifeline
-from .nursery import Assignment, receive, send
+from .nursery_client import Nursery, StandbyProcess
 from .proc import kill_group
 from .signals import held_back
+from .worker_main import Assignment
 
-__all__ = ["Nursery", "StandbyPool", "StandbyProcess"]
+__all__ = ["StandbyPool"]
 
 # Yields to training, and still is done before the next change on a busy machine.
 _NICENESS = 15
@@ -29,261 +28,10 @@ _NICENESS = 15
 _SEND_TIMEOUT = 10
 # Seconds that imports may take, on a busy machine and from a slow file system; after that they are taken for stuck.
 _IMPORT_PATIENCE = 120.0
-# Seconds to wait for one after SIGKILL; what waits for a file system that is away may be stuck in the kernel.
-_KILL_TIMEOUT = 5.0
 # As many nurseries of one agent may be stuck; then it starts no more.
 _MOST_STUCK = 2
 
 logger = logging.getLogger(__name__)
-
-
-class StandbyProcess:
-    """A worker out of a nursery, with the part of `subprocess.Popen`'s interface that torch uses.
-
-    It is the nursery's child, so its exit status comes over the channel, after its whole group was killed. It may not
-    exist yet: a nursery that still imports starts it afterwards.
-
-    Args:
-        cancel: asks its nursery not to start it. Whether the nursery answers: with its end, or its start where that
-            came first.
-    """
-
-    def __init__(self, cancel: Callable[[], bool]) -> None:
-        self._cancel = cancel
-        # Told to end before it was known to exist.
-        self._unwanted = False
-        # 0 until it exists.
-        self.pid = 0
-        # Its nursery is stuck or gone: it never was, and never will be.
-        self.abandoned = False
-        # Why its nursery could not start it, for a person.
-        self.failure = ""
-        self.returncode: int | None = None
-        self._imported = False
-        self._on_import: Callable[[], None] | None = None
-        self._lock = threading.Lock()
-        self._ended = threading.Event()
-
-    def poll(self) -> int | None:
-        """The exit status, None while it lives."""
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        """The exit status.
-
-        Raises:
-            subprocess.TimeoutExpired: it still lives after `timeout` seconds.
-        """
-        if not self._ended.wait(timeout):
-            raise subprocess.TimeoutExpired(f"worker {self.pid}", timeout or 0.0)
-        assert self.returncode is not None
-        return self.returncode
-
-    def signal_group(self, signum: int) -> None:
-        """Signals its whole process group; one that does not exist yet never will.
-
-        It may exist before we hear of it. So it has only ended once its nursery says so; with one that still imports,
-        at once.
-        """
-        with self._lock:
-            if self.returncode is not None or self._unwanted:
-                return
-            if self.pid:
-                kill_group(self.pid, signum)
-                return
-            self._unwanted = True
-        if not self._cancel():
-            self.ended(-signum)
-
-    def started(self, pid: int) -> bool:
-        """It exists now. False: nobody wants it any more."""
-        with self._lock:
-            self.pid = pid
-            return self.returncode is None and not self._unwanted
-
-    def when_imported(self, call: Callable[[], None]) -> None:
-        """Calls, on any thread, when the script imports `dalsegno.elastic`; not where its nursery has imported that."""
-        with self._lock:
-            self._on_import = call
-            known = self._imported
-        if known:
-            call()
-
-    def imported(self) -> None:
-        """The script imports `dalsegno.elastic`."""
-        with self._lock:
-            self._imported = True
-            call = self._on_import
-        if call is not None:
-            call()
-
-    def abandon(self) -> None:
-        """Its nursery is given up or gone: whoever waits for it starts it another way, unless it was told to end."""
-        with self._lock:
-            self.abandoned = self.returncode is None and not self.pid and not self._unwanted
-        self.ended(-signal.SIGKILL)
-
-    def ended(self, code: int) -> None:
-        """It is gone."""
-        with self._lock:
-            if self.returncode is None:
-                self.returncode = code
-        self._ended.set()
-
-
-class Nursery:
-    """One nursery process; with `single` it becomes its first and only worker itself.
-
-    Args:
-        process: as started by `StandbyPool`.
-        channel: our end.
-        lifeline: every worker is registered with it.
-        on_ready: called with (nursery, report) when the imports are done.
-    """
-
-    def __init__(
-        self,
-        process: subprocess.Popen[bytes],
-        channel: socket.socket,
-        lifeline: Lifeline,
-        single: bool,
-        on_ready: Callable[[Nursery, dict[str, object]], None],
-    ) -> None:
-        self.process = process
-        self.ready = threading.Event()
-        # It is ready, or gone before it was.
-        self.settled = threading.Event()
-        self.single = single
-        self._channel = channel
-        self._lifeline = lifeline
-        self._on_ready = on_ready
-        self._lock = threading.Lock()
-        self._number = 0
-        self._workers: dict[int, StandbyProcess] = {}
-        self._gone = False
-        threading.Thread(target=self._listen, name="nursery", daemon=True).start()
-
-    @property
-    def usable(self) -> bool:
-        """Whether it lives; it may still be importing."""
-        return not self._gone and self.process.poll() is None
-
-    def start_worker(self, assignment: Assignment) -> StandbyProcess:
-        """Has a worker started; returns at once.
-
-        Raises:
-            OSError: the nursery is gone, or did not take the request within a few seconds.
-        """
-        with self._lock:
-            if self._gone:
-                raise BrokenPipeError("the nursery is gone")
-            self._number += 1
-            number = self._number
-            worker = self._workers[number] = StandbyProcess(lambda: self._cancel(number))
-            request: dict[str, object] = {"start": number, **dataclasses.asdict(assignment)}
-            try:
-                send(self._channel, request)
-            except OSError:
-                del self._workers[number]
-                raise
-        return worker
-
-    def _cancel(self, number: int) -> bool:
-        """Whether a worker is there or on its way, and its end will be told. Not while it only waits for imports."""
-        with self._lock:
-            if not self.single and number in self._workers:
-                try:
-                    send(self._channel, {"cancel": number})
-                except OSError as error:
-                    logger.warning("nursery %d cannot be told to start nothing: %s", self.process.pid, error)
-            return self.ready.is_set() and number in self._workers
-
-    def give_up(self) -> None:
-        """Ends it because its imports do not; what it was to start is `abandoned`."""
-        with self._lock:
-            self._gone = True
-            workers, self._workers = list(self._workers.values()), {}
-        for worker in workers:
-            worker.abandon()
-        kill_group(self.process.pid)
-        self._reap()
-
-    def end(self) -> None:
-        """Kills it, with the workers that it has."""
-        kill_group(self.process.pid)
-        if not self.single:
-            self._reap()
-
-    def _reap(self) -> None:
-        try:
-            self.process.wait(_KILL_TIMEOUT)
-        except subprocess.TimeoutExpired:
-            # The keeper still has it on its list.
-            logger.error("nursery %d did not end within %.0f s of SIGKILL", self.process.pid, _KILL_TIMEOUT)
-        else:
-            self._lifeline.drop_group(self.process.pid)
-
-    def _listen(self) -> None:
-        """Reads what it says until it is gone, on a thread of its own."""
-        with self._channel:
-            try:
-                while (message := receive(self._channel)) is not None:
-                    self._heard(message)
-            except OSError as error:
-                logger.info("nursery %d: %s", self.process.pid, error)
-            with self._lock:
-                self._gone = True
-                workers, self._workers = list(self._workers.values()), {}
-        self.settled.set()
-        if self.single and self.ready.is_set() and workers:
-            # It has become its worker: the agent's own child.
-            self._follow(workers[0])
-            return
-        if workers:
-            logger.warning("nursery %d is gone; the workers that it started end with it", self.process.pid)
-        for worker in workers:
-            if not worker.pid and not self.ready.is_set():
-                worker.abandon()
-                continue
-            # One that is not known yet may have begun all the same, and dies with its parent: it is not begun again.
-            if worker.pid:
-                worker.signal_group(signal.SIGKILL)
-            worker.ended(-signal.SIGKILL)
-
-    def _heard(self, message: dict[str, object]) -> None:
-        if "ready" in message:
-            self.ready.set()
-            self.settled.set()
-            report = message["ready"]
-            assert isinstance(report, dict)
-            self._on_ready(self, report)
-            return
-        number = int(str(message.get("started", message.get("imports", message.get("exited")))))
-        with self._lock:
-            worker = self._workers.pop(number, None) if "exited" in message else self._workers.get(number)
-        if worker is None:
-            return  # It was given up, and is being killed.
-        if "imports" in message:
-            worker.imported()
-            return
-        if "started" in message:
-            pid = int(str(message["pid"]))
-            self._lifeline.add_group(pid)
-            if not worker.started(pid):
-                kill_group(pid)
-        else:
-            self._lifeline.drop_group(worker.pid)
-            worker.failure = str(message.get("failure", ""))
-            worker.ended(int(str(message["code"])))
-
-    def _follow(self, worker: StandbyProcess) -> None:
-        pid = self.process.pid
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        # Not reaped yet, so the number of its group is still its own while the rest of the group is killed.
-        kill_group(pid)
-        code = self.process.wait()
-        self._lifeline.drop_group(pid)
-        worker.ended(code)
 
 
 class StandbyPool:

@@ -29,10 +29,12 @@ from dalsegno.protos.shortage import starting
 
 from ..script import Script
 from .lifeline import Lifeline
-from .nursery import CANNOT_START, Assignment
+from .nursery import CANNOT_START
+from .nursery_client import StandbyProcess
 from .proc import kill_group, start_time
-from .standby_pool import StandbyPool, StandbyProcess
+from .standby_pool import StandbyPool
 from .worker_link import WorkerLink
+from .worker_main import Assignment
 
 __all__ = ["WorkersContext", "error_message"]
 

@@ -120,10 +120,10 @@ def fork_script(
 
 
 def _become_script(command: list[str], module: bool, environment: dict[str, str], output: str, cwd: str) -> None:
-    from dalsegno.agent.processes import nursery
+    from dalsegno.agent.processes.worker_main import Assignment, become
 
     console = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    nursery.become(nursery.Assignment(command, module, environment, cwd), (console, os.dup(console)), fresh=False)
+    become(Assignment(command, module, environment, cwd), (console, os.dup(console)), fresh=False)
 
 
 def take_environment(environment: Mapping[str, str]) -> None:

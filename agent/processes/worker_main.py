@@ -1,0 +1,138 @@
+"""A forked process becomes a person's script, as the interpreter would have run it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import os
+import runpy
+import sys
+import threading
+import types
+from importlib.machinery import SourceFileLoader
+from typing import NoReturn
+
+__all__ = ["Assignment", "become"]
+
+_SESSION_PACKAGE = "dalsegno.elastic"
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment:
+    """What a worker runs.
+
+    Attributes:
+        arguments: the script's path, or the module's name, and its own arguments.
+        module: `arguments[0]` names a module.
+        environment: all of it; what the process had before is dropped.
+        cwd: the working directory.
+        stdout, stderr: files to write to instead of what the agent itself writes to.
+    """
+
+    arguments: list[str]
+    module: bool
+    environment: dict[str, str]
+    cwd: str
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+def _redirect(path: str | None, saved: int, target: int) -> None:
+    source = saved if path is None else os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    os.dup2(source, target)
+    os.close(source)
+
+
+def _report_and_end(error: BaseException) -> None:
+    """Prints the traceback as the interpreter would have, without our own frames, and exits with 1."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        trace = trace.tb_next
+    sys.excepthook(type(error), error.with_traceback(trace), trace)
+    _end(1)
+
+
+def _end(code: object) -> NoReturn:
+    """Ends this process as the interpreter would, but without the destructors of C++ libraries.
+
+    Threads of collective libraries meet them now and then, and abort a process that has done all its work (exit code
+    -6, "terminate called without an active exception").
+    """
+    status = 0 if code is None else code if isinstance(code, int) else 1
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+    # What Py_FinalizeEx does first: wait for threads that are no daemons, then the handlers, then the streams.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status & 0xFF)
+
+
+def _set_first_path(path: str) -> None:
+    # With -P or PYTHONSAFEPATH the interpreter has put nothing of its own in front.
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = path
+
+
+def _run_script(path: str) -> None:
+    """Runs a file as `__main__`, for good: what outlives the last line (threads, atexit) still finds its module."""
+    _set_first_path(os.path.dirname(os.path.realpath(path)))
+    loader = SourceFileLoader("__main__", path)
+    with open(path, "rb") as file:
+        # Without `dont_inherit` the script would get this module's __future__ flags.
+        code = compile(file.read(), path, "exec", dont_inherit=True)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=path, __loader__=loader, __builtins__=__builtins__, __cached__=None)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+class _SessionImport:
+    """Says once, by a byte to `word`, that this process imports what `session()` comes from. It finds no module."""
+
+    def __init__(self, word: int) -> None:
+        self._word = word
+        self._pipe = os.fstat(word)
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == _SESSION_PACKAGE and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            # The nursery may be gone, or the script has closed what it does not know.
+            with contextlib.suppress(OSError):
+                if os.path.samestat(os.fstat(self._word), self._pipe):
+                    os.write(self._word, b"\1")
+                    os.close(self._word)
+
+
+def become(assignment: Assignment, console: tuple[int, int], fresh: bool, word: int = -1) -> None:
+    """Turns this process into the script, with a `fresh` interpreter or in this one.
+
+    `word`: a pipe to the nursery, for `_SessionImport`; -1: none.
+    """
+    os.environ.clear()
+    os.environ.update(assignment.environment)
+    os.chdir(assignment.cwd)
+    _redirect(assignment.stdout, console[0], 1)
+    _redirect(assignment.stderr, console[1], 2)
+    if fresh:
+        flags = ["-u", "-m"] if assignment.module else ["-u"]
+        os.execv(sys.executable, [sys.executable, *flags, *assignment.arguments])
+    sys.argv = list(assignment.arguments)
+    if word >= 0 and _SESSION_PACKAGE not in sys.modules:
+        sys.meta_path.insert(0, _SessionImport(word))
+    try:
+        if assignment.module:
+            _set_first_path(assignment.cwd)
+            runpy.run_module(assignment.arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            _run_script(assignment.arguments[0])
+    except KeyboardInterrupt:
+        raise
+    except SystemExit as error:
+        _end(error.code)
+    except BaseException as error:
+        _report_and_end(error)
+    _end(None)
