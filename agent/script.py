@@ -25,6 +25,7 @@ __all__ = [
     "knows_us",
     "modules_of",
     "refuses_flag",
+    "runs_ahead",
 ]
 
 # With it a script is told to load universal files.
@@ -170,6 +171,15 @@ def expects_session(script: Script) -> bool:
         name == "dalsegno" or name.startswith(tuple(f"{one}." for one in packages)) or name in packages
         for name in _named_by(script.source)
     )
+
+
+def runs_ahead(script: Script) -> bool:
+    """Whether a standby worker runs it up to where it needs its place, unless a person says otherwise.
+
+    One with a session resumes from what that hands out; any other may look for what it saved last before it needs one.
+    """
+    # Python 3.10 has paths whose functions nothing can be put before.
+    return sys.version_info >= (3, 11) and script.adoptable and expects_session(script)
 
 
 def modules_of(script: Path | str | None) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ __all__ = (
     "WORKER_PROTOCOL",
     "JobSettings",
     "Variable",
+    "is_of_a_world",
 )
 
 # Exit codes of `dlrover-run`.
@@ -104,3 +105,22 @@ class Variable:
     LIFELINE = "DALSEGNO_LIFELINE"
     # Where `dalsegno doctor` wants to read what a session found.
     DOCTOR = "DALSEGNO_DOCTOR"
+
+
+# What a worker's place in a world is told with, beside `TORCHELASTIC_…`.
+_OF_A_WORLD = frozenset(
+    {
+        *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),
+        *("MASTER_ADDR", "MASTER_PORT"),
+        *(Variable.EPOCH, Variable.RUN_ID, Variable.RUN_DIR, Variable.NODE, Variable.GENERATION),
+        *(Variable.MIN_NODES, Variable.MAX_NODES, Variable.STALL_TIMEOUT),
+        *(Variable.RESUME_NAME, Variable.RESUME_DIGEST, Variable.RESUME_DIR, Variable.RESUME_FORM),
+        *(Variable.UNIVERSAL_NAME, Variable.UNIVERSAL_DIGEST, Variable.UNIVERSAL_DIR),
+    }
+)
+_OF_THE_JOB = "TORCHELASTIC_RUN_ID"
+
+
+def is_of_a_world(variable: str) -> bool:
+    """Whether a variable tells a worker's place in one world: nobody knows it before that world is open."""
+    return variable in _OF_A_WORLD or (variable.startswith("TORCHELASTIC_") and variable != _OF_THE_JOB)

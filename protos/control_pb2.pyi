@@ -1219,6 +1219,7 @@ class ProgressRequest(google.protobuf.message.Message):
     BEATS_FIELD_NUMBER: builtins.int
     WRITTEN_BYTES_FIELD_NUMBER: builtins.int
     EXPECTS_SESSION_FIELD_NUMBER: builtins.int
+    COLD_FIELD_NUMBER: builtins.int
     step: builtins.int
     """The highest step that a rank of this node has finished in the caller's epoch."""
     loss: builtins.float
@@ -1240,6 +1241,10 @@ class ProgressRequest(google.protobuf.message.Message):
     """Size of what the save that is under way has written so far, bytes, as this node sees it; 0: none is under way."""
     expects_session: builtins.bool
     """A worker of this node has imported `dalsegno.elastic`: it may call session(), however late."""
+    cold: builtins.bool
+    """The standby workers that are to follow those of this epoch are not ready yet: they import what the script needs, or
+    run it ahead. A growth waits for them.
+    """
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1256,9 +1261,10 @@ class ProgressRequest(google.protobuf.message.Message):
         beats: builtins.int = ...,
         written_bytes: builtins.int = ...,
         expects_session: builtins.bool = ...,
+        cold: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["caller", b"caller"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["beats", b"beats", "caller", b"caller", "draining", b"draining", "expects_session", b"expects_session", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beats", b"beats", "caller", b"caller", "cold", b"cold", "draining", b"draining", "expects_session", b"expects_session", "has_session", b"has_session", "longest", b"longest", "loss", b"loss", "saved_bytes", b"saved_bytes", "step", b"step", "training_ended", b"training_ended", "written_bytes", b"written_bytes"]) -> None: ...
 
 global___ProgressRequest = ProgressRequest
 

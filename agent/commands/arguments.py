@@ -236,6 +236,12 @@ def _add_ours(group: _Group) -> None:
     group.value("--keep-checkpoints", type=_count(0), metavar="N", help="0: all")
     group.value("--max-restarts", type=_count(0), metavar="N", help="failures without progress that the job survives")
     group.value(
+        "--run-ahead",
+        default="auto",
+        choices=["auto", "always", "never"],
+        help="start the script beside the training, up to where it needs its rank; auto: scripts with a session",
+    )
+    group.value(
         "--log-level",
         default="INFO",
         type=_log_level,

@@ -25,7 +25,7 @@ from ..control.handshake import mismatch
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_LEFT, EXIT_LEFT_UNSAVED, EXIT_USAGE, Event
 from ..processes.lifeline import Lifeline
 from ..processes.signals import SignalWatch
-from ..script import Script, asks_for_universal, expects_session, knows_us
+from ..script import Script, asks_for_universal, expects_session, knows_us, runs_ahead
 from ..shell.config import AgentConfig
 from ..shell.console import Console, make_log_dir, set_up_logging
 from ..shell.effects import Effects
@@ -158,6 +158,7 @@ def _agent_config(
         addresses=options.master or "embedded",
         script_flag=not knows_us(script),
         expects_session=expects_session(script),
+        run_ahead=options.run_ahead == "always" or (options.run_ahead == "auto" and runs_ahead(script)),
     )
 
 

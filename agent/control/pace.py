@@ -90,5 +90,5 @@ class Pace:
 
 
 def _beside_the_step(progress: control_pb2.ProgressRequest) -> tuple[object, ...]:
-    news = (progress.draining, progress.has_session, progress.training_ended, progress.expects_session)
+    news = (progress.draining, progress.has_session, progress.training_ended, progress.expects_session, progress.cold)
     return (progress.caller.epoch, *news)

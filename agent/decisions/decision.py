@@ -113,6 +113,7 @@ class Decision:
                 beats=sum(state.epoch.beats.values()),
                 written_bytes=max(state.epoch.written.values(), default=0),
                 expects_session=state.epoch.expects_session,
+                cold=not state.epoch.warm,
             ),
         )
 

@@ -126,7 +126,13 @@ class Signalled:
 
 @dataclass(frozen=True)
 class StandbyWarm:
-    """All standby workers of this node have imported what they need."""
+    """All standby workers of this node have imported what they need, and run the script ahead as far as they can.
+
+    Attributes:
+        epoch: whose successors they are; 0: of the first world that this agent is going to have a part in.
+    """
+
+    epoch: int = 0
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def take(decision: Decision, event: ev.Event) -> None:
         case ev.Signalled():
             leaving.signalled(decision, event.number)
         case ev.StandbyWarm():
-            standby_warm(decision)
+            standby_warm(decision, event.epoch)
         case ev.JoinPrepared():
             join_prepared(decision, event)
         case ev.JoinFailed():
@@ -211,8 +211,11 @@ def link_changed(decision: Decision, up: bool) -> None:
         decision.do(ev.Say("the master cannot be reached; this node waits for it", True))
 
 
-def standby_warm(decision: Decision) -> None:
-    """The standby workers of this node are ready."""
+def standby_warm(decision: Decision, epoch: int) -> None:
+    """The standby workers of this node are ready: the first, or those that follow the workers of an epoch."""
+    if epoch == decision.state.started and decision.state.workers is Workers.RUNNING and not decision.state.epoch.warm:
+        decision.state.epoch.warm = True
+        decision.report_progress()
     if not decision.state.warm:
         decision.state.warm = True
         if decision.state.incarnation and not decision.state.door.registering:

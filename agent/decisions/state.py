@@ -84,6 +84,8 @@ class Epoch:
     has_session: bool = False
     # A rank has imported what session() comes from, which its script's text did not say.
     expects_session: bool = False
+    # The standby workers that are to follow these are ready.
+    warm: bool = False
     agreed: bool = False
     anyone_sees_master: bool = False
     bad_reported: bool = False

@@ -3,10 +3,15 @@
 Executed as `python -u -m dalsegno.agent.processes.nursery --channel FD …` by `standby_pool`. Over the channel (a
 socket, JSON messages behind four bytes of length) it says what it has imported, takes `{"start": ID, …assignment}`, and
 tells `{"started": ID, "pid": PID}` and later `{"exited": ID, "code": STATUS}` (negative for a signal). In between comes
-`{"imports": ID}` if the script imports `dalsegno.elastic`, where `session()` comes from, and that was not imported
-here. `{"cancel": ID}` takes a start back that it has not carried out; it then tells `exited` alone. The forked process
-becomes the script as `python -u script.py …` or `python -u -m module …` would have run it, with the assignment's
-environment, arguments, working directory and output. End of the channel: it ends, and its workers with it.
+what a worker says itself, as `{"of": ID, …}`: `"imports"` if its script imports `dalsegno.elastic`, where `session()`
+comes from, and that was not imported here. `{"cancel": ID}` takes a start back that it has not carried out; it then
+tells `exited` alone. The forked process becomes the script as `python -u script.py …` or `python -u -m module …` would
+have run it, with the assignment's environment, arguments, working directory and output. End of the channel: it ends,
+and its workers with it.
+
+A worker that is started with `"ahead": true` has no place in a world yet: it runs as far as it can without one
+(`run_ahead`) and says `"parked"`. With `{"place": ID, …}` it gets its place and says `"taken"`. Where it cannot take
+it, it says why (`"stale"`, `"failed"`) and ends.
 
 Forking is sound because nothing but imports has happened here: one thread, no CUDA, no connection. Where an import did
 start threads, or CUDA's driver, which do not survive a fork, the nursery says so (`"unforkable"`) and is not used.
@@ -21,6 +26,7 @@ import gc
 import importlib
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -31,6 +37,7 @@ import warnings
 from dalsegno.protos.contract import FRAME
 from dalsegno.protos.shortage import shortage
 
+from .word import MAX_MESSAGE, Word
 from .worker_main import Assignment, become
 
 __all__ = ["CANNOT_START", "receive", "send"]
@@ -126,10 +133,11 @@ class _Nursery:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, notices)
         self._single = single
         self._workers: dict[int, object] = {}
-        # Of each worker by its process, the pipe over which it says what it imports.
-        self._words: dict[int, int] = {}
-        # In a forked worker: its end of that pipe.
-        self.word = -1
+        # Of each worker by its process, the socket over which it says how it fares.
+        self._words: dict[int, socket.socket] = {}
+        # In a forked worker: its end of that; and whether it runs ahead.
+        self.word: Word | None = None
+        self.ahead = False
         self._selector = selectors.DefaultSelector()
         self._requests: list[dict[str, object]] = []
         self._wake_reader, self._wake_writer = socket.socketpair()
@@ -154,21 +162,29 @@ class _Nursery:
                         continue
                     if key.data is not None:
                         self._hear_word(key.data)
-                        continue
-                    message = receive(self._channel)
-                    if message is None:
+                    elif not self._take_requests():
                         return None
-                    if "cancel" in message:
-                        self._cancel(message["cancel"])
-                    else:
-                        self._requests.append(message)
                 self._reap()
                 if self._report is not None and not self._ready:
                     self._settle()
                 while self._ready and self._requests:
-                    assignment = self._start(self._requests.pop(0))
-                    if assignment is not None:
+                    request = self._requests.pop(0)
+                    if "place" in request:
+                        self._place(request)
+                    elif (assignment := self._start(request)) is not None:
                         return assignment
+
+    def _take_requests(self) -> bool:
+        """All that have come: a start and its cancelling may come together. False: the agent is gone."""
+        while select.select([self._channel], [], [], 0)[0]:
+            message = receive(self._channel)
+            if message is None:
+                return False
+            if "cancel" in message:
+                self._cancel(message["cancel"])
+            else:
+                self._requests.append(message)
+        return True
 
     def _import(self, modules: list[str], niceness: int) -> None:
         self._report = warm_up(modules, niceness)
@@ -189,61 +205,88 @@ class _Nursery:
 
     def _cancel(self, number: object) -> None:
         """Of one that was started meanwhile the agent knows, or hears just now."""
-        left = [request for request in self._requests if request["start"] != number]
+        left = [request for request in self._requests if request.get("start") != number]
         if len(left) < len(self._requests):
             self._requests = left
             send(self._channel, {"exited": number, "code": -signal.SIGKILL})
 
     def _start(self, message: dict[str, object]) -> Assignment | None:
-        number = message.pop("start")
+        number, ahead = message.pop("start"), bool(message.pop("ahead", False))
         assignment = Assignment(**message)  # type: ignore[arg-type]
+        if ahead and (self._single or self.execs()):
+            send(self._channel, {"exited": number, "code": CANNOT_START, "failure": "it is not forked"})
+            return None
         if self._single:
             send(self._channel, {"started": number, "pid": os.getpid()})
             self._leave()
             return assignment
         nursery = os.getpid()
-        reader, writer = os.pipe()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with warnings.catch_warnings():
             # Python 3.12 warns of threads that libraries (OpenBLAS) keep and restart in the child themselves.
             warnings.simplefilter("ignore", DeprecationWarning)
             try:
                 pid = os.fork()
             except OSError as error:
-                os.close(reader)
-                os.close(writer)
+                ours.close()
+                theirs.close()
                 # Those that were started before live on: what becomes of them is the agent's to say.
                 why = shortage(error) or str(error)
                 failure = f"it cannot be started: {why}"
                 send(self._channel, {"exited": number, "code": CANNOT_START, "failure": failure})
                 return None
         if pid:
-            os.close(writer)
+            theirs.close()
             # Until it has a group of its own; an end of file if it died before.
-            os.read(reader, 1)
+            ours.recv(1)
             self._workers[pid] = number
-            self._words[pid] = reader
-            self._selector.register(reader, selectors.EVENT_READ, pid)
+            self._words[pid] = ours
+            self._selector.register(ours, selectors.EVENT_READ, pid)
             send(self._channel, {"started": number, "pid": pid})
             return None
         self._leave()
         os.setsid()
         _die_with_parent(nursery)
-        os.write(writer, b"\0")
-        os.close(reader)
-        self.word = writer
+        theirs.send(b"\0")
+        ours.close()
+        self.word, self.ahead = Word(theirs), ahead
         return assignment
 
-    def _hear_word(self, pid: int) -> None:
-        """A worker imports what `session()` comes from, or will not say so any more."""
-        if os.read(self._words[pid], 1):
-            send(self._channel, {"imports": self._workers[pid]})
-        self._drop_word(pid)
+    def _place(self, message: dict[str, object]) -> None:
+        """Hands a worker that runs ahead its place. One that is gone, or does not listen, is not to live."""
+        number = message.pop("place")
+        for pid, known in self._workers.items():
+            if known == number and pid in self._words:
+                try:
+                    self._words[pid].send(json.dumps(message).encode(), socket.MSG_DONTWAIT)
+                except OSError:
+                    os.killpg(pid, signal.SIGKILL)
+
+    def _hear_word(self, pid: int) -> bool:
+        """Passes on one message of a worker. False: there is none; nor will there be, if its end is closed."""
+        try:
+            data = self._words[pid].recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            reader = self._words.pop(pid)
+            self._selector.unregister(reader)
+            reader.close()
+            return False
+        # A script that writes where it does not know to is not to end the others.
+        with contextlib.suppress(ValueError):
+            send(self._channel, {**dict(json.loads(data)), "of": self._workers[pid]})
+        return True
 
     def _drop_word(self, pid: int) -> None:
-        reader = self._words.pop(pid, None)
-        if reader is not None:
+        """It is gone; what it has said last still counts."""
+        while pid in self._words and self._hear_word(pid):
+            pass
+        if (reader := self._words.pop(pid, None)) is not None:
             self._selector.unregister(reader)
-            os.close(reader)
+            reader.close()
 
     def _leave(self) -> None:
         """What the worker must not keep of the nursery."""
@@ -254,7 +297,7 @@ class _Nursery:
         for end in (self._channel, self._wake_reader, self._wake_writer):
             end.close()
         for reader in self._words.values():
-            os.close(reader)
+            reader.close()
         random = sys.modules.get("numpy.random")
         if random is not None:
             # The global generator was seeded when it was imported; workers must not share that. Python's own `random`
@@ -310,7 +353,7 @@ def main() -> None:
     except (BrokenPipeError, ConnectionResetError):
         return  # The agent is gone.
     if assignment is not None:
-        become(assignment, console, nursery.execs(), nursery.word)
+        become(assignment, console, nursery.execs(), nursery.word, ahead=nursery.ahead)
 
 
 if __name__ == "__main__":

@@ -33,15 +33,27 @@ class StandbyProcess:
     Args:
         cancel: asks its nursery not to start it. Whether the nursery answers: with its end, or its start where that
             came first.
+        ahead: it runs ahead of a world, and is nobody's worker before it has taken its place.
+
+    Attributes:
+        parked: of one that runs ahead: what it wants its place for; "" while it runs.
+        taken: it has its place, and is a worker as any other.
+        stale: what it had looked at, and is otherwise now: it ended for that.
+        failed: why its script ended ahead.
     """
 
-    def __init__(self, cancel: Callable[[], bool]) -> None:
+    def __init__(self, cancel: Callable[[], bool], *, ahead: bool = False) -> None:
         self._cancel = cancel
+        # It runs, and has no place.
+        self._ahead = ahead
+        self.parked = self.stale = self.failed = ""
+        self.taken = False
+        self._on_news: Callable[[], None] | None = None
         # Told to end before it was known to exist.
         self._unwanted = False
         # 0 until it exists.
         self.pid = 0
-        # Its nursery is stuck or gone: it never was, and never will be.
+        # Its nursery is stuck or gone, or it ended ahead: as a worker it never was, and never will be.
         self.abandoned = False
         # Why its nursery could not start it, for a person.
         self.failure = ""
@@ -82,6 +94,12 @@ class StandbyProcess:
         if not self._cancel():
             self.ended(-signum)
 
+    def discard(self) -> None:
+        """Kills one that runs ahead: nobody waits for it."""
+        with self._lock:
+            self._ahead = False
+        self.signal_group(signal.SIGKILL)
+
     def started(self, pid: int) -> bool:
         """It exists now. False: nobody wants it any more."""
         with self._lock:
@@ -96,13 +114,29 @@ class StandbyProcess:
         if known:
             call()
 
-    def imported(self) -> None:
-        """The script imports `dalsegno.elastic`."""
+    def when_settled(self, call: Callable[[], None]) -> None:
+        """Calls, on any thread, when one that runs ahead waits for its place or has ended."""
         with self._lock:
-            self._imported = True
-            call = self._on_import
-        if call is not None:
+            self._on_news = call
+            known = bool(self.parked) or self.taken or self.returncode is not None
+        if known:
             call()
+
+    def said(self, message: dict[str, object]) -> None:
+        """What the worker itself has told its nursery."""
+        with self._lock:
+            if "taken" in message:
+                self._ahead, self.taken = False, True
+            imported = "imports" in message
+            self._imported = self._imported or imported
+            self.parked = str(message.get("parked", self.parked))
+            self.stale = str(message.get("stale", self.stale))
+            self.failed = str(message.get("failed", self.failed))
+            news = "parked" in message or "taken" in message
+            calls = (self._on_import if imported else None, self._on_news if news else None)
+        for call in calls:
+            if call is not None:
+                call()
 
     def abandon(self) -> None:
         """Its nursery is given up or gone: whoever waits for it starts it another way, unless it was told to end."""
@@ -115,7 +149,12 @@ class StandbyProcess:
         with self._lock:
             if self.returncode is None:
                 self.returncode = code
+                # It has done nothing that anybody saw.
+                self.abandoned = self.abandoned or (self._ahead and not self._unwanted)
+            call = None if self.taken else self._on_news
         self._ended.set()
+        if call is not None:
+            call()
 
 
 class Nursery:
@@ -155,8 +194,8 @@ class Nursery:
         """Whether it lives; it may still be importing."""
         return not self._gone and self.process.poll() is None
 
-    def start_worker(self, assignment: Assignment) -> StandbyProcess:
-        """Has a worker started; returns at once.
+    def start_worker(self, assignment: Assignment, *, ahead: bool = False) -> StandbyProcess:
+        """Has a worker started, `ahead` of its world or with its place; returns at once.
 
         Raises:
             OSError: the nursery is gone, or did not take the request within a few seconds.
@@ -166,14 +205,27 @@ class Nursery:
                 raise BrokenPipeError("the nursery is gone")
             self._number += 1
             number = self._number
-            worker = self._workers[number] = StandbyProcess(lambda: self._cancel(number))
-            request: dict[str, object] = {"start": number, **dataclasses.asdict(assignment)}
+            worker = self._workers[number] = StandbyProcess(lambda: self._cancel(number), ahead=ahead)
+            request: dict[str, object] = {"start": number, "ahead": ahead, **dataclasses.asdict(assignment)}
             try:
                 send(self._channel, request)
             except OSError:
                 del self._workers[number]
                 raise
         return worker
+
+    def place(self, worker: StandbyProcess, place: dict[str, object]) -> bool:
+        """Hands a worker that runs ahead its place. False: it has gone meanwhile."""
+        with self._lock:
+            numbers = [number for number, known in self._workers.items() if known is worker]
+            if self._gone or not numbers:
+                return False
+            try:
+                send(self._channel, {"place": numbers[0], **place})
+            except OSError as error:
+                logger.warning("nursery %d cannot be told a place: %s", self.process.pid, error)
+                return False
+        return True
 
     def _cancel(self, number: int) -> bool:
         """Whether a worker is there or on its way, and its end will be told. Not while it only waits for imports."""
@@ -245,13 +297,13 @@ class Nursery:
             assert isinstance(report, dict)
             self._on_ready(self, report)
             return
-        number = int(str(message.get("started", message.get("imports", message.get("exited")))))
+        number = int(str(message.get("started", message.get("of", message.get("exited")))))
         with self._lock:
             worker = self._workers.pop(number, None) if "exited" in message else self._workers.get(number)
         if worker is None:
             return  # It was given up, and is being killed.
-        if "imports" in message:
-            worker.imported()
+        if "of" in message:
+            worker.said(message)
             return
         if "started" in message:
             pid = int(str(message["pid"]))

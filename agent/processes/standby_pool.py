@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dalsegno.protos.shortage import starting
 
+from .ahead_workers import AHEAD_PATIENCE, AheadWorkers
 from .lifeline import Lifeline
 from .nursery_client import Nursery, StandbyProcess
 from .proc import kill_group
@@ -42,9 +43,11 @@ class StandbyPool:
         count: how many workers are wanted (nproc per node).
         modules: what is imported ahead.
         log: where a nursery writes; workers write where their assignment says.
-        on_warm: called on a thread of the pool's when everything is imported, once per filling.
+        on_warm: called on any thread, once per filling: everything is imported, and what runs ahead waits for its
+            place.
         python: the interpreter.
         fork: one nursery that forks; False: a process per worker. Falls back to that by itself.
+        ahead_patience: seconds that a script may run ahead before it is given up.
         patience: seconds that imports may take before a nursery is given up. Its workers start cold then.
         notices: signals that a nursery passes over, as they may be sent to all processes of the node.
     """
@@ -60,6 +63,7 @@ class StandbyPool:
         fork: bool = True,
         notices: Sequence[int] = (),
         patience: float = _IMPORT_PATIENCE,
+        ahead_patience: float = AHEAD_PATIENCE,
     ) -> None:
         self._lifeline = lifeline
         self._count = count
@@ -76,9 +80,25 @@ class StandbyPool:
         # Start nothing any more, but are the parents of living workers.
         self._retired: list[Nursery] = []
         self._closed = False
+        self._ahead = AheadWorkers(self._advance, ahead_patience)
+        # What is to run ahead, by local rank; and whether this filling has been told to be warm.
+        self._wanted: tuple[Assignment, ...] = ()
+        self._announced = True
 
-    def fill(self, *, low_priority: bool) -> None:
-        """Starts what is missing. `low_priority`: its imports yield to the workers that train now."""
+    def fill(self, *, low_priority: bool, ahead: Sequence[Assignment] = ()) -> None:
+        """Starts what is missing.
+
+        Args:
+            low_priority: its imports yield to the workers that train now.
+            ahead: by local rank, what is to run as far as it can without a place in a world.
+        """
+        with self._lock:
+            self._wanted, self._announced = tuple(ahead), False
+        self._ahead.forget_ended()
+        self._fill(low_priority)
+        self._advance()
+
+    def _fill(self, low_priority: bool) -> None:
         with self._lock:
             if self._closed or self._stuck >= _MOST_STUCK:
                 return
@@ -93,8 +113,26 @@ class StandbyPool:
                 except OSError as error:
                     # Nobody waits for what will not be there: workers start cold.
                     logger.warning("%s", error)
-                    self._on_warm()
+                    self._announce()
                     return
+
+    def _advance(self) -> None:
+        """Once the imports are there, has the script run ahead; once that has got as far as it can, says so."""
+        with self._lock:
+            if self._closed or self._announced or self.warm() < self._count:
+                return
+            wanted = self._wanted if self._fork else ()
+            nursery = self._nurseries[0]
+        self._ahead.run(nursery, wanted)
+        if not wanted or self._ahead.settled:
+            self._announce()
+
+    def _announce(self) -> None:
+        with self._lock:
+            if self._announced or self._closed:
+                return
+            self._announced = True
+        self._on_warm()
 
     def warm(self) -> int:
         """How many workers can start at once now."""
@@ -102,8 +140,14 @@ class StandbyPool:
             ready = sum(nursery.ready.is_set() and nursery.usable for nursery in self._nurseries)
             return ready * self._count if self._fork else ready
 
-    def start_worker(self, assignment: Assignment) -> StandbyProcess | None:
-        """Starts a worker, from the warmest process there is; None when there is none to start it from."""
+    def start_worker(self, assignment: Assignment, local_rank: int | None = None) -> StandbyProcess | None:
+        """Starts a worker, from the warmest process there is; None when there is none to start it from.
+
+        Args:
+            local_rank: a worker that has run ahead under this number takes the place, if it is what is wanted.
+        """
+        if local_rank is not None and (worker := self._ahead.take(local_rank, assignment)) is not None:
+            return worker
         while True:
             with self._lock:
                 usable = sorted((one for one in self._nurseries if one.usable), key=lambda one: not one.ready.is_set())
@@ -129,6 +173,7 @@ class StandbyPool:
 
     def close(self) -> None:
         """Ends all nurseries, with the workers that were forked from them."""
+        self._ahead.close()
         with self._lock:
             self._closed = True
             for nursery in (*self._nurseries, *self._retired):
@@ -189,7 +234,7 @@ class StandbyPool:
                 return
             if settled or not nursery.usable:
                 # It ended at its imports. There is nothing to wait for before this node takes part.
-                self._on_warm()
+                self._announce()
                 return
             if nursery in self._nurseries:  # One that becomes its worker itself has left it already.
                 self._nurseries.remove(nursery)
@@ -200,7 +245,7 @@ class StandbyPool:
         )
         nursery.give_up()
         # There is nothing to wait for any more before this node takes part.
-        self._on_warm()
+        self._announce()
 
     def _on_ready(self, nursery: Nursery, report: dict[str, object]) -> None:
         if report["failed"]:
@@ -214,8 +259,5 @@ class StandbyPool:
                 self._fork = False
                 self._nurseries.remove(nursery)
                 self._retired.append(nursery)
-                self.fill(low_priority=True)
-                return
-            announce = self.warm() >= self._count
-        if announce:
-            self._on_warm()
+                self._fill(low_priority=True)
+        self._advance()

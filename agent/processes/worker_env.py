@@ -9,7 +9,7 @@ from pathlib import Path
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import Variable
 
-__all__ = ["Place", "place_of", "worker_environment"]
+__all__ = ["Place", "job_environment", "place_of", "worker_environment"]
 
 _FORMS = {control_pb2.FORM_SHARDED: "sharded", control_pb2.FORM_UNIVERSAL: "universal"}
 
@@ -63,6 +63,17 @@ def resume_environment(world: control_pb2.World, run_dir: Path) -> dict[str, str
     return environment
 
 
+def job_environment(job_id: str, role: str, nproc: int, inherited: Mapping[str, str]) -> dict[str, str]:
+    """What is the same for all workers of a node in every world: a script may read it before its place is known."""
+    return {
+        "LOCAL_WORLD_SIZE": str(nproc),
+        "ROLE_NAME": role,
+        "TORCHELASTIC_RUN_ID": job_id,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+        Variable.JOB_ID: job_id,
+    }
+
+
 def worker_environment(
     world: control_pb2.World,
     place: Place,
@@ -78,22 +89,18 @@ def worker_environment(
     `LOCAL_RANK` and `CUDA_VISIBLE_DEVICES` are left to torch's agent, `DALSEGNO_SOCKET` and the keeper's token to ours.
     """
     common = {
+        **job_environment(job_id, role, place.nproc, inherited),
         "GROUP_RANK": str(place.group_rank),
         "GROUP_WORLD_SIZE": str(place.nodes),
-        "LOCAL_WORLD_SIZE": str(place.nproc),
         "WORLD_SIZE": str(place.world_size),
         "ROLE_WORLD_SIZE": str(place.world_size),
-        "ROLE_NAME": role,
         "MASTER_ADDR": world.store_host,
         "MASTER_PORT": str(world.store_port),
         # The agent of group rank 0 serves the store, and nobody else has used it.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(world.epoch - 1),
         "TORCHELASTIC_MAX_RESTARTS": str(settings.max_restarts),
-        "TORCHELASTIC_RUN_ID": job_id,
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": inherited.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         Variable.EPOCH: str(world.epoch),
-        Variable.JOB_ID: job_id,
         Variable.RUN_ID: world.run_id,
         Variable.NODE: place.node,
         Variable.GENERATION: str(generation),

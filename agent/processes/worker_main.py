@@ -13,6 +13,9 @@ import types
 from importlib.machinery import SourceFileLoader
 from typing import NoReturn
 
+from .run_ahead import RunAhead, report_of
+from .word import Word
+
 __all__ = ["Assignment", "become"]
 
 _SESSION_PACKAGE = "dalsegno.elastic"
@@ -91,38 +94,41 @@ def _run_script(path: str) -> None:
 
 
 class _SessionImport:
-    """Says once, by a byte to `word`, that this process imports what `session()` comes from. It finds no module."""
+    """Says once that this process imports what `session()` comes from. It finds no module."""
 
-    def __init__(self, word: int) -> None:
+    def __init__(self, word: Word) -> None:
         self._word = word
-        self._pipe = os.fstat(word)
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == _SESSION_PACKAGE and self in sys.meta_path:
             sys.meta_path.remove(self)
-            # The nursery may be gone, or the script has closed what it does not know.
-            with contextlib.suppress(OSError):
-                if os.path.samestat(os.fstat(self._word), self._pipe):
-                    os.write(self._word, b"\1")
-                    os.close(self._word)
+            self._word.say({"imports": True})
 
 
-def become(assignment: Assignment, console: tuple[int, int], fresh: bool, word: int = -1) -> None:
+def become(
+    assignment: Assignment, console: tuple[int, int], fresh: bool, word: Word | None = None, *, ahead: bool = False
+) -> None:
     """Turns this process into the script, with a `fresh` interpreter or in this one.
 
-    `word`: a pipe to the nursery, for `_SessionImport`; -1: none.
+    Args:
+        word: To the nursery; None: there is none.
+        ahead: It has no place in a world yet, and runs as far as it can without one (`run_ahead`).
     """
     os.environ.clear()
     os.environ.update(assignment.environment)
     os.chdir(assignment.cwd)
-    _redirect(assignment.stdout, console[0], 1)
-    _redirect(assignment.stderr, console[1], 2)
+    running = RunAhead(word, console) if ahead and word is not None else None
+    if running is None:
+        _redirect(assignment.stdout, console[0], 1)
+        _redirect(assignment.stderr, console[1], 2)
     if fresh:
         flags = ["-u", "-m"] if assignment.module else ["-u"]
         os.execv(sys.executable, [sys.executable, *flags, *assignment.arguments])
     sys.argv = list(assignment.arguments)
-    if word >= 0 and _SESSION_PACKAGE not in sys.modules:
+    if word is not None and _SESSION_PACKAGE not in sys.modules:
         sys.meta_path.insert(0, _SessionImport(word))
+    if running is not None:
+        running.begin()
     try:
         if assignment.module:
             _set_first_path(assignment.cwd)
@@ -131,8 +137,14 @@ def become(assignment: Assignment, console: tuple[int, int], fresh: bool, word: 
             _run_script(assignment.arguments[0])
     except KeyboardInterrupt:
         raise
-    except SystemExit as error:
-        _end(error.code)
     except BaseException as error:
+        code = error.code if isinstance(error, SystemExit) else 1
+        if running is not None:
+            # It may be for being ahead. Where it is not, it comes again in a worker that is not.
+            running.meet("its end") if code in (0, None) else running.failed(report_of(error))
+        if isinstance(error, SystemExit):
+            _end(code)
         _report_and_end(error)
+    if running is not None:
+        running.meet("its end")
     _end(None)

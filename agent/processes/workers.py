@@ -263,7 +263,8 @@ class WorkersContext(SubprocessContext):
                 cwd=os.getcwd(),
                 stdout=self.stdouts[rank] or None,
                 stderr=self.stderrs[rank] or None,
-            )
+            ),
+            rank,
         )
         if process is None:
             return None
@@ -294,8 +295,8 @@ class WorkersContext(SubprocessContext):
         """Waits for one worker's end on a thread of its own."""
         if isinstance(process, StandbyProcess):
             code = process.wait()
-            if process.abandoned and (cold := self._start_instead(rank, process)) is not None:
-                self._watch(rank, cold, ended)
+            if process.abandoned and (instead := self._start_instead(rank, process)) is not None:
+                self._watch(rank, instead, ended)
                 return
         else:
             code = process.follow()
@@ -309,20 +310,24 @@ class WorkersContext(SubprocessContext):
         else:
             self._on_exit(rank, code, self._reason(rank, code) if code else "")
 
-    def _start_instead(self, rank: int, abandoned: StandbyProcess) -> _ColdProcess | None:
-        """A worker that its nursery could not start; None if all are to end anyway, or it cannot be started."""
+    def _start_instead(self, rank: int, abandoned: StandbyProcess) -> _ColdProcess | StandbyProcess | None:
+        """For a worker that its nursery could not start, or that has ended ahead of its place.
+
+        Returns:
+            None if all are to end anyway, or it cannot be started.
+        """
         with self._lock:
             if self._stopping:
                 return None
             try:
-                cold = self._start_cold(rank)
+                instead = self._adopt(rank) or self._start_cold(rank)
             except OSError as error:
                 logger.exception("worker %d cannot be started", rank)
                 abandoned.failure = str(error)
                 return None
             running = self._running[rank]
-            self._running[rank] = _Running(cold, running.ended, running.watcher)
-            return cold
+            self._running[rank] = _Running(instead, running.ended, running.watcher)
+            return instead
 
     def _reason(self, rank: int, code: int) -> str:
         """Why a worker ended, in one line: what torch's `@record` wrote, or the last line of its errors."""

@@ -26,6 +26,7 @@ class AgentConfig:
         script_flag: where the job was told `--universal-checkpoint`, add it to the script's own arguments when it
             resumes from universal files.
         expects_session: the script's text says that it may call `session()`, however late.
+        run_ahead: standby workers run the script up to where it needs its place in a world.
     """
 
     job_id: str
@@ -41,6 +42,7 @@ class AgentConfig:
     addresses: str = ""
     script_flag: bool = False
     expects_session: bool = False
+    run_ahead: bool = False
 
 
 def differences(mine: control_pb2.Settings, job: control_pb2.Settings) -> str:

@@ -30,10 +30,12 @@ from dalsegno.protos.shortage import CannotStartError, shortage
 from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
+from ..processes.memory import has_room_beside
 from ..processes.signals import SignalWatch
 from ..processes.standby_pool import StandbyPool
-from ..processes.worker_env import Place, place_of, worker_environment
+from ..processes.worker_env import Place, job_environment, place_of, worker_environment
 from ..processes.worker_link import WorkerLink
+from ..processes.worker_main import Assignment
 from ..processes.workers import WorkersContext
 from ..script import FLAG, Script, modules_of, refuses_flag
 from ..storage.adoption import Adoption, Origin
@@ -103,6 +105,8 @@ class ElasticAgent(LocalElasticAgent):
         self._place: Place | None = None
         self._use_flag = config.script_flag
         self._starts = 0
+        # Whose successors the standby workers are.
+        self._prepared_for = 0
         self._link = WorkerLink(self._worker_said)
         lifeline.add_path(self._link.directory)
         self._adoption = Adoption(script.arguments, mailbox.put)
@@ -137,10 +141,7 @@ class ElasticAgent(LocalElasticAgent):
         """Runs until the decisions say Exit. Torch's `run` calls this and records what comes out of it."""
         with self._watch.to(self._signalled):
             # Before the registration: the imports run while the master answers.
-            if self._pool is not None:
-                self._pool.fill(low_priority=False)
-            else:
-                self._mailbox.put(ev.StandbyWarm())
+            self._prepare(low_priority=False)
             self._handle(ev.Started())
             while self._ending is None:
                 wake = self._state.wake
@@ -200,7 +201,7 @@ class ElasticAgent(LocalElasticAgent):
             self._config.nproc,
             modules_of(self._script.source),
             self._config.log_dir / "standby.log",
-            lambda: self._mailbox.put(ev.StandbyWarm()),
+            lambda: self._mailbox.put(ev.StandbyWarm(self._prepared_for)),
             notices=self._watch.signals,
         )
 
@@ -255,11 +256,7 @@ class ElasticAgent(LocalElasticAgent):
         envs: dict[int, Any] = {}
         environment: Any
         for local, environment in enumerate(added):
-            environment |= {
-                Variable.SOCKET: str(self._link.path),
-                Variable.NOTICES: ",".join(number.name for number in self._watch.signals),
-                **self._lifeline.environment(),
-            }
+            environment |= self._node_environment()
             self._set_local_rank_env(environment, local, spec)
             envs[local] = environment
         settings = self._effects.settings
@@ -351,8 +348,39 @@ class ElasticAgent(LocalElasticAgent):
 
     def _first_step(self) -> None:
         """After the first step of a world its successors' standby workers are started, out of training's way."""
-        if self._pool is not None and self._pool.warm() < self._config.nproc:
-            self._pool.fill(low_priority=True)
+        if self._prepared_for < self._state.started:
+            self._prepared_for = self._state.started
+            self._prepare(low_priority=True)
+
+    def _prepare(self, *, low_priority: bool) -> None:
+        if self._pool is None:
+            self._mailbox.put(ev.StandbyWarm(self._prepared_for))
+        else:
+            self._pool.fill(low_priority=low_priority, ahead=self._assignments_ahead())
+
+    def _assignments_ahead(self) -> list[Assignment]:
+        """What standby workers run before they have a place; nothing where that is not wanted, or memory is short."""
+        running = () if self._context is None else self._context.pids().values()
+        if not self._config.run_ahead or not has_room_beside(running):
+            return []
+        spec = self._worker_group.spec
+        ours = (
+            job_environment(self._config.job_id, spec.role, self._config.nproc, os.environ) | self._node_environment()
+        )
+        found = []
+        for local in range(self._config.nproc):
+            environment: Any = dict(ours)
+            self._set_local_rank_env(environment, local, spec)
+            own = macros.substitute(list(self._script.own), str(local))
+            found.append(Assignment(own, self._script.module, {**os.environ, **environment}, os.getcwd()))
+        return found
+
+    def _node_environment(self) -> dict[str, str]:
+        return {
+            Variable.SOCKET: str(self._link.path),
+            Variable.NOTICES: ",".join(number.name for number in self._watch.signals),
+            **self._lifeline.environment(),
+        }
 
     def _stop_world(self, epoch: int, grace: float) -> None:
         context = self._context

@@ -16,7 +16,7 @@ NOT_YET = "the script has not called session() yet"
 def first_step(turn: Turn, world: World) -> None:
     """The open epoch has made its first step: say what the change cost."""
     job, live = turn.job, turn.live
-    turn.open.first_step_at = turn.now
+    turn.open.first_step_at, turn.open.first_step_heard = turn.now, turn.heard
     job.ever_stepped = True
     if job.told.first_step:
         return
@@ -97,6 +97,18 @@ def waiting_to_grow(turn: Turn, new: list[Node], until: float | None) -> None:
             f" {until - turn.heard:.0f} s (--grow-wait)"
         )
     turn.notice(f"{names(sorted(who))} joined: {not_yet(turn)}{what}")
+
+
+def waiting_for_starts(turn: Turn, new: list[Node], cold: list[str]) -> None:
+    """The training goes on beside the start of a script that takes long."""
+    who = frozenset(node.name for node in new)
+    if who <= turn.open.growth_told:
+        return
+    turn.open.growth_told = who
+    turn.notice(
+        f"{names(sorted(who))} joined: taken in as soon as the script has started on {names(sorted(cold))} beside the"
+        " training, which goes on"
+    )
 
 
 def restart_to_grow(turn: Turn, new: list[Node], committed: bool) -> None:

@@ -163,6 +163,11 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     if message.expects_session and not node.expects_session:
         expect_session(turn, node)
         news = True
+    if message.cold:
+        epoch.cold.add(node.name)
+    elif node.name in epoch.cold:
+        epoch.cold.discard(node.name)
+        news = True
     epoch.longest = max(epoch.longest, message.longest)
     if message.step > epoch.top_step and not message.draining:
         # Beyond the boundary, if there was one: it was withdrawn, or its save failed.

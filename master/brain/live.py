@@ -36,6 +36,8 @@ class EpochLife:
     loss: float = 0.0
     longest: float = 0.0
     first_step_at: float | None = None
+    # The same by the listening clock.
+    first_step_heard: float = 0.0
     stepped_at: float | None = None
     # A master before this one opened it, and nobody has told of a step yet: the first may be an old one.
     is_taken_over: bool = False
@@ -49,7 +51,9 @@ class EpochLife:
     trouble: bool = False
     # Ranks have agreed to save and stop, whoever told them: their steps stand still until then.
     stopping: bool = False
-    # Newcomers of which was said when everybody is restarted for them.
+    # Nodes whose standby workers are not ready yet to follow those of this epoch.
+    cold: set[str] = field(default_factory=set)
+    # Newcomers of which was said what they wait for.
     growth_told: frozenset[str] = frozenset()
     # When its drain runs out: until then a boundary must be agreed, or the leavers be gone.
     drain_deadline: float | None = None

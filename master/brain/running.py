@@ -14,9 +14,12 @@ from .scaling import is_too_large, of_nodes, wants_to_shrink
 from .state import Drain, Failure, Node, Part, Phase, World
 from .turn import Turn, names
 
-# Newcomers that are not warm by then are taken as they are (seconds after their Join). Meanwhile the others train on,
-# so it is more than an agent waits for its own imports before it says that there is nothing to wait for.
-WARM_LIMIT = 150.0
+# Nodes that are not warm by then are taken as they are (seconds after the newcomers' Join, and after the first step).
+# Meanwhile the others train on. So it is more than an agent waits for its imports (120) and for its script to run ahead
+# (600) before it says that there is nothing to wait for.
+WARM_LIMIT = 750.0
+# So long after that a line says what the newcomers wait for.
+WARM_SAID = 10.0
 # Auto grow interval: this many times what the last growth cost, at most GROW_MAX seconds.
 GROW_FACTOR = 20.0
 GROW_MAX = 60.0
@@ -229,7 +232,20 @@ def wants_to_grow(turn: Turn) -> bool:
         return False
     if not turn.due(max(live.grow_hold_until, (live.growth_done_at or float("-inf")) + grow_interval(turn))):
         return False
-    return all(node.warm for node in new) or turn.overdue(oldest_join(turn, new) + WARM_LIMIT)
+    return is_warm(turn, members, new)
+
+
+def is_warm(turn: Turn, members: list[Node], new: list[Node]) -> bool:
+    """Whether all of the next world can start at once: else everybody would wait for the slowest start."""
+    epoch = turn.open
+    cold = [node.name for node in new if not node.warm] + [node.name for node in members if node.name in epoch.cold]
+    assert epoch.first_step_at is not None
+    since = max(oldest_join(turn, new), epoch.first_step_heard)
+    if not cold or turn.overdue(since + WARM_LIMIT):
+        return True
+    if turn.overdue(since + WARM_SAID):
+        announcements.waiting_for_starts(turn, new, cold)
+    return False
 
 
 def oldest_join(turn: Turn, new: list[Node]) -> float:

@@ -66,7 +66,7 @@ class Shell(ElasticAgent):
         self._mailbox = mailbox
         self._effects = hands
         self._pool = None
-        self._starts = 0
+        self._starts = self._prepared_for = 0
         self._ending = None
         self._context: Any = None
         self._state = agent.fresh_state()
@@ -461,7 +461,8 @@ class RealAgent:
 
     def _warmed(self) -> None:
         self.warm = True
-        self.deliver(ev.StandbyWarm())
+        prepared_for = 0 if self.shell is None else self.shell._prepared_for
+        self.deliver(ev.StandbyWarm(prepared_for))
 
     def freeze(self, with_workers: bool) -> None:
         self.sim.trace(self.label, "is stopped{}", ", its workers too" if with_workers else "")

@@ -102,6 +102,9 @@ class Collective:
         self.groups[agent.client.incarnation] = group
         delay = self.sim.random.uniform(0.05, 0.4) if agent.warm else self.sim.random.uniform(0.5, 3.0)
         self.sim.clock.after(delay, self._up, group)
+        # Its successors' start, beside the training.
+        ahead = self.sim.random.uniform(0.3, 3.0) * self.sim.plan.warm_factor
+        self.sim.clock.after(delay + ahead, agent.deliver, ev.StandbyWarm(self.epoch))
         return group
 
     def _up(self, group: Group) -> None:

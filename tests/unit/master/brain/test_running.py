@@ -50,7 +50,7 @@ def test_a_join_drains_and_loses_nothing() -> None:
 
 
 def test_a_growth_waits_for_the_first_step_and_for_warm_newcomers() -> None:
-    """Between two growths there is a step; newcomers that never get warm are taken after 150 s."""
+    """Between two growths there is a step; newcomers that never get warm are taken after 750 s."""
     job = Driven()
     (a,) = job.start(1)
     late = job.node()
@@ -63,10 +63,55 @@ def test_a_growth_waits_for_the_first_step_and_for_warm_newcomers() -> None:
     (a,) = cold.start(1)
     a.step(1)
     cold.node().join()
-    train(cold, a, 2, 145)
+    train(cold, a, 2, 745)
     assert cold.phase is Phase.RUNNING
-    train(cold, a, 147, 6)
+    train(cold, a, 747, 6)
     assert cold.phase is Phase.DRAINING
+
+
+def test_a_growth_waits_for_the_standby_workers_of_members_too() -> None:
+    """Else everybody would wait for their start. It is said once; a planned change of any other kind does not wait."""
+    job = Driven()
+    a, b = job.start(2)
+    a.step(1)
+    b.step(1, cold=True)
+    late = job.node()
+    late.join()
+    late.warm()
+    assert job.phase is Phase.RUNNING
+    for second in range(30):
+        job.wait(1)
+        a.step(2 + second)
+        b.step(2 + second, cold=True)
+    assert job.phase is Phase.RUNNING
+    assert [line for line in job.notices.splitlines() if "beside the training" in line] == [
+        f"{late.name} joined: taken in as soon as the script has started on {b.name} beside the training, which goes on"
+    ]
+    b.step(40)
+    assert job.phase is Phase.DRAINING
+    shrunk = Driven()
+    a, b = shrunk.start(2)
+    a.step(1, cold=True)
+    b.step(1, cold=True)
+    b.leave()
+    assert shrunk.phase is Phase.DRAINING
+
+
+def test_a_member_that_never_gets_warm_holds_off_a_growth_for_750_seconds() -> None:
+    job = Driven()
+    (a,) = job.start(1)
+    a.step(1, cold=True)
+    late = job.node()
+    late.join()
+    late.warm()
+    for second in range(745):
+        job.wait(1)
+        a.step(2 + second, cold=True)
+    assert job.phase is Phase.RUNNING
+    for second in range(6):
+        job.wait(1)
+        a.step(800 + second, cold=True)
+    assert job.phase is Phase.DRAINING
 
 
 def test_growths_keep_the_grow_interval_after_the_last_growth() -> None:

@@ -1,0 +1,144 @@
+"""The agent's side of workers that run their script ahead of a world, by local rank."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+from dalsegno.protos.contract import is_of_a_world
+
+from .nursery_client import Nursery, StandbyProcess
+from .worker_main import Assignment
+
+__all__ = ["AHEAD_PATIENCE", "AheadWorkers", "place_of"]
+
+# Seconds that a script may take to where it needs its place: an hour's worth of data is not read ahead.
+AHEAD_PATIENCE = 600.0
+# As many times in a row a script may have looked at what had changed by the time of its place.
+_MOST_STALE = 2
+
+logger = logging.getLogger(__name__)
+
+
+def place_of(ahead: Assignment, wanted: Assignment) -> dict[str, object] | None:
+    """What a worker that runs `ahead` must be told to be the `wanted` one; None: it can't be. Pure."""
+    if (ahead.arguments, ahead.module, ahead.cwd) != (wanted.arguments, wanted.module, wanted.cwd):
+        return None
+    old, new = ahead.environment, wanted.environment
+    changed = {name: value for name, value in new.items() if old.get(name) != value}
+    dropped = [name for name in old if name not in new]
+    if not all(is_of_a_world(name) for name in (*changed, *dropped)):
+        return None
+    return {"environment": changed, "drop": dropped, "stdout": wanted.stdout, "stderr": wanted.stderr}
+
+
+class AheadWorkers:
+    """Those of one node.
+
+    Args:
+        on_settled: called on any thread when one of them waits for its place, or has ended.
+        patience: seconds until those that still run are given up.
+    """
+
+    def __init__(self, on_settled: Callable[[], None], patience: float = AHEAD_PATIENCE) -> None:
+        self._on_settled = on_settled
+        self._patience = patience
+        self._lock = threading.Lock()
+        self._workers: dict[int, tuple[Nursery, Assignment, StandbyProcess]] = {}
+        self._timer: threading.Timer | None = None
+        # Why nothing runs ahead any more.
+        self._given_up = ""
+        self._stale = 0
+
+    @property
+    def settled(self) -> bool:
+        """Each of them waits for its place, or has ended."""
+        with self._lock:
+            return all(one.parked or one.returncode is not None for _, _, one in self._workers.values())
+
+    def forget_ended(self) -> None:
+        """Those that have ended are missing from now on."""
+        with self._lock:
+            self._workers = {rank: known for rank, known in self._workers.items() if known[2].returncode is None}
+
+    def run(self, nursery: Nursery, wanted: Sequence[Assignment]) -> None:
+        """Starts what is missing; nothing where that has turned out to be in vain."""
+        with self._lock:
+            missing = [rank for rank in range(len(wanted)) if rank not in self._workers]
+            if self._given_up or not missing:
+                return
+            try:
+                started = {rank: nursery.start_worker(wanted[rank], ahead=True) for rank in missing}
+            except OSError as error:
+                logger.warning("no worker runs ahead: %s", error)
+                return
+            self._workers |= {rank: (nursery, wanted[rank], worker) for rank, worker in started.items()}
+            self._stop_timer()
+            self._timer = threading.Timer(self._patience, self._out_of_patience)
+            self._timer.daemon = True
+            self._timer.start()
+        for rank, worker in started.items():
+            worker.when_settled(lambda rank=rank, worker=worker: self._settled(rank, worker))  # type: ignore[misc]
+
+    def take(self, rank: int, wanted: Assignment) -> StandbyProcess | None:
+        """Hands the worker of this local rank its place. None: there is none that could take it."""
+        with self._lock:
+            known = self._workers.pop(rank, None)
+        if known is None:
+            return None
+        nursery, ahead, worker = known
+        place = place_of(ahead, wanted)
+        if place is None:
+            logger.info("worker %d has run ahead as another one than is wanted now", rank)
+        elif worker.returncode is None and nursery.place(worker, place):
+            return worker
+        worker.discard()
+        return None
+
+    def close(self) -> None:
+        """Ends them, for good."""
+        with self._lock:
+            self._given_up = self._given_up or "closed"
+            self._stop_timer()
+            workers = [worker for _, _, worker in self._workers.values()]
+            self._workers.clear()
+        for worker in workers:
+            worker.discard()
+
+    def _settled(self, rank: int, worker: StandbyProcess) -> None:
+        """One waits, has taken its place, or has ended without."""
+        with self._lock:
+            if worker.taken:
+                self._stale = 0
+            elif worker.parked and worker.returncode is None:
+                logger.info("worker %d has run ahead and waits: %s", rank, worker.parked)
+            elif worker.failed:
+                self._give_up(f"worker {rank} failed ahead of its place: {worker.failed}")
+            elif worker.stale:
+                logger.info("worker %d has run ahead in vain: %s has changed since", rank, worker.stale)
+                self._stale += 1
+                if self._stale >= _MOST_STALE:
+                    self._give_up(f"{worker.stale} changes between one start and the next")
+        if self.settled:
+            self._stop_timer()
+        self._on_settled()
+
+    def _give_up(self, why: str) -> None:
+        if not self._given_up:
+            self._given_up = why
+            logger.warning("%s; from now on scripts start when their place is known", why)
+
+    def _out_of_patience(self) -> None:
+        with self._lock:
+            slow = [worker for _, _, worker in self._workers.values() if not worker.parked]
+            if slow:
+                self._give_up(f"the script has not needed its place within {self._patience:.0f} s")
+        for worker in slow:
+            worker.discard()
+        self._on_settled()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

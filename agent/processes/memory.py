@@ -1,0 +1,62 @@
+"""Whether there is memory for standby workers that run a script ahead, beside those that train."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+
+__all__ = ["available_bytes", "has_room_beside", "is_enough", "private_bytes"]
+
+# Of what is available, beside as much again as the workers have by now: they grow, and so do the caches.
+_RESERVE = 0.5
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+logger = logging.getLogger(__name__)
+
+
+def is_enough(available: int, needed: int) -> bool:
+    """Whether so many bytes more leave a reserve. Pure."""
+    return needed * (1 + _RESERVE) <= available
+
+
+def has_room_beside(pids: Iterable[int]) -> bool:
+    """Whether as much memory as these processes have for themselves is to be had once more."""
+    needed = sum(private_bytes(pid) for pid in pids)
+    available = available_bytes()
+    if is_enough(available, needed):
+        return True
+    logger.info("nothing runs ahead: it would take %d MB, and %d MB are available", needed >> 20, available >> 20)
+    return False
+
+
+def private_bytes(pid: int) -> int:
+    """Anonymous memory of a process; 0 where it is gone."""
+    return _field(Path(f"/proc/{pid}/status"), "RssAnon:") or 0
+
+
+def available_bytes() -> int:
+    """What can still be had: of the machine, or of the container where that is less."""
+    found = [_field(_MEMINFO, "MemAvailable:") or 0]
+    # Of version 2, as a container sees its own; the file cache counts as used there, and can be had.
+    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
+    if limit is not None and used is not None:
+        cached = _field(_CGROUP / "memory.stat", "inactive_file", unit=1) or 0
+        found.append(max(0, limit - used + cached))
+    return min(found)
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None  # There is none, or it is "max".
+
+
+def _field(path: Path, name: str, unit: int = 1024) -> int | None:
+    try:
+        lines = path.read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * unit for line in lines if line.startswith(name)), None)

@@ -1,0 +1,49 @@
+"""A worker's way to its nursery: messages over a socket that the script does not know of."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+from typing import Any
+
+__all__ = ["MAX_MESSAGE", "Word"]
+
+# A worker's place is some variables and two paths.
+MAX_MESSAGE = 1 << 17
+
+
+class Word:
+    """One end of a socket pair of messages (SOCK_SEQPACKET) in a forked worker.
+
+    A script may close every file that it does not know, and the number may be another file's afterwards: nothing is
+    written there then.
+    """
+
+    def __init__(self, end: socket.socket) -> None:
+        self._fd = end.detach()
+        self._stat = os.fstat(self._fd)
+
+    def say(self, message: dict[str, object]) -> None:
+        """Sends it, where there is somebody to hear it."""
+        with contextlib.suppress(OSError):
+            if self._is_ours():
+                os.write(self._fd, json.dumps(message).encode())
+
+    def hear(self) -> dict[str, Any] | None:
+        """Waits for a message. None: the nursery is gone."""
+        try:
+            data = os.read(self._fd, MAX_MESSAGE) if self._is_ours() else b""
+        except OSError:
+            return None
+        return dict(json.loads(data)) if data else None
+
+    def close(self) -> None:
+        """There is nothing more to say."""
+        with contextlib.suppress(OSError):
+            if self._is_ours():
+                os.close(self._fd)
+
+    def _is_ours(self) -> bool:
+        return os.path.samestat(os.fstat(self._fd), self._stat)
