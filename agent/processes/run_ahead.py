@@ -120,7 +120,8 @@ class RunAhead:
         with self._lock:
             if not self._said and not self.over:
                 self._said = True
-                self._word.say({"parked": need})
+                if not self._word.say({"parked": need}):
+                    os._exit(1)  # The script has closed what it does not know: no place would reach it.
         self._placed.wait()
 
     def failed(self, why: str) -> None:
@@ -138,7 +139,8 @@ class RunAhead:
                 self._end({"stale": changed})
             with self._lock:
                 self._settle(place)
-                self._word.say({"taken": True})
+                if not self._word.say({"taken": True}):
+                    os._exit(1)
                 self._placed.set()
         except BaseException as error:
             self._end({"failed": f"{type(error).__name__}: {error}"})

@@ -146,8 +146,12 @@ class StandbyPool:
         Args:
             local_rank: a worker that has run ahead under this number takes the place, if it is what is wanted.
         """
-        if local_rank is not None and (worker := self._ahead.take(local_rank, assignment)) is not None:
-            return worker
+        if local_rank is not None:
+            if (worker := self._ahead.take(local_rank, assignment)) is not None:
+                return worker
+            with self._lock:
+                # It starts now: what has not begun to run ahead of it would run beside it, for nothing.
+                self._wanted = ()
         while True:
             with self._lock:
                 usable = sorted((one for one in self._nurseries if one.usable), key=lambda one: not one.ready.is_set())

@@ -25,11 +25,12 @@ class Word:
         self._fd = end.detach()
         self._stat = os.fstat(self._fd)
 
-    def say(self, message: dict[str, object]) -> None:
-        """Sends it, where there is somebody to hear it."""
-        with contextlib.suppress(OSError):
-            if self._is_ours():
-                os.write(self._fd, json.dumps(message).encode())
+    def say(self, message: dict[str, object]) -> bool:
+        """Sends it. False: there is nobody to hear it."""
+        try:
+            return self._is_ours() and os.write(self._fd, json.dumps(message).encode()) > 0
+        except OSError:
+            return False
 
     def hear(self) -> dict[str, Any] | None:
         """Waits for a message. None: the nursery is gone."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.support.jobs.cluster import HOOKED, Training, Undisturbed
+from examples.history import compare, kept_history
+from tests.support.jobs.cluster import HOOKED, LIMIT, Training, Undisturbed
 from tests.support.jobs.cluster import Cluster as Job
 
 from .test_membership import Clusters
@@ -62,3 +64,53 @@ def test_nobody_is_restarted_for_a_newcomer_before_session_could_be_called(
     assert "restart" not in job.node("a").text()
     if not hidden:
         job.assert_undisturbed(undisturbed)
+
+
+# Takes long before it needs its place; it says when it was started, which is told when it has that.
+LATE = """
+import runpy, sys, time
+print("born", time.time(), flush=True)
+import dalsegno.elastic
+time.sleep({seconds})  # why: this is the slow start
+sys.argv[:1] = [{hooked!r}, "ddp.py"]
+runpy.run_path({hooked!r}, run_name="__main__")
+"""
+
+
+def born(job: Job, name: str) -> list[float]:
+    """When the scripts of a node were started that have had a place, in that order."""
+    return [float(line.split()[1]) for line in job.node(name).text().splitlines() if line.startswith("born ")]
+
+
+def starts_ahead(job: Job, name: str) -> int:
+    """How many scripts of a node have run as far as they can without a place."""
+    (log,) = job.directory.glob(f"logs/*-{job.node(name).pid}/agent.log")
+    return log.read_text().count("has run ahead and waits")
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="nothing runs ahead on Python 3.10")
+def test_a_slow_start_is_beside_the_training(clusters: Clusters, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """A node joins, and one is killed: each time the next world's scripts were started before the last one ended."""
+    script = tmp_path / "late.py"
+    script.write_text(LATE.format(hooked=str(HOOKED), seconds=3))
+    job = clusters(training=Training(script=script, steps=60), hooked=False, nnodes="1:2", universal=False)
+    job.start("a")
+    job.wait_world(1, steps=2)
+    job.start("b")
+    grown = job.wait_world(2, steps=2)
+    # Of the first world it may have had its place before it had got so far.
+    job.wait_for(lambda: starts_ahead(job, "a") >= 2, "a's third start")
+    job.kill_node(job.node("b"))
+    shrunk = job.wait_world(1, steps=2, after=grown)
+    job.finish()
+    ended: dict[int, float] = {}
+    for line in job.poll():
+        ended[line.epoch] = max(ended.get(line.epoch, 0.0), line.time)
+    first, second, third = born(job, "a")
+    (of_b,) = born(job, "b")
+    assert (grown, shrunk) == (2, 3) and first < second < third
+    assert max(second, of_b) < ended[grown - 1]
+    assert third < ended[grown]
+    job.assert_crash(shrunk)
+    comparison = compare(kept_history(job.poll()), undisturbed.history(Training(steps=60)))
+    assert not comparison.problems and comparison.largest_difference <= LIMIT

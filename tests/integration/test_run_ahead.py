@@ -1,0 +1,414 @@
+"""Scripts that run before they have a place in a world: what they wait for, what is kept, and what throws it away."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from dalsegno.agent.processes.lifeline import Lifeline
+from dalsegno.agent.processes.nursery_client import StandbyProcess
+from dalsegno.agent.processes.standby_pool import StandbyPool
+from dalsegno.agent.processes.worker_main import Assignment
+
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.skipif(sys.version_info < (3, 11), reason="nothing runs ahead on Python 3.10"),
+]
+
+PLACE = {"RANK": "3", "WORLD_SIZE": "4", "DALSEGNO_EPOCH": "2", "TORCHELASTIC_RESTART_COUNT": "1"}
+ENDED = 5
+
+
+class Ahead:
+    """One pool of one worker, and what is told of it."""
+
+    def __init__(self, directory: Path, modules: tuple[str, ...] = ("json",), patience: float = 60.0) -> None:
+        self.directory = directory
+        self.out, self.errors = directory / "out", directory / "errors"
+        self.script = directory / "scripts" / "script.py"
+        self.script.parent.mkdir(exist_ok=True)
+        self.lifeline = Lifeline()
+        self.warm = threading.Event()
+        log = directory / "standby.log"
+        self.pool = StandbyPool(self.lifeline, 1, modules, log, self.warm.set, ahead_patience=patience)
+        self.environment = {**os.environ, "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+
+    def assignment(self, **more: str) -> Assignment:
+        environment = {**self.environment, **more}
+        return Assignment([str(self.script), "one"], False, environment, str(self.directory))
+
+    def run(self, text: str) -> None:
+        """Until it waits for its place, or has ended."""
+        self.script.write_text(text)
+        self.warm.clear()
+        self.pool.fill(low_priority=False, ahead=[self.assignment()])
+        assert self.warm.wait(60)
+
+    def place(self, place: Mapping[str, str] = PLACE) -> StandbyProcess:
+        wanted = self.assignment(**place)
+        files = {"stdout": str(self.out), "stderr": str(self.errors)}
+        worker = self.pool.start_worker(Assignment(**{**vars(wanted), **files}), 0)
+        assert worker is not None
+        return worker
+
+    def finish(self, place: Mapping[str, str] = PLACE) -> str:
+        """Its output, once it has ended as it should."""
+        worker = self.place(place)
+        assert worker.wait(60) == 0, self.errors.read_text()
+        assert not worker.abandoned
+        return self.out.read_text()
+
+    def clear(self) -> None:
+        """Nothing is left of the case before."""
+        for _, _, worker in self.pool._ahead._workers.values():
+            worker.discard()
+            worker.wait(60)
+        for path in (self.out, self.errors, self.directory / "here"):
+            path.unlink(missing_ok=True)
+        effect = self.directory / "effect"
+        if effect.is_dir() and not effect.is_symlink():
+            shutil.rmtree(effect)
+        else:
+            effect.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self.pool.close()
+        self.lifeline.close()
+
+
+Make = Callable[..., Ahead]
+
+
+@pytest.fixture
+def make(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> Iterator[Make]:
+    caplog.set_level(logging.INFO)
+    made: list[Ahead] = []
+
+    def one(**options: object) -> Ahead:
+        made.append(Ahead(tmp_path, **options))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield one
+    for each in made:
+        each.close()
+
+
+def waits(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [line.partition("waits: ")[2] for line in caplog.messages if "has run ahead and waits" in line]
+
+
+BODY = """
+import builtins, io, json, os, socket, subprocess, sys
+sys.argv[1]
+print("before", os.environ["LOCAL_RANK"], "DALSEGNO_EPOCH" in vars(os.environ)["_data"], flush=True)
+print("careful", file=sys.stderr)
+{need}
+print(json.dumps(dict(rank=os.environ.get("RANK"), epoch=os.environ["DALSEGNO_EPOCH"], all=len(dict(os.environ)),
+    plain=type(os.environ) is os._Environ, argv=sys.argv[1:],
+    put_back=[builtins.open is io.open, os.mkdir.__module__ == "posix", "connect" not in vars(socket.socket)])))
+"""
+
+NEEDS = {
+    "a variable": ("os.environ['RANK']", "RANK"),
+    "a default": ("os.environ.get('WORLD_SIZE', '1')", "WORLD_SIZE"),
+    "getenv": ("os.getenv('MASTER_ADDR')", "MASTER_ADDR"),
+    "in": ("'GROUP_RANK' in os.environ", "GROUP_RANK"),
+    "of ours": ("os.environ.get('DALSEGNO_RESUME_NAME')", "DALSEGNO_RESUME_NAME"),
+    "of torch's": ("os.environ.get('TORCHELASTIC_RESTART_COUNT')", "TORCHELASTIC_RESTART_COUNT"),
+    "one that is set": ("os.environ.setdefault('MASTER_PORT', '1')", "MASTER_PORT"),
+    "all": ("os.environ.copy()", "all variables"),
+    "a file": ("open('effect', 'w')", "it writes effect"),
+    "a file that goes on": ("open('effect', 'a')", "it writes effect"),
+    "a path": ("import pathlib; pathlib.Path('effect').write_text('x')", "it writes effect"),
+    "touched": ("import pathlib; pathlib.Path('effect').touch()", "it writes effect"),
+    "a descriptor": ("os.open('effect', os.O_WRONLY | os.O_CREAT)", "it writes effect"),
+    "a log": ("import logging; logging.basicConfig(filename='effect')", "it writes {cwd}/effect"),
+    "a directory": ("os.makedirs('effect/more')", "it writes effect"),
+    "moved": ("os.replace('here', 'effect')", "it writes here"),
+    "a link": ("os.symlink('here', 'effect')", "it writes here"),
+    "removed": ("os.remove('here'); open('effect', 'w')", "it writes here"),
+    "a process": ("subprocess.run(['touch', 'effect'], check=True)", "it starts a process"),
+    "a shell": ("os.system('touch effect')", "it starts a process"),
+    "a fork": ("os.waitpid(os.fork() or os._exit(open('effect', 'w').close() or 0), 0)", "it starts a process"),
+    "spawned": (
+        "import multiprocessing as m\nif __name__ == '__main__': m.get_context('spawn').Lock(); open('effect', 'w')",
+        "it starts a process",
+    ),
+    "a connection": ("socket.socket().connect_ex(('127.0.0.1', 1)); open('effect', 'w')", "it opens a connection"),
+    "a server": ("socket.socket().bind(('127.0.0.1', 0)); open('effect', 'w')", "it opens a connection"),
+    "nothing more": ("", "RANK"),
+}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
+    one = Ahead(tmp_path_factory.mktemp("shared"))
+    yield one
+    one.close()
+
+
+@pytest.mark.parametrize("need", NEEDS)
+def test_a_script_waits_where_it_needs_its_place(shared: Ahead, caplog: pytest.LogCaptureFixture, need: str) -> None:
+    """Nothing is done before; all of it afterwards, with the place's variables; and Python is as it was."""
+    caplog.set_level(logging.INFO)
+    text, reason = NEEDS[need]
+    effect, here = shared.directory / "effect", shared.directory / "here"
+    shared.clear()
+    here.touch()
+    shared.run(BODY.format(need=text))
+    assert waits(caplog) == [reason.format(cwd=shared.directory)]
+    assert not effect.is_symlink() and not effect.exists() and here.exists()
+    assert not shared.out.exists()
+    before, after = shared.finish().splitlines()
+    assert before == "before 0 False"
+    assert shared.errors.read_text() == "careful\n"
+    told = json.loads(after)
+    assert (told["rank"], told["epoch"], told["plain"], told["argv"]) == ("3", "2", True, ["one"])
+    own = {"MASTER_PORT": "1"} if need == "one that is set" else {}
+    assert told["all"] == len({**shared.environment, **PLACE, **own}), "no more and no less than it was given"
+    assert told["put_back"] == [True, True, True]
+    if "effect" in text:
+        assert effect.is_symlink() or effect.exists()
+
+
+HARMLESS = """
+import os, pathlib, sys, tempfile
+sys.path.insert(0, "scripts")
+import of_its_own
+os.makedirs("scripts", exist_ok=True)
+open("/dev/null", "w").write("x")
+os.environ["OF_ITS_OWN"] = "1"
+cache = pathlib.Path(os.environ["HF_HOME"])
+cache.joinpath("lock").write_text("x")
+handle, name = tempfile.mkstemp()
+os.unlink(name) if False else os.close(handle)
+os.listdir("scripts"), os.path.exists("nowhere"), open("scripts/script.py").read()
+print("so far", flush=True)
+os.environ["RANK"]
+print(os.environ["OF_ITS_OWN"])
+os.unlink(name)
+"""
+
+
+def test_what_harms_nobody_is_done_ahead(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    ahead = make()
+    cache = ahead.directory / "cache"
+    cache.mkdir()
+    ahead.environment["HF_HOME"] = str(cache)
+    (ahead.script.parent / "of_its_own.py").write_text("")
+    ahead.run(HARMLESS)
+    assert waits(caplog) == ["RANK"]
+    assert (cache / "lock").exists()
+    assert ahead.finish() == "so far\n1\n"
+
+
+CHANGES = {
+    "a file that it read": ("open('data').read()", lambda root: (root / "data").write_text("other")),
+    "a file that was not there": ("os.path.exists('new')", lambda root: (root / "new").write_text("")),
+    "a file that is gone": ("os.path.exists('data')", lambda root: (root / "data").unlink()),
+    "a directory's entries": ("os.listdir('.')", lambda root: (root / "new").write_text("")),
+    "a directory walked": ("list(os.walk('scripts'))", lambda root: (root / "scripts" / "new").write_text("")),
+    "a module of its own": ("import helper", lambda root: (root / "scripts" / "helper.py").write_text("X = 2")),
+    "the script": ("", lambda root: (root / "scripts" / "script.py").write_text("print('the new one')")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_has_changed_since_is_not_built_on(make: Make, caplog: pytest.LogCaptureFixture, change: str) -> None:
+    """Who waits for the worker starts another one, which sees it as it is now."""
+    look, alter = CHANGES[change]
+    ahead = make()
+    (ahead.directory / "data").write_text("1")
+    (ahead.script.parent / "helper.py").write_text("X = 1")
+    ahead.run(f"import os\n{look}\nprint(os.environ['RANK'])")
+    alter(ahead.directory)
+    worker = ahead.place()
+    assert worker.wait(60) != 0 and worker.abandoned
+    assert not ahead.out.exists()
+    assert any("has run ahead in vain" in line for line in caplog.messages)
+    expected = "the new one\n" if change == "the script" else "3\n"
+    assert ahead.finish() == expected
+
+
+def test_what_changes_each_time_is_not_tried_a_third_time(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    ahead = make()
+    for attempt in range(2):
+        (ahead.directory / "data").write_text(str(attempt))
+        ahead.run("import os\nopen('data').read()\nos.environ['RANK']")
+        (ahead.directory / "data").write_text(f"{attempt} after")
+        assert ahead.place().wait(60) != 0
+    assert any("changes between one start and the next" in line for line in caplog.messages)
+    before = len(waits(caplog))
+    ahead.run("print('a usual start')")
+    assert len(waits(caplog)) == before
+    assert ahead.finish() == "a usual start\n"
+
+
+FAILURES = {
+    "an error": "raise ValueError('not here')",
+    "an exit": "raise SystemExit(4)",
+    "at once": f"import os; os._exit({ENDED})",
+    "a signal": "import os, signal; signal.raise_signal(signal.SIGKILL)",
+}
+
+
+@pytest.mark.parametrize("how", FAILURES)
+def test_a_script_that_ends_badly_ahead_is_started_again(make: Make, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    """It may have failed for being ahead. Nobody hears of it but the log."""
+    ahead = make()
+    first = ahead.directory / "first"
+    ahead.run(f"import os\nif not os.path.exists({str(first)!r}):\n    {FAILURES[how]}\nprint('well')")
+    first.touch()
+    assert waits(caplog) == []
+    assert ahead.finish() == "well\n"
+    if how in ("an error", "an exit"):
+        assert any("failed ahead of its place" in line for line in caplog.messages)
+
+
+def test_an_error_behind_its_place_is_its_own(make: Make) -> None:
+    ahead = make()
+    ahead.run("import os\nos.environ['RANK']\nraise ValueError('here')")
+    worker = ahead.place()
+    assert worker.wait(60) == 1 and not worker.abandoned
+    assert ahead.errors.read_text().splitlines()[-1] == "ValueError: here"
+    assert "run_ahead" not in ahead.errors.read_text() and "worker_main" not in ahead.errors.read_text()
+
+
+def test_who_needs_no_place_ends_with_it(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """A script that does all of its work ahead is done when its world opens, not before."""
+    ahead = make()
+    ahead.run("import atexit\natexit.register(print, 'at its exit')\nprint('done')")
+    assert waits(caplog) == ["its end"]
+    assert ahead.finish() == "done\nat its exit\n"
+
+
+@pytest.mark.parametrize("what", ["arguments", "variables"])
+def test_another_start_than_is_wanted_is_not_used(make: Make, what: str) -> None:
+    ahead = make()
+    ahead.run("import os, sys\nprint(sys.argv[1:], os.environ.get('OTHER'))")
+    wanted = ahead.assignment(**PLACE, **({"OTHER": "1"} if what == "variables" else {}))
+    if what == "arguments":
+        wanted.arguments.append("two")
+    worker = ahead.pool.start_worker(Assignment(**{**vars(wanted), "stdout": str(ahead.out)}), 0)
+    assert worker is not None and worker.wait(60) == 0
+    assert ahead.out.read_text() == ("['one'] 1\n" if what == "variables" else "['one', 'two'] None\n")
+
+
+def test_a_place_may_come_while_the_script_still_runs(make: Make, tmp_path: Path) -> None:
+    """At a first start the world is open before the imports are over."""
+    ahead = make()
+    go_on = tmp_path / "go-on"
+    os.mkfifo(go_on)
+    # Opened by both without waiting for the other; what is read is not looked at through Python.
+    ahead.script.write_text(
+        "import os, select\nfrom posix import open as plain\nprint('one')\n"
+        f"fifo = plain({str(go_on)!r}, os.O_RDWR)\nselect.select([fifo], [], [])\n"
+        "print('two', os.environ['RANK'])\n"
+    )
+    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
+    deadline = time.monotonic() + 60
+    while ahead.pool.warm() == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # why: there is no event for the imports alone
+    worker = ahead.place()
+    while not worker.taken:
+        assert time.monotonic() < deadline and worker.returncode is None
+        time.sleep(0.02)  # why: the same
+    assert not ahead.warm.is_set()
+    with open(go_on, "wb", buffering=0) as fifo:
+        fifo.write(b"x")
+        assert worker.wait(60) == 0
+    assert ahead.out.read_text() == "one\ntwo 3\n"
+
+
+def test_nothing_runs_ahead_beside_a_start_that_does_not_wait(
+    make: Make, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The world is open before the imports are over: the script is started once."""
+    go_on, modules = Path(os.path.realpath(tempfile.mkdtemp())), "waits_for_a_file"
+    text = f"import os, time\nwhile not os.path.exists({str(go_on / 'go')!r}):\n    time.sleep(0.01)\n"
+    (go_on / f"{modules}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(go_on), prepend=os.pathsep)
+    ahead = make(modules=(modules,))
+    ahead.script.write_text("import os\nprint(os.environ['RANK'])")
+    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
+    worker = ahead.place()
+    (go_on / "go").touch()
+    assert worker.wait(60) == 0
+    assert ahead.warm.wait(60)
+    assert ahead.pool._ahead._workers == {} and waits(caplog) == []
+    shutil.rmtree(go_on)
+
+
+def test_a_script_that_does_not_come_to_its_place_is_given_up(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    ahead = make(patience=0.5)
+    first = ahead.directory / "first"
+    ahead.run(f"import os, time\nif not os.path.exists({str(first)!r}):\n    time.sleep(600)\nprint('well')")
+    first.touch()
+    assert any("has not needed its place within" in line for line in caplog.messages)
+    assert ahead.finish() == "well\n"
+
+
+@pytest.mark.parametrize("victim", ["worker", "nursery"])
+def test_one_that_is_killed_while_it_waits_costs_nothing(make: Make, victim: str) -> None:
+    ahead = make()
+    ahead.run("import os\nprint(os.environ['RANK'])")
+    (_, _, worker) = ahead.pool._ahead._workers[0]
+    os.kill(worker.pid if victim == "worker" else ahead.pool._nurseries[0].process.pid, signal.SIGKILL)
+    worker.wait(60)
+    ahead.run("import os\nprint(os.environ['RANK'])")
+    assert ahead.finish() == "3\n"
+
+
+def test_one_that_is_stopped_while_it_waits_can_be_ended(make: Make) -> None:
+    """SIGSTOP: it takes no place. Whoever waits for it stops it as any worker."""
+    ahead = make()
+    ahead.run("import os\nprint(os.environ['RANK'])")
+    (_, _, waiting) = ahead.pool._ahead._workers[0]
+    os.kill(waiting.pid, signal.SIGSTOP)
+    worker = ahead.place()
+    worker.signal_group(signal.SIGKILL)
+    assert worker.wait(60) == -signal.SIGKILL
+
+
+def test_a_script_that_closes_all_files_harms_nobody(make: Make) -> None:
+    """As daemons do. Its place does not reach it then; it is started again, and closes them with its place."""
+    ahead = make()
+    ahead.run("import os\nos.closerange(3, 1000)\nhandle = os.open('script-own', os.O_RDWR | os.O_CREAT)\nprint('well')")
+    assert ahead.finish() == "well\n"
+    assert (ahead.directory / "script-own").read_bytes() == b""
+
+
+def test_cards_are_left_alone_and_memory_is_the_first_to_go(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """torch's first use of a card waits; the kernel's choice under shortage is as before once the place is there."""
+    ahead = make(modules=("torch",))
+    ahead.run(
+        "import torch\nfrom pathlib import Path\nscore = lambda: Path('/proc/self/oom_score_adj').read_text().strip()\n"
+        "before = score()\ntry:\n    torch.cuda.current_stream()\nexcept Exception as error:\n    pass\n"
+        "print(before, score())"
+    )
+    assert waits(caplog) == ["it uses a card"]
+    assert ahead.finish().split() == ["1000", Path("/proc/self/oom_score_adj").read_text().strip()]
+
+
+def test_much_output_waits_with_its_script(make: Make) -> None:
+    """More than is kept: the script goes on when it has its place, and nothing of it is lost."""
+    ahead = make(patience=600.0)
+    ahead.script.write_text("for number in range(300_000):\n    print(number)\n")
+    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
+    deadline = time.monotonic() + 60
+    while ahead.pool.warm() == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # why: there is no event for the imports alone
+    assert ahead.finish().split() == [str(number) for number in range(300_000)]

@@ -1,0 +1,83 @@
+"""What running ahead is decided by: which worker can take a place, and whether there is memory."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from dalsegno.agent.processes import memory
+from dalsegno.agent.processes.ahead_workers import place_of
+from dalsegno.agent.processes.worker_env import job_environment
+from dalsegno.agent.processes.worker_main import Assignment
+from dalsegno.protos.contract import Variable, is_of_a_world
+
+AHEAD = Assignment(["train.py", "--steps=3"], False, {"HOME": "/root", "LOCAL_RANK": "0", "RANK": "7"}, "/work")
+
+
+def wanted(**changes: object) -> Assignment:
+    return Assignment(**{**vars(AHEAD), "stdout": "out", **changes})  # type: ignore[arg-type]
+
+
+def test_a_place_is_what_differs() -> None:
+    environment = {"HOME": "/root", "LOCAL_RANK": "0", "WORLD_SIZE": "2", Variable.EPOCH: "3"}
+    place = {"environment": {"WORLD_SIZE": "2", Variable.EPOCH: "3"}, "drop": ["RANK"], "stdout": "out", "stderr": None}
+    assert place_of(AHEAD, wanted(environment=environment)) == place
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"arguments": ["train.py", "--steps=4"]},
+        {"module": True},
+        {"cwd": "/elsewhere"},
+        {"environment": {**AHEAD.environment, "LOCAL_RANK": "1"}},
+        {"environment": {**AHEAD.environment, "OWN": "1"}},
+        {"environment": {"LOCAL_RANK": "0"}},
+    ],
+    ids=["arguments", "module", "directory", "local rank", "variable", "variable that is gone"],
+)
+def test_another_start_is_no_place_to_take(changes: dict[str, object]) -> None:
+    """What the script may have read or done by then was another one's."""
+    assert place_of(AHEAD, wanted(**changes)) is None
+
+
+def test_what_is_the_same_in_every_world_is_known_ahead() -> None:
+    """And nothing else that an agent tells: a script that reads it ahead would read another world's."""
+    told = job_environment("job", "trainer", 2, {})
+    assert not [name for name in told if is_of_a_world(name)]
+    names = {value for name, value in vars(Variable).items() if name.isupper()}
+    ahead = {Variable.TOKEN, Variable.MASTER, Variable.FLAG, Variable.MASTER_FLAG, Variable.DOCTOR}
+    ahead |= {Variable.SOCKET, Variable.JOB_ID, Variable.NOTICES, Variable.LIFELINE}
+    assert {name for name in names if not is_of_a_world(name)} == ahead
+    assert all(is_of_a_world(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "ERROR_FILE", "MAX_RESTARTS"))
+
+
+@pytest.mark.parametrize(("available", "needed", "enough"), [(150, 100, True), (149, 100, False), (0, 0, True)])
+def test_a_reserve_is_left(available: int, needed: int, enough: bool) -> None:
+    assert memory.is_enough(available, needed) is enough
+
+
+def test_memory_is_measured_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = memory.private_bytes(os.getpid())
+    assert 1 << 20 < own < memory.available_bytes() * 100
+    held = bytearray(64 << 20)
+    held[:: 1 << 12] = b"x" * len(held[:: 1 << 12])
+    assert memory.private_bytes(os.getpid()) > own + (32 << 20)
+    assert memory.private_bytes(2**22 + 1) == 0
+    assert memory.has_room_beside([])
+    monkeypatch.setattr(memory, "available_bytes", lambda: own)
+    assert not memory.has_room_beside([os.getpid()])
+
+
+def test_a_container_may_have_less(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
+    """A group's limit counts, without its cache, which can be had; "max" is none."""
+    root = memory.Path(tmp_path)
+    monkeypatch.setattr(memory, "_CGROUP", root)
+    plain = memory.available_bytes()
+    (root / "memory.max").write_text("1000\n")
+    (root / "memory.current").write_text("900\n")
+    (root / "memory.stat").write_text("anon 800\ninactive_file 50\n")
+    assert memory.available_bytes() == 150
+    (root / "memory.max").write_text("max\n")
+    assert memory.available_bytes() > plain // 2
