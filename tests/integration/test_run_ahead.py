@@ -168,7 +168,9 @@ def test_a_script_waits_where_it_needs_its_place(shared: Ahead, caplog: pytest.L
     here.touch()
     shared.run(BODY.format(need=text))
     assert waits(caplog) == [reason.format(cwd=shared.directory)]
-    assert not effect.is_symlink() and not effect.exists() and here.exists()
+    assert not effect.is_symlink()
+    assert not effect.exists()
+    assert here.exists()
     assert not shared.out.exists()
     before, after = shared.finish().splitlines()
     assert before == "before 0 False"
@@ -234,7 +236,8 @@ def test_what_has_changed_since_is_not_built_on(make: Make, caplog: pytest.LogCa
     ahead.run(f"import os\n{look}\nprint(os.environ['RANK'])")
     alter(ahead.directory)
     worker = ahead.place()
-    assert worker.wait(60) != 0 and worker.abandoned
+    assert worker.wait(60) != 0
+    assert worker.abandoned
     assert not ahead.out.exists()
     assert any("has run ahead in vain" in line for line in caplog.messages)
     expected = "the new one\n" if change == "the script" else "3\n"
@@ -264,7 +267,9 @@ FAILURES = {
 
 
 @pytest.mark.parametrize("how", FAILURES)
-def test_a_script_that_ends_badly_ahead_is_started_again(make: Make, caplog: pytest.LogCaptureFixture, how: str) -> None:
+def test_a_script_that_ends_badly_ahead_is_started_again(
+    make: Make, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
     """It may have failed for being ahead. Nobody hears of it but the log."""
     ahead = make()
     first = ahead.directory / "first"
@@ -280,9 +285,11 @@ def test_an_error_behind_its_place_is_its_own(make: Make) -> None:
     ahead = make()
     ahead.run("import os\nos.environ['RANK']\nraise ValueError('here')")
     worker = ahead.place()
-    assert worker.wait(60) == 1 and not worker.abandoned
+    assert worker.wait(60) == 1
+    assert not worker.abandoned
     assert ahead.errors.read_text().splitlines()[-1] == "ValueError: here"
-    assert "run_ahead" not in ahead.errors.read_text() and "worker_main" not in ahead.errors.read_text()
+    assert "run_ahead" not in ahead.errors.read_text()
+    assert "worker_main" not in ahead.errors.read_text()
 
 
 def test_who_needs_no_place_ends_with_it(make: Make, caplog: pytest.LogCaptureFixture) -> None:
@@ -301,7 +308,8 @@ def test_another_start_than_is_wanted_is_not_used(make: Make, what: str) -> None
     if what == "arguments":
         wanted.arguments.append("two")
     worker = ahead.pool.start_worker(Assignment(**{**vars(wanted), "stdout": str(ahead.out)}), 0)
-    assert worker is not None and worker.wait(60) == 0
+    assert worker is not None
+    assert worker.wait(60) == 0
     assert ahead.out.read_text() == ("['one'] 1\n" if what == "variables" else "['one', 'two'] None\n")
 
 
@@ -323,7 +331,8 @@ def test_a_place_may_come_while_the_script_still_runs(make: Make, tmp_path: Path
         time.sleep(0.02)  # why: there is no event for the imports alone
     worker = ahead.place()
     while not worker.taken:
-        assert time.monotonic() < deadline and worker.returncode is None
+        assert time.monotonic() < deadline
+        assert worker.returncode is None
         time.sleep(0.02)  # why: the same
     assert not ahead.warm.is_set()
     with open(go_on, "wb", buffering=0) as fifo:
@@ -347,7 +356,8 @@ def test_nothing_runs_ahead_beside_a_start_that_does_not_wait(
     (go_on / "go").touch()
     assert worker.wait(60) == 0
     assert ahead.warm.wait(60)
-    assert ahead.pool._ahead._workers == {} and waits(caplog) == []
+    assert ahead.pool._ahead._workers == {}
+    assert waits(caplog) == []
     shutil.rmtree(go_on)
 
 
@@ -385,7 +395,9 @@ def test_one_that_is_stopped_while_it_waits_can_be_ended(make: Make) -> None:
 def test_a_script_that_closes_all_files_harms_nobody(make: Make) -> None:
     """As daemons do. Its place does not reach it then; it is started again, and closes them with its place."""
     ahead = make()
-    ahead.run("import os\nos.closerange(3, 1000)\nhandle = os.open('script-own', os.O_RDWR | os.O_CREAT)\nprint('well')")
+    ahead.run(
+        "import os\nos.closerange(3, 1000)\nhandle = os.open('script-own', os.O_RDWR | os.O_CREAT)\nprint('well')"
+    )
     assert ahead.finish() == "well\n"
     assert (ahead.directory / "script-own").read_bytes() == b""
 

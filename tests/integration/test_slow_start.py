@@ -108,9 +108,11 @@ def test_a_slow_start_is_beside_the_training(clusters: Clusters, undisturbed: Un
         ended[line.epoch] = max(ended.get(line.epoch, 0.0), line.time)
     first, second, third = born(job, "a")
     (of_b,) = born(job, "b")
-    assert (grown, shrunk) == (2, 3) and first < second < third
+    assert (grown, shrunk) == (2, 3)
+    assert first < second < third
     assert max(second, of_b) < ended[grown - 1]
     assert third < ended[grown]
     job.assert_crash(shrunk)
     comparison = compare(kept_history(job.poll()), undisturbed.history(Training(steps=60)))
-    assert not comparison.problems and comparison.largest_difference <= LIMIT
+    assert not comparison.problems
+    assert comparison.largest_difference <= LIMIT

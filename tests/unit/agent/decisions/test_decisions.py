@@ -103,6 +103,24 @@ def test_it_registers_when_it_starts_and_says_later_that_it_is_warm() -> None:
     assert len(agent.calls("ReportWarm")) == 1
 
 
+def test_the_master_hears_whether_the_next_standby_workers_are_ready() -> None:
+    """Of each epoch anew: a word about the successors of an earlier one does not count."""
+    agent = Agent()
+    agent.hear(ev.Started(), ev.Registered(ME, control_pb2.RegisterReply(node="me")))
+    agent.running(epoch=3)
+    assert agent.calls("ReportProgress")[-1].cold
+    assert kinds(agent.hear(ev.StandbyWarm(2))) == ["ReportWarm"], "the first of all, and not of this epoch"
+    agent.said(progress=worker_pb2.Progress(step=1))
+    assert agent.calls("ReportProgress")[-1].cold
+    assert kinds(agent.hear(ev.StandbyWarm(3))) == ["ReportProgress"]
+    assert not agent.calls("ReportProgress")[-1].cold
+    assert agent.hear(ev.StandbyWarm(3)) == []
+    agent.exits(1)
+    agent.hear(ev.WorkersStopped(3))
+    agent.running(epoch=4)
+    assert agent.calls("ReportProgress")[-1].cold
+
+
 @pytest.mark.parametrize("code", ["ALREADY_EXISTS", "INVALID_ARGUMENT"])
 def test_a_refused_registration_ends_it_with_the_reason(code: str) -> None:
     """Exit code 2."""
