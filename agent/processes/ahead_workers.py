@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import threading
 from collections.abc import Callable, Sequence
 
@@ -15,6 +16,9 @@ __all__ = ["AHEAD_PATIENCE", "AheadWorkers", "place_of"]
 
 # Seconds that a script may take to where it needs its place: an hour's worth of data is not read ahead.
 AHEAD_PATIENCE = 600.0
+# Seconds that a worker which waits may take to take its place: it compares what it has looked at. One that was stopped,
+# or is stuck in the kernel, is replaced then.
+_TAKE_PATIENCE = 20.0
 # As many times in a row a script may have looked at what had changed by the time of its place.
 _MOST_STALE = 2
 
@@ -39,14 +43,23 @@ class AheadWorkers:
     Args:
         on_settled: called on any thread when one of them waits for its place, or has ended.
         patience: seconds until those that still run are given up.
+        take_patience: seconds that one may take to take its place.
     """
 
-    def __init__(self, on_settled: Callable[[], None], patience: float = AHEAD_PATIENCE) -> None:
+    def __init__(
+        self,
+        on_settled: Callable[[], None],
+        patience: float = AHEAD_PATIENCE,
+        take_patience: float = _TAKE_PATIENCE,
+    ) -> None:
         self._on_settled = on_settled
         self._patience = patience
+        self._take_patience = take_patience
         self._lock = threading.Lock()
         self._workers: dict[int, tuple[Nursery, Assignment, StandbyProcess]] = {}
         self._timer: threading.Timer | None = None
+        # Of those that have been handed their place, and have not said that they took it.
+        self._late: dict[StandbyProcess, threading.Timer] = {}
         # Why nothing runs ahead any more.
         self._given_up = ""
         self._stale = 0
@@ -92,15 +105,29 @@ class AheadWorkers:
         if place is None:
             logger.info("worker %d has run ahead as another one than is wanted now", rank)
         elif worker.returncode is None and nursery.place(worker, place):
+            late = threading.Timer(self._take_patience, self._too_late, (rank, worker))
+            late.daemon = True
+            with self._lock:
+                self._late[worker] = late
+            late.start()
             return worker
         worker.discard()
         return None
+
+    def _too_late(self, rank: int, worker: StandbyProcess) -> None:
+        with self._lock:
+            self._late.pop(worker, None)
+        if not worker.taken and worker.returncode is None:
+            logger.warning("worker %d has not taken its place within %.0f s: replaced", rank, self._take_patience)
+            worker.signal_group(signal.SIGKILL)
 
     def close(self) -> None:
         """Ends them, for good."""
         with self._lock:
             self._given_up = self._given_up or "closed"
             self._stop_timer()
+            for late in self._late.values():
+                late.cancel()
             workers = [worker for _, _, worker in self._workers.values()]
             self._workers.clear()
         for worker in workers:
@@ -109,6 +136,9 @@ class AheadWorkers:
     def _settled(self, rank: int, worker: StandbyProcess) -> None:
         """One waits, has taken its place, or has ended without."""
         with self._lock:
+            late = self._late.pop(worker, None) if worker.taken or worker.returncode is not None else None
+            if late is not None:
+                late.cancel()
             if worker.taken:
                 self._stale = 0
             elif worker.parked and worker.returncode is None:

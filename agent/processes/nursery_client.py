@@ -152,9 +152,10 @@ class StandbyProcess:
                 # It has done nothing that anybody saw.
                 self.abandoned = self.abandoned or (self._ahead and not self._unwanted)
             call = None if self.taken else self._on_news
-        self._ended.set()
+        # First: who waits for the end then finds what follows from it.
         if call is not None:
             call()
+        self._ended.set()
 
 
 class Nursery:

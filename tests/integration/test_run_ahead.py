@@ -392,6 +392,19 @@ def test_one_that_is_stopped_while_it_waits_can_be_ended(make: Make) -> None:
     assert worker.wait(60) == -signal.SIGKILL
 
 
+def test_one_that_does_not_take_its_place_is_replaced(make: Make) -> None:
+    """Stopped, or stuck in the kernel: who waits for it hears in time that it never was."""
+    ahead = make()
+    ahead.pool._ahead._take_patience = 0.2
+    ahead.run("import os\nprint(os.environ['RANK'])")
+    (_, _, waiting) = ahead.pool._ahead._workers[0]
+    os.kill(waiting.pid, signal.SIGSTOP)
+    worker = ahead.place()
+    assert worker.wait(60) == -signal.SIGKILL
+    assert worker.abandoned
+    assert ahead.finish() == "3\n"
+
+
 def test_a_script_that_closes_all_files_harms_nobody(make: Make) -> None:
     """As daemons do. Its place does not reach it then; it is started again, and closes them with its place."""
     ahead = make()
