@@ -381,12 +381,23 @@ def test_one_that_is_killed_while_it_waits_costs_nothing(make: Make, victim: str
     assert ahead.finish() == "3\n"
 
 
+def stop(pid: int) -> None:
+    """SIGSTOP, until it has reached all threads: one that is woken first would go on for a moment."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + 60
+    while any(
+        task.read_text().rpartition(")")[2].split()[0] != "T" for task in Path(f"/proc/{pid}/task").glob("*/stat")
+    ):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)  # why: the kernel tells nobody
+
+
 def test_one_that_is_stopped_while_it_waits_can_be_ended(make: Make) -> None:
     """SIGSTOP: it takes no place. Whoever waits for it stops it as any worker."""
     ahead = make()
     ahead.run("import os\nprint(os.environ['RANK'])")
     (_, _, waiting) = ahead.pool._ahead._workers[0]
-    os.kill(waiting.pid, signal.SIGSTOP)
+    stop(waiting.pid)
     worker = ahead.place()
     worker.signal_group(signal.SIGKILL)
     assert worker.wait(60) == -signal.SIGKILL
@@ -398,7 +409,7 @@ def test_one_that_does_not_take_its_place_is_replaced(make: Make) -> None:
     ahead.pool._ahead._take_patience = 0.2
     ahead.run("import os\nprint(os.environ['RANK'])")
     (_, _, waiting) = ahead.pool._ahead._workers[0]
-    os.kill(waiting.pid, signal.SIGSTOP)
+    stop(waiting.pid)
     worker = ahead.place()
     assert worker.wait(60) == -signal.SIGKILL
     assert worker.abandoned
