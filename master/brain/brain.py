@@ -65,7 +65,7 @@ def recover(job: Job, generation: int, now: float, is_gone: Callable[[Process], 
     live.lost_at = {name: [now - membership.LOSS_WINDOW] for name in job.losses}
     live.grow_hold_until = now + forming.growth_hold(job.conversion_failures)
     live.conversion_moved = live.verify_moved = live.retry_at = now
-    if job.growths:
+    if job.run.growths:
         live.growth_done_at = now
     if job.phase.has_workers or job.phase is Phase.FORMING:
         live.paused_since, live.costs_more = now, True

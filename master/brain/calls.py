@@ -157,7 +157,8 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
         return reached(turn, node, message.step)
     news = epoch.first_step_at is None
     if message.has_session and not job.has_session:
-        job.has_session = news = True
+        turn.update_run(has_session=True)
+        news = True
         # Until here nobody's silence said anything: its start may have taken longer than any step.
         epoch.moved = turn.heard
     if message.expects_session and not node.expects_session:
@@ -192,7 +193,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
 def expect_session(turn: Turn, node: Node) -> None:
     """Its workers have imported what session() comes from: what was concluded from their silence is void."""
     turn.update(node, expects_session=True)
-    turn.job.told = replace(turn.job.told, start=False)
+    turn.update_told(start=False)
     turn.open.growth_told = frozenset()
 
 
@@ -219,13 +220,13 @@ def reached(turn: Turn, node: Node, step: int) -> bool:
         return False
     epoch.steps[node.name] = step
     epoch.top_step = max(epoch.top_step, step)
-    job.ever_stepped = True
+    turn.update_run(ever_stepped=True)
     if job.phase.has_workers:
         if epoch.first_step_at is None:
             announcements.first_step(turn, world)
-    elif not job.phase.is_terminal and step > job.left_step:
+    elif not job.phase.is_terminal and step > job.run.left_step:
         # They are gathering already: what the next world begins behind is lost.
-        job.left_step = step
+        turn.update_run(left_step=step)
         announcements.close_record(turn, world, step)
     return True
 
@@ -348,7 +349,7 @@ def claim(turn: Turn, node: Node, message: control_pb2.ClaimRequest) -> Answer:
     source = turn.job.checkpoint(held.source)
     name = lease_name(source.name, held.lease) if source is not None else ""
     if name and name not in held.earlier:
-        turn.job.conversion = replace(held, earlier=(*held.earlier, name))
+        conversion.change(turn, held, earlier=(*held.earlier, name))
     turn.live.conversion_moved = turn.heard
     return OK
 

@@ -30,23 +30,25 @@ RETRY_MAX = 60.0
 
 def tend(turn: Turn, source: Checkpoint) -> None:
     """The gate wants the universal form of `source`: see that somebody alive is making it."""
-    job = turn.job
-    if job.conversion is None or job.conversion.source != source.digest:
-        job.conversion = Conversion(source=source.digest)
+    conversion = turn.job.conversion
+    if conversion is None or conversion.source != source.digest:
+        conversion = Conversion(source=source.digest)
+        turn.update_next(conversion=conversion)
         turn.live.retry_pause = 0.0
     if source.unconvertible:
-        if not job.conversion.blocked:
-            change(turn, job.conversion, blocked=True, lease=0, owner="", reason=source.unconvertible)
+        if not conversion.blocked:
+            change(turn, conversion, blocked=True, lease=0, owner="", reason=source.unconvertible)
         return
-    if job.conversion.lease:
-        check_owner(turn, job.conversion)
-    if not job.conversion.lease and not job.conversion.blocked:
-        assign(turn, job.conversion, source)
+    if conversion.lease:
+        conversion = check_owner(turn, conversion)
+    if not conversion.lease and not conversion.blocked:
+        assign(turn, conversion, source)
 
 
 def change(turn: Turn, conversion: Conversion, **changes: Any) -> Conversion:
     """The conversion with some of it changed."""
-    turn.job.conversion = new = replace(conversion, **changes)
+    new = replace(conversion, **changes)
+    turn.update_next(conversion=new)
     return new
 
 
@@ -57,16 +59,16 @@ def retry(turn: Turn) -> None:
         unblock(turn)
 
 
-def check_owner(turn: Turn, conversion: Conversion) -> None:
-    """Replace an owner that is gone, leaving or stuck."""
+def check_owner(turn: Turn, conversion: Conversion) -> Conversion:
+    """Replace an owner that is gone, leaving or stuck. Returns the conversion as it is then."""
     owner = turn.job.nodes.get(conversion.owner)
     if owner is None or owner.leaving or not turn.is_fresh(owner):
         turn.notice(f"{conversion.owner} can no longer convert: another node takes over")
-        end_lease(turn, conversion)
-        return
+        return end_lease(turn, conversion)
     limit = stall_limit(turn.job.checkpoint(conversion.source))
     if turn.overdue(turn.live.conversion_moved + limit):
-        failed(turn, conversion, f"no progress for {limit:.0f} s")
+        return failed(turn, conversion, f"no progress for {limit:.0f} s")
+    return conversion
 
 
 def stall_limit(source: Checkpoint | None) -> float:
@@ -115,22 +117,22 @@ def nobody_waits_for(turn: Turn, node: Node) -> bool:
     return node.name in gathering.overdue or loops or turn.is_held(node)
 
 
-def block(turn: Turn, conversion: Conversion) -> None:
+def block(turn: Turn, conversion: Conversion) -> Conversion:
     """Nobody can make it for now. The run goes on as it can; an agent tries again after doubling pauses."""
     live = turn.live
-    if not conversion.blocked:
-        change(turn, conversion, blocked=True)
-        live.retry_pause = min(RETRY_MAX, live.retry_pause * 2) if live.retry_pause else RETRY_FIRST
-        live.retry_at = turn.now + live.retry_pause
+    if conversion.blocked:
+        return conversion
+    live.retry_pause = min(RETRY_MAX, live.retry_pause * 2) if live.retry_pause else RETRY_FIRST
+    live.retry_at = turn.now + live.retry_pause
+    return change(turn, conversion, blocked=True)
 
 
-def failed(turn: Turn, conversion: Conversion, reason: str) -> None:
-    """ENVIRONMENT: one more agent tries."""
+def failed(turn: Turn, conversion: Conversion, reason: str) -> Conversion:
+    """ENVIRONMENT: one more agent tries. Returns the conversion as it is then."""
     turn.notice(f"converting on {conversion.owner} failed: {reason}", True)
     who = conversion.failed if conversion.owner in conversion.failed else (*conversion.failed, conversion.owner)
     conversion = change(turn, conversion, failed=who, reason=reason, lease=0, owner="")
-    if len(who) >= 2:
-        block(turn, conversion)
+    return block(turn, conversion) if len(who) >= 2 else conversion
 
 
 def is_vain(turn: Turn) -> bool:
@@ -181,7 +183,8 @@ def suspect(turn: Turn, record: Checkpoint, universal: bool, reporter: str, mess
     if job.verification is not None:
         return
     job.verifications += 1
-    job.verification = Verification(job.verifications, record.digest, universal, reporter, message=message)
+    verification = Verification(job.verifications, record.digest, universal, reporter, message=message)
+    turn.update_next(verification=verification)
     turn.live.verify_moved = turn.heard
     name = record.universal_name if universal else record.name
     turn.notice(f"{reporter} cannot read {name} ({message}): it is being verified", True)
@@ -194,7 +197,7 @@ def tend_verification(turn: Turn) -> None:
         return
     record = turn.job.checkpoint(verification.digest)
     if record is None or (verification.universal and not record.universal_digest):
-        turn.job.verification = None
+        turn.update_next(verification=None)
         return
     if gave_up_form(turn, verification, record):
         return
@@ -231,7 +234,7 @@ def ask(turn: Turn, verification: Verification) -> None:
 
     chosen = min(able, key=last_resort)
     turn.job.verifications += 1
-    turn.job.verification = replace(verification, number=turn.job.verifications, verifier=chosen.name)
+    turn.update_next(verification=replace(verification, number=turn.job.verifications, verifier=chosen.name))
     turn.live.verify_moved = turn.heard
     turn.live.verify_bytes = 0
 
@@ -273,7 +276,7 @@ def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) ->
     if request.inconclusive:
         inconclusive(turn, verification, request.message)
         return "OK", ""
-    job.verification = None
+    turn.update_next(verification=None)
     record = job.checkpoint(verification.digest)
     if record is None:
         return "OK", ""
@@ -296,7 +299,8 @@ def inconclusive(turn: Turn, verification: Verification, reason: str) -> Verific
         turn.notice(f"{verification.verifier} cannot verify the checkpoint ({reason}): it is tried again", True)
     # The order with this number is answered; `verifier` stays as who was asked last.
     unable = (*verification.unable, verification.verifier)[-UNABLE_KEPT:]
-    turn.job.verification = new = replace(verification, message=reason, number=0, unable=unable)
+    new = replace(verification, message=reason, number=0, unable=unable)
+    turn.update_next(verification=new)
     turn.live.verify_retry_at = turn.now + verify_pause(new)
     return new
 
@@ -305,7 +309,7 @@ def gave_up_form(turn: Turn, verification: Verification, record: Checkpoint) -> 
     """Whether nobody could tell if a later form is damaged. It can be made again, so nothing is lost without it."""
     if not verification.universal or not is_unable(verification):
         return False
-    turn.job.verification = None
+    turn.update_next(verification=None)
     turn.notice(f"{record.universal_name} can be neither loaded nor verified ({verification.message}): made anew", True)
     drop_form(turn.job, record)
     return True

@@ -45,5 +45,5 @@ def check_commits(state: State) -> None:
         if newer.epoch == older.epoch and newer.step <= older.step:
             raise InvariantBroken(f"committed steps of epoch {newer.epoch} do not grow")
     for record in last:
-        if record.epoch > job.epoch and not job.listening:
+        if record.epoch > job.epoch and not job.recollection.listening:
             raise InvariantBroken(f"{record.name} is of an epoch that was never opened")

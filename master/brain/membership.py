@@ -83,7 +83,7 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
         note_stillborn(turn, world.epoch)
     if broken and world is not None and not any(job.node_by(member.incarnation) for member in world.members):
         # Everybody was gone at once, and some are back already: a start, at which the others come, too.
-        job.quiet = True
+        turn.update_next(quiet=True)
 
 
 def costs_the_run(turn: Turn) -> bool:

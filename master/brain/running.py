@@ -11,7 +11,7 @@ from . import announcements, refusals, saves
 from .checkpoints import only_size
 from .membership import may_call_session, newcomers, select
 from .scaling import is_too_large, of_nodes, wants_to_shrink
-from .state import Drain, Failure, Node, Part, Phase, World
+from .state import Drain, Failure, NextWorld, Node, Part, Phase, World
 from .turn import Turn, names
 
 # Newcomers that are not warm by then are taken as they are (seconds after their Join). Meanwhile the others train on,
@@ -66,15 +66,14 @@ def go_without(turn: Turn, leavers: list[str]) -> None:
         regroup(turn)
         return
     goes = "leaves" if len(leavers) == 1 else "leave"
-    start_drain(turn, growth=False, reason=f"{names(leavers)} {goes}" if leavers else "drained by its nodes")
+    start_drain(turn, f"{names(leavers)} {goes}" if leavers else "drained by its nodes")
 
 
 def grow(turn: Turn) -> None:
     """Newcomers are taken in."""
     job, new = turn.job, newcomers(turn)
     if job.has_session:
-        job.grown = True
-        start_drain(turn, growth=True, reason=f"{names(n.name for n in new)} {'joins' if len(new) == 1 else 'join'}")
+        start_drain(turn, f"{names(n.name for n in new)} {'joins' if len(new) == 1 else 'join'}", growth=True)
         return
     go_on_unheard(turn)
     announcements.restart_to_grow(turn, new, turn.live.committed > unheard_since(turn, new))
@@ -85,9 +84,7 @@ def shrink(turn: Turn) -> None:
     """The world is larger than the job was scaled to."""
     text = f"scaled to {of_nodes(turn.job.limit)}"
     if turn.job.has_session:
-        start_drain(turn, growth=False, reason=text)
-        if turn.job.drain is not None:
-            turn.job.drain = replace(turn.job.drain, shrink=True)
+        start_drain(turn, text, shrink=True)
         return
     go_on_unheard(turn)
     turn.notice(f"all workers restart, {text}: the script has not called session() and cannot be drained", True)
@@ -100,7 +97,7 @@ def go_on_unheard(turn: Turn) -> None:
     Of one that has not come to its session() yet this says nothing: it has made no step, and the next one may be heard.
     """
     if not may_call_session(turn):
-        turn.job.told = replace(turn.job.told, start=True)
+        turn.update_told(start=True)
 
 
 def world_of(turn: Turn) -> World:
@@ -117,7 +114,7 @@ def end_of_epoch(turn: Turn) -> bool:
     parts = set(job.parts.values())
     if Part.LOST in parts or Part.FAILED in parts:
         if hopeless(turn):
-            failure = job.budget.pending
+            failure = job.run.budget.pending
             end(turn, Phase.FAILED, f"{failure.node}: {failure.message}" if failure else "every node failed at once")
         elif refusals.ends_job(turn):
             end_refused(turn)
@@ -143,7 +140,7 @@ def hopeless(turn: Turn) -> bool:
     """Every node's workers failed before the run ever made a step: trying again would not help."""
     job = turn.job
     return (
-        not job.ever_stepped
+        not job.run.ever_stepped
         and not job.told.start
         and all(part is Part.FAILED for part in job.parts.values())
         and job.verification is None
@@ -153,18 +150,18 @@ def hopeless(turn: Turn) -> bool:
 def unplanned(turn: Turn) -> None:
     """Survivors stop at once and go back to the last commit."""
     turn.open.trouble = True
-    turn.job.grown = False
+    turn.job.drain = None  # What it was for comes to nothing.
     regroup(turn)
 
 
 def regroup(turn: Turn) -> None:
     """The open epoch is over on every node; gather for the next."""
     job, world = turn.job, world_of(turn)
-    job.left_step = max(turn.open.top_step, world.resumed_step)
+    turn.update_run(left_step=max(turn.open.top_step, world.resumed_step))
+    turn.update_next(grown=job.drain is not None and job.drain.grown)
     turn.live.paused_since = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
     turn.live.costs_more = turn.open.is_taken_over
-    announcements.close_record(turn, world, job.left_step)
-    job.drain = None
+    announcements.close_record(turn, world, job.run.left_step)
     turn.gather_anew()
     left = [node.name for node in job.nodes.leavers if world.member(node.incarnation) is not None]
     if left:
@@ -186,16 +183,17 @@ def stalled(turn: Turn) -> bool:
     ended = bool(epoch.ended) or Part.FINISHED in job.parts.values()
     if epoch.first_step_at is not None and not ended and not any(epoch.written.values()):
         # What was taken for a stall may have been the first evaluation: each time more patience, up to the setting.
-        limit = min(limit, max(STALL_MIN, STALL_FACTOR * epoch.longest) * 2.0 ** min(job.stalls, 60))
+        limit = min(limit, max(STALL_MIN, STALL_FACTOR * epoch.longest) * 2.0 ** min(job.run.stalls, 60))
     if not turn.overdue(epoch.moved + limit):
         return False
     what = "the training ended, but not all ranks finished" if ended else "no rank made a step"
     text = f"{what} for {limit:.0f} s (--stall-timeout)"
     turn.notice(text, True)
     turn.cause("stalled")
-    job.stalls += 1
-    if job.budget.pending is None:
-        job.budget = replace(job.budget, pending=Failure(job.epoch, "the world", text, epoch.top_step))
+    budget = job.run.budget
+    if budget.pending is None:
+        budget = replace(budget, pending=Failure(job.epoch, "the world", text, epoch.top_step))
+    turn.update_run(stalls=job.run.stalls + 1, budget=budget)
     unplanned(turn)
     return True
 
@@ -251,17 +249,17 @@ def grow_interval(turn: Turn) -> float:
     job = turn.job
     if job.settings.grow_interval >= 0:
         return job.settings.grow_interval
-    return min(GROW_MAX, GROW_FACTOR * job.growth_cost) if job.growths else 0.0
+    return min(GROW_MAX, GROW_FACTOR * job.run.growth_cost) if job.run.growths else 0.0
 
 
 # ---- draining -------------------------------------------------------------------------------------------------------
 
 
-def start_drain(turn: Turn, growth: bool, reason: str) -> None:
+def start_drain(turn: Turn, reason: str, *, growth: bool = False, shrink: bool = False) -> None:
     """Everybody saves at one boundary and stops."""
-    turn.job.drain = Drain(growth=growth, reason=reason, after=last_step(turn))
-    turn.open.drain_deadline = turn.heard + turn.job.settings.drain_timeout if growth else notice_end(turn)
     turn.enter(Phase.DRAINING)
+    turn.job.drain = Drain(growth, reason, shrink, after=last_step(turn), grown=growth)
+    turn.open.drain_deadline = turn.heard + turn.job.settings.drain_timeout if growth else notice_end(turn)
 
 
 def last_step(turn: Turn) -> int:
@@ -355,8 +353,6 @@ def withdraw(turn: Turn, why: str) -> None:
     """Nobody goes and nobody comes now; the ranks train on, and it is tried again at the next commit."""
     if turn.job.drain is not None:
         turn.notice(f"{turn.job.drain.subject} is put off: {why}")
-    turn.job.drain = None
-    turn.job.grown = False
     turn.open.drain_deadline = turn.open.saving_since = None
     turn.open.stopping = False
     turn.live.grow_after_commit = True
@@ -378,9 +374,7 @@ def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
     """The job is over, well or not. Every agent's last line says so; without `notice` nothing else does."""
     job = turn.job
     job.message = message
-    job.conversion = None
-    job.verification = None
-    job.drain = None
+    job.next = NextWorld()
     if job.world is not None:
         announcements.close_record(turn, job.world, max(turn.open.top_step, job.world.resumed_step))
     if notice:

@@ -81,12 +81,15 @@ class Turn:
 
     def cause(self, text: str) -> None:
         """Why the next world will be another one."""
-        if text not in self.job.causes:
-            self.job.causes = (*self.job.causes, text)[-CAUSES:]
+        causes = self.job.next.causes
+        if text not in causes:
+            self.update_next(causes=(*causes, text)[-CAUSES:])
 
     def enter(self, phase: Phase) -> None:
+        """The phase changes; what lasts as long as the phase before it goes with that."""
         if self.job.phase is not phase:
             self.job.phase = phase
+            self.job.drain = None
             self.live.phase_since = self.now
             self.live.phase_heard = self.heard
 
@@ -99,6 +102,20 @@ class Turn:
         new = replace(node, **changes)
         self.job.nodes.put(node.name, new)
         return new
+
+    def update_next(self, **changes: Any) -> None:
+        """Something of what is known of the next world is changed."""
+        self.job.next = replace(self.job.next, **changes)
+
+    def update_run(self, **changes: Any) -> None:
+        """Something of the run is changed."""
+        self.job.run = replace(self.job.run, **changes)
+
+    def update_told(self, **changes: bool) -> None:
+        """People have been told something of the open world, if there is one."""
+        job = self.job
+        if job.opened is not None:
+            job.opened = replace(job.opened, told=replace(job.opened.told, **changes))
 
     def presence(self, node: Node) -> Presence:
         """How this process hears a registered node."""

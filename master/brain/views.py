@@ -40,7 +40,7 @@ class Common:
         self.last_writer = last_writer(job)
         # Everything below the job is replaced whole: the same objects say the same.
         self.parts = (
-            *(job.generation, job.phase, job.epoch, job.run, job.settings, head, job.noticed, job.world),
+            *(job.generation, job.phase, job.epoch, job.run.number, job.settings, head, job.noticed, job.world),
             *(job.conversion, job.verification, job.drain, job.message, job.limit, state.live.missing, self.witnesses),
             frozenset(record.digest for record in prunable(job)),
             # What a spare is told of the unit depends on how many nodes there are.
@@ -263,7 +263,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         phase=PHASES[job.phase],
         epoch=job.epoch,
         reason=missing(state) if waiting else job.message,
-        step=max(live.epoch.top_step, job.left_step),
+        step=max(live.epoch.top_step, job.run.left_step),
         loss=live.epoch.loss,
         settings=settings_proto(job.settings),
         limit=job.limit,

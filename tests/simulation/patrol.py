@@ -123,7 +123,7 @@ class Patrol:
             known = next((n for n in job.nodes.values() if n.incarnation == agent.client.incarnation), None)
             idle = agent.state.workers is Workers.NONE and not agent.state.leaving and not agent.state.epoch.exits
             blind = agent.host in sim.disk.blind or sim.disk.lag.get(agent.host, 0.0) > 0
-            lost = known is not None and known.joined is None and idle and not blind and not job.listening
+            lost = known is not None and known.joined is None and idle and not blind and not job.recollection.listening
             self._count(
                 "who is there joins", agent.label, lost and not job.phase.has_workers, JOINING, "has not joined"
             )

@@ -127,7 +127,7 @@ def test_what_was_read_back_survives_a_restart_and_the_agent_that_brought_it() -
     node.hang_up()
     job.wait(2)
     assert not job.job.nodes
-    assert job.job.listening
+    assert job.job.recollection.listening
     late = job.node(settings=settings(min_nodes=1, max_nodes=1))
     assert told(late) == nnodes(job) == (2, 4)
 
@@ -137,7 +137,7 @@ def test_once_it_was_read_back_a_person_may_start_an_embedded_job_with_other_nod
     job = Driven(embedded=True)
     node = job.node(inventory=[sealed(2, 2, 4)])
     job.wait(8)
-    assert not job.job.listening
+    assert not job.job.recollection.listening
     node.leave()
     node.hang_up()
     job.wait(2)

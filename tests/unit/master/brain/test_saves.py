@@ -206,7 +206,7 @@ def test_a_missing_part_makes_it_unplanned() -> None:
     all_join([a, b])
     job.wait(2)
     a.step(1)
-    assert (job.phase, job.job.budget.failures) == (Phase.RUNNING, 0)
+    assert (job.phase, job.job.run.budget.failures) == (Phase.RUNNING, 0)
 
 
 def test_nobody_stays_to_seal() -> None:

@@ -122,7 +122,7 @@ def test_a_suspicion_that_the_store_brings_back_is_followed() -> None:
     job, (a, b), (older, newest) = gathering(2)
     for node in (a, b):
         node.join(sees=[older], unusable=[newest.ref.name])
-    job.job.verification = None
+    job.job.next = replace(job.job.next, verification=None)
     job.restart()
     for node in (a, b):
         node.beat()

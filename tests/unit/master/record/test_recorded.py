@@ -32,7 +32,9 @@ def job_at(moment: str) -> Job:
 
 
 def in_order(row: dict[str, Any]) -> dict[str, Any]:
-    """A row, whatever order its sets were written in."""
+    """A row, whatever order its sets were written in, and without what has come since."""
+    if row.get("drain"):
+        row = {**row, "drain": {key: value for key, value in row["drain"].items() if key != "grown"}}
     joined = row.get("joined")
     if joined is None:
         return row
@@ -107,10 +109,22 @@ def test_what_belongs_to_a_conversion_or_a_verification_comes_back() -> None:
 def test_what_belongs_to_the_next_world_comes_back() -> None:
     """Why it comes, whom to wait for, what is behind it."""
     broken = job_at("failed_once")
-    failure = Failure(epoch=2, node="host-1", message="exit 1", step=8)
-    assert broken.budget.pending == failure
+    assert broken.next.causes == ("a worker failed on host-1",)
+    assert not broken.next.quiet
+    assert job_at("converting").next.grown
     waiting = job_at("too_few")
-    assert waiting.phase is Phase.WAITING
+    assert waiting.next.causes == ("host-0 left",)
+    assert waiting.next.quiet
+
+
+def test_what_belongs_to_a_run_comes_back() -> None:
+    """How far it came, what its failures were, how often it was taken up again."""
+    broken = job_at("failed_once").run
+    assert broken.budget.pending == Failure(epoch=2, node="host-1", message="exit 1", step=8)
+    assert (broken.number, broken.left_step, broken.has_session, broken.ever_stepped) == (1, 8, True, True)
+    assert job_at("taken_up").run.reopened == 1
+    known = job_at("listening").recollection
+    assert (known.listening, known.epoch, known.settings_epoch) == (True, 1, 1)
 
 
 def resumed(moment: str) -> tuple[Driven, list[Node]]:
