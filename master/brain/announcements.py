@@ -21,14 +21,14 @@ def first_step(turn: Turn, world: World) -> None:
     if job.told.first_step:
         return
     turn.update_told(first_step=True)
-    paused = turn.now - live.paused_since if live.paused_since is not None else 0.0
+    paused = turn.now - live.pause.since if live.pause is not None else 0.0
     lost = max(0, world.left_step - world.resumed_step)
     if world.grown:
         turn.update_run(growths=job.run.growths + 1, growth_cost=paused)
         live.growth_done_at = turn.now
     text = f"epoch {world.epoch}: steps are heard" if job.told.unheard else headline(world)
-    if world.epoch > 1 and live.paused_since is not None:
-        text += f", {cost(paused, lost, live.costs_more)}"
+    if world.epoch > 1 and live.pause is not None:
+        text += f", {cost(paused, lost, live.pause.costs_more)}"
     turn.notice(text)
     record(turn, world, paused, lost)
 
@@ -53,7 +53,7 @@ def without_steps(turn: Turn, world: World) -> None:
         return
     turn.update_told(unheard=True, start=told.start or not may_call_session(turn))
     turn.notice(f"{headline(world)}; no steps are heard: {not_yet(turn)}")
-    paused = live.phase_since - live.paused_since if live.paused_since is not None else 0.0
+    paused = live.phase_since - live.pause.since if live.pause is not None else 0.0
     record(turn, world, max(0.0, paused), 0)
 
 

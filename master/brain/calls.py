@@ -143,8 +143,7 @@ def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
         gone = turn.heard + (message.notice or turn.job.settings.drain_timeout)
         turn.presence(node).leaves = gone
         if turn.job.drain is not None and not turn.job.drain.optional and turn.is_working(node):
-            deadline = turn.open.drain_deadline
-            turn.open.drain_deadline = gone if deadline is None else min(gone, deadline)
+            turn.drain_life.deadline = min(gone, turn.drain_life.deadline)
     return OK
 
 
@@ -259,7 +258,7 @@ def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) 
     made_step(turn, node, message.step)
     if drain is None or 0 < message.step <= drain.after:
         return OK
-    job.drain, turn.open.saving_since = replace(drain, agreed=False), None
+    job.drain, turn.drain_life.saving_since = replace(drain, agreed=False), None
     if drain.optional:
         running.withdraw(turn, f"its save failed ({message.reason})")
     return OK
@@ -350,7 +349,7 @@ def claim(turn: Turn, node: Node, message: control_pb2.ClaimRequest) -> Answer:
     name = lease_name(source.name, held.lease) if source is not None else ""
     if name and name not in held.earlier:
         conversion.change(turn, held, earlier=(*held.earlier, name))
-    turn.live.conversion_moved = turn.heard
+    turn.live.conversion.lease.moved = turn.heard
     return OK
 
 

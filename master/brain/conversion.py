@@ -9,6 +9,7 @@ from dalsegno.protos import control_pb2
 
 from . import failures
 from .checkpoints import cannot_convert, drop_form, resume_point, retire
+from .live import ConversionLife, LeaseLife, VerificationLife
 from .membership import has_answered, in_rank_order, sees_resume
 from .state import Checkpoint, Conversion, Failure, Node, Verification
 from .turn import Turn
@@ -34,7 +35,7 @@ def tend(turn: Turn, source: Checkpoint) -> None:
     if conversion is None or conversion.source != source.digest:
         conversion = Conversion(source=source.digest)
         turn.update_next(conversion=conversion)
-        turn.live.retry_pause = 0.0
+        turn.live.conversion = ConversionLife()
     if source.unconvertible:
         if not conversion.blocked:
             change(turn, conversion, blocked=True, lease=0, owner="", reason=source.unconvertible)
@@ -55,7 +56,7 @@ def change(turn: Turn, conversion: Conversion, **changes: Any) -> Conversion:
 def retry(turn: Turn) -> None:
     """After a pause somebody tries again."""
     conversion = turn.job.conversion
-    if conversion is not None and conversion.blocked and not is_vain(turn) and turn.due(turn.live.retry_at):
+    if conversion is not None and conversion.blocked and not is_vain(turn) and turn.due(turn.live.conversion.retry_at):
         unblock(turn)
 
 
@@ -66,7 +67,7 @@ def check_owner(turn: Turn, conversion: Conversion) -> Conversion:
         turn.notice(f"{conversion.owner} can no longer convert: another node takes over")
         return end_lease(turn, conversion)
     limit = stall_limit(turn.job.checkpoint(conversion.source))
-    if turn.overdue(turn.live.conversion_moved + limit):
+    if turn.overdue(turn.live.conversion.lease.moved + limit):
         return failed(turn, conversion, f"no progress for {limit:.0f} s")
     return conversion
 
@@ -103,8 +104,7 @@ def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
         if sees_resume(turn, node):
             job.leases += 1
             change(turn, conversion, lease=job.leases, owner=node.name)
-            turn.live.conversion_moved = turn.heard
-            turn.live.conversion_done = (-1, 0)
+            turn.live.conversion.lease = LeaseLife(turn.heard)
             return
     if conversion.failed:
         block(turn, conversion)
@@ -119,11 +119,11 @@ def nobody_waits_for(turn: Turn, node: Node) -> bool:
 
 def block(turn: Turn, conversion: Conversion) -> Conversion:
     """Nobody can make it for now. The run goes on as it can; an agent tries again after doubling pauses."""
-    live = turn.live
+    life = turn.live.conversion
     if conversion.blocked:
         return conversion
-    live.retry_pause = min(RETRY_MAX, live.retry_pause * 2) if live.retry_pause else RETRY_FIRST
-    live.retry_at = turn.now + live.retry_pause
+    life.retry_pause = min(RETRY_MAX, life.retry_pause * 2) if life.retry_pause else RETRY_FIRST
+    life.retry_at = turn.now + life.retry_pause
     return change(turn, conversion, blocked=True)
 
 
@@ -158,10 +158,10 @@ def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tup
         return "FAILED_PRECONDITION", f"lease {request.lease} is no longer held by {node.name}"
     source = turn.job.checkpoint(conversion.source)
     if request.state == control_pb2.CONVERSION_STATE_WORKING:
-        files, moved = turn.live.conversion_done
-        if request.files_done > files or request.bytes_done > moved:
-            turn.live.conversion_done = max(files, request.files_done), max(moved, request.bytes_done)
-            turn.live.conversion_moved = turn.heard
+        known = turn.live.conversion.lease
+        if request.files_done > known.files or request.bytes_done > known.bytes:
+            files, moved = max(known.files, request.files_done), max(known.bytes, request.bytes_done)
+            turn.live.conversion.lease = LeaseLife(turn.heard, files, moved)
     elif request.state == control_pb2.CONVERSION_STATE_READY:
         if source is None or not source.universal_digest:
             failed(turn, conversion, "ready without a committed form")
@@ -185,7 +185,7 @@ def suspect(turn: Turn, record: Checkpoint, universal: bool, reporter: str, mess
     job.verifications += 1
     verification = Verification(job.verifications, record.digest, universal, reporter, message=message)
     turn.update_next(verification=verification)
-    turn.live.verify_moved = turn.heard
+    turn.live.verification = VerificationLife(turn.heard)
     name = record.universal_name if universal else record.name
     turn.notice(f"{reporter} cannot read {name} ({message}): it is being verified", True)
 
@@ -204,10 +204,10 @@ def tend_verification(turn: Turn) -> None:
     verifier = turn.job.nodes.get(verification.verifier)
     usable = verifier is not None and not verifier.leaving and turn.is_fresh(verifier)
     if not verification.number:
-        if not turn.due(turn.live.verify_retry_at):
+        if not turn.due(turn.live.verification.retry_at):
             return
     elif usable:
-        if not turn.overdue(turn.live.verify_moved + VERIFY_STALL):
+        if not turn.overdue(turn.live.verification.moved + VERIFY_STALL):
             return
         verification = inconclusive(turn, verification, f"nothing read for {VERIFY_STALL:.0f} s")
     ask(turn, verification)
@@ -235,8 +235,7 @@ def ask(turn: Turn, verification: Verification) -> None:
     chosen = min(able, key=last_resort)
     turn.job.verifications += 1
     turn.update_next(verification=replace(verification, number=turn.job.verifications, verifier=chosen.name))
-    turn.live.verify_moved = turn.heard
-    turn.live.verify_bytes = 0
+    turn.live.verification = VerificationLife(turn.heard)
 
 
 def verify_pause(verification: Verification) -> float:
@@ -248,7 +247,7 @@ def verify_at_once(turn: Turn) -> None:
     """A node joined: it may be able to read what others could not."""
     verification = turn.job.verification
     if verification is not None and not verification.number:
-        turn.live.verify_retry_at = turn.now
+        turn.live.verification.retry_at = turn.now
 
 
 def cannot_verify(turn: Turn) -> bool:
@@ -269,9 +268,9 @@ def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) ->
     if verification is None or not wanted or wanted != request.number or verification.verifier != node.name:
         return "FAILED_PRECONDITION", f"verification {request.number} is no longer wanted"
     if request.working:
-        if request.bytes_done > turn.live.verify_bytes:
-            turn.live.verify_bytes = request.bytes_done
-            turn.live.verify_moved = turn.heard
+        life = turn.live.verification
+        if request.bytes_done > life.bytes:
+            life.bytes, life.moved = request.bytes_done, turn.heard
         return "OK", ""
     if request.inconclusive:
         inconclusive(turn, verification, request.message)
@@ -301,7 +300,7 @@ def inconclusive(turn: Turn, verification: Verification, reason: str) -> Verific
     unable = (*verification.unable, verification.verifier)[-UNABLE_KEPT:]
     new = replace(verification, message=reason, number=0, unable=unable)
     turn.update_next(verification=new)
-    turn.live.verify_retry_at = turn.now + verify_pause(new)
+    turn.live.verification.retry_at = turn.now + verify_pause(new)
     return new
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from . import announcements, conversion, failures, refusals, sight
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
-from .live import EpochLife, State
+from .live import EpochLife, Missing, State
 from .membership import agree_on_directory, eligible, expected, has_answered, of_size, select
 from .running import end, end_refused, hopeless
 from .scaling import has_shrunk, of_nodes
@@ -75,10 +75,10 @@ def forming(turn: Turn) -> bool:
 
 def listening(turn: Turn) -> bool:
     """The store was empty but agents remember a run: hear all of them out first."""
-    job, live = turn.job, turn.live
-    if live.listen_until is None:
-        live.listen_until = turn.heard + job.settings.node_timeout
-    if not turn.overdue(live.listen_until):
+    job, gathering = turn.job, turn.live.gathering
+    if gathering.listen_until is None:
+        gathering.listen_until = turn.heard + job.settings.node_timeout
+    if not turn.overdue(gathering.listen_until):
         return False
     job.recollection = known = replace(job.recollection, listening=False)
     job.epoch = max(job.epoch, known.epoch)
@@ -108,14 +108,14 @@ def wait_or_form(turn: Turn, enough: bool) -> bool:
 
 def ends_in_vain(turn: Turn, stuck: bool) -> bool:
     """Only a world of the old shape could go on, and nodes for one do not come: the job ends."""
-    live, settings = turn.live, turn.job.settings
+    gathering, settings = turn.live.gathering, turn.job.settings
     if not stuck or not conversion.is_vain(turn):
-        live.vain_until = None
+        gathering.vain_until = None
         return False
-    if live.vain_until is None:
+    if gathering.vain_until is None:
         patience = settings.wait_for_nodes if settings.wait_for_nodes >= 0 else settings.node_timeout
-        live.vain_until = turn.now + patience
-    if not turn.due(live.vain_until):
+        gathering.vain_until = turn.now + patience
+    if not turn.due(gathering.vain_until):
         return False
     end(turn, Phase.FAILED, missing(turn.state), notice=False)
     return True
@@ -216,17 +216,18 @@ def missing(state: State) -> str:
 
 def say_missing(turn: Turn) -> None:
     """Agents are told what WAITING lacks: at once when it is new, then at most once a while."""
-    live = turn.live
+    live, told = turn.live, turn.live.missing
     if turn.job.phase is not Phase.WAITING:
-        live.missing = ""
+        if told.text:
+            live.missing = Missing()
         return
-    if live.missing and turn.now < live.missing_at + MISSING_EVERY:
-        if len(turn.job.nodes) > 0 and missing(turn.state) != live.missing:
-            turn.due(live.missing_at + MISSING_EVERY)
+    if told.text and turn.now < told.at + MISSING_EVERY:
+        if len(turn.job.nodes) > 0 and missing(turn.state) != told.text:
+            turn.due(told.at + MISSING_EVERY)
         return
     text = missing(turn.state)
-    if text != live.missing:
-        live.missing, live.missing_at = text, turn.now
+    if text != told.text:
+        live.missing = Missing(text, turn.now)
 
 
 def is_proven(job: Job, node: Node) -> bool:

@@ -34,6 +34,8 @@ def check(state: State) -> None:
         raise InvariantBroken("draining without a drain")
     if job.phase is not Phase.DRAINING and job.drain is not None:
         raise InvariantBroken(f"{job.phase.value} with a drain")
+    if (job.drain is None) is not (state.live.epoch.drain is None):
+        raise InvariantBroken("a drain without its life, or the life of one that is over")
     check_commits(state)
 
 

@@ -211,7 +211,7 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     job.message = ""
     job.limit = 0
     job.settled = job.fixed_nnodes
-    turn.live.paused_since = None
+    turn.live.pause = None
     turn.gather_anew()
     turn.enter(Phase.WAITING)
     if finished or message.new_run:

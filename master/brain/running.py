@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from . import announcements, refusals, saves
 from .checkpoints import only_size
+from .live import DrainLife, Pause
 from .membership import may_call_session, newcomers, select
 from .scaling import is_too_large, of_nodes, wants_to_shrink
 from .state import Drain, Failure, NextWorld, Node, Part, Phase, World
@@ -159,8 +160,8 @@ def regroup(turn: Turn) -> None:
     job, world = turn.job, world_of(turn)
     turn.update_run(left_step=max(turn.open.top_step, world.resumed_step))
     turn.update_next(grown=job.drain is not None and job.drain.grown)
-    turn.live.paused_since = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
-    turn.live.costs_more = turn.open.is_taken_over
+    since = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
+    turn.live.pause = Pause(since, turn.open.is_taken_over)
     announcements.close_record(turn, world, job.run.left_step)
     turn.gather_anew()
     left = [node.name for node in job.nodes.leavers if world.member(node.incarnation) is not None]
@@ -259,7 +260,7 @@ def start_drain(turn: Turn, reason: str, *, growth: bool = False, shrink: bool =
     """Everybody saves at one boundary and stops."""
     turn.enter(Phase.DRAINING)
     turn.job.drain = Drain(growth, reason, shrink, after=last_step(turn), grown=growth)
-    turn.open.drain_deadline = turn.heard + turn.job.settings.drain_timeout if growth else notice_end(turn)
+    turn.open.drain = DrainLife(turn.heard + turn.job.settings.drain_timeout if growth else notice_end(turn))
 
 
 def last_step(turn: Turn) -> int:
@@ -291,7 +292,7 @@ def draining(turn: Turn) -> bool:
     drained = Part.DRAINED in job.parts.values()
     if leaving and drain.optional:
         job.drain = replace(drain, growth=False, shrink=False)
-        epoch.drain_deadline = notice_end(turn)
+        turn.drain_life.deadline = notice_end(turn)
         return True
     if drain.growth and not drain.agreed and not drained and not newcomers(turn, presumed=True):
         withdraw(turn, "the newcomer is gone")
@@ -302,7 +303,7 @@ def draining(turn: Turn) -> bool:
     if drain.agreed or drained:
         return saving(turn, drain, drained)
     # Where nobody goes it may take as long as ranks advance; a leaver's notice runs out regardless.
-    deadline = epoch.drain_deadline if epoch.drain_deadline is not None else turn.heard
+    deadline = turn.drain_life.deadline
     # They agree between two steps.
     patience = max(job.settings.drain_timeout, AGREE_FACTOR * epoch.longest)
     if drain.optional:
@@ -322,11 +323,11 @@ def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
     Whether bytes move says little: a sync, in which a slow disk spends its time, moves none. When a leaver's notice is
     over the others go on without it.
     """
-    job, epoch = turn.job, turn.open
+    job, epoch, life = turn.job, turn.open, turn.drain_life
     saves.await_save(turn, drain.subject)
     leavers = [node for node in job.nodes.leavers if turn.is_working(node)]
-    if leavers and turn.overdue(epoch.drain_deadline or turn.heard) and saves.part_with(turn, leavers):
-        epoch.drain_deadline = notice_end(turn)
+    if leavers and turn.overdue(life.deadline) and saves.part_with(turn, leavers):
+        life.deadline = notice_end(turn)
         # From now on they write, or seal, what is left.
         epoch.moved = turn.heard
         return True
@@ -353,7 +354,6 @@ def withdraw(turn: Turn, why: str) -> None:
     """Nobody goes and nobody comes now; the ranks train on, and it is tried again at the next commit."""
     if turn.job.drain is not None:
         turn.notice(f"{turn.job.drain.subject} is put off: {why}")
-    turn.open.drain_deadline = turn.open.saving_since = None
     turn.open.stopping = False
     turn.live.grow_after_commit = True
     turn.open.moved = turn.heard

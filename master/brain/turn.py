@@ -9,7 +9,7 @@ from typing import Any
 from dalsegno.protos import control_pb2
 
 from .listening import HEARTBEAT
-from .live import EpochLife, Gathering, Live, State
+from .live import DrainLife, EpochLife, Gathering, Live, State
 from .presences import Presence
 from .state import Job, Member, Node, Notice, Part, Phase
 
@@ -57,6 +57,14 @@ class Turn:
         """The open epoch's life."""
         return self.state.live.epoch
 
+    @property
+    def drain_life(self) -> DrainLife:
+        """The life of the drain, which is under way."""
+        life = self.open.drain
+        if life is None:
+            raise AssertionError(f"phase {self.job.phase.value} without a drain")
+        return life
+
     def due(self, when: float) -> bool:
         """Whether `when` has come; if not, the brain is woken then."""
         if self.now >= when:
@@ -89,7 +97,7 @@ class Turn:
         """The phase changes; what lasts as long as the phase before it goes with that."""
         if self.job.phase is not phase:
             self.job.phase = phase
-            self.job.drain = None
+            self.job.drain = self.open.drain = None
             self.live.phase_since = self.now
             self.live.phase_heard = self.heard
 

@@ -444,7 +444,7 @@ def leaves_before_the_write_has_ended(original: Any) -> Any:
 
 def gives_up_a_slow_save(original: Any) -> Any:
     def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
-        deadline = turn.open.drain_deadline or turn.heard
+        deadline = turn.drain_life.deadline
         if drain.optional:
             deadline = max(deadline, turn.open.moved + turn.job.settings.drain_timeout)
         if turn.overdue(deadline):
@@ -457,7 +457,7 @@ def gives_up_a_slow_save(original: Any) -> Any:
 
 def gives_up_with_the_leaver(original: Any) -> Any:
     def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
-        if not drain.optional and turn.overdue(turn.open.drain_deadline or turn.heard):
+        if not drain.optional and turn.overdue(turn.drain_life.deadline):
             running.give_up_drain(turn, drain)
             return True
         going_on: bool = original(turn, drain, drained)

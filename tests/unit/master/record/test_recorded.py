@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from dalsegno.master.brain import brain, checkpoints
 from dalsegno.master.brain.events import StreamOpened, Tick
-from dalsegno.master.brain.state import Failure, Job, Part, Phase
+from dalsegno.master.brain.state import Budget, Failure, Job, NextWorld, Part, Phase, Recollection, Run
 from dalsegno.master.record.codec import JobCodec
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
@@ -173,3 +174,32 @@ def test_a_recorded_growth_that_is_withdrawn_is_none() -> None:
     assert job.members == ["host-0", "host-2"]
     assert job.job.world is not None
     assert not job.job.world.grown
+
+
+def test_every_value_of_a_job_is_stored() -> None:
+    """Also of the objects inside it: none is at its default here, and each comes back."""
+    job = job_at("converting")
+    conversion, failure = job.conversion, job_at("failed_once").run.budget.pending
+    job.run = Run(2, True, 3, True, True, Budget(1, 2, failure, ("i",)), 4, 5, 6.0, 7)
+    job.next = NextWorld(("a",), True, True, conversion, job_at("verifying").verification)
+    job.recollection = Recollection(True, 3, 2)
+    for inside in (job.run, job.run.budget, job.next, job.recollection):
+        plain = type(inside)()
+        assert [
+            field.name for field in fields(inside) if getattr(inside, field.name) == getattr(plain, field.name)
+        ] == []
+    assert JobCodec().decode(JobCodec.everything(job)) == job
+
+
+def test_a_copy_of_a_job_stays_as_it_was() -> None:
+    """Whatever becomes of the job: what changes in place is copied."""
+    job = job_at("drained")
+    before, stored = job.copy(), JobCodec.everything(job)
+    assert job.opened is not None
+    for incarnation in job.opened.parts:
+        job.opened.parts[incarnation] = Part.LOST
+    for name in list(job.nodes):
+        job.nodes.drop(name)
+    job.losses["a"] = job.arrivals = 7
+    job.holds["a"] = 30.0
+    assert JobCodec.everything(before) == stored
