@@ -259,6 +259,8 @@ def is_there(turn: Turn, name: str) -> bool:
 def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
     """What the first agent of a job brings is the job's: settings, probe, and what an empty store has forgotten."""
     job = turn.job
+    if not job.arrivals:
+        turn.begin_phase()  # It waits from now on; the master's process may have been there for long.
     being_read_back = job.recollection.listening and job.recollection.settings_epoch >= 0
     if not len(job.nodes) and (not job.settled or (job.embedded and not being_read_back)):
         settle_for(job, message.settings)

@@ -98,8 +98,11 @@ class Turn:
         if self.job.phase is not phase:
             self.job.phase = phase
             self.job.drain = self.open.drain = None
-            self.live.phase_since = self.now
-            self.live.phase_heard = self.heard
+            self.begin_phase()
+
+    def begin_phase(self) -> None:
+        """What is waited for in it is waited for from now on."""
+        self.live.phase_since, self.live.phase_heard = self.now, self.heard
 
     def gather_anew(self) -> None:
         """A round begins: who is asked is asked now."""
