@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dalsegno.agent.decisions.state import Workers
+from dalsegno.protos import control_pb2
 
 from .real_agent import RealAgent
 
@@ -98,9 +99,9 @@ class Patrol:
         if newest is not None and agent.has_stream and not busy and newest.generation >= state.generation:
             match newest.WhichOneof("order"):
                 case "gather":
-                    lost = state.gather is None
+                    lost = not isinstance(state.place.order, control_pb2.Gather)
                 case "wait":
-                    lost = state.wait is None
+                    lost = not isinstance(state.place.order, control_pb2.Wait)
                 case "run":
                     lost = newest.run.epoch > state.started
         self._count("who is told knows", agent.label, lost, TOLD + agent.main.held, "does not do what it was told")
