@@ -158,7 +158,7 @@ def record_commit(turn: Turn, message: control_pb2.Checkpoint, by: str) -> str:
     turn.update_run(ever_stepped=True)
     if message.step > job.run.budget.last_step:
         turn.update_run(budget=replace(job.run.budget, failures=0, doubtful=()), reopened=0)
-    turn.live.grow_after_commit = False
+    turn.open.put_off = False
     turn.live.committed = turn.heard
     retire_old(turn)
     return ""

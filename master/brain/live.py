@@ -74,6 +74,8 @@ class EpochLife:
     # Newcomers of which was said when everybody is restarted for them.
     growth_told: frozenset[str] = frozenset()
     drain: DrainLife | None = None
+    # A growth or a scale-down was put off: it is tried again with the next commit.
+    put_off: bool = False
 
     def advance(self, name: str, step: int, now: float, heard: float) -> None:
         """A node's ranks have come to this step. One of which nobody had told proves that all took part in it."""
@@ -188,7 +190,6 @@ class Live:
     last_arrival: float = 0.0
     growth_done_at: float | None = None
     grow_hold_until: float = 0.0
-    grow_after_commit: bool = False
     committed: float = 0.0
     # People know that a save takes a good part of a leaver's notice.
     slow_save_told: bool = False

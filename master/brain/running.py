@@ -224,7 +224,7 @@ def wants_to_grow(turn: Turn) -> bool:
         if job.told.unheard:
             announcements.waiting_to_grow(turn, new, until)
         return False
-    if turn.open.first_step_at is None or live.grow_after_commit:
+    if turn.open.first_step_at is None or turn.open.put_off:
         return False
     if not turn.due(max(live.grow_hold_until, (live.growth_done_at or float("-inf")) + grow_interval(turn))):
         return False
@@ -355,7 +355,7 @@ def withdraw(turn: Turn, why: str) -> None:
     if turn.job.drain is not None:
         turn.notice(f"{turn.job.drain.subject} is put off: {why}")
     turn.open.stopping = False
-    turn.live.grow_after_commit = True
+    turn.open.put_off = True
     turn.open.moved = turn.heard
     turn.enter(Phase.RUNNING)
 

@@ -62,6 +62,26 @@ def test_a_drain_goes_with_its_phase() -> None:
     assert (job.phase, job.job.drain, job.state.live.epoch.drain) == (Phase.SUCCEEDED, None, None)
 
 
+def test_that_a_growth_was_put_off_is_forgotten_with_its_epoch() -> None:
+    """In that one it is tried again with the next commit. A node that comes to the next one waits for a step alone."""
+    job, (a, b, c) = growing()
+    assert a.save_failed(2).code == "OK"
+    for node in (a, b):
+        node.step(3)
+    assert job.phase is Phase.RUNNING, "put off until the next commit"
+    b.failed()
+    all_join([a, b, c])
+    job.wait(2.0)
+    assert (job.phase, len(job.members)) == (Phase.RUNNING, 3)
+    d = job.node()
+    d.join()
+    d.warm()
+    assert job.phase is Phase.RUNNING
+    for node in (a, b, c):
+        node.step(1)
+    assert job.phase is Phase.DRAINING
+
+
 def test_a_drain_has_its_deadline_under_the_next_master_too() -> None:
     """From then on, as every deadline."""
     job, _ = growing()
