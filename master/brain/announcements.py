@@ -25,7 +25,7 @@ def first_step(turn: Turn, world: World) -> None:
     lost = max(0, world.left_step - world.resumed_step)
     if world.grown:
         turn.update_run(growths=job.run.growths + 1, growth_cost=paused)
-        live.growth_done_at = turn.now
+        live.run.growth_done_at = turn.now
     text = f"epoch {world.epoch}: steps are heard" if job.told.unheard else headline(world)
     if world.epoch > 1 and live.pause is not None:
         text += f", {cost(paused, lost, live.pause.costs_more)}"

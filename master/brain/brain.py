@@ -67,7 +67,7 @@ def recover(job: Job, generation: int, now: float, is_gone: Callable[[Process], 
     live.conversion = ConversionLife(LeaseLife(now), retry_at=now)
     live.verification = VerificationLife(now)
     if job.run.growths:
-        live.growth_done_at = now
+        live.run.growth_done_at = now
     if job.phase.has_workers or job.phase is Phase.FORMING:
         live.pause = Pause(now, costs_more=True)
     state = State(job, live)

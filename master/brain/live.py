@@ -21,6 +21,7 @@ __all__ = (
     "Live",
     "Missing",
     "Pause",
+    "RunLife",
     "State",
     "VerificationLife",
 )
@@ -170,11 +171,22 @@ class Missing:
 
 
 @dataclass
+class RunLife:
+    """The run, as this process has seen it: made with `Job.run`."""
+
+    # When its world grew last.
+    growth_done_at: float | None = None
+    # The first and the last of its epochs, one after the other, that lost members before their first step.
+    stillborn: tuple[int, int] = (0, -1)
+
+
+@dataclass
 class Live:
     """Replaced whole by a new process; its parts with what they are about."""
 
     clock: ListeningClock = field(default_factory=ListeningClock)
     nodes: Presences = field(default_factory=Presences)
+    run: RunLife = field(default_factory=RunLife)
     epoch: EpochLife = field(default_factory=EpochLife)
     gathering: Gathering = field(default_factory=Gathering)
     conversion: ConversionLife = field(default_factory=ConversionLife)
@@ -183,12 +195,9 @@ class Live:
     missing: Missing = Missing()
     held_until: dict[str, float] = field(default_factory=dict)
     lost_at: dict[str, list[float]] = field(default_factory=dict)
-    # The first and the last of the epochs, one after the other, that lost members before their first step.
-    stillborn: tuple[int, int] = (0, -1)
     phase_since: float = 0.0
     phase_heard: float = 0.0
     last_arrival: float = 0.0
-    growth_done_at: float | None = None
     grow_hold_until: float = 0.0
     committed: float = 0.0
     # People know that a save takes a good part of a leaver's notice.

@@ -96,17 +96,17 @@ def costs_the_run(turn: Turn) -> bool:
         return False
     # Of a script without a session nobody hears the first step.
     stepped = turn.open.first_step_at is not None or turn.job.told.start
-    first, last = live.stillborn
+    first, last = live.run.stillborn
     return stepped or (first < world.epoch and last >= world.epoch - 1)
 
 
 def note_stillborn(turn: Turn, epoch: int) -> None:
     """A world lost members; worlds that follow each other and make no step are remembered by the first and the last."""
-    first, last = turn.live.stillborn
+    first, last = turn.live.run.stillborn
     if turn.open.first_step_at is not None:
-        turn.live.stillborn = (0, -1)
+        turn.live.run.stillborn = (0, -1)
     else:
-        turn.live.stillborn = (first if last >= epoch - 1 else epoch, epoch)
+        turn.live.run.stillborn = (first if last >= epoch - 1 else epoch, epoch)
 
 
 def was(who: list[str]) -> str:

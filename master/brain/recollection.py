@@ -8,7 +8,7 @@ from dataclasses import replace
 from dalsegno.protos import control_pb2
 
 from . import checkpoints
-from .state import Settings
+from .state import Run, Settings
 from .turn import Turn
 
 
@@ -39,9 +39,7 @@ def remember(
     )
     if newest > job.run.number:
         # What was read back so far is of a run that is over.
-        for record in list(job.checkpoints):
-            job.checkpoints.drop(record.digest)
-        turn.update_run(number=newest)
+        turn.begin_run(Run(newest))
         job.recollection = replace(job.recollection, settings_epoch=-1)
     mine = [entry for entry in unfinished if entry.run_id == job.run_id]
     merge(turn, mine)

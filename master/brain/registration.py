@@ -229,14 +229,8 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
 
 def begin_anew(turn: Turn, message: control_pb2.RegisterRequest) -> None:
     """The next run: nothing of the last one counts."""
-    job = turn.job
-    job.run = Run(job.run.number + 1, begun_anew=message.new_run)
-    job.probe = message.probe
-    for record in list(job.checkpoints):
-        job.checkpoints.drop(record.digest)
-    job.late = ()
-    job.history = ()
-    turn.live.growth_done_at = None
+    turn.begin_run(Run(turn.job.run.number + 1, begun_anew=message.new_run))
+    turn.job.probe = message.probe
 
 
 def ordinal(number: int) -> str:
@@ -276,7 +270,7 @@ def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
     elif job.epoch == 0 and message.finished_runs:
         after = 1 + max(run_number(run) for run in message.finished_runs)
         if after > job.run.number:
-            turn.update_run(number=after)
+            turn.begin_run(Run(after))
     # Equal is above only for an empty store: a fenced node of a running job brings the present generation.
     if message.generation > job.generation or (job.epoch == 0 and message.generation == job.generation):
         job.generation = message.generation + 1

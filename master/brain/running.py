@@ -226,7 +226,7 @@ def wants_to_grow(turn: Turn) -> bool:
         return False
     if turn.open.first_step_at is None or turn.open.put_off:
         return False
-    if not turn.due(max(live.grow_hold_until, (live.growth_done_at or float("-inf")) + grow_interval(turn))):
+    if not turn.due(max(live.grow_hold_until, (live.run.growth_done_at or float("-inf")) + grow_interval(turn))):
         return False
     return all(node.warm for node in new) or turn.overdue(oldest_join(turn, new) + WARM_LIMIT)
 

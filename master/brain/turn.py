@@ -9,9 +9,9 @@ from typing import Any
 from dalsegno.protos import control_pb2
 
 from .listening import HEARTBEAT
-from .live import DrainLife, EpochLife, Gathering, Live, State
+from .live import DrainLife, EpochLife, Gathering, Live, RunLife, State
 from .presences import Presence
-from .state import Job, Member, Node, Notice, Part, Phase
+from .state import Job, Member, Node, Notice, Part, Phase, Run
 
 # A closed stream counts as a death after this long, seconds.
 CLOSED_GRACE = 1.0
@@ -117,6 +117,14 @@ class Turn:
     def update_next(self, **changes: Any) -> None:
         """Something of what is known of the next world is changed."""
         self.job.next = replace(self.job.next, **changes)
+
+    def begin_run(self, run: Run) -> None:
+        """Another run: nothing that the last one committed counts, nor what was heard of it."""
+        job = self.job
+        for record in list(job.checkpoints):
+            job.checkpoints.drop(record.digest)
+        job.run, job.late, job.history = run, (), ()
+        self.live.run = RunLife()
 
     def update_run(self, **changes: Any) -> None:
         """Something of the run is changed."""

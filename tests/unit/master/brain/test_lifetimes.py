@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dalsegno.master.brain.invariants import InvariantBroken, check
-from dalsegno.master.brain.live import Missing
+from dalsegno.master.brain.live import Missing, RunLife
 from dalsegno.master.brain.state import NextWorld, Phase
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
@@ -141,4 +141,4 @@ def test_the_next_run_knows_nothing_of_the_last_one() -> None:
     assert run == replace(type(run)(), number=2, begun_anew=True)
     assert (job.job.opened, job.job.history, len(job.job.checkpoints)) == (None, (), 0)
     assert job.job.next.quiet
-    assert job.state.live.epoch.drain is None
+    assert job.state.live.run == RunLife()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dalsegno.master.brain.events import StreamOpened
-from dalsegno.master.brain.state import Phase
+from dalsegno.master.brain.state import Phase, Run
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
@@ -150,6 +150,7 @@ def test_a_run_that_is_over_says_nothing_about_the_next() -> None:
     job = Driven()
     job.node(settings=settings(min_nodes=1, max_nodes=1), inventory=[sealed(2, 2, 4)])
     job.node(settings=settings(min_nodes=1, max_nodes=3), finished_runs=["run-0001"])
+    assert job.job.run == Run(2), "nor that it made steps: if no world of the new one does, it has failed"
     assert job.job.run_id == "run-0002"
     assert job.job.checkpoints == []
     assert nnodes(job) == (1, 3)
