@@ -156,6 +156,7 @@ class Turn:
             return False
         if self.due(until):
             self.job.holds.pop(node.name, None)
+            del self.live.held_until[node.name]
             return False
         return True
 

@@ -118,6 +118,21 @@ def test_a_drain_without_its_life_is_no_state() -> None:
         check(job.state)
 
 
+def test_a_hold_that_is_over_is_no_reason_any_more() -> None:
+    """A spare is told why it is one now."""
+    job = Driven(settings(max_nodes=2))
+    for node in job.start(2):
+        node.step(1)
+    spare = job.node()
+    spare.join()
+    job.job.holds[spare.name], job.state.live.held_until[spare.name] = 30.0, job.now + 30.0
+    job.wait(29.0)
+    assert "lost too often lately" in spare.directive.wait.reason
+    job.wait(2.0)
+    assert spare.directive.wait.reason == f"{spare.name} is a spare: the world has 2 nodes"
+    assert (job.job.holds, job.state.live.held_until) == ({}, {})
+
+
 def test_what_waiting_lacks_is_told_while_it_waits() -> None:
     """And no longer."""
     job = Driven(settings(min_nodes=2))
