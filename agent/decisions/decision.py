@@ -105,11 +105,11 @@ class Decision:
                 loss=state.epoch.loss,
                 draining=state.epoch.agreed,
                 has_session=state.epoch.has_session,
-                longest=state.epoch.longest,
+                longest=state.epoch.longest_seconds,
                 saved_bytes=state.epoch.saved_bytes,
                 training_ended=bool(state.epoch.finished_ranks),
                 beats=sum(state.epoch.beats.values()),
-                written_bytes=max(state.epoch.written.values(), default=0),
+                written_bytes=max(state.epoch.written_bytes.values(), default=0),
                 expects_session=state.epoch.expects_session,
             ),
         )

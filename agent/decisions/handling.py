@@ -312,8 +312,8 @@ def manifest_read(decision: Decision, event: ev.ManifestRead) -> None:
     """A seal can be recorded now, or cannot be read."""
     state = decision.state
     state.reading = state.reading - {event.name}
-    seconds = state.took.get(event.name, 0.0)
-    state.took = {name: took for name, took in state.took.items() if name in state.reading}
+    seconds = state.took_seconds.get(event.name, 0.0)
+    state.took_seconds = {name: took for name, took in state.took_seconds.items() if name in state.reading}
     if event.checkpoint is None:
         decision.do(ev.Say(f"checkpoint {event.name} cannot be recorded: {event.message}", True))
         return

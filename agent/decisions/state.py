@@ -113,13 +113,13 @@ class Epoch:
     refused: bool = False
     step: int = 0
     loss: float = 0.0
-    longest: float = 0.0
+    longest_seconds: float = 0.0
     # Of all saves so far; the one in flight, and how far each rank's part of it is, by rank.
     saved_bytes: int = 0
     saving: str = ""
     saving_parts: Mapping[int, int] = field(default_factory=dict)
     # Size of the files of the one in flight, as each rank sees them; 0, or nothing: there is none.
-    written: Mapping[int, int] = field(default_factory=dict)
+    written_bytes: Mapping[int, int] = field(default_factory=dict)
     # Signs of life between steps, by rank.
     beats: Mapping[int, int] = field(default_factory=dict)
     has_session: bool = False
@@ -172,8 +172,8 @@ class AgentState:
     warm: bool = False
     # Manifests being read before their commit is sent; a drain is reported after them.
     reading: frozenset[str] = frozenset()
-    # How long they took to save, seconds, by name.
-    took: Mapping[str, float] = field(default_factory=dict)
+    # How long they took to save, by name.
+    took_seconds: Mapping[str, float] = field(default_factory=dict)
     lease: int = 0
     verified: int = 0
     pruning: tuple[str, ...] = ()

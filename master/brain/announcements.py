@@ -24,7 +24,7 @@ def first_step(turn: Turn, world: World) -> None:
     paused = turn.now - live.pause.since if live.pause is not None else 0.0
     lost = max(0, world.left_step - world.resumed_step)
     if world.grown:
-        turn.update_run(growths=job.run.growths + 1, growth_cost=paused)
+        turn.update_run(growths=job.run.growths + 1, growth_cost_seconds=paused)
         live.run.growth_done_at = turn.now
     text = f"epoch {world.epoch}: steps are heard" if job.told.unheard else headline(world)
     if world.epoch > 1 and live.pause is not None:

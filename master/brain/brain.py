@@ -140,7 +140,7 @@ def guarded(
         if len(events) > 1:
             return [guarded(state, [event], now, keep)[0] for event in events]
         return [set_aside(state, events[0] if events else Tick(), error, now)]
-    state.live.tick_pause = 0.0
+    state.live.tick_pause_seconds = 0.0
     return replies
 
 
@@ -155,8 +155,8 @@ def set_aside(state: State, event: Event, error: Exception, now: float) -> Reply
         live.said.add(text)
         Turn(state, now).notice(text, True)
     # What is due is tried again, but not at once: it would fail again.
-    live.tick_pause = min(TICK_PAUSE_MAX, 2 * live.tick_pause or TICK_PAUSE)
-    state.wake = now + live.tick_pause
+    live.tick_pause_seconds = min(TICK_PAUSE_MAX, 2 * live.tick_pause_seconds or TICK_PAUSE)
+    state.wake = now + live.tick_pause_seconds
     if isinstance(event, Called):
         return Reply("INTERNAL", f"the master failed on this call: {why}", None)
     return None

@@ -163,7 +163,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     if message.expects_session and not node.expects_session:
         expect_session(turn, node)
         news = True
-    epoch.longest = max(epoch.longest, message.longest)
+    epoch.longest_seconds = max(epoch.longest_seconds, message.longest)
     if message.step > epoch.top_step and not message.draining:
         # Beyond the boundary, if there was one: it was withdrawn, or its save failed.
         epoch.stopping = False
@@ -179,7 +179,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     if message.beats > epoch.beats.get(node.name, 0):
         epoch.beats[node.name] = message.beats
         epoch.moved = turn.heard
-    epoch.written[node.name] = message.written_bytes
+    epoch.written_bytes[node.name] = message.written_bytes
     if message.draining and not epoch.stopping:
         epoch.stopping = news = True
     # A copy that was long under way speaks of a drain before this one.

@@ -122,8 +122,8 @@ def block(turn: Turn, conversion: Conversion) -> Conversion:
     life = turn.live.conversion
     if conversion.blocked:
         return conversion
-    life.retry_pause = min(RETRY_MAX, life.retry_pause * 2) if life.retry_pause else RETRY_FIRST
-    life.retry_at = turn.now + life.retry_pause
+    life.retry_pause_seconds = min(RETRY_MAX, life.retry_pause_seconds * 2) if life.retry_pause_seconds else RETRY_FIRST
+    life.retry_at = turn.now + life.retry_pause_seconds
     return change(turn, conversion, blocked=True)
 
 

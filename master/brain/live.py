@@ -51,13 +51,14 @@ class EpochLife:
     steps: dict[str, int] = field(default_factory=dict)
     saved_bytes: dict[str, int] = field(default_factory=dict)
     beats: dict[str, int] = field(default_factory=dict)
-    # What a save that is under way has in its files, as each node sees it, bytes; 0: none is.
-    written: dict[str, int] = field(default_factory=dict)
+    # What a save that is under way has in its files, as each node sees it; 0: none is.
+    written_bytes: dict[str, int] = field(default_factory=dict)
     # Nodes whose ranks have no step left to make: what the script still does, it does without steps.
     ended: set[str] = field(default_factory=set)
     top_step: int = 0
     loss: float = 0.0
-    longest: float = 0.0
+    # The longest step, save or evaluation.
+    longest_seconds: float = 0.0
     first_step_at: float | None = None
     stepped_at: float | None = None
     # A master before this one opened it, and nobody has told of a step yet: the first may be an old one.
@@ -137,9 +138,9 @@ class ConversionLife:
     """The conversion that the gate wants: made with it."""
 
     lease: LeaseLife = field(default_factory=LeaseLife)
-    # After a failure: when it is tried again, and after how long (seconds).
+    # After a failure: when it is tried again, and after how long.
     retry_at: float = 0.0
-    retry_pause: float = 0.0
+    retry_pause_seconds: float = 0.0
 
 
 @dataclass
@@ -204,7 +205,7 @@ class Live:
     slow_save_told: bool = False
     # Internal errors that people were told of.
     said: set[str] = field(default_factory=set)
-    tick_pause: float = 0.0
+    tick_pause_seconds: float = 0.0
 
 
 @dataclass

@@ -227,7 +227,7 @@ def death_of(turn: Turn, node: Node, timeout: float) -> str:
         grace = 0.0 if suspect else CLOSED_GRACE
         if not suspect and turn.is_working(node):
             # Steps that take longer than that do not stand still yet; a broken stream comes back meanwhile.
-            grace = timeout if epoch.stopping else min(timeout, max(CLOSED_GRACE, 1.2 * epoch.longest))
+            grace = timeout if epoch.stopping else min(timeout, max(CLOSED_GRACE, 1.2 * epoch.longest_seconds))
         if suspect or not was_silent_before(turn, presence):
             due = presence.closed if suspect else max(presence.closed, proof) + grace
             return "its connection closed" if turn.overdue(due) else ""

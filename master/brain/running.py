@@ -182,9 +182,9 @@ def stalled(turn: Turn) -> bool:
             announcements.perhaps_stalled(turn, world_of(turn))
         return False
     ended = bool(epoch.ended) or Part.FINISHED in job.parts.values()
-    if epoch.first_step_at is not None and not ended and not any(epoch.written.values()):
+    if epoch.first_step_at is not None and not ended and not any(epoch.written_bytes.values()):
         # What was taken for a stall may have been the first evaluation: each time more patience, up to the setting.
-        limit = min(limit, max(STALL_MIN, STALL_FACTOR * epoch.longest) * 2.0 ** min(job.run.stalls, 60))
+        limit = min(limit, max(STALL_MIN, STALL_FACTOR * epoch.longest_seconds) * 2.0 ** min(job.run.stalls, 60))
     if not turn.overdue(epoch.moved + limit):
         return False
     what = "the training ended, but not all ranks finished" if ended else "no rank made a step"
@@ -250,7 +250,7 @@ def grow_interval(turn: Turn) -> float:
     job = turn.job
     if job.settings.grow_interval >= 0:
         return job.settings.grow_interval
-    return min(GROW_MAX, GROW_FACTOR * job.run.growth_cost) if job.run.growths else 0.0
+    return min(GROW_MAX, GROW_FACTOR * job.run.growth_cost_seconds) if job.run.growths else 0.0
 
 
 # ---- draining -------------------------------------------------------------------------------------------------------
@@ -305,7 +305,7 @@ def draining(turn: Turn) -> bool:
     # Where nobody goes it may take as long as ranks advance; a leaver's notice runs out regardless.
     deadline = turn.drain_life.deadline
     # They agree between two steps.
-    patience = max(job.settings.drain_timeout, AGREE_FACTOR * epoch.longest)
+    patience = max(job.settings.drain_timeout, AGREE_FACTOR * epoch.longest_seconds)
     if drain.optional:
         deadline = max(deadline, epoch.moved + patience)
     if not turn.overdue(deadline):

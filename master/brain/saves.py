@@ -26,7 +26,7 @@ def await_save(turn: Turn, what: str) -> None:
     seconds = turn.heard - life.saving_since
     life.told_at = life.saving_since + 2 * seconds
     # A checkpoint is one directory: each node sees what all have written.
-    written = max(epoch.written.values(), default=0)
+    written = max(epoch.written_bytes.values(), default=0)
     far = f"{amount(written)} written in {seconds:.0f} s ({amount(written / seconds)}/s)"
     if not written:
         far = f"{seconds:.0f} s so far, and nobody writes"

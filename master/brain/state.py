@@ -344,8 +344,8 @@ class Run:
     budget: Budget = Budget()
     stalls: int = 0
     growths: int = 0
-    # What the last growth cost (seconds).
-    growth_cost: float = 0.0
+    # What the last growth cost.
+    growth_cost_seconds: float = 0.0
     # The step that it had reached when its last world ended.
     left_step: int = 0
 

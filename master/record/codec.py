@@ -47,7 +47,11 @@ _NODE, _CHECKPOINT, _LATE, _EPOCH = "node/", "checkpoint/", "late/", "epoch/"
 _APART = ("nodes", "checkpoints", "opened", "history", "late")
 # Their values stand in the job's row, each under its own name or under this one.
 _NESTED: dict[str, Any] = {"run": Run, "next": NextWorld, "recollection": Recollection}
-_NAMES = {"run.number": "run", "recollection.epoch": "listening_epoch"}
+_NAMES = {
+    "run.number": "run",
+    "run.growth_cost_seconds": "growth_cost",
+    "recollection.epoch": "listening_epoch",
+}
 # One letter for each member: the row of all parts is as short as the world is large.
 _LETTERS = {Part.RUNNING: "r", Part.DRAINED: "d", Part.FINISHED: "f", Part.FAILED: "x", Part.LOST: "l", Part.LEFT: "g"}
 _PART_OF = {letter: part for part, letter in _LETTERS.items()}
