@@ -201,8 +201,10 @@ def _own(value: Any) -> Any:
 
 
 def _letters(job: Job) -> str:
-    members = job.world.members if job.world is not None else ()
-    return "".join(_LETTERS[job.parts[member.incarnation]] for member in members)
+    if job.opened is None:
+        return ""
+    parts = job.opened.parts
+    return "".join([_LETTERS[parts[member.incarnation]] for member in job.opened.world.members])
 
 
 def _json(key: str, data: bytes) -> Any:
