@@ -5,7 +5,7 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from .state import AgentState, Outcome, Workers
+from .state import AgentState, Outcome, Place, Workers
 
 # Seconds from SIGKILL until workers count as gone, whatever is heard of them. More than the shell takes to say so, also
 # of processes that are stuck in the kernel, and than torchrun takes to end its own.
@@ -43,7 +43,7 @@ class Decision:
     def register_again(self) -> None:
         """After having been fenced: everything of the old incarnation is void."""
         state = self.state
-        if state.leaving and state.unsaved and not is_saved(state):
+        if had_workers(state) and not is_saved(state):
             self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice; the run goes on from its last commit")
             return
         if state.leaving:
@@ -64,9 +64,7 @@ class Decision:
             ev.Say(f"this node was declared dead ({reason}); its workers stop and it joins again as a new one", True)
         )
         self.stop_conversion()
-        state.joining = None
-        state.gather = None
-        state.wait = None
+        state.place = Place()
         state.reading = frozenset()
         state.pruning = ()
         if state.workers is Workers.RUNNING:
@@ -107,19 +105,19 @@ class Decision:
                 loss=state.epoch.loss,
                 draining=state.epoch.agreed,
                 has_session=state.epoch.has_session,
-                longest=state.epoch.longest,
+                longest=state.epoch.longest_seconds,
                 saved_bytes=state.epoch.saved_bytes,
                 training_ended=bool(state.epoch.finished_ranks),
                 beats=sum(state.epoch.beats.values()),
-                written_bytes=max(state.epoch.written.values(), default=0),
+                written_bytes=max(state.epoch.written_bytes.values(), default=0),
                 expects_session=state.epoch.expects_session,
                 cold=not state.epoch.warm,
             ),
         )
 
     def notice_left(self) -> float:
-        deadline = self.state.leave_deadline
-        return max(0.0, deadline - self.now) if deadline is not None else 0.0
+        leave = self.state.leave
+        return max(0.0, leave.deadline - self.now) if leave is not None else 0.0
 
     def exit_left(self) -> None:
         """Leave with the code that says whether everything is saved."""
@@ -150,9 +148,14 @@ def has_made_nothing(state: AgentState) -> bool:
     return state.world is None or (state.session_known and state.epoch.step <= state.world.resume.source.step)
 
 
+def had_workers(state: AgentState) -> bool:
+    """Ranks were running when the notice came."""
+    return state.leave is not None and state.leave.unsaved
+
+
 def what_is_unsaved(state: AgentState) -> str:
     """What a leaver leaves unsaved behind, for a person; empty if nothing."""
-    if is_saved(state) or has_made_nothing(state) or not (state.unsaved or state.epoch.refused):
+    if is_saved(state) or has_made_nothing(state) or not (had_workers(state) or state.epoch.refused):
         return ""
     if state.epoch.refused:
         return "the others had gone on from the last commit before this save was complete"
@@ -174,4 +177,4 @@ def what_is_safe(state: AgentState) -> str:
         return "its part of the run is finished"
     if state.epoch.drained is not None:
         return "everything is saved"
-    return "no step was made here that could be lost" if state.unsaved else "no workers were running here"
+    return "no step was made here that could be lost" if had_workers(state) else "no workers were running here"

@@ -6,7 +6,7 @@ from dalsegno.protos import control_pb2
 
 from . import events as ev
 from .decision import Decision
-from .state import Epoch, Workers
+from .state import Epoch, Place, Workers
 
 
 def directed(decision: Decision, directive: control_pb2.Directive) -> None:
@@ -84,8 +84,7 @@ def side_orders(decision: Decision, directive: control_pb2.Directive) -> None:
 def ordered_run(decision: Decision, world: control_pb2.World, drain: bool) -> None:
     """Be part of a world; with `drain` save and stop. Starts the workers of an epoch once."""
     state = decision.state
-    state.gather = None
-    state.wait = None
+    state.place.order = None
     state.drain_ordered, state.ending = drain, control_pb2.ENDING_TOGETHER
     if world.epoch <= state.started or state.workers is not Workers.NONE:
         return  # Already running, already ended (and reported), or still stopping: see workers_stopped.
@@ -103,15 +102,14 @@ def start(decision: Decision, world: control_pb2.World) -> None:
     state.started = world.epoch
     state.workers = Workers.RUNNING
     state.epoch = Epoch(step=world.resume.source.step if world.HasField("resume") else 0, loss=state.epoch.loss)
-    state.joining = None
+    state.place = Place()
     decision.do(ev.StartWorkers(world))
 
 
 def ordered_gather(decision: Decision, gather: control_pb2.Gather) -> None:
     """Stop what runs, then join (see `decisions.prepare_join`)."""
     state = decision.state
-    state.gather = gather
-    state.wait = None
+    state.place.order = gather
     state.drain_ordered = False
     if gather.missing and gather.missing != state.wait_said:
         decision.do(ev.Say(gather.missing))
@@ -123,8 +121,7 @@ def ordered_gather(decision: Decision, gather: control_pb2.Gather) -> None:
 def ordered_wait(decision: Decision, wait: control_pb2.Wait) -> None:
     """No place in the present world: nothing of ours may run."""
     state = decision.state
-    state.gather = None
-    state.wait = wait
+    state.place.order = wait
     state.drain_ordered = False
     if state.workers is Workers.RUNNING:
         decision.kill_workers()

@@ -15,12 +15,14 @@ What happens on which failure:
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from dalsegno.protos import control_pb2
 
 from . import directives, leaving, ranks
 from . import events as ev
 from .decision import Decision
-from .state import AgentSettings, AgentState, Door, Outcome, Workers, fresh
+from .state import AgentSettings, AgentState, Door, Join, Outcome, Place, Workers, fresh
 
 # Seconds: between two attempts at a Join whose store cannot be opened, and at one that did not see the directory.
 JOIN_PAUSE = 1.0
@@ -119,10 +121,7 @@ def registered(decision: Decision, event: ev.Registered) -> None:
     state.node = event.reply.node
     state.run_id = event.reply.run_id
     state.generation = max(state.generation, event.reply.generation)
-    state.joining = None
-    state.unseen = ""
-    state.gather = None
-    state.wait = None
+    state.place = Place()
     if event.reply.remark:
         decision.do(ev.Say(event.reply.remark, True))
     if state.warm:
@@ -229,30 +228,40 @@ def prepare_join(decision: Decision) -> None:
         return
     if state.epoch.outcome is Outcome.DRAINED and state.reading:
         return  # The commit goes first.
-    wanted: tuple[int, str, bool] | None = None
-    resume: control_pb2.CheckpointRef | None = None
-    if state.gather is not None:
-        resume = state.gather.resume if state.gather.HasField("resume") else None
-        wanted = (state.gather.round, resume.digest if resume else "", False)
-    elif state.wait is not None and (state.wait.round or state.wait.HasField("look_for")):
-        resume = state.wait.look_for if state.wait.HasField("look_for") else None
-        # The master is told that it is not in sight before it is looked for without an end.
-        digest = resume.digest if resume else ""
-        wanted = (state.wait.round, digest, bool(digest) and digest == state.unseen)
+    resume, wanted = wanted_join(state.place)
     if wanted is None:
         return
-    if wanted == state.joining or (state.gather is None and (*wanted[:2], True) == state.joining):
-        if state.join_again_at is None and state.joined and state.link_up and is_blind(decision):
-            state.join_again_at = decision.now + LOOK_AGAIN
-        if state.join_again_at is None:
+    join = state.place.join
+    if join is not None and answers(state.place, join, wanted):
+        if join.again_at is None and join.sent and state.link_up and is_blind(decision):
+            state.place.join = join = replace(join, again_at=decision.now + LOOK_AGAIN)
+        if join.again_at is None:
             return
-        if decision.now < state.join_again_at:
-            decision.wake_at(state.join_again_at)
+        if decision.now < join.again_at:
+            decision.wake_at(join.again_at)
             return
-    state.joining = wanted
-    state.joined = False
-    state.join_again_at = None
-    decision.do(ev.PrepareJoin(wanted[0], resume, patient=wanted[2]))
+    state.place.join = wanted
+    decision.do(ev.PrepareJoin(wanted.round, resume, patient=wanted.patient))
+
+
+def wanted_join(place: Place) -> tuple[control_pb2.CheckpointRef | None, Join | None]:
+    """The checkpoint that the present order names, and the Join that answers it; None: no such thing is wanted."""
+    order = place.order
+    if isinstance(order, control_pb2.Gather):
+        resume = order.resume if order.HasField("resume") else None
+        return resume, Join(order.round, resume.digest if resume else "")
+    if order is None or not (order.round or order.HasField("look_for")):
+        return None, None
+    resume = order.look_for if order.HasField("look_for") else None
+    digest = resume.digest if resume else ""
+    # The master is told that it is not in sight before it is looked for without an end.
+    return resume, Join(order.round, digest, patient=bool(digest) and digest == place.unseen)
+
+
+def answers(place: Place, join: Join, wanted: Join) -> bool:
+    """Whether this Join is the wanted one. While it waits, one that looks without an end is, too."""
+    patient = join.patient == wanted.patient or (join.patient and isinstance(place.order, control_pb2.Wait))
+    return patient and join.answers(wanted.round, wanted.resume)
 
 
 def is_blind(decision: Decision) -> bool:
@@ -260,17 +269,17 @@ def is_blind(decision: Decision) -> bool:
 
     Only before the first commit; afterwards the order names a checkpoint to look for.
     """
-    state = decision.state
-    wait = state.wait
-    return wait is not None and bool(wait.reason) and not wait.HasField("look_for") and not state.has_head
+    order = decision.state.place.order
+    waits = isinstance(order, control_pb2.Wait) and bool(order.reason) and not order.HasField("look_for")
+    return waits and not decision.state.has_head
 
 
 def join_failed(decision: Decision, event: ev.JoinFailed) -> None:
     """The present Join could not be prepared: it is tried again; the person hears each reason once."""
-    state = decision.state
-    if state.joining is None or (event.round, event.resume_digest) != state.joining[:2]:
+    state, join = decision.state, decision.state.place.join
+    if join is None or not join.answers(event.round, event.resume_digest):
         return
-    state.join_again_at = decision.now + JOIN_PAUSE
+    state.place.join = replace(join, again_at=decision.now + JOIN_PAUSE)
     if event.message != state.join_problem:
         state.join_problem = event.message
         decision.do(ev.Say(event.message, True))
@@ -278,15 +287,15 @@ def join_failed(decision: Decision, event: ev.JoinFailed) -> None:
 
 def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
     """Store, inventory and probe are ready: join, unless the order has changed meanwhile."""
-    state = decision.state
-    if state.joining is None or (event.round, event.resume_digest) != state.joining[:2]:
+    state, join = decision.state, decision.state.place.join
+    if join is None or not join.answers(event.round, event.resume_digest):
         return
     if state.leaving or state.fenced or state.door.registering:
         return
-    state.joined = True
+    state.place.join = replace(join, sent=True)
     state.join_problem = ""
     seen = any(entry.ref.digest == event.resume_digest for entry in event.inventory)
-    state.unseen = "" if seen else event.resume_digest
+    state.place.unseen = "" if seen else event.resume_digest
     decision.call(
         "Join",
         control_pb2.JoinRequest(
@@ -306,8 +315,8 @@ def manifest_read(decision: Decision, event: ev.ManifestRead) -> None:
     """A seal can be recorded now, or cannot be read."""
     state = decision.state
     state.reading = state.reading - {event.name}
-    seconds = state.took.get(event.name, 0.0)
-    state.took = {name: took for name, took in state.took.items() if name in state.reading}
+    seconds = state.took_seconds.get(event.name, 0.0)
+    state.took_seconds = {name: took for name, took in state.took_seconds.items() if name in state.reading}
     if event.checkpoint is None:
         decision.do(ev.Say(f"checkpoint {event.name} cannot be recorded: {event.message}", True))
         return
@@ -382,8 +391,8 @@ def report_ended(decision: Decision) -> None:
             control_pb2.DrainedRequest(caller=decision.caller(), checkpoint=state.epoch.drained, step=state.epoch.step),
         )
     state.epoch.exits = ()
-    if state.epoch.outcome is Outcome.DRAINED and state.leaving and state.release_deadline is None:
-        state.release_deadline = decision.now + state.settings.release_timeout
+    if state.epoch.outcome is Outcome.DRAINED and state.leave is not None:
+        leaving.await_release(decision, state.leave)
 
 
 def tell_workers(decision: Decision) -> None:

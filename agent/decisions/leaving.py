@@ -8,7 +8,7 @@ from dalsegno.protos import control_pb2
 
 from . import events as ev
 from .decision import Decision
-from .state import Outcome, Workers
+from .state import Leave, Outcome, Workers
 
 # Seconds that a leaver whose notice has run out still waits for what it has killed.
 KILL_PATIENCE = 2.0
@@ -25,9 +25,8 @@ def signalled(decision: Decision, number: int) -> None:
         decision.kill_workers()
         decision.exit(ev.EXIT_LEFT_UNSAVED, "left without waiting for a save")
         return
-    state.leaving = True
-    state.leave_deadline = decision.now + state.settings.drain_timeout
-    state.unsaved = state.fenced or state.workers is Workers.RUNNING
+    unsaved = state.fenced or state.workers is Workers.RUNNING
+    state.leave = Leave(decision.now + state.settings.drain_timeout, unsaved)
     decision.stop_conversion()
     if state.workers is Workers.RUNNING and not state.epoch.has_session:
         # Nothing of ours can save it: the script gets the signal and the notice, as under torchrun.
@@ -48,24 +47,23 @@ def check_leave(decision: Decision) -> None:
 
     Whatever its workers do: it may not even hear that they are gone.
     """
-    state = decision.state
-    if not state.leaving:
+    state, leave = decision.state, decision.state.leave
+    if leave is None:
         return
     if state.workers is Workers.NONE:
-        if state.reading and decision.now < (state.leave_deadline or 0.0):
-            decision.wake_at(state.leave_deadline or decision.now)
+        if state.reading and decision.now < leave.deadline:
+            decision.wake_at(leave.deadline)
             return
-        if state.release_deadline is None:
-            state.release_deadline = decision.now + state.settings.release_timeout
+        release = await_release(decision, leave)
         nothing_to_record = state.epoch.outcome is Outcome.STOPPED or state.epoch.refused
-        if nothing_to_record or decision.now >= state.release_deadline or not state.link_up:
+        if nothing_to_record or decision.now >= release or not state.link_up:
             decision.exit_left()
         else:
-            decision.wake_at(state.release_deadline)
-    elif state.leave_deadline is not None:
-        last = state.leave_deadline + KILL_PATIENCE
-        if decision.now < state.leave_deadline:
-            decision.wake_at(state.leave_deadline)
+            decision.wake_at(release)
+    else:
+        last = leave.deadline + KILL_PATIENCE
+        if decision.now < leave.deadline:
+            decision.wake_at(leave.deadline)
             return
         decision.kill_workers()
         state.epoch.outcome = Outcome.STOPPED
@@ -73,6 +71,13 @@ def check_leave(decision: Decision) -> None:
             decision.exit_left()
         else:
             decision.wake_at(last)
+
+
+def await_release(decision: Decision, leave: Leave) -> float:
+    """This node's part is safe: from now on, at the first time, the master's word is waited for. Returns until when."""
+    if leave.release_deadline is None:
+        leave.release_deadline = decision.now + decision.state.settings.release_timeout
+    return leave.release_deadline
 
 
 def check_outage(decision: Decision) -> None:

@@ -23,7 +23,7 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
             return  # No script seals so fast. What is sealed lies on the disk, and is found there.
         # Worth recording whatever became of these workers since: the master refuses what comes too late.
         state.reading = state.reading | {message.sealed.name}
-        state.took = {**state.took, message.sealed.name: message.sealed.seconds}
+        state.took_seconds = {**state.took_seconds, message.sealed.name: message.sealed.seconds}
         decision.do(ev.ReadManifest(message.sealed.name, message.sealed.digest))
         return
     if event.epoch != state.started or state.workers is Workers.NONE:
@@ -71,14 +71,14 @@ def progress(decision: Decision, rank: int, progress: worker_pb2.Progress) -> No
     epoch = decision.state.epoch
     if progress.step > epoch.step:
         # Nothing is saved any more before a step, and a boundary that lies behind them is not the end.
-        epoch.agreed, epoch.written = False, {}
+        epoch.agreed, epoch.written_bytes = False, {}
     if rank in epoch.refusals:
         # The script went on all the same: that was not what it ends with.
         epoch.refusals = {other: why for other, why in epoch.refusals.items() if other != rank}
     if progress.step >= epoch.step:
         epoch.step = progress.step
         epoch.loss = progress.loss
-    epoch.longest = max(epoch.longest, progress.longest, progress.seconds)
+    epoch.longest_seconds = max(epoch.longest_seconds, progress.longest, progress.seconds)
     epoch.anyone_sees_master = progress.anyone_sees_master
     if progress.beats > epoch.beats.get(rank, 0):
         epoch.beats = {**epoch.beats, rank: progress.beats}
@@ -90,7 +90,7 @@ def saving(decision: Decision, rank: int, saving: worker_pb2.Saving) -> None:
     epoch = decision.state.epoch
     if saving.name != epoch.saving:
         epoch.saving, epoch.saving_parts = saving.name, {}
-    epoch.written = {**epoch.written, rank: saving.written}
+    epoch.written_bytes = {**epoch.written_bytes, rank: saving.written}
     known = epoch.saving_parts.get(rank, 0)
     if saving.bytes > known:
         # A script can say what it likes; the report to the master has 64 bits.
@@ -101,7 +101,7 @@ def saving(decision: Decision, rank: int, saving: worker_pb2.Saving) -> None:
 
 def save_ended(decision: Decision) -> None:
     """The next one starts from nothing, also under the same name. (After a sealed one the name is another.)"""
-    decision.state.epoch.saving, decision.state.epoch.saving_parts, decision.state.epoch.written = "", {}, {}
+    decision.state.epoch.saving, decision.state.epoch.saving_parts, decision.state.epoch.written_bytes = "", {}, {}
 
 
 def save_failed(decision: Decision, failed: worker_pb2.SaveFailed) -> None:

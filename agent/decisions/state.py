@@ -59,6 +59,47 @@ class Door:
     name_deadline: float | None = None
 
 
+@dataclass(frozen=True)
+class Join:
+    """An answer to the master's order to join: prepared, then sent. Each preparation makes another one."""
+
+    round: int
+    # Digest of the checkpoint that is looked for; empty where there is none.
+    resume: str = ""
+    # Looked for without an end: the master knows that it is not in sight.
+    patient: bool = False
+    sent: bool = False
+    # When the same one is prepared again.
+    again_at: float | None = None
+
+    def answers(self, round: int, resume: str) -> bool:
+        """Whether it is for this order."""
+        return (self.round, self.resume) == (round, resume)
+
+
+@dataclass
+class Place:
+    """How this node comes by a place in a world; made anew when it has one, and with each registration."""
+
+    # What the master wants: a Join, or to wait for a place.
+    order: control_pb2.Gather | control_pb2.Wait | None = None
+    # What this agent prepares or has sent.
+    join: Join | None = None
+    # Digest of the checkpoint that the last Join was asked about and did not have in sight.
+    unseen: str = ""
+
+
+@dataclass
+class Leave:
+    """A notice: this node goes, at the latest at its end. Made with the first signal."""
+
+    deadline: float
+    # Workers were running when it came: without their save the run goes back to its last commit.
+    unsaved: bool = False
+    # Until when the master's word is waited for, once this node's part is safe.
+    release_deadline: float | None = None
+
+
 @dataclass
 class Epoch:
     """How the ranks fare that this agent started last; made anew with each start."""
@@ -72,13 +113,13 @@ class Epoch:
     refused: bool = False
     step: int = 0
     loss: float = 0.0
-    longest: float = 0.0
+    longest_seconds: float = 0.0
     # Of all saves so far; the one in flight, and how far each rank's part of it is, by rank.
     saved_bytes: int = 0
     saving: str = ""
     saving_parts: Mapping[int, int] = field(default_factory=dict)
     # Size of the files of the one in flight, as each rank sees them; 0, or nothing: there is none.
-    written: Mapping[int, int] = field(default_factory=dict)
+    written_bytes: Mapping[int, int] = field(default_factory=dict)
     # Signs of life between steps, by rank.
     beats: Mapping[int, int] = field(default_factory=dict)
     has_session: bool = False
@@ -102,6 +143,8 @@ class AgentState:
     Attributes:
         door: of a registration.
         epoch: of the ranks that were started last.
+        place: in the world that comes next.
+        leave: of a notice; None: none came.
     """
 
     settings: AgentSettings = field(default_factory=AgentSettings)
@@ -124,22 +167,15 @@ class AgentState:
     # How its save ends, a `control.Ending`.
     ending: int = 0
     drain_for_outage: bool = False
-    # What this agent prepares or has sent a Join for: (round, resume digest, patient).
-    joining: tuple[int, str, bool] | None = None
-    # Digest of the checkpoint that the last Join was asked about and did not have in sight.
-    unseen: str = ""
-    # That Join was sent; when to prepare the same one again, and why the last preparation failed.
-    joined: bool = False
-    join_again_at: float | None = None
-    join_problem: str = ""
-    gather: control_pb2.Gather | None = None
-    wait: control_pb2.Wait | None = None
+    place: Place = field(default_factory=Place)
+    # What the person heard last of why this node waits, and of why a Join could not be prepared: each once.
     wait_said: str = ""
+    join_problem: str = ""
     warm: bool = False
     # Manifests being read before their commit is sent; a drain is reported after them.
     reading: frozenset[str] = frozenset()
-    # How long they took to save, seconds, by name.
-    took: Mapping[str, float] = field(default_factory=dict)
+    # How long they took to save, by name.
+    took_seconds: Mapping[str, float] = field(default_factory=dict)
     lease: int = 0
     verified: int = 0
     pruning: tuple[str, ...] = ()
@@ -155,11 +191,7 @@ class AgentState:
     directed: bool = False
     link_up: bool = True
     link_lost_at: float | None = None
-    leaving: bool = False
-    # Workers were running when the notice came: without their save the run goes back to its last commit.
-    unsaved: bool = False
-    leave_deadline: float | None = None
-    release_deadline: float | None = None
+    leave: Leave | None = None
     fenced: bool = False
     ended: bool = False
     wake: float | None = None
@@ -168,7 +200,13 @@ class AgentState:
         """The state as it is now, whatever becomes of this one."""
         other = copy.copy(self)
         other.door, other.epoch = copy.copy(self.door), copy.copy(self.epoch)
+        other.place, other.leave = copy.copy(self.place), copy.copy(self.leave)
         return other
+
+    @property
+    def leaving(self) -> bool:
+        """A notice has come."""
+        return self.leave is not None
 
 
 def fresh(settings: AgentSettings) -> AgentState:

@@ -17,19 +17,18 @@ def first_step(turn: Turn, world: World) -> None:
     """The open epoch has made its first step: say what the change cost."""
     job, live = turn.job, turn.live
     turn.open.first_step_at, turn.open.first_step_heard = turn.now, turn.heard
-    job.ever_stepped = True
+    turn.update_run(ever_stepped=True)
     if job.told.first_step:
         return
-    job.told = replace(job.told, first_step=True)
-    paused = turn.now - live.paused_since if live.paused_since is not None else 0.0
+    turn.update_told(first_step=True)
+    paused = turn.now - live.pause.since if live.pause is not None else 0.0
     lost = max(0, world.left_step - world.resumed_step)
     if world.grown:
-        job.growths += 1
-        job.growth_cost = paused
-        live.growth_done_at = turn.now
+        turn.update_run(growths=job.run.growths + 1, growth_cost_seconds=paused)
+        live.run.growth_done_at = turn.now
     text = f"epoch {world.epoch}: steps are heard" if job.told.unheard else headline(world)
-    if world.epoch > 1 and live.paused_since is not None:
-        text += f", {cost(paused, lost, live.costs_more)}"
+    if world.epoch > 1 and live.pause is not None:
+        text += f", {cost(paused, lost, live.pause.costs_more)}"
     turn.notice(text)
     record(turn, world, paused, lost)
 
@@ -52,9 +51,9 @@ def without_steps(turn: Turn, world: World) -> None:
     live, told = turn.live, turn.job.told
     if turn.job.has_session or told.unheard:
         return
-    turn.job.told = replace(told, unheard=True, start=told.start or not may_call_session(turn))
+    turn.update_told(unheard=True, start=told.start or not may_call_session(turn))
     turn.notice(f"{headline(world)}; no steps are heard: {not_yet(turn)}")
-    paused = live.phase_since - live.paused_since if live.paused_since is not None else 0.0
+    paused = live.phase_since - live.pause.since if live.pause is not None else 0.0
     record(turn, world, max(0.0, paused), 0)
 
 
@@ -69,7 +68,7 @@ def perhaps_stalled(turn: Turn, world: World) -> None:
     job = turn.job
     if job.told.doubt:
         return
-    job.told = replace(job.told, doubt=True)
+    turn.update_told(doubt=True)
     limit = f"{job.settings.stall_timeout:.0f} s (--stall-timeout)"
     finished = [member.node for member in world.members if job.part(member) is Part.FINISHED]
     if finished:

@@ -22,7 +22,7 @@ from dalsegno.protos.text import one_line
 from . import calls, forming, membership, running
 from .events import Called, Event, HeldUp, Reply, StreamClosed, StreamOpened, Tick
 from .invariants import check
-from .live import EpochLife, Live, State
+from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
 from .presences import Presence, Presences
 from .state import Job, Phase, Settings
 from .turn import CLOSED_GRACE, Turn
@@ -64,15 +64,14 @@ def recover(job: Job, generation: int, now: float, is_gone: Callable[[Process], 
     # None of them counts as lately; from now on it is seen whether they are lost again.
     live.lost_at = {name: [now - membership.LOSS_WINDOW] for name in job.losses}
     live.grow_hold_until = now + forming.growth_hold(job.conversion_failures)
-    live.conversion_moved = live.verify_moved = live.retry_at = now
-    if job.growths:
-        live.growth_done_at = now
+    live.conversion = ConversionLife(LeaseLife(now), retry_at=now)
+    live.verification = VerificationLife(now)
+    if job.run.growths:
+        live.run.growth_done_at = now
     if job.phase.has_workers or job.phase is Phase.FORMING:
-        live.paused_since, live.costs_more = now, True
+        live.pause = Pause(now, costs_more=True)
     state = State(job, live)
     fit(state, now)
-    if job.drain is not None:
-        live.epoch.drain_deadline = now + job.settings.drain_timeout
     gone = [node for node in job.nodes.values() if node.process is not None and is_gone(node.process)]
     membership.lose(Turn(state, now), [(node, "its process was gone when the master came back") for node in gone])
     guarded(state, [], now)
@@ -80,7 +79,7 @@ def recover(job: Job, generation: int, now: float, is_gone: Callable[[Process], 
 
 
 def fit(state: State, now: float) -> None:
-    """Whatever became of the job: this process knows of just the nodes and the epoch that it has."""
+    """Whatever became of the job: this process knows of just the nodes, the epoch and the drain that it has."""
     job, live = state.job, state.live
     heard = live.clock.at(now)
     known, live.nodes = live.nodes, Presences()
@@ -92,6 +91,10 @@ def fit(state: State, now: float) -> None:
     epoch = job.world.epoch if job.world is not None else 0
     if live.epoch.epoch != epoch or now == live.phase_since:
         live.epoch = EpochLife(epoch=epoch, is_taken_over=True, moved=heard)
+    if job.drain is None:
+        live.epoch.drain = None
+    elif live.epoch.drain is None:
+        live.epoch.drain = DrainLife(heard + job.settings.drain_timeout)
 
 
 def handle(state: State, event: Event, now: float) -> tuple[State, list[Reply]]:
@@ -137,7 +140,7 @@ def guarded(
         if len(events) > 1:
             return [guarded(state, [event], now, keep)[0] for event in events]
         return [set_aside(state, events[0] if events else Tick(), error, now)]
-    state.live.tick_pause = 0.0
+    state.live.tick_pause_seconds = 0.0
     return replies
 
 
@@ -152,8 +155,8 @@ def set_aside(state: State, event: Event, error: Exception, now: float) -> Reply
         live.said.add(text)
         Turn(state, now).notice(text, True)
     # What is due is tried again, but not at once: it would fail again.
-    live.tick_pause = min(TICK_PAUSE_MAX, 2 * live.tick_pause or TICK_PAUSE)
-    state.wake = now + live.tick_pause
+    live.tick_pause_seconds = min(TICK_PAUSE_MAX, 2 * live.tick_pause_seconds or TICK_PAUSE)
+    state.wake = now + live.tick_pause_seconds
     if isinstance(event, Called):
         return Reply("INTERNAL", f"the master failed on this call: {why}", None)
     return None

@@ -143,8 +143,7 @@ def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
         gone = turn.heard + (message.notice or turn.job.settings.drain_timeout)
         turn.presence(node).leaves = gone
         if turn.job.drain is not None and not turn.job.drain.optional and turn.is_working(node):
-            deadline = turn.open.drain_deadline
-            turn.open.drain_deadline = gone if deadline is None else min(gone, deadline)
+            turn.drain_life.deadline = min(gone, turn.drain_life.deadline)
     return OK
 
 
@@ -157,7 +156,8 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
         return reached(turn, node, message.step)
     news = epoch.first_step_at is None
     if message.has_session and not job.has_session:
-        job.has_session = news = True
+        turn.update_run(has_session=True)
+        news = True
         # Until here nobody's silence said anything: its start may have taken longer than any step.
         epoch.moved = turn.heard
     if message.expects_session and not node.expects_session:
@@ -168,7 +168,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     elif node.name in epoch.cold:
         epoch.cold.discard(node.name)
         news = True
-    epoch.longest = max(epoch.longest, message.longest)
+    epoch.longest_seconds = max(epoch.longest_seconds, message.longest)
     if message.step > epoch.top_step and not message.draining:
         # Beyond the boundary, if there was one: it was withdrawn, or its save failed.
         epoch.stopping = False
@@ -184,7 +184,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     if message.beats > epoch.beats.get(node.name, 0):
         epoch.beats[node.name] = message.beats
         epoch.moved = turn.heard
-    epoch.written[node.name] = message.written_bytes
+    epoch.written_bytes[node.name] = message.written_bytes
     if message.draining and not epoch.stopping:
         epoch.stopping = news = True
     # A copy that was long under way speaks of a drain before this one.
@@ -197,7 +197,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
 def expect_session(turn: Turn, node: Node) -> None:
     """Its workers have imported what session() comes from: what was concluded from their silence is void."""
     turn.update(node, expects_session=True)
-    turn.job.told = replace(turn.job.told, start=False)
+    turn.update_told(start=False)
     turn.open.growth_told = frozenset()
 
 
@@ -224,13 +224,13 @@ def reached(turn: Turn, node: Node, step: int) -> bool:
         return False
     epoch.steps[node.name] = step
     epoch.top_step = max(epoch.top_step, step)
-    job.ever_stepped = True
+    turn.update_run(ever_stepped=True)
     if job.phase.has_workers:
         if epoch.first_step_at is None:
             announcements.first_step(turn, world)
-    elif not job.phase.is_terminal and step > job.left_step:
+    elif not job.phase.is_terminal and step > job.run.left_step:
         # They are gathering already: what the next world begins behind is lost.
-        job.left_step = step
+        turn.update_run(left_step=step)
         announcements.close_record(turn, world, step)
     return True
 
@@ -263,7 +263,7 @@ def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) 
     made_step(turn, node, message.step)
     if drain is None or 0 < message.step <= drain.after:
         return OK
-    job.drain, turn.open.saving_since = replace(drain, agreed=False), None
+    job.drain, turn.drain_life.saving_since = replace(drain, agreed=False), None
     if drain.optional:
         running.withdraw(turn, f"its save failed ({message.reason})")
     return OK
@@ -353,8 +353,8 @@ def claim(turn: Turn, node: Node, message: control_pb2.ClaimRequest) -> Answer:
     source = turn.job.checkpoint(held.source)
     name = lease_name(source.name, held.lease) if source is not None else ""
     if name and name not in held.earlier:
-        turn.job.conversion = replace(held, earlier=(*held.earlier, name))
-    turn.live.conversion_moved = turn.heard
+        conversion.change(turn, held, earlier=(*held.earlier, name))
+    turn.live.conversion.lease.moved = turn.heard
     return OK
 
 

@@ -155,11 +155,10 @@ def record_commit(turn: Turn, message: control_pb2.Checkpoint, by: str) -> str:
     if head is not None and head.unconvertible and head.strategy == record.strategy:
         record = replace(record, unconvertible=head.unconvertible)
     job.checkpoints.put(record)
-    if message.step > job.budget.last_step:
-        job.budget = replace(job.budget, failures=0, doubtful=())
-        job.reopened = 0
-    job.ever_stepped = True
-    turn.live.grow_after_commit = False
+    turn.update_run(ever_stepped=True)
+    if message.step > job.run.budget.last_step:
+        turn.update_run(budget=replace(job.run.budget, failures=0, doubtful=()), reopened=0)
+    turn.open.put_off = False
     turn.live.committed = turn.heard
     retire_old(turn)
     return ""

@@ -9,6 +9,7 @@ from dalsegno.protos import control_pb2
 
 from . import failures
 from .checkpoints import cannot_convert, drop_form, resume_point, retire
+from .live import ConversionLife, LeaseLife, VerificationLife
 from .membership import has_answered, in_rank_order, sees_resume
 from .state import Checkpoint, Conversion, Failure, Node, Verification
 from .turn import Turn
@@ -30,43 +31,45 @@ RETRY_MAX = 60.0
 
 def tend(turn: Turn, source: Checkpoint) -> None:
     """The gate wants the universal form of `source`: see that somebody alive is making it."""
-    job = turn.job
-    if job.conversion is None or job.conversion.source != source.digest:
-        job.conversion = Conversion(source=source.digest)
-        turn.live.retry_pause = 0.0
+    conversion = turn.job.conversion
+    if conversion is None or conversion.source != source.digest:
+        conversion = Conversion(source=source.digest)
+        turn.update_next(conversion=conversion)
+        turn.live.conversion = ConversionLife()
     if source.unconvertible:
-        if not job.conversion.blocked:
-            change(turn, job.conversion, blocked=True, lease=0, owner="", reason=source.unconvertible)
+        if not conversion.blocked:
+            change(turn, conversion, blocked=True, lease=0, owner="", reason=source.unconvertible)
         return
-    if job.conversion.lease:
-        check_owner(turn, job.conversion)
-    if not job.conversion.lease and not job.conversion.blocked:
-        assign(turn, job.conversion, source)
+    if conversion.lease:
+        conversion = check_owner(turn, conversion)
+    if not conversion.lease and not conversion.blocked:
+        assign(turn, conversion, source)
 
 
 def change(turn: Turn, conversion: Conversion, **changes: Any) -> Conversion:
     """The conversion with some of it changed."""
-    turn.job.conversion = new = replace(conversion, **changes)
+    new = replace(conversion, **changes)
+    turn.update_next(conversion=new)
     return new
 
 
 def retry(turn: Turn) -> None:
     """After a pause somebody tries again."""
     conversion = turn.job.conversion
-    if conversion is not None and conversion.blocked and not is_vain(turn) and turn.due(turn.live.retry_at):
+    if conversion is not None and conversion.blocked and not is_vain(turn) and turn.due(turn.live.conversion.retry_at):
         unblock(turn)
 
 
-def check_owner(turn: Turn, conversion: Conversion) -> None:
-    """Replace an owner that is gone, leaving or stuck."""
+def check_owner(turn: Turn, conversion: Conversion) -> Conversion:
+    """Replace an owner that is gone, leaving or stuck. Returns the conversion as it is then."""
     owner = turn.job.nodes.get(conversion.owner)
     if owner is None or owner.leaving or not turn.is_fresh(owner):
         turn.notice(f"{conversion.owner} can no longer convert: another node takes over")
-        end_lease(turn, conversion)
-        return
+        return end_lease(turn, conversion)
     limit = stall_limit(turn.job.checkpoint(conversion.source))
-    if turn.overdue(turn.live.conversion_moved + limit):
-        failed(turn, conversion, f"no progress for {limit:.0f} s")
+    if turn.overdue(turn.live.conversion.lease.moved + limit):
+        return failed(turn, conversion, f"no progress for {limit:.0f} s")
+    return conversion
 
 
 def stall_limit(source: Checkpoint | None) -> float:
@@ -101,8 +104,7 @@ def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
         if sees_resume(turn, node):
             job.leases += 1
             change(turn, conversion, lease=job.leases, owner=node.name)
-            turn.live.conversion_moved = turn.heard
-            turn.live.conversion_done = (-1, 0)
+            turn.live.conversion.lease = LeaseLife(turn.heard)
             return
     if conversion.failed:
         block(turn, conversion)
@@ -115,22 +117,22 @@ def nobody_waits_for(turn: Turn, node: Node) -> bool:
     return node.name in gathering.overdue or loops or turn.is_held(node)
 
 
-def block(turn: Turn, conversion: Conversion) -> None:
+def block(turn: Turn, conversion: Conversion) -> Conversion:
     """Nobody can make it for now. The run goes on as it can; an agent tries again after doubling pauses."""
-    live = turn.live
-    if not conversion.blocked:
-        change(turn, conversion, blocked=True)
-        live.retry_pause = min(RETRY_MAX, live.retry_pause * 2) if live.retry_pause else RETRY_FIRST
-        live.retry_at = turn.now + live.retry_pause
+    life = turn.live.conversion
+    if conversion.blocked:
+        return conversion
+    life.retry_pause_seconds = min(RETRY_MAX, life.retry_pause_seconds * 2) if life.retry_pause_seconds else RETRY_FIRST
+    life.retry_at = turn.now + life.retry_pause_seconds
+    return change(turn, conversion, blocked=True)
 
 
-def failed(turn: Turn, conversion: Conversion, reason: str) -> None:
-    """ENVIRONMENT: one more agent tries."""
+def failed(turn: Turn, conversion: Conversion, reason: str) -> Conversion:
+    """ENVIRONMENT: one more agent tries. Returns the conversion as it is then."""
     turn.notice(f"converting on {conversion.owner} failed: {reason}", True)
     who = conversion.failed if conversion.owner in conversion.failed else (*conversion.failed, conversion.owner)
     conversion = change(turn, conversion, failed=who, reason=reason, lease=0, owner="")
-    if len(who) >= 2:
-        block(turn, conversion)
+    return block(turn, conversion) if len(who) >= 2 else conversion
 
 
 def is_vain(turn: Turn) -> bool:
@@ -156,10 +158,10 @@ def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tup
         return "FAILED_PRECONDITION", f"lease {request.lease} is no longer held by {node.name}"
     source = turn.job.checkpoint(conversion.source)
     if request.state == control_pb2.CONVERSION_STATE_WORKING:
-        files, moved = turn.live.conversion_done
-        if request.files_done > files or request.bytes_done > moved:
-            turn.live.conversion_done = max(files, request.files_done), max(moved, request.bytes_done)
-            turn.live.conversion_moved = turn.heard
+        known = turn.live.conversion.lease
+        if request.files_done > known.files or request.bytes_done > known.bytes:
+            files, moved = max(known.files, request.files_done), max(known.bytes, request.bytes_done)
+            turn.live.conversion.lease = LeaseLife(turn.heard, files, moved)
     elif request.state == control_pb2.CONVERSION_STATE_READY:
         if source is None or not source.universal_digest:
             failed(turn, conversion, "ready without a committed form")
@@ -181,8 +183,9 @@ def suspect(turn: Turn, record: Checkpoint, universal: bool, reporter: str, mess
     if job.verification is not None:
         return
     job.verifications += 1
-    job.verification = Verification(job.verifications, record.digest, universal, reporter, message=message)
-    turn.live.verify_moved = turn.heard
+    verification = Verification(job.verifications, record.digest, universal, reporter, message=message)
+    turn.update_next(verification=verification)
+    turn.live.verification = VerificationLife(turn.heard)
     name = record.universal_name if universal else record.name
     turn.notice(f"{reporter} cannot read {name} ({message}): it is being verified", True)
 
@@ -194,17 +197,17 @@ def tend_verification(turn: Turn) -> None:
         return
     record = turn.job.checkpoint(verification.digest)
     if record is None or (verification.universal and not record.universal_digest):
-        turn.job.verification = None
+        turn.update_next(verification=None)
         return
     if gave_up_form(turn, verification, record):
         return
     verifier = turn.job.nodes.get(verification.verifier)
     usable = verifier is not None and not verifier.leaving and turn.is_fresh(verifier)
     if not verification.number:
-        if not turn.due(turn.live.verify_retry_at):
+        if not turn.due(turn.live.verification.retry_at):
             return
     elif usable:
-        if not turn.overdue(turn.live.verify_moved + VERIFY_STALL):
+        if not turn.overdue(turn.live.verification.moved + VERIFY_STALL):
             return
         verification = inconclusive(turn, verification, f"nothing read for {VERIFY_STALL:.0f} s")
     ask(turn, verification)
@@ -231,9 +234,8 @@ def ask(turn: Turn, verification: Verification) -> None:
 
     chosen = min(able, key=last_resort)
     turn.job.verifications += 1
-    turn.job.verification = replace(verification, number=turn.job.verifications, verifier=chosen.name)
-    turn.live.verify_moved = turn.heard
-    turn.live.verify_bytes = 0
+    turn.update_next(verification=replace(verification, number=turn.job.verifications, verifier=chosen.name))
+    turn.live.verification = VerificationLife(turn.heard)
 
 
 def verify_pause(verification: Verification) -> float:
@@ -245,7 +247,7 @@ def verify_at_once(turn: Turn) -> None:
     """A node joined: it may be able to read what others could not."""
     verification = turn.job.verification
     if verification is not None and not verification.number:
-        turn.live.verify_retry_at = turn.now
+        turn.live.verification.retry_at = turn.now
 
 
 def cannot_verify(turn: Turn) -> bool:
@@ -266,14 +268,14 @@ def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) ->
     if verification is None or not wanted or wanted != request.number or verification.verifier != node.name:
         return "FAILED_PRECONDITION", f"verification {request.number} is no longer wanted"
     if request.working:
-        if request.bytes_done > turn.live.verify_bytes:
-            turn.live.verify_bytes = request.bytes_done
-            turn.live.verify_moved = turn.heard
+        life = turn.live.verification
+        if request.bytes_done > life.bytes:
+            life.bytes, life.moved = request.bytes_done, turn.heard
         return "OK", ""
     if request.inconclusive:
         inconclusive(turn, verification, request.message)
         return "OK", ""
-    job.verification = None
+    turn.update_next(verification=None)
     record = job.checkpoint(verification.digest)
     if record is None:
         return "OK", ""
@@ -296,8 +298,9 @@ def inconclusive(turn: Turn, verification: Verification, reason: str) -> Verific
         turn.notice(f"{verification.verifier} cannot verify the checkpoint ({reason}): it is tried again", True)
     # The order with this number is answered; `verifier` stays as who was asked last.
     unable = (*verification.unable, verification.verifier)[-UNABLE_KEPT:]
-    turn.job.verification = new = replace(verification, message=reason, number=0, unable=unable)
-    turn.live.verify_retry_at = turn.now + verify_pause(new)
+    new = replace(verification, message=reason, number=0, unable=unable)
+    turn.update_next(verification=new)
+    turn.live.verification.retry_at = turn.now + verify_pause(new)
     return new
 
 
@@ -305,7 +308,7 @@ def gave_up_form(turn: Turn, verification: Verification, record: Checkpoint) -> 
     """Whether nobody could tell if a later form is damaged. It can be made again, so nothing is lost without it."""
     if not verification.universal or not is_unable(verification):
         return False
-    turn.job.verification = None
+    turn.update_next(verification=None)
     turn.notice(f"{record.universal_name} can be neither loaded nor verified ({verification.message}): made anew", True)
     drop_form(turn.job, record)
     return True

@@ -13,8 +13,9 @@ from .turn import Turn
 def count(turn: Turn) -> bool:
     """The next world is about to open: was the script to blame for the end of this one, once too often?"""
     job = turn.job
-    failure, doubtful = job.budget.pending, job.budget.doubtful
-    job.budget = budget = replace(job.budget, pending=None, doubtful=())
+    failure, doubtful = job.run.budget.pending, job.run.budget.doubtful
+    budget = replace(job.run.budget, pending=None, doubtful=())
+    turn.update_run(budget=budget)
     if failure is None or job.world is None:
         return False
     if doubtful and all(is_there(turn, incarnation) for incarnation in doubtful):
@@ -28,7 +29,7 @@ def count(turn: Turn) -> bool:
             last_step=max(budget.last_step, failure.step),
             failures=budget.failures + (not silent),
         )
-    job.budget = budget
+    turn.update_run(budget=budget)
     if budget.failures <= job.settings.max_restarts:
         return False
     running.end(
@@ -42,9 +43,9 @@ def count(turn: Turn) -> bool:
 
 def blame(turn: Turn, failure: Failure) -> None:
     """Keep what broke the world. Who tells of a cause elsewhere is outweighed by who had it, both by a refusal."""
-    pending = turn.job.budget.pending
-    if pending is None or weight(failure) > weight(pending):
-        turn.job.budget = replace(turn.job.budget, pending=failure)
+    budget = turn.job.run.budget
+    if budget.pending is None or weight(failure) > weight(budget.pending):
+        turn.update_run(budget=replace(budget, pending=failure))
 
 
 def weight(failure: Failure) -> tuple[bool, bool]:
@@ -54,7 +55,7 @@ def weight(failure: Failure) -> tuple[bool, bool]:
 
 def acquit(turn: Turn) -> None:
     """It was not the script's fault."""
-    turn.job.budget = replace(turn.job.budget, pending=None)
+    turn.update_run(budget=replace(turn.job.run.budget, pending=None))
 
 
 def broke_it(turn: Turn, member: Member) -> bool:
@@ -82,4 +83,4 @@ def cannot_reshard(turn: Turn, resume: Checkpoint) -> bool:
     world = turn.job.world
     if world is None or not world.resharded or world.resume != resume.digest or turn.job.told.first_step:
         return False
-    return turn.job.budget.pending is not None and not any(broke_it(turn, member) for member in world.members)
+    return turn.job.run.budget.pending is not None and not any(broke_it(turn, member) for member in world.members)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from . import announcements, conversion, failures, refusals, sight
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
-from .live import EpochLife, State
+from .live import EpochLife, Missing, State
 from .membership import agree_on_directory, eligible, expected, has_answered, of_size, select
 from .running import end, end_refused, hopeless
 from .scaling import has_shrunk, of_nodes
-from .state import Checkpoint, Job, Member, Node, Part, Phase, Told, World
+from .state import Checkpoint, Job, Member, NextWorld, Node, Opened, Part, Phase, Recollection, World
 from .turn import Turn, names
 
 # After a conversion that failed on a growth, growing waits for a doubling time (seconds).
@@ -24,9 +26,9 @@ MISSING_EVERY = 1.0
 def forming(turn: Turn) -> bool:
     """WAITING and FORMING: gather, see to the conversion, open."""
     job = turn.job
-    if job.listening:
+    if job.recollection.listening:
         return listening(turn)
-    pending = job.budget.pending
+    pending = job.run.budget.pending
     if job.world is not None and pending is not None and hopeless(turn):
         end(turn, Phase.FAILED, f"{pending.node}: {pending.message}")
         return True
@@ -73,14 +75,14 @@ def forming(turn: Turn) -> bool:
 
 def listening(turn: Turn) -> bool:
     """The store was empty but agents remember a run: hear all of them out first."""
-    job, live = turn.job, turn.live
-    if live.listen_until is None:
-        live.listen_until = turn.heard + job.settings.node_timeout
-    if not turn.overdue(live.listen_until):
+    job, gathering = turn.job, turn.live.gathering
+    if gathering.listen_until is None:
+        gathering.listen_until = turn.heard + job.settings.node_timeout
+    if not turn.overdue(gathering.listen_until):
         return False
-    job.listening = False
-    job.epoch = max(job.epoch, job.listening_epoch)
-    settings = f", with --nnodes={job.settings.min_nodes}:{job.settings.max_nodes}" if job.settings_epoch >= 0 else ""
+    job.recollection = known = replace(job.recollection, listening=False)
+    job.epoch = max(job.epoch, known.epoch)
+    settings = f", with --nnodes={job.settings.min_nodes}:{job.settings.max_nodes}" if known.settings_epoch >= 0 else ""
     turn.notice(
         f"the master's record was lost; the run was read back from its checkpoints ({len(job.checkpoints)}){settings}"
     )
@@ -94,7 +96,7 @@ def wait_or_form(turn: Turn, enough: bool) -> bool:
         turn.enter(Phase.FORMING)
         return True
     if not enough and job.phase is Phase.FORMING:
-        job.quiet = True
+        turn.update_next(quiet=True)
         turn.enter(Phase.WAITING)
         return True
     limit = job.settings.wait_for_nodes
@@ -106,14 +108,14 @@ def wait_or_form(turn: Turn, enough: bool) -> bool:
 
 def ends_in_vain(turn: Turn, stuck: bool) -> bool:
     """Only a world of the old shape could go on, and nodes for one do not come: the job ends."""
-    live, settings = turn.live, turn.job.settings
+    gathering, settings = turn.live.gathering, turn.job.settings
     if not stuck or not conversion.is_vain(turn):
-        live.vain_until = None
+        gathering.vain_until = None
         return False
-    if live.vain_until is None:
+    if gathering.vain_until is None:
         patience = settings.wait_for_nodes if settings.wait_for_nodes >= 0 else settings.node_timeout
-        live.vain_until = turn.now + patience
-    if not turn.due(live.vain_until):
+        gathering.vain_until = turn.now + patience
+    if not turn.due(gathering.vain_until):
         return False
     end(turn, Phase.FAILED, missing(turn.state), notice=False)
     return True
@@ -128,13 +130,13 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     if len(ready) >= turn.job.most_nodes:
         return True
     enough = bool(select(turn, ready))
-    if not enough or not turn.job.quiet:
+    if not enough or not turn.job.next.quiet:
         gathering.complete_at = None
     elif gathering.complete_at is None:
         gathering.complete_at = turn.now
     if waited_for:
         return False
-    if not turn.job.quiet:
+    if not turn.job.next.quiet:
         return True
     quiet = turn.live.last_arrival + settings.quiet_time
     if enough and gathering.complete_at is not None:
@@ -214,17 +216,18 @@ def missing(state: State) -> str:
 
 def say_missing(turn: Turn) -> None:
     """Agents are told what WAITING lacks: at once when it is new, then at most once a while."""
-    live = turn.live
+    live, told = turn.live, turn.live.missing
     if turn.job.phase is not Phase.WAITING:
-        live.missing = ""
+        if told.text:
+            live.missing = Missing()
         return
-    if live.missing and turn.now < live.missing_at + MISSING_EVERY:
-        if len(turn.job.nodes) > 0 and missing(turn.state) != live.missing:
-            turn.due(live.missing_at + MISSING_EVERY)
+    if told.text and turn.now < told.at + MISSING_EVERY:
+        if len(turn.job.nodes) > 0 and missing(turn.state) != told.text:
+            turn.due(told.at + MISSING_EVERY)
         return
     text = missing(turn.state)
-    if text != live.missing:
-        live.missing, live.missing_at = text, turn.now
+    if text != told.text:
+        live.missing = Missing(text, turn.now)
 
 
 def is_proven(job: Job, node: Node) -> bool:
@@ -244,10 +247,10 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     arrived = [node.name for node in nodes if node.incarnation not in old]
     if has_shrunk(turn, old, nodes):
         turn.cause(f"scaled to {of_nodes(job.limit)}")
-    causes = job.causes + ((f"{names(arrived)} joined",) if arrived else ())
+    causes = job.next.causes + ((f"{names(arrived)} joined",) if arrived else ())
     size = sum(node.nproc for node in nodes)
     job.epoch += 1
-    job.world = World(
+    world = World(
         epoch=job.epoch,
         members=tuple(
             Member(node.name, node.incarnation, node.host, node.nproc, rank, is_proven(job, node))
@@ -260,22 +263,18 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
         resharded=resume is not None and resharded(job, resume, size),
         resumed_step=resume.step if resume is not None else 0,
         causes=causes or ("restarted",),
-        left_step=job.left_step,
+        left_step=job.run.left_step,
         grown=job.grown and bool(arrived),
     )
-    job.parts = {node.incarnation: Part.RUNNING for node in nodes}
-    job.told = Told()
+    if world.universal or (resume is not None and job.conversion is not None and not job.conversion.blocked):
+        job.conversion_failures = 0
+    job.opened = Opened(world, {node.incarnation: Part.RUNNING for node in nodes})
+    job.next = NextWorld()
+    job.recollection = Recollection()
     for node in nodes:
         turn.update(node, joined=None)
-    if job.world.universal or (resume is not None and job.conversion is not None and not job.conversion.blocked):
-        job.conversion_failures = 0
-    job.conversion = None
-    job.drain = None
-    job.quiet = False
-    job.causes = ()
-    job.grown = False
     live.epoch = EpochLife(epoch=job.epoch, moved=turn.heard)
     turn.gather_anew()
     turn.enter(Phase.RUNNING)
     if unheard:
-        announcements.without_steps(turn, job.world)
+        announcements.without_steps(turn, world)

@@ -34,6 +34,8 @@ def check(state: State) -> None:
         raise InvariantBroken("draining without a drain")
     if job.phase is not Phase.DRAINING and job.drain is not None:
         raise InvariantBroken(f"{job.phase.value} with a drain")
+    if (job.drain is None) is not (state.live.epoch.drain is None):
+        raise InvariantBroken("a drain without its life, or the life of one that is over")
     check_commits(state)
 
 
@@ -45,5 +47,5 @@ def check_commits(state: State) -> None:
         if newer.epoch == older.epoch and newer.step <= older.step:
             raise InvariantBroken(f"committed steps of epoch {newer.epoch} do not grow")
     for record in last:
-        if record.epoch > job.epoch and not job.listening:
+        if record.epoch > job.epoch and not job.recollection.listening:
             raise InvariantBroken(f"{record.name} is of an epoch that was never opened")

@@ -12,11 +12,34 @@ from .listening import ListeningClock
 from .presences import Presences
 from .state import Job
 
-__all__ = ("EpochLife", "Gathering", "Live", "State")
+__all__ = (
+    "ConversionLife",
+    "DrainLife",
+    "EpochLife",
+    "Gathering",
+    "LeaseLife",
+    "Live",
+    "Missing",
+    "Pause",
+    "RunLife",
+    "State",
+    "VerificationLife",
+)
 
 
 # Losses of one name that lie so close together are a loop (seconds).
 CRASH_LOOP = 60.0
+
+
+@dataclass
+class DrainLife:
+    """The drain that is under way: made and dropped with `Job.drain`."""
+
+    # When it runs out: until then a boundary must be agreed, or the leavers be gone.
+    deadline: float
+    # Since when its save is waited for, and when that is said next.
+    saving_since: float | None = None
+    told_at: float = 0.0
 
 
 @dataclass
@@ -28,13 +51,14 @@ class EpochLife:
     steps: dict[str, int] = field(default_factory=dict)
     saved_bytes: dict[str, int] = field(default_factory=dict)
     beats: dict[str, int] = field(default_factory=dict)
-    # What a save that is under way has in its files, as each node sees it, bytes; 0: none is.
-    written: dict[str, int] = field(default_factory=dict)
+    # What a save that is under way has in its files, as each node sees it; 0: none is.
+    written_bytes: dict[str, int] = field(default_factory=dict)
     # Nodes whose ranks have no step left to make: what the script still does, it does without steps.
     ended: set[str] = field(default_factory=set)
     top_step: int = 0
     loss: float = 0.0
-    longest: float = 0.0
+    # The longest step, save or evaluation.
+    longest_seconds: float = 0.0
     first_step_at: float | None = None
     # The same by the listening clock.
     first_step_heard: float = 0.0
@@ -55,11 +79,9 @@ class EpochLife:
     cold: set[str] = field(default_factory=set)
     # Newcomers of which was said what they wait for.
     growth_told: frozenset[str] = frozenset()
-    # When its drain runs out: until then a boundary must be agreed, or the leavers be gone.
-    drain_deadline: float | None = None
-    # Since when the drain's save is waited for, and when that is said next.
-    saving_since: float | None = None
-    save_told_at: float = 0.0
+    drain: DrainLife | None = None
+    # A growth or a scale-down was put off: it is tried again with the next commit.
+    put_off: bool = False
 
     def advance(self, name: str, step: int, now: float, heard: float) -> None:
         """A node's ranks have come to this step. One of which nobody had told proves that all took part in it."""
@@ -92,6 +114,10 @@ class Gathering:
     complete_at: float | None = None
     # Since when nobody has had the resume point in sight.
     unseen: float | None = None
+    # Until when agents are heard out that remember a lost store.
+    listen_until: float | None = None
+    # When the job ends, because nobody will be able to convert what it would go on from.
+    vain_until: float | None = None
 
     def is_crash_looping(self, name: str, now: float) -> bool:
         """Lost in this very round, lately, and more than once."""
@@ -102,47 +128,88 @@ class Gathering:
 
 
 @dataclass
+class LeaseLife:
+    """How the owner of a conversion's lease gets on."""
+
+    moved: float = 0.0
+    # The most that it has reported: files finished, bytes moved.
+    files: int = -1
+    bytes: int = 0
+
+
+@dataclass
+class ConversionLife:
+    """The conversion that the gate wants: made with it."""
+
+    lease: LeaseLife = field(default_factory=LeaseLife)
+    # After a failure: when it is tried again, and after how long.
+    retry_at: float = 0.0
+    retry_pause_seconds: float = 0.0
+
+
+@dataclass
+class VerificationLife:
+    """One order to verify, or what lies before the next one: made with it."""
+
+    # When the verifier was asked, or last read something new; and how much it has read.
+    moved: float = 0.0
+    bytes: int = 0
+    # When somebody is asked again, after one who could not tell.
+    retry_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Nobody trains: from the last step of a world to the first of the next."""
+
+    since: float
+    # It was longer, and more steps may be lost: the process before this one saw the last of them.
+    costs_more: bool = False
+
+
+@dataclass(frozen=True)
+class Missing:
+    """What WAITING lacks, as agents were told last, and when."""
+
+    text: str = ""
+    at: float = float("-inf")
+
+
+@dataclass
+class RunLife:
+    """The run, as this process has seen it: made with `Job.run`."""
+
+    # When its world grew last.
+    growth_done_at: float | None = None
+    # The first and the last of its epochs, one after the other, that lost members before their first step.
+    stillborn: tuple[int, int] = (0, -1)
+
+
+@dataclass
 class Live:
     """Replaced whole by a new process; its parts with what they are about."""
 
     clock: ListeningClock = field(default_factory=ListeningClock)
     nodes: Presences = field(default_factory=Presences)
+    run: RunLife = field(default_factory=RunLife)
     epoch: EpochLife = field(default_factory=EpochLife)
     gathering: Gathering = field(default_factory=Gathering)
+    conversion: ConversionLife = field(default_factory=ConversionLife)
+    verification: VerificationLife = field(default_factory=VerificationLife)
+    pause: Pause | None = None
+    missing: Missing = Missing()
     held_until: dict[str, float] = field(default_factory=dict)
     lost_at: dict[str, list[float]] = field(default_factory=dict)
-    # The first and the last of the epochs, one after the other, that lost members before their first step.
-    stillborn: tuple[int, int] = (0, -1)
     phase_since: float = 0.0
     phase_heard: float = 0.0
     last_arrival: float = 0.0
-    growth_done_at: float | None = None
     grow_hold_until: float = 0.0
-    grow_after_commit: bool = False
     committed: float = 0.0
     # People know that a save takes a good part of a leaver's notice.
     slow_save_told: bool = False
-    conversion_moved: float = 0.0
-    # The most that the lease's owner has reported: files finished, bytes moved.
-    conversion_done: tuple[int, int] = (-1, 0)
-    retry_at: float = 0.0
-    retry_pause: float = 0.0
-    # When the job ends, because nobody will be able to convert what it would go on from.
-    vain_until: float | None = None
-    # When the verifier was asked, or last read something new; and how much it has read, bytes.
-    verify_moved: float = 0.0
-    verify_bytes: int = 0
-    verify_retry_at: float = 0.0
-    listen_until: float | None = None
-    paused_since: float | None = None
-    # It was longer, and more steps may be lost: the process before this one saw the last of them.
-    costs_more: bool = False
-    # What WAITING lacks, as agents were told last, and when.
-    missing: str = ""
-    missing_at: float = float("-inf")
     # Internal errors that people were told of.
     said: set[str] = field(default_factory=set)
-    tick_pause: float = 0.0
+    tick_pause_seconds: float = 0.0
 
 
 @dataclass

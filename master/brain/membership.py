@@ -83,7 +83,7 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
         note_stillborn(turn, world.epoch)
     if broken and world is not None and not any(job.node_by(member.incarnation) for member in world.members):
         # Everybody was gone at once, and some are back already: a start, at which the others come, too.
-        job.quiet = True
+        turn.update_next(quiet=True)
 
 
 def costs_the_run(turn: Turn) -> bool:
@@ -96,17 +96,17 @@ def costs_the_run(turn: Turn) -> bool:
         return False
     # Of a script without a session nobody hears the first step.
     stepped = turn.open.first_step_at is not None or turn.job.told.start
-    first, last = live.stillborn
+    first, last = live.run.stillborn
     return stepped or (first < world.epoch and last >= world.epoch - 1)
 
 
 def note_stillborn(turn: Turn, epoch: int) -> None:
     """A world lost members; worlds that follow each other and make no step are remembered by the first and the last."""
-    first, last = turn.live.stillborn
+    first, last = turn.live.run.stillborn
     if turn.open.first_step_at is not None:
-        turn.live.stillborn = (0, -1)
+        turn.live.run.stillborn = (0, -1)
     else:
-        turn.live.stillborn = (first if last >= epoch - 1 else epoch, epoch)
+        turn.live.run.stillborn = (first if last >= epoch - 1 else epoch, epoch)
 
 
 def was(who: list[str]) -> str:
@@ -227,7 +227,7 @@ def death_of(turn: Turn, node: Node, timeout: float) -> str:
         grace = 0.0 if suspect else CLOSED_GRACE
         if not suspect and turn.is_working(node):
             # Steps that take longer than that do not stand still yet; a broken stream comes back meanwhile.
-            grace = timeout if epoch.stopping else min(timeout, max(CLOSED_GRACE, 1.2 * epoch.longest))
+            grace = timeout if epoch.stopping else min(timeout, max(CLOSED_GRACE, 1.2 * epoch.longest_seconds))
         if suspect or not was_silent_before(turn, presence):
             due = presence.closed if suspect else max(presence.closed, proof) + grace
             return "its connection closed" if turn.overdue(due) else ""

@@ -8,7 +8,7 @@ from dataclasses import replace
 from dalsegno.protos import control_pb2
 
 from . import checkpoints
-from .state import Settings
+from .state import Run, Settings
 from .turn import Turn
 
 
@@ -33,24 +33,25 @@ def remember(
     job = turn.job
     over = set(finished_runs)
     known = list(inventory)
-    unfinished = [entry for entry in known if entry.run_id not in over and run_number(entry.run_id) >= job.run]
-    newest = max([job.run, *(run_number(entry.run_id) for entry in unfinished), *(run_number(run) + 1 for run in over)])
-    if newest > job.run:
+    unfinished = [entry for entry in known if entry.run_id not in over and run_number(entry.run_id) >= job.run.number]
+    newest = max(
+        [job.run.number, *(run_number(entry.run_id) for entry in unfinished), *(run_number(run) + 1 for run in over)]
+    )
+    if newest > job.run.number:
         # What was read back so far is of a run that is over.
-        for record in list(job.checkpoints):
-            job.checkpoints.drop(record.digest)
-        job.run, job.settings_epoch = newest, -1
+        turn.begin_run(Run(newest))
+        job.recollection = replace(job.recollection, settings_epoch=-1)
     mine = [entry for entry in unfinished if entry.run_id == job.run_id]
     merge(turn, mine)
     restore_settings(turn, epoch, settings, mine)
     for entry in mine:
         job.generation = max(job.generation, entry.generation + 1)
-    job.ever_stepped = job.ever_stepped or len(job.checkpoints) > 0
-    job.listening_epoch = max([job.listening_epoch, epoch, *(entry.epoch for entry in known)])
-    if job.epoch == 0:
-        job.listening = True
-    else:
-        job.epoch = max(job.epoch, job.listening_epoch)
+    if len(job.checkpoints) > 0:
+        turn.update_run(ever_stepped=True)
+    highest = max([job.recollection.epoch, epoch, *(entry.epoch for entry in known)])
+    job.recollection = replace(job.recollection, epoch=highest, listening=job.recollection.listening or job.epoch == 0)
+    if job.epoch > 0:
+        job.epoch = max(job.epoch, highest)
 
 
 def restore_settings(turn: Turn, epoch: int, settings: Settings | None, found: list[control_pb2.Checkpoint]) -> None:
@@ -60,10 +61,10 @@ def restore_settings(turn: Turn, epoch: int, settings: Settings | None, found: l
     """
     job = turn.job
     newest = max(found, key=lambda entry: entry.epoch, default=None)
-    if newest is not None and newest.epoch > job.settings_epoch:
+    if newest is not None and newest.epoch > job.recollection.settings_epoch:
         recorded = replace(job.settings, min_nodes=newest.min_nodes, max_nodes=newest.max_nodes)
         put_in_force(turn, newest.epoch, recorded, f"checkpoint {newest.ref.name}")
-    if settings is not None and epoch >= job.settings_epoch:
+    if settings is not None and epoch >= job.recollection.settings_epoch:
         put_in_force(turn, epoch, settings, "an agent")
 
 
@@ -76,7 +77,7 @@ def put_in_force(turn: Turn, epoch: int, settings: Settings, source: str) -> Non
         turn.notice(f"what {source} remembers of the job's settings does not count: {settings.problem}", True)
         return
     job.settings = settings
-    job.settings_epoch = epoch
+    job.recollection = replace(job.recollection, settings_epoch=epoch)
 
 
 def merge(turn: Turn, found: list[control_pb2.Checkpoint]) -> None:

@@ -17,7 +17,7 @@ def pending(turn: Turn) -> Failure | None:
 
     Where re-sharding was to be tried, it is that which did not work: the checkpoint is converted instead.
     """
-    job, failure = turn.job, turn.job.budget.pending
+    job, failure = turn.job, turn.job.run.budget.pending
     if failure is None or not failure.refused or job.world is None:
         return None
     return None if job.world.resharded and not job.told.first_step else failure

@@ -15,7 +15,7 @@ from .door import MOST_NODES
 from .events import Reply
 from .presences import Presence
 from .recollection import remember, run_number
-from .state import Budget, Job, Node, Phase, Settings
+from .state import Budget, Job, NextWorld, Node, Phase, Recollection, Run, Settings
 from .turn import Turn, heartbeat_of, pace_of
 
 _FIELDS = tuple(Settings.__dataclass_fields__)
@@ -175,7 +175,7 @@ def new_run_without_effect(turn: Turn, message: control_pb2.RegisterRequest) -> 
         return ""
     if job.world is None and not len(job.checkpoints):
         return ""  # Nothing was begun.
-    if job.begun_anew and any(is_there(turn, name) for name in job.nodes):
+    if job.run.begun_anew and any(is_there(turn, name) for name in job.nodes):
         return ""  # The same command on another node has begun this run a moment ago.
     return (
         f"--new-run has no effect: {job.run_id} is not over, and goes on from {where(job)};"
@@ -205,16 +205,13 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     failed = job.message
     for node in list(job.nodes.values()):
         membership.drop(turn, node)
-    job.world = None
-    job.parts = {}
-    job.budget = Budget(last_step=job.budget.last_step)
-    job.causes = ()
+    job.opened = None
+    job.next = NextWorld(quiet=True)
+    job.recollection = Recollection()
     job.message = ""
     job.limit = 0
-    job.quiet = True
     job.settled = job.fixed_nnodes
-    job.settings_epoch = -1
-    turn.live.paused_since = None
+    turn.live.pause = None
     turn.gather_anew()
     turn.enter(Phase.WAITING)
     if finished or message.new_run:
@@ -222,8 +219,8 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
         # Who asked for it knows.
         return "" if message.new_run else f"{ended} is finished: this is the next run, {job.run_id}, from step 0"
     # A supervisor may start agents again and again: each time is said, and how often it was in vain so far.
-    job.reopened += 1
-    times = f", for the {ordinal(job.reopened)} time without a commit" if job.reopened > 1 else ""
+    turn.update_run(budget=Budget(last_step=job.run.budget.last_step), reopened=job.run.reopened + 1)
+    times = f", for the {ordinal(job.run.reopened)} time without a commit" if job.run.reopened > 1 else ""
     who = message.node or message.host
     text = f"{job.run_id} had failed ({failed}): {who} takes it up again from {where(job)}{times}"
     turn.notice(text, True)
@@ -232,19 +229,8 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
 
 def begin_anew(turn: Turn, message: control_pb2.RegisterRequest) -> None:
     """The next run: nothing of the last one counts."""
-    job = turn.job
-    job.run += 1
-    job.probe = message.probe
-    job.begun_anew = message.new_run
-    job.stalls = job.reopened = 0
-    for record in list(job.checkpoints):
-        job.checkpoints.drop(record.digest)
-    job.late = ()
-    job.history = ()
-    job.ever_stepped = job.has_session = False
-    job.budget = Budget()
-    job.left_step = job.growths = 0
-    turn.live.growth_done_at = None
+    turn.begin_run(Run(turn.job.run.number + 1, begun_anew=message.new_run))
+    turn.job.probe = message.probe
 
 
 def ordinal(number: int) -> str:
@@ -267,20 +253,24 @@ def is_there(turn: Turn, name: str) -> bool:
 def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
     """What the first agent of a job brings is the job's: settings, probe, and what an empty store has forgotten."""
     job = turn.job
-    being_read_back = job.listening and job.settings_epoch >= 0
+    if not job.arrivals:
+        turn.begin_phase()  # It waits from now on; the master's process may have been there for long.
+    being_read_back = job.recollection.listening and job.recollection.settings_epoch >= 0
     if not len(job.nodes) and (not job.settled or (job.embedded and not being_read_back)):
         settle_for(job, message.settings)
     if not job.probe:
         job.probe = message.probe
-    if job.epoch == 0 and (job.listening or message.epoch or message.generation or message.inventory):
-        run = job.run
+    if job.epoch == 0 and (job.recollection.listening or message.epoch or message.generation or message.inventory):
+        run = job.run.number
         told = settings_from(message.known_settings) if message.HasField("known_settings") else None
         remember(turn, message.epoch, message.inventory, message.finished_runs, told)
-        if job.run > run and job.settings_epoch < 0:
+        if job.run.number > run and job.recollection.settings_epoch < 0:
             # The first to know of this run.
             settle_for(job, message.settings)
     elif job.epoch == 0 and message.finished_runs:
-        job.run = max(job.run, 1 + max(run_number(run) for run in message.finished_runs))
+        after = 1 + max(run_number(run) for run in message.finished_runs)
+        if after > job.run.number:
+            turn.begin_run(Run(after))
     # Equal is above only for an empty store: a fenced node of a running job brings the present generation.
     if message.generation > job.generation or (job.epoch == 0 and message.generation == job.generation):
         job.generation = message.generation + 1

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 from . import announcements, refusals, saves
 from .checkpoints import only_size
+from .live import DrainLife, Pause
 from .membership import may_call_session, newcomers, select
 from .scaling import is_too_large, of_nodes, wants_to_shrink
-from .state import Drain, Failure, Node, Part, Phase, World
+from .state import Drain, Failure, NextWorld, Node, Part, Phase, World
 from .turn import Turn, names
 
 # Nodes that are not warm by then are taken as they are (seconds after the newcomers' Join, and after the first step).
@@ -69,15 +70,14 @@ def go_without(turn: Turn, leavers: list[str]) -> None:
         regroup(turn)
         return
     goes = "leaves" if len(leavers) == 1 else "leave"
-    start_drain(turn, growth=False, reason=f"{names(leavers)} {goes}" if leavers else "drained by its nodes")
+    start_drain(turn, f"{names(leavers)} {goes}" if leavers else "drained by its nodes")
 
 
 def grow(turn: Turn) -> None:
     """Newcomers are taken in."""
     job, new = turn.job, newcomers(turn)
     if job.has_session:
-        job.grown = True
-        start_drain(turn, growth=True, reason=f"{names(n.name for n in new)} {'joins' if len(new) == 1 else 'join'}")
+        start_drain(turn, f"{names(n.name for n in new)} {'joins' if len(new) == 1 else 'join'}", growth=True)
         return
     go_on_unheard(turn)
     announcements.restart_to_grow(turn, new, turn.live.committed > unheard_since(turn, new))
@@ -88,9 +88,7 @@ def shrink(turn: Turn) -> None:
     """The world is larger than the job was scaled to."""
     text = f"scaled to {of_nodes(turn.job.limit)}"
     if turn.job.has_session:
-        start_drain(turn, growth=False, reason=text)
-        if turn.job.drain is not None:
-            turn.job.drain = replace(turn.job.drain, shrink=True)
+        start_drain(turn, text, shrink=True)
         return
     go_on_unheard(turn)
     turn.notice(f"all workers restart, {text}: the script has not called session() and cannot be drained", True)
@@ -103,7 +101,7 @@ def go_on_unheard(turn: Turn) -> None:
     Of one that has not come to its session() yet this says nothing: it has made no step, and the next one may be heard.
     """
     if not may_call_session(turn):
-        turn.job.told = replace(turn.job.told, start=True)
+        turn.update_told(start=True)
 
 
 def world_of(turn: Turn) -> World:
@@ -120,7 +118,7 @@ def end_of_epoch(turn: Turn) -> bool:
     parts = set(job.parts.values())
     if Part.LOST in parts or Part.FAILED in parts:
         if hopeless(turn):
-            failure = job.budget.pending
+            failure = job.run.budget.pending
             end(turn, Phase.FAILED, f"{failure.node}: {failure.message}" if failure else "every node failed at once")
         elif refusals.ends_job(turn):
             end_refused(turn)
@@ -146,7 +144,7 @@ def hopeless(turn: Turn) -> bool:
     """Every node's workers failed before the run ever made a step: trying again would not help."""
     job = turn.job
     return (
-        not job.ever_stepped
+        not job.run.ever_stepped
         and not job.told.start
         and all(part is Part.FAILED for part in job.parts.values())
         and job.verification is None
@@ -156,18 +154,18 @@ def hopeless(turn: Turn) -> bool:
 def unplanned(turn: Turn) -> None:
     """Survivors stop at once and go back to the last commit."""
     turn.open.trouble = True
-    turn.job.grown = False
+    turn.job.drain = None  # What it was for comes to nothing.
     regroup(turn)
 
 
 def regroup(turn: Turn) -> None:
     """The open epoch is over on every node; gather for the next."""
     job, world = turn.job, world_of(turn)
-    job.left_step = max(turn.open.top_step, world.resumed_step)
-    turn.live.paused_since = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
-    turn.live.costs_more = turn.open.is_taken_over
-    announcements.close_record(turn, world, job.left_step)
-    job.drain = None
+    turn.update_run(left_step=max(turn.open.top_step, world.resumed_step))
+    turn.update_next(grown=job.drain is not None and job.drain.grown)
+    since = turn.now if turn.open.stepped_at is None else turn.open.stepped_at
+    turn.live.pause = Pause(since, turn.open.is_taken_over)
+    announcements.close_record(turn, world, job.run.left_step)
     turn.gather_anew()
     left = [node.name for node in job.nodes.leavers if world.member(node.incarnation) is not None]
     if left:
@@ -187,18 +185,19 @@ def stalled(turn: Turn) -> bool:
             announcements.perhaps_stalled(turn, world_of(turn))
         return False
     ended = bool(epoch.ended) or Part.FINISHED in job.parts.values()
-    if epoch.first_step_at is not None and not ended and not any(epoch.written.values()):
+    if epoch.first_step_at is not None and not ended and not any(epoch.written_bytes.values()):
         # What was taken for a stall may have been the first evaluation: each time more patience, up to the setting.
-        limit = min(limit, max(STALL_MIN, STALL_FACTOR * epoch.longest) * 2.0 ** min(job.stalls, 60))
+        limit = min(limit, max(STALL_MIN, STALL_FACTOR * epoch.longest_seconds) * 2.0 ** min(job.run.stalls, 60))
     if not turn.overdue(epoch.moved + limit):
         return False
     what = "the training ended, but not all ranks finished" if ended else "no rank made a step"
     text = f"{what} for {limit:.0f} s (--stall-timeout)"
     turn.notice(text, True)
     turn.cause("stalled")
-    job.stalls += 1
-    if job.budget.pending is None:
-        job.budget = replace(job.budget, pending=Failure(job.epoch, "the world", text, epoch.top_step))
+    budget = job.run.budget
+    if budget.pending is None:
+        budget = replace(budget, pending=Failure(job.epoch, "the world", text, epoch.top_step))
+    turn.update_run(stalls=job.run.stalls + 1, budget=budget)
     unplanned(turn)
     return True
 
@@ -228,9 +227,9 @@ def wants_to_grow(turn: Turn) -> bool:
         if job.told.unheard:
             announcements.waiting_to_grow(turn, new, until)
         return False
-    if turn.open.first_step_at is None or live.grow_after_commit:
+    if turn.open.first_step_at is None or turn.open.put_off:
         return False
-    if not turn.due(max(live.grow_hold_until, (live.growth_done_at or float("-inf")) + grow_interval(turn))):
+    if not turn.due(max(live.grow_hold_until, (live.run.growth_done_at or float("-inf")) + grow_interval(turn))):
         return False
     return is_warm(turn, members, new)
 
@@ -267,17 +266,17 @@ def grow_interval(turn: Turn) -> float:
     job = turn.job
     if job.settings.grow_interval >= 0:
         return job.settings.grow_interval
-    return min(GROW_MAX, GROW_FACTOR * job.growth_cost) if job.growths else 0.0
+    return min(GROW_MAX, GROW_FACTOR * job.run.growth_cost_seconds) if job.run.growths else 0.0
 
 
 # ---- draining -------------------------------------------------------------------------------------------------------
 
 
-def start_drain(turn: Turn, growth: bool, reason: str) -> None:
+def start_drain(turn: Turn, reason: str, *, growth: bool = False, shrink: bool = False) -> None:
     """Everybody saves at one boundary and stops."""
-    turn.job.drain = Drain(growth=growth, reason=reason, after=last_step(turn))
-    turn.open.drain_deadline = turn.heard + turn.job.settings.drain_timeout if growth else notice_end(turn)
     turn.enter(Phase.DRAINING)
+    turn.job.drain = Drain(growth, reason, shrink, after=last_step(turn), grown=growth)
+    turn.open.drain = DrainLife(turn.heard + turn.job.settings.drain_timeout if growth else notice_end(turn))
 
 
 def last_step(turn: Turn) -> int:
@@ -309,7 +308,7 @@ def draining(turn: Turn) -> bool:
     drained = Part.DRAINED in job.parts.values()
     if leaving and drain.optional:
         job.drain = replace(drain, growth=False, shrink=False)
-        epoch.drain_deadline = notice_end(turn)
+        turn.drain_life.deadline = notice_end(turn)
         return True
     if drain.growth and not drain.agreed and not drained and not newcomers(turn, presumed=True):
         withdraw(turn, "the newcomer is gone")
@@ -320,9 +319,9 @@ def draining(turn: Turn) -> bool:
     if drain.agreed or drained:
         return saving(turn, drain, drained)
     # Where nobody goes it may take as long as ranks advance; a leaver's notice runs out regardless.
-    deadline = epoch.drain_deadline if epoch.drain_deadline is not None else turn.heard
+    deadline = turn.drain_life.deadline
     # They agree between two steps.
-    patience = max(job.settings.drain_timeout, AGREE_FACTOR * epoch.longest)
+    patience = max(job.settings.drain_timeout, AGREE_FACTOR * epoch.longest_seconds)
     if drain.optional:
         deadline = max(deadline, epoch.moved + patience)
     if not turn.overdue(deadline):
@@ -340,11 +339,11 @@ def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
     Whether bytes move says little: a sync, in which a slow disk spends its time, moves none. When a leaver's notice is
     over the others go on without it.
     """
-    job, epoch = turn.job, turn.open
+    job, epoch, life = turn.job, turn.open, turn.drain_life
     saves.await_save(turn, drain.subject)
     leavers = [node for node in job.nodes.leavers if turn.is_working(node)]
-    if leavers and turn.overdue(epoch.drain_deadline or turn.heard) and saves.part_with(turn, leavers):
-        epoch.drain_deadline = notice_end(turn)
+    if leavers and turn.overdue(life.deadline) and saves.part_with(turn, leavers):
+        life.deadline = notice_end(turn)
         # From now on they write, or seal, what is left.
         epoch.moved = turn.heard
         return True
@@ -371,11 +370,8 @@ def withdraw(turn: Turn, why: str) -> None:
     """Nobody goes and nobody comes now; the ranks train on, and it is tried again at the next commit."""
     if turn.job.drain is not None:
         turn.notice(f"{turn.job.drain.subject} is put off: {why}")
-    turn.job.drain = None
-    turn.job.grown = False
-    turn.open.drain_deadline = turn.open.saving_since = None
     turn.open.stopping = False
-    turn.live.grow_after_commit = True
+    turn.open.put_off = True
     turn.open.moved = turn.heard
     turn.enter(Phase.RUNNING)
 
@@ -394,9 +390,7 @@ def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
     """The job is over, well or not. Every agent's last line says so; without `notice` nothing else does."""
     job = turn.job
     job.message = message
-    job.conversion = None
-    job.verification = None
-    job.drain = None
+    job.next = NextWorld()
     if job.world is not None:
         announcements.close_record(turn, job.world, max(turn.open.top_step, job.world.resumed_step))
     if notice:

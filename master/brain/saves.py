@@ -18,15 +18,15 @@ ADVISED = 2.5
 
 def await_save(turn: Turn, what: str) -> None:
     """The ranks save, and `what` waits for them: says so if it takes long."""
-    epoch = turn.open
-    if epoch.saving_since is None:
-        epoch.saving_since, epoch.save_told_at = turn.heard, turn.heard + TOLD_AFTER
-    if not turn.overdue(epoch.save_told_at):
+    epoch, life = turn.open, turn.drain_life
+    if life.saving_since is None:
+        life.saving_since, life.told_at = turn.heard, turn.heard + TOLD_AFTER
+    if not turn.overdue(life.told_at):
         return
-    seconds = turn.heard - epoch.saving_since
-    epoch.save_told_at = epoch.saving_since + 2 * seconds
+    seconds = turn.heard - life.saving_since
+    life.told_at = life.saving_since + 2 * seconds
     # A checkpoint is one directory: each node sees what all have written.
-    written = max(epoch.written.values(), default=0)
+    written = max(epoch.written_bytes.values(), default=0)
     far = f"{amount(written)} written in {seconds:.0f} s ({amount(written / seconds)}/s)"
     if not written:
         far = f"{seconds:.0f} s so far, and nobody writes"
@@ -81,7 +81,7 @@ def may_still_come(turn: Turn) -> bool:
     if job.checkpoints.last_step(job.epoch) >= epoch.top_step:
         return False
     here = any(part is Part.LEFT and job.node_by(incarnation) is not None for incarnation, part in job.parts.items())
-    return here and not turn.overdue(turn.heard if epoch.drain_deadline is None else epoch.drain_deadline)
+    return here and epoch.drain is not None and not turn.overdue(epoch.drain.deadline)
 
 
 @dataclass(frozen=True)

@@ -76,4 +76,4 @@ def wants_to_shrink(turn: Turn) -> bool:
         return False
     if not job.has_session:
         return job.told.start  # Before that its hello may be on its way.
-    return epoch.first_step_at is not None and not turn.live.grow_after_commit
+    return epoch.first_step_at is not None and not epoch.put_off

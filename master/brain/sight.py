@@ -32,7 +32,7 @@ def look(turn: Turn) -> bool:
     if not turn.overdue(gathering.unseen + UNSEEN_LIMIT):
         return False
     gathering.unseen = None
-    job.verification = None
+    turn.update_next(verification=None)
     retire(job, resume, damaged=True)
     turn.notice(
         f"nobody has had {resume.name} in sight for {UNSEEN_LIMIT:.0f} s, although all nodes see the checkpoint"

@@ -5,12 +5,22 @@ then starts anew, and every node of the stored world is presumed alive for one n
 
 Everything below `Job` is immutable and replaced whole. So a copy of the job is a shallow one (`Job.copy`), the state
 before an event is at hand when the event turns out to be one too many, and what is to be stored is what was replaced.
+
+What belongs together is one object, which is made and dropped whole, so that nothing of it can be left behind:
+
+| object | from | to |
+|---|---|---|
+| `Run` | step 0 | the next run's beginning |
+| `Opened` | the opening of a world | the next opening, or the start of an ended job |
+| `Drain` | the order to save and stop | the end of the phase DRAINING |
+| `NextWorld` | the opening of a world, or the job's start | the next opening, or the job's end |
+| `Recollection` | what agents say of a lost store | the opening of a world |
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
@@ -30,11 +40,15 @@ __all__ = (
     "Job",
     "Joined",
     "Member",
+    "NextWorld",
     "Node",
     "Nodes",
     "Notice",
+    "Opened",
     "Part",
     "Phase",
+    "Recollection",
+    "Run",
     "Settings",
     "Told",
     "Verification",
@@ -186,6 +200,16 @@ class Told:
 
 
 @dataclass(frozen=True)
+class Opened:
+    """The world that was opened last: made when it opens, dropped when another one does or an ended job starts anew."""
+
+    world: World
+    # How its members fare, by incarnation. It changes in place, so `Job.copy` copies it.
+    parts: dict[str, Part]
+    told: Told = Told()
+
+
+@dataclass(frozen=True)
 class Conversion:
     """The universal form of `source` is wanted. `owner` holds the lease `lease`; 0 when nobody does."""
 
@@ -225,6 +249,8 @@ class Drain:
     agreed: bool = False
     # The last step known when it began: its boundary comes later, and what speaks of an earlier one is late news.
     after: int = 0
+    # It began for newcomers: the next world is one that has grown, whoever leaves meanwhile.
+    grown: bool = False
 
     @property
     def subject(self) -> str:
@@ -288,6 +314,54 @@ class Budget:
     doubtful: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class NextWorld:
+    """What is known of the world that comes next: made when one opens, dropped when this one does or the job ends."""
+
+    # Why it comes.
+    causes: tuple[str, ...] = ()
+    # A drain for newcomers led to it.
+    grown: bool = False
+    # A start, or out of WAITING: agents nobody has heard of may be on their way.
+    quiet: bool = False
+    # What it needs to load the resume point, and what has to be known of that before.
+    conversion: Conversion | None = None
+    verification: Verification | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training from step 0 to its end; dropped when the next one begins."""
+
+    number: int = 1
+    # It was begun by --new-run.
+    begun_anew: bool = False
+    # So often it was taken up again after it had failed, since it committed something.
+    reopened: int = 0
+    ever_stepped: bool = False
+    # The script's workers have said hello: it can drain, and its steps are heard of.
+    has_session: bool = False
+    budget: Budget = Budget()
+    stalls: int = 0
+    growths: int = 0
+    # What the last growth cost.
+    growth_cost_seconds: float = 0.0
+    # The step that it had reached when its last world ended.
+    left_step: int = 0
+
+
+@dataclass(frozen=True)
+class Recollection:
+    """What agents remember of a store that was lost: of use until a world opens."""
+
+    # The master hears all of them out before it opens one.
+    listening: bool = False
+    # The highest epoch that they remember.
+    epoch: int = 0
+    # The epoch of which the settings in force are remembered; -1 where nobody's memory says them.
+    settings_epoch: int = -1
+
+
 @dataclass
 class Job:
     """Everything that outlives the master's process."""
@@ -301,19 +375,13 @@ class Job:
     # The most nodes that a world may have, below max; 0: max.
     limit: int = 0
     settled: bool = False
-    # After a lost store: the epoch of which the settings in force are remembered; -1 where nobody's memory says them.
-    settings_epoch: int = -1
-    run: int = 1
-    # It was begun by --new-run.
-    begun_anew: bool = False
-    # So often it was taken up again after it had failed, since it committed something.
-    reopened: int = 0
+    run: Run = field(default_factory=Run)
     phase: Phase = Phase.WAITING
     epoch: int = 0
-    world: World | None = None
-    # How the members of `world` fare, by incarnation.
-    parts: dict[str, Part] = field(default_factory=dict)
-    told: Told = field(default_factory=Told)
+    opened: Opened | None = None
+    drain: Drain | None = None
+    next: NextWorld = NextWorld(quiet=True)
+    recollection: Recollection = Recollection()
     nodes: Nodes = field(default_factory=Nodes)
     arrivals: int = 0
     # Content of the probe file as the nodes that count read it.
@@ -321,31 +389,16 @@ class Job:
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
     # What closed epochs sealed too late: it never counted, and its files may go.
     late: tuple[Checkpoint, ...] = ()
-    conversion: Conversion | None = None
+    # So many leases and orders to verify there were: each has a number of its own.
     leases: int = 0
-    conversion_failures: int = 0
-    verification: Verification | None = None
     verifications: int = 0
-    drain: Drain | None = None
-    # A start, or out of WAITING: agents nobody has heard of may be on their way.
-    quiet: bool = True
-    listening: bool = False
-    # The highest epoch that agents remember of a lost store.
-    listening_epoch: int = 0
-    ever_stepped: bool = False
-    # The script's workers have said hello: it can drain, and its steps are heard of.
-    has_session: bool = False
-    budget: Budget = field(default_factory=Budget)
+    # Growths in a row for which nobody could convert.
+    conversion_failures: int = 0
     # How often each node name was held, for having been lost after its world had made a step.
     losses: dict[str, int] = field(default_factory=dict)
     # Names that are spares for now, and for how long (seconds; begins anew with a new master).
     holds: dict[str, float] = field(default_factory=dict)
-    stalls: int = 0
-    growths: int = 0
-    growth_cost: float = 0.0
-    causes: tuple[str, ...] = ()
-    grown: bool = False
-    left_step: int = 0
+    # How it ended.
     message: str = ""
     notices: tuple[Notice, ...] = ()
     noticed: int = 0
@@ -355,12 +408,46 @@ class Job:
         """The state as it is now, whatever becomes of this one."""
         other = copy.copy(self)
         other.nodes, other.checkpoints = self.nodes.copy(), self.checkpoints.copy()
-        other.parts, other.losses, other.holds = dict(self.parts), dict(self.losses), dict(self.holds)
+        other.losses, other.holds = dict(self.losses), dict(self.holds)
+        if self.opened is not None:
+            other.opened = replace(self.opened, parts=dict(self.opened.parts))
         return other
 
     @property
     def run_id(self) -> str:
-        return f"run-{self.run:04d}"
+        return f"run-{self.run.number:04d}"
+
+    @property
+    def world(self) -> World | None:
+        """The last opened one."""
+        return self.opened.world if self.opened is not None else None
+
+    @property
+    def parts(self) -> dict[str, Part]:
+        """How the members of `world` fare, by incarnation; empty where there is no world."""
+        return self.opened.parts if self.opened is not None else {}
+
+    @property
+    def told(self) -> Told:
+        """What people have been told of `world`."""
+        return self.opened.told if self.opened is not None else Told()
+
+    @property
+    def conversion(self) -> Conversion | None:
+        return self.next.conversion
+
+    @property
+    def verification(self) -> Verification | None:
+        return self.next.verification
+
+    @property
+    def has_session(self) -> bool:
+        return self.run.has_session
+
+    @property
+    def grown(self) -> bool:
+        """The next world will be one that has grown, as things stand."""
+        return self.next.grown or (self.drain is not None and self.drain.grown)
 
     @property
     def most_nodes(self) -> int:

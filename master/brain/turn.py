@@ -9,9 +9,9 @@ from typing import Any
 from dalsegno.protos import control_pb2
 
 from .listening import HEARTBEAT
-from .live import EpochLife, Gathering, Live, State
+from .live import DrainLife, EpochLife, Gathering, Live, RunLife, State
 from .presences import Presence
-from .state import Job, Member, Node, Notice, Part, Phase
+from .state import Job, Member, Node, Notice, Part, Phase, Run
 
 # A closed stream counts as a death after this long, seconds.
 CLOSED_GRACE = 1.0
@@ -57,6 +57,14 @@ class Turn:
         """The open epoch's life."""
         return self.state.live.epoch
 
+    @property
+    def drain_life(self) -> DrainLife:
+        """The life of the drain, which is under way."""
+        life = self.open.drain
+        if life is None:
+            raise AssertionError(f"phase {self.job.phase.value} without a drain")
+        return life
+
     def due(self, when: float) -> bool:
         """Whether `when` has come; if not, the brain is woken then."""
         if self.now >= when:
@@ -81,14 +89,20 @@ class Turn:
 
     def cause(self, text: str) -> None:
         """Why the next world will be another one."""
-        if text not in self.job.causes:
-            self.job.causes = (*self.job.causes, text)[-CAUSES:]
+        causes = self.job.next.causes
+        if text not in causes:
+            self.update_next(causes=(*causes, text)[-CAUSES:])
 
     def enter(self, phase: Phase) -> None:
+        """The phase changes; what lasts as long as the phase before it goes with that."""
         if self.job.phase is not phase:
             self.job.phase = phase
-            self.live.phase_since = self.now
-            self.live.phase_heard = self.heard
+            self.job.drain = self.open.drain = None
+            self.begin_phase()
+
+    def begin_phase(self) -> None:
+        """What is waited for in it is waited for from now on."""
+        self.live.phase_since, self.live.phase_heard = self.now, self.heard
 
     def gather_anew(self) -> None:
         """A round begins: who is asked is asked now."""
@@ -99,6 +113,28 @@ class Turn:
         new = replace(node, **changes)
         self.job.nodes.put(node.name, new)
         return new
+
+    def update_next(self, **changes: Any) -> None:
+        """Something of what is known of the next world is changed."""
+        self.job.next = replace(self.job.next, **changes)
+
+    def begin_run(self, run: Run) -> None:
+        """Another run: nothing that the last one committed counts, nor what was heard of it."""
+        job = self.job
+        for record in list(job.checkpoints):
+            job.checkpoints.drop(record.digest)
+        job.run, job.late, job.history = run, (), ()
+        self.live.run = RunLife()
+
+    def update_run(self, **changes: Any) -> None:
+        """Something of the run is changed."""
+        self.job.run = replace(self.job.run, **changes)
+
+    def update_told(self, **changes: bool) -> None:
+        """People have been told something of the open world, if there is one."""
+        job = self.job
+        if job.opened is not None:
+            job.opened = replace(job.opened, told=replace(job.opened.told, **changes))
 
     def presence(self, node: Node) -> Presence:
         """How this process hears a registered node."""
@@ -120,6 +156,7 @@ class Turn:
             return False
         if self.due(until):
             self.job.holds.pop(node.name, None)
+            del self.live.held_until[node.name]
             return False
         return True
 

@@ -40,8 +40,16 @@ class Common:
         self.last_writer = last_writer(job)
         # Everything below the job is replaced whole: the same objects say the same.
         self.parts = (
-            *(job.generation, job.phase, job.epoch, job.run, job.settings, head, job.noticed, job.world),
-            *(job.conversion, job.verification, job.drain, job.message, job.limit, state.live.missing, self.witnesses),
+            *(job.generation, job.phase, job.epoch, job.run.number, job.settings, head, job.noticed, job.world),
+            *(
+                job.conversion,
+                job.verification,
+                job.drain,
+                job.message,
+                job.limit,
+                state.live.missing.text,
+                self.witnesses,
+            ),
             frozenset(record.digest for record in prunable(job)),
             # What a spare is told of the unit depends on how many nodes there are.
             len(job.nodes) if job.settings.node_unit > 1 else 0,
@@ -169,7 +177,7 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         return
     directive.gather.round = job.round
     if job.phase is Phase.WAITING:
-        directive.gather.missing = state.live.missing
+        directive.gather.missing = state.live.missing.text
     if resume is not None:
         directive.gather.resume.name, directive.gather.resume.digest = resume.name, resume.digest
 
@@ -263,7 +271,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         phase=PHASES[job.phase],
         epoch=job.epoch,
         reason=missing(state) if waiting else job.message,
-        step=max(live.epoch.top_step, job.left_step),
+        step=max(live.epoch.top_step, job.run.left_step),
         loss=live.epoch.loss,
         settings=settings_proto(job.settings),
         limit=job.limit,

@@ -3,18 +3,36 @@
 One row for the job itself, one for the world, one for each node, checkpoint and epoch of the history. The shape is
 derived from the dataclasses (pydantic), and every value is checked on the way back: a record of another shape is
 refused with one line instead of half understood.
+
+In the job's row all values stand side by side, whichever object of the job they belong to: how these are cut is no
+matter of the record's, and may change with the program.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import make_dataclass
+from dataclasses import make_dataclass, replace
+from operator import attrgetter
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
-from ..brain.state import Checkpoint, Checkpoints, EpochRecord, Job, Node, Nodes, Part, World
+from ..brain.state import (
+    Checkpoint,
+    Checkpoints,
+    EpochRecord,
+    Job,
+    NextWorld,
+    Node,
+    Nodes,
+    Opened,
+    Part,
+    Recollection,
+    Run,
+    Told,
+    World,
+)
 from ..brain.table import Table
 from . import legacy
 from .store import Rows, StoreError
@@ -26,7 +44,14 @@ STATE_VERSION = 2
 _JOB, _WORLD, _PARTS = "job", "world", "parts"
 _NODE, _CHECKPOINT, _LATE, _EPOCH = "node/", "checkpoint/", "late/", "epoch/"
 # Kept in rows of their own.
-_APART = ("nodes", "checkpoints", "world", "parts", "history", "late")
+_APART = ("nodes", "checkpoints", "opened", "history", "late")
+# Their values stand in the job's row, each under its own name or under this one.
+_NESTED: dict[str, Any] = {"run": Run, "next": NextWorld, "recollection": Recollection}
+_NAMES = {
+    "run.number": "run",
+    "run.growth_cost_seconds": "growth_cost",
+    "recollection.epoch": "listening_epoch",
+}
 # One letter for each member: the row of all parts is as short as the world is large.
 _LETTERS = {Part.RUNNING: "r", Part.DRAINED: "d", Part.FINISHED: "f", Part.FAILED: "x", Part.LOST: "l", Part.LEFT: "g"}
 _PART_OF = {letter: part for part, letter in _LETTERS.items()}
@@ -54,8 +79,26 @@ class _Kind:
             ) from error
 
 
-_HINTS = {name: kind for name, kind in get_type_hints(Job).items() if name not in _APART}
-_HEAD_TYPE = make_dataclass("JobRow", [("version", int), *_HINTS.items()])
+def _places() -> dict[str, tuple[str, Any]]:
+    """Of each value of the job's row by its name: where it lies in the job, and its type."""
+    found: list[tuple[str, Any]] = []
+    for name, kind in get_type_hints(Job).items():
+        if name in _NESTED:
+            found += [(f"{name}.{inner}", its) for inner, its in get_type_hints(_NESTED[name]).items()]
+        elif name not in _APART:
+            found.append((name, kind))
+    places = {_NAMES.get(place, place.rpartition(".")[2]): (place, kind) for place, kind in found}
+    if len(places) < len(found):
+        raise AssertionError("two values of the job would be stored under one name")
+    return places
+
+
+_PLACES = _places()
+# `grown` is of the drain while there is one, and in the row in any case; what was told is of the opened world.
+_VALUES = attrgetter(*("grown" if place == "next.grown" else place for place, _ in _PLACES.values()), "told")
+_HEAD_TYPE = make_dataclass(
+    "JobRow", [("version", int), *((name, kind) for name, (_, kind) in _PLACES.items()), ("told", Told)]
+)
 _HEAD, _NODES, _CHECKPOINTS = _Kind(_HEAD_TYPE), _Kind(Node), _Kind(Checkpoint)
 _WORLDS, _EPOCHS = _Kind(World), _Kind(EpochRecord)
 
@@ -76,7 +119,7 @@ class JobCodec:
         """
         rows: Rows = {}
         self._new = {}
-        head = tuple(_own(getattr(job, name)) for name in _HINTS)
+        head = tuple(map(_own, _VALUES(job)))
         if head != self._kept.get(_JOB):
             self._new[_JOB] = head
             rows[_JOB] = _HEAD.encode(_HEAD_TYPE(STATE_VERSION, *head))
@@ -158,8 +201,10 @@ def _own(value: Any) -> Any:
 
 
 def _letters(job: Job) -> str:
-    members = job.world.members if job.world is not None else ()
-    return "".join(_LETTERS[job.parts[member.incarnation]] for member in members)
+    if job.opened is None:
+        return ""
+    parts = job.opened.parts
+    return "".join([_LETTERS[parts[member.incarnation]] for member in job.opened.world.members])
 
 
 def _json(key: str, data: bytes) -> Any:
@@ -171,7 +216,7 @@ def _json(key: str, data: bytes) -> Any:
 
 def _job(plain: Mapping[str, Any], letters: str) -> Job:
     head = _HEAD.decode(plain[_JOB], _JOB)
-    job = Job(**{name: getattr(head, name) for name in _HINTS})
+    job = _unfolded(head)
     nodes = [_NODES.decode(row, key) for key, row in plain.items() if key.startswith(_NODE)]
     job.nodes = Nodes(sorted(nodes, key=lambda node: node.order))
     records = [_CHECKPOINTS.decode(row, key) for key, row in plain.items() if key.startswith(_CHECKPOINT)]
@@ -180,8 +225,22 @@ def _job(plain: Mapping[str, Any], letters: str) -> Job:
     history = [_EPOCHS.decode(row, key) for key, row in plain.items() if key.startswith(_EPOCH)]
     job.history = tuple(sorted(history, key=lambda entry: entry.epoch))
     if plain.get(_WORLD) is not None:
-        job.world = world = _WORLDS.decode(plain[_WORLD], _WORLD)
+        world = _WORLDS.decode(plain[_WORLD], _WORLD)
         if len(letters) != len(world.members) or not set(letters) <= set(_PART_OF):
             raise StoreError(f"the stored state does not fit this version of dalsegno: parts: {letters[:80]!r}")
-        job.parts = {m.incarnation: _PART_OF[letter] for m, letter in zip(world.members, letters, strict=True)}
+        parts = {m.incarnation: _PART_OF[letter] for m, letter in zip(world.members, letters, strict=True)}
+        job.opened = Opened(world, parts, head.told)
+    return job
+
+
+def _unfolded(head: Any) -> Job:
+    """The job of a row, as far as that goes."""
+    values: dict[str, dict[str, Any]] = {name: {} for name in ("", *_NESTED)}
+    for name, (place, _) in _PLACES.items():
+        owner, _, field = place.rpartition(".")
+        values[owner][field] = getattr(head, name)
+    own = values.pop("")
+    job = Job(**own, **{name: kind(**values[name]) for name, kind in _NESTED.items()})
+    if job.drain is not None and job.next.grown:
+        job.drain, job.next = replace(job.drain, grown=True), replace(job.next, grown=False)
     return job

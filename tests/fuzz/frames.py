@@ -253,8 +253,8 @@ class Agent:
             raise Broken(f"the agent believes that {sorted(state.reading)[0]!r} was sealed, without rank 0")
         if (most := max(state.epoch.step, state.epoch.saved_bytes, *state.epoch.beats.values(), 0)) > 2**53:
             raise Broken(f"the agent believes in {most} steps, bytes or beats")
-        if not 0 <= state.epoch.longest < 1e8:
-            raise Broken(f"the agent believes that a step took {state.epoch.longest} s")
+        if not 0 <= state.epoch.longest_seconds < 1e8:
+            raise Broken(f"the agent believes that a step took {state.epoch.longest_seconds} s")
         if (descriptors := _descriptors() - self._descriptors_before) > MOST_DESCRIPTORS:
             raise Broken(f"{descriptors} descriptors are open that were not before")
         self._check_texts()

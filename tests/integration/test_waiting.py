@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 
 import pytest
 
@@ -35,9 +36,11 @@ def test_worlds_are_multiples_of_the_node_unit(clusters: Clusters, undisturbed: 
 
 def test_fewer_than_the_minimum_wait_only_so_long(clusters: Clusters) -> None:
     job = clusters(nnodes="2:2", agent_flags=["--wait-for-nodes=6"])
+    begun = time.monotonic()
     (a,) = job.start("a")
     a.expected = 1
     job.wait_exit(a)
+    assert time.monotonic() - begun >= 6
     assert "1 here, at least 2 needed for 6 s (--wait-for-nodes)" in a.text()
 
 

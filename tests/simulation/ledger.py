@@ -164,7 +164,7 @@ class Ledger:
         """After every event that may have changed durable state."""
         if self.sim.tracing:
             self.sim.trace_job(job)
-        self.reopened = self.success is not None and (job.run > 1 or not job.phase.is_terminal)
+        self.reopened = self.success is not None and (job.run.number > 1 or not job.phase.is_terminal)
         if self.reopened:
             return  # An embedded job's next run; this schedule is about the first.
         if job.epoch and job.probe != self.sim.disk.probe:
@@ -177,7 +177,7 @@ class Ledger:
             if self.nnodes != nnodes(job.settings):
                 self.limit = job.settings.max_nodes  # Other agents, other bounds.
             self.nnodes = nnodes(job.settings)
-        if self.amnesia and (job.listening or job.world is None):
+        if self.amnesia and (job.recollection.listening or job.world is None):
             return
         if self.amnesia and not self._remembered(job):
             # The store is lost, and nobody who registered knew of the run: for this job it never was.
@@ -236,8 +236,8 @@ class Ledger:
 
     def _heard_out(self, job: Job) -> None:
         """When a master with an empty store has listened to everybody, min is still min, and max still max."""
-        listened, self.listening = self.listening, job.listening
-        if not listened or job.listening:
+        listened, self.listening = self.listening, job.recollection.listening
+        if not listened or job.recollection.listening:
             return
         agents = [self.sim.by_incarnation(node.incarnation) for node in job.nodes.values()]
         last = max(self.worlds, default=0)
@@ -410,7 +410,7 @@ class Ledger:
             self.finished_step = self.head[1]
         self.require(self.success in (None, success), "one end", f"{job.phase.value}, and not before")
         self.success = success
-        self.ever_stepped = job.ever_stepped
+        self.ever_stepped = job.run.ever_stepped
         self.message = job.message
 
     def directive_sent(self, directive: control_pb2.Directive) -> None:

@@ -231,7 +231,7 @@ class SimMaster:
             (job.verification.number, job.verification.verifier) if job.verification else None,
             tuple(job.parts.items()),
             [(node.incarnation, node.leaving, node.unreadable, node.joined) for node in job.nodes.values()],
-            (len(self.state.live.held_until), self.state.live.missing) if self.state is not None else 0,
+            (len(self.state.live.held_until), self.state.live.missing.text) if self.state is not None else 0,
             job.checkpoints.head,
         )
 

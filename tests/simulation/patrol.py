@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from dalsegno.agent.decisions.state import Workers
+from dalsegno.protos import control_pb2
 
 from .real_agent import RealAgent
 
@@ -98,9 +99,9 @@ class Patrol:
         if newest is not None and agent.has_stream and not busy and newest.generation >= state.generation:
             match newest.WhichOneof("order"):
                 case "gather":
-                    lost = state.gather is None
+                    lost = not isinstance(state.place.order, control_pb2.Gather)
                 case "wait":
-                    lost = state.wait is None
+                    lost = not isinstance(state.place.order, control_pb2.Wait)
                 case "run":
                     lost = newest.run.epoch > state.started
         self._count("who is told knows", agent.label, lost, TOLD + agent.main.held, "does not do what it was told")
@@ -123,7 +124,7 @@ class Patrol:
             known = next((n for n in job.nodes.values() if n.incarnation == agent.client.incarnation), None)
             idle = agent.state.workers is Workers.NONE and not agent.state.leaving and not agent.state.epoch.exits
             blind = agent.host in sim.disk.blind or sim.disk.lag.get(agent.host, 0.0) > 0
-            lost = known is not None and known.joined is None and idle and not blind and not job.listening
+            lost = known is not None and known.joined is None and idle and not blind and not job.recollection.listening
             self._count(
                 "who is there joins", agent.label, lost and not job.phase.has_workers, JOINING, "has not joined"
             )

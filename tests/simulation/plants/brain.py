@@ -87,9 +87,10 @@ def planted(plant: Plant) -> Iterator[None]:
 def opens_without_raising_the_epoch(original: Any) -> Any:
     def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
         original(turn, nodes, resume)
-        if turn.job.epoch > 1 and turn.job.world is not None:
-            turn.job.epoch -= 1
-            turn.job.world = dataclasses.replace(turn.job.world, epoch=turn.job.epoch)
+        job = turn.job
+        if job.epoch > 1 and job.opened is not None:
+            job.epoch -= 1
+            job.opened = dataclasses.replace(job.opened, world=dataclasses.replace(job.opened.world, epoch=job.epoch))
 
     return open_world
 
@@ -98,7 +99,7 @@ def forgets_an_epoch_on_restart(original: Any) -> Any:
     def recover(job: Job, generation: int, now: float) -> State:
         if job.epoch and not job.phase.has_workers:
             job.epoch -= 1
-            job.world = None
+            job.opened = None
         state: State = original(job, generation, now)
         return state
 
@@ -107,9 +108,11 @@ def forgets_an_epoch_on_restart(original: Any) -> Any:
 
 def opens_another_world_in_the_same_epoch(original: Any) -> Any:
     def recover(job: Job, generation: int, now: float) -> State:
-        if job.world is not None and len(job.world.members) > 1:
-            del job.parts[job.world.members[-1].incarnation]
-            job.world = dataclasses.replace(job.world, members=job.world.members[:-1])
+        if job.opened is not None and len(job.opened.world.members) > 1:
+            *members, last = job.opened.world.members
+            del job.opened.parts[last.incarnation]
+            world = dataclasses.replace(job.opened.world, members=tuple(members))
+            job.opened = dataclasses.replace(job.opened, world=world)
         state: State = original(job, generation, now)
         return state
 
@@ -206,7 +209,7 @@ def starts_from_nothing(original: Any) -> Any:
 
 def grows_before_a_step(original: Any) -> Any:
     def wants_to_grow(turn: Turn) -> bool:
-        turn.job.has_session = False
+        turn.update_run(has_session=False)
         world = running.world_of(turn)
         return bool(membership.newcomers(turn)) and len(world.members) < turn.job.settings.max_nodes
 
@@ -246,7 +249,7 @@ def says_nothing_of_the_unheard(original: Any) -> Any:
 
 def waits_for_nobody(original: Any) -> Any:
     def is_gathered(turn: Turn, gathering: list[Node], ready: list[Node]) -> bool:
-        turn.job.quiet = False
+        turn.update_next(quiet=False)
         gathered: bool = original(turn, gathering, ready)
         return gathered
 
@@ -288,8 +291,8 @@ def takes_the_blind(original: Any) -> Any:
 
 
 def never_replaces_a_converter(original: Any) -> Any:
-    def check_owner(turn: Turn, held: Any) -> None:
-        return None
+    def check_owner(turn: Turn, held: Any) -> Any:
+        return held
 
     return check_owner
 
@@ -441,7 +444,7 @@ def leaves_before_the_write_has_ended(original: Any) -> Any:
 
 def gives_up_a_slow_save(original: Any) -> Any:
     def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
-        deadline = turn.open.drain_deadline or turn.heard
+        deadline = turn.drain_life.deadline
         if drain.optional:
             deadline = max(deadline, turn.open.moved + turn.job.settings.drain_timeout)
         if turn.overdue(deadline):
@@ -454,7 +457,7 @@ def gives_up_a_slow_save(original: Any) -> Any:
 
 def gives_up_with_the_leaver(original: Any) -> Any:
     def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
-        if not drain.optional and turn.overdue(turn.open.drain_deadline or turn.heard):
+        if not drain.optional and turn.overdue(turn.drain_life.deadline):
             running.give_up_drain(turn, drain)
             return True
         going_on: bool = original(turn, drain, drained)

@@ -547,7 +547,7 @@ def test_a_commit_says_how_long_the_save_took() -> None:
     made = control_pb2.Checkpoint(ref=control_pb2.CheckpointRef(name="step-4.e1.1", digest="d"), epoch=1)
     agent.hear(ev.ManifestRead("step-4.e1.1", made, ""))
     assert agent.calls("CommitCheckpoint")[0].seconds == 26.0
-    assert not agent.state.took
+    assert not agent.state.took_seconds
 
 
 # ---- conversion, verification, pruning ------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import pytest
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
+from dalsegno.agent.decisions.state import Join, Place
 from dalsegno.agent.storage import job_directory as agent_storage
 from dalsegno.agent.storage import survey
 from dalsegno.agent.storage.job_directory import JobDirectory, Storage, Survey
@@ -255,8 +256,8 @@ def test_the_join_carries_what_is_unusable() -> None:
 def replace_state() -> handling.AgentState:
     """An agent that prepares a patient Join of round 2."""
     state = handling.fresh(handling.AgentSettings())
-    state.incarnation, state.joining = "i", (2, "d3", True)
-    state.wait = pb.Wait(round=2, look_for=pb.CheckpointRef(digest="d3"))
+    state.incarnation = "i"
+    state.place = Place(pb.Wait(round=2, look_for=pb.CheckpointRef(digest="d3")), Join(2, "d3", patient=True))
     return state
 
 

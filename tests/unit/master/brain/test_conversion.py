@@ -311,7 +311,7 @@ def test_a_checkpoint_that_verifies_elsewhere_makes_the_reporter_a_spare() -> No
     nodes[1].verified(intact=True)
     all_join(nodes)
     assert "cannot read" in nodes[0].directive.wait.reason
-    assert job.job.budget.failures == 1, "the crash before, not this"
+    assert job.job.run.budget.failures == 1, "the crash before, not this"
     assert nodes[1].lease
     nodes[1].convert()
     assert job.members == [nodes[1].name, nodes[2].name]
@@ -495,7 +495,7 @@ def test_a_checkpoint_sealed_after_registration_is_heard_of_with_the_join() -> N
     job.restart(keep_store=False)
     late = job.node()
     late.join(sees=[made])
-    assert job.job.listening
+    assert job.job.recollection.listening
     job.wait(7)
     late.join(sees=[made])
     job.wait(2)

@@ -108,8 +108,8 @@ def test_a_failure_whose_cause_is_elsewhere_counts_for_nobody(how: str) -> None:
     all_join([a, b] if how == "damage" else [a])
     job.wait(2.0)
     assert job.phase is Phase.RUNNING
-    assert job.job.budget.failures == 0
-    assert job.job.budget.pending is None
+    assert job.job.run.budget.failures == 0
+    assert job.job.run.budget.pending is None
 
 
 # ---- nodes that are lost again and again -----------------------------------------------------------------------------

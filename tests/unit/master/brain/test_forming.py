@@ -223,11 +223,13 @@ def test_fewer_than_min_wait_without_a_deadline_and_say_why() -> None:
 
 
 def test_wait_for_nodes_ends_the_job() -> None:
-    """The only deadline of WAITING."""
+    """The only deadline of WAITING. It counts from the first agent's arrival, not from the master's beginning."""
     job = Driven(settings(min_nodes=2, wait_for_nodes=30))
     node = job.node()
     node.join()
-    job.wait(31)
+    job.wait(29)
+    assert job.phase is Phase.WAITING
+    job.wait(2)
     assert job.phase is Phase.FAILED
     assert "--wait-for-nodes" in node.directive.finish.message
 

@@ -34,7 +34,7 @@ def test_damage_reported_after_a_peers_exit_is_no_failure_of_the_script() -> Non
     all_join([a, b])
     assert job.phase is Phase.RUNNING
     assert not a.directive.run.HasField("resume")
-    assert job.job.budget.failures == 0
+    assert job.job.run.budget.failures == 0
 
 
 def test_a_blamed_peer_that_reports_no_damage_is_a_failure() -> None:

@@ -242,8 +242,8 @@ def test_what_one_change_names_is_bounded() -> None:
     for node in nodes[:60]:
         node.hang_up()
     job.wait(3.0)
-    assert len(job.job.causes) <= 8
-    assert all(cause.count(",") <= NAMED for cause in job.job.causes)
+    assert len(job.job.next.causes) <= 8
+    assert all(cause.count(",") <= NAMED for cause in job.job.next.causes)
 
 
 # ---- a bug in the brain ---------------------------------------------------------------------------------------------

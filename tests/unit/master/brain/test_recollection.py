@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from dalsegno.master.brain.events import StreamOpened
-from dalsegno.master.brain.state import Phase
+from dalsegno.master.brain.state import Phase, Run
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
 
@@ -127,7 +127,7 @@ def test_what_was_read_back_survives_a_restart_and_the_agent_that_brought_it() -
     node.hang_up()
     job.wait(2)
     assert not job.job.nodes
-    assert job.job.listening
+    assert job.job.recollection.listening
     late = job.node(settings=settings(min_nodes=1, max_nodes=1))
     assert told(late) == nnodes(job) == (2, 4)
 
@@ -137,7 +137,7 @@ def test_once_it_was_read_back_a_person_may_start_an_embedded_job_with_other_nod
     job = Driven(embedded=True)
     node = job.node(inventory=[sealed(2, 2, 4)])
     job.wait(8)
-    assert not job.job.listening
+    assert not job.job.recollection.listening
     node.leave()
     node.hang_up()
     job.wait(2)
@@ -150,6 +150,7 @@ def test_a_run_that_is_over_says_nothing_about_the_next() -> None:
     job = Driven()
     job.node(settings=settings(min_nodes=1, max_nodes=1), inventory=[sealed(2, 2, 4)])
     job.node(settings=settings(min_nodes=1, max_nodes=3), finished_runs=["run-0001"])
+    assert job.job.run == Run(2), "nor that it made steps: if no world of the new one does, it has failed"
     assert job.job.run_id == "run-0002"
     assert job.job.checkpoints == []
     assert nnodes(job) == (1, 3)

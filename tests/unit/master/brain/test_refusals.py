@@ -87,7 +87,7 @@ def test_a_newcomer_that_does_not_fit_is_put_aside(who: str) -> None:
     assert job.members == [a.name, b.name]
     assert job.job.world is not None
     assert job.job.world.resumed_step == 2
-    assert job.job.budget.failures == 0
+    assert job.job.run.budget.failures == 0
     assert lines(job) == 1
     assert f"{c.name} cannot take part, and stays a spare: {WHY}" == c.directive.wait.reason
     a.step(3)

@@ -382,7 +382,7 @@ def test_drained_ranks_in_running_are_an_ordinary_event() -> None:
     assert job.phase is Phase.DRAINING
     b.drained(4)
     assert job.phase is Phase.FORMING
-    assert job.job.left_step == 4
+    assert job.job.run.left_step == 4
 
 
 # ---- liveness -------------------------------------------------------------------------------------------------------

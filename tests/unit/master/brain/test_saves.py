@@ -108,7 +108,7 @@ def test_a_withdrawn_drain_leaves_nothing_behind() -> None:
     growing(job)
     job.wait(41)
     assert not job.state.live.epoch.stopping
-    assert job.state.live.epoch.saving_since is None
+    assert job.state.live.epoch.drain is None
 
 
 def test_ranks_that_train_on_by_themselves_stop_no_more() -> None:
@@ -206,7 +206,7 @@ def test_a_missing_part_makes_it_unplanned() -> None:
     all_join([a, b])
     job.wait(2)
     a.step(1)
-    assert (job.phase, job.job.budget.failures) == (Phase.RUNNING, 0)
+    assert (job.phase, job.job.run.budget.failures) == (Phase.RUNNING, 0)
 
 
 def test_nobody_stays_to_seal() -> None:

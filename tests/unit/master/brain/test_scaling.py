@@ -57,7 +57,7 @@ def test_spares_replace_lost_nodes_up_to_the_limit_and_grow_beyond_it_only_when_
     all_join([nodes[0], nodes[2], nodes[3]])
     job.wait(1)
     assert job.members == [nodes[0].name, nodes[2].name]
-    nodes[0].step(job.job.left_step + 2)
+    nodes[0].step(job.job.run.left_step + 2)
     all_join([nodes[3]])
     assert job.phase is Phase.RUNNING
     reply = job.scale(4)

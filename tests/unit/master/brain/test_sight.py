@@ -122,7 +122,7 @@ def test_a_suspicion_that_the_store_brings_back_is_followed() -> None:
     job, (a, b), (older, newest) = gathering(2)
     for node in (a, b):
         node.join(sees=[older], unusable=[newest.ref.name])
-    job.job.verification = None
+    job.job.next = replace(job.job.next, verification=None)
     job.restart()
     for node in (a, b):
         node.beat()
@@ -188,7 +188,7 @@ def test_what_nobody_sees_is_waited_for_where_there_is_none_before() -> None:
     job.wait(20 * sight.UNSEEN_LIMIT)
     assert job.phase is Phase.WAITING
     assert not record(job, only).retired
-    assert f"cannot see {only.ref.name}" in job.state.live.missing
+    assert f"cannot see {only.ref.name}" in job.state.live.missing.text
     for node in (a, b):
         node.join()
     job.wait(2.0)
