@@ -17,10 +17,11 @@ import pytest
 
 from dalsegno.agent.commands.arguments import parse
 from dalsegno.agent.commands.dlrover_run import default_job_id
-from dalsegno.agent.processes.proc import is_same_process, process_state, start_time
+from dalsegno.agent.processes.proc import start_time
 from tests.support.forks import forked
 from tests.support.forks.forked import Forked
 from tests.support.forks.forked_agents import DLROVER_RUN, start_agent
+from tests.support.jobs.local_processes import is_same_process, process_state
 from tests.support.jobs.master_process import master_process
 
 pytestmark = pytest.mark.timeout(180)
