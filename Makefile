@@ -19,11 +19,15 @@ SHELL_RUNS ?= 60
 # Embedded masters and their claims, on machines and in containers.
 CLAIM_RUNS ?= 100
 COUNT ?= 1000
-# Process tests mostly wait. Each pytest process has its share of them, and helps the others out at the end.
-TEST_JOBS ?= 2
+# Process tests wait for a third of their time. Each pytest process has its share of them, and helps the others out at the
+# end: one more of them than cores keeps two cores busy.
+TEST_JOBS ?= 3
+check: TEST_JOBS = 2
 test-all: TEST_JOBS = 4
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Rewriting the tests' assertions takes each pytest process 10 s, once where it may keep what comes out of it.
+unexport PYTHONDONTWRITEBYTECODE
 # Two ranks or more share the cores: one thread each. CPU tests stay CPU tests where there is a GPU.
 export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu

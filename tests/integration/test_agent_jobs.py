@@ -85,7 +85,7 @@ class Programs:
     def agent(self, name: str, *arguments: str, job: str = "job", **environment: str) -> Started:
         """An agent of a job; `job` empty: of what it takes for its job by itself."""
         arguments = ("--checkpoint-dir", "ck", *(("--job-id", job) if job else ()), *arguments)
-        return self._start(name, (DLROVER_RUN, *arguments), environment, executed=not forked.REPEATED)
+        return self._start(name, (DLROVER_RUN, *arguments), environment, executed=forked.EXECUTES)
 
     def _start(self, name: str, command: tuple[str, ...], environment: dict[str, str], *, executed: bool) -> Started:
         log = self.directory / f"{name}.log"

@@ -67,6 +67,7 @@ class Held:
             self.changed.notify_all()
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(data=st.data(), ranks=st.integers(1, 5), synchronous=st.booleans())
 def test_all_ranks_drain_at_one_boundary(data: st.DataObject, ranks: int, synchronous: bool) -> None:
