@@ -1,7 +1,7 @@
 """A look at a few samples before the first step, by whoever reads the data in training, for `same_data`.
 
-Each is read more than once, with the generators set otherwise each time, but alike on all ranks and in all starts: what
-then differs is random, and is compared with nothing.
+Each sample is read more than once, with other seeds each time, which are the same on all ranks and in all starts. A
+sample that differs between two readings is random, and compared with nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What must be alike on all ranks of a world, compared once, before the first step.
 
 A rank with another seed, plan or cadence does not fail by itself: it trains samples that others train too, or waits in
-another collective than they do. So all say what they were told, and where that differs all end with the same line.
+another collective than they do. So all ranks say what they were told, and if that differs all end with the same line.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A `Trainer`'s callbacks together: called in order, and their states in checkpoints, each one's its own again.
 
-Callbacks of one class are known again by their settings, the plain values that they were made with: an order is easily
-changed. Where that does not tell, a `Callback.key` of the script's own does.
+Callbacks of one class are recognised by their settings, the plain values that they were made with, because their order
+is easily changed. If the settings do not tell them apart, the script gives each a `Callback.key`.
 """
 
 from __future__ import annotations

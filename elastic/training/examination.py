@@ -1,7 +1,7 @@
-"""What a session learns of its training until the first step, and who is told: the user once, or `dalsegno doctor`.
+"""Collects what a session learns of its training before the first step, for the user (once) or for `dalsegno doctor`.
 
-Under the doctor (`Variable.DOCTOR` names a file) the findings are written down there, and the process ends before its
-first step. Else they are printed where the run begins.
+Under the doctor (`Variable.DOCTOR` names a file) the findings are written to that file, and the process ends before its
+first step. Otherwise they are printed at the beginning of the run.
 """
 
 from __future__ import annotations

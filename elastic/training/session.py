@@ -7,7 +7,7 @@
         loss = train(batch)                         # one optimizer step
         s.report(loss)
 
-``loop.steps`` is that loop. One of one's own calls what it does: ``meet``, ``begin_step``, ``end_step``, ``save``.
+``loop.steps`` is that loop. A loop without it calls the same methods: ``meet``, ``begin_step``, ``end_step``, ``save``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The unary calls: who may say what when, and what it changes. Timeouts and transitions follow in `phases`."""
+"""The unary calls: who may say what when, and what it changes. `running` and `forming` follow with transitions."""
 
 from __future__ import annotations
 

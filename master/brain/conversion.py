@@ -1,4 +1,4 @@
-"""The conversion lease (who makes the universal form) and the second look at a checkpoint somebody could not load."""
+"""The lease to make a checkpoint's universal form, and the second look at a checkpoint that a node could not load."""
 
 from __future__ import annotations
 
