@@ -20,7 +20,7 @@ class Best:
     Attributes:
         name: Its directory; may be the manifest's own.
         metric, mode: What was tracked.
-        value: Of the metric.
+        value: The metric's value.
     """
 
     name: str

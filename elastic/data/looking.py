@@ -31,7 +31,7 @@ class Look:
     """What to look at, in the place of a micro-batch.
 
     Attributes:
-        sample_ids: Of a map-style data set; of an iterable one it is the first that are read.
+        sample_ids: Which samples of a map-style data set; of an iterable one the first are read.
         reads: How often each is read.
         seconds: No other is begun after so long.
         data_epoch: In which the samples are what they are; 0 where they are the same in all.
@@ -48,10 +48,10 @@ class Seen:
     """What was found.
 
     Attributes:
-        prints: Of samples that are the same in each reading, by what to call them.
+        prints: Prints of the samples that are the same in each reading, by what to call them.
         draws: The data set draws random numbers while it makes a sample.
         varies: Some sample was not the same in each reading: then no print is kept.
-        own: It was not, and no generator that is known had moved.
+        own: Such a sample drew from a generator of its own: no known one had moved.
     """
 
     prints: dict[str, str] = field(default_factory=dict)

@@ -20,7 +20,7 @@ class Found(NamedTuple):
     """What a comparison came to.
 
     Attributes:
-        likeness: Of the samples that are the least alike.
+        likeness: That of the samples that are the least alike.
         text: What is said of them; "": nothing.
     """
 

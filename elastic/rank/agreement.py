@@ -80,7 +80,7 @@ def differences(told: Sequence[Mapping[str, Any]]) -> list[str]:
     """What differs, with its values and on which ranks.
 
     Args:
-        told: Of each rank, in order.
+        told: What each rank was told, in order.
     """
     names = [name for name in told[0] if name != PART and all(name in one for one in told)]
     return [

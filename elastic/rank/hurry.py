@@ -92,7 +92,7 @@ class Hurry:
     """One rank's end of the channel. All but the thread's own is for the main thread.
 
     Args:
-        rank, world_size: Of the session.
+        rank, world_size: The session's.
         mine: For the main thread.
         waiting: Another connection to the same store, for the thread.
     """
@@ -190,7 +190,7 @@ class Hurry:
         try:
             self._waiting.wait([key], timedelta(seconds=PATIENCE))
         except RuntimeError:
-            # Some rank has not answered. Whoever is first here decides for all: it may be its answer after all.
+            # Some rank has not answered. The first to come here decides for all: it may be that very answer.
             return int(self._waiting.compare_set(key, "", str(_NOTHING)))
         return int(self._waiting.get(key))
 

@@ -32,7 +32,7 @@ class Meetings:
     """One session's.
 
     Args:
-        collective: Of all ranks.
+        collective: That of all ranks.
         link: The agent, where there is one.
 
     Attributes:

@@ -35,7 +35,7 @@ class Matches(NamedTuple):
     """Which callback gets which state, by name.
 
     Attributes:
-        pairs: Of a state, and of the callback that it belongs to.
+        pairs: A state, and the callback that it belongs to.
         gone: States that no callback takes.
         new: Callbacks without a state.
     """
@@ -88,7 +88,7 @@ class Hooks:
         """The inverse. Collective: rank 0, which has saved them, says whose they are.
 
         Args:
-            state: Of a checkpoint; earlier versions have no settings in it, and go by names.
+            state: A checkpoint's state; that of earlier versions has no settings, and goes by names.
             session: The process's.
 
         Raises:

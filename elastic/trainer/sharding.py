@@ -36,7 +36,7 @@ def shard(
         model: On any device, or on meta, wholly or in part.
         blocks: Classes of the blocks.
         apply: Shards one module; takes what became of ``ignored``.
-        device: Of this rank.
+        device: This rank's device.
         init: Fills a model that was on meta; None: its ``reset_parameters``, or that of each of its modules.
         same: Every rank gets rank 0's values first: a model made without a seed would be rows of different models.
         ignored: Parameters that stay whole.

@@ -46,7 +46,7 @@ class Examination:
     """One session's.
 
     Args:
-        rank: Of the session; rank 0 speaks.
+        rank: The session's rank; rank 0 speaks.
         begins: The run begins here, and is more than a trial: people are told.
         world_size, max_world_size, directory: See `Facts`. The doctor says how it is under ``dlrover-run``, which has a
             directory, and where the world may change.

@@ -272,7 +272,7 @@ def source_of(
         data: What the script gives.
         begun: What `begin` has made of them.
         resume: Where the run goes on; None: at the data's beginning.
-        rank, world_size: Of the session.
+        rank, world_size: The session's.
         advanced: The script has moved them there itself, and says where they stand.
 
     Raises:

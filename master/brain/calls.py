@@ -302,7 +302,7 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
 
 
 def commit(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer:
-    """Who is not of the writing epoch's world, or does not hold the lease, has nothing to commit."""
+    """Refuses a commit by a node that is not of the writing epoch's world, or does not hold the lease."""
     job, made = turn.job, message.checkpoint
     if made.form == control_pb2.FORM_UNIVERSAL:
         return commit_form(turn, node, message)
