@@ -27,7 +27,7 @@ from .machine import Machine, Place
 __all__ = ["Claim", "ClaimFile", "LockTimeout"]
 
 # flock has no wait with a deadline.
-_LOCK_PAUSE = 0.05
+_LOCK_PAUSE_SECONDS = 0.05
 _WRITE_LOCK, _START_LOCK = "claim.lock", "start.lock"
 # Seconds.
 _WRITE_TIMEOUT = 10.0
@@ -188,7 +188,7 @@ class ClaimFile:
                 if held:
                     yield
                     return
-            if time.monotonic() >= deadline or closing.wait(_LOCK_PAUSE):
+            if time.monotonic() >= deadline or closing.wait(_LOCK_PAUSE_SECONDS):
                 raise LockTimeout(f"{self.path} is locked by another process for more than {timeout:.0f} s")
 
     @contextlib.contextmanager
