@@ -1,6 +1,6 @@
 # Every target works from a bare checkout: what it needs is installed first, into .venv.
 # PYTHON names the interpreter (3.10 or newer, with venv); TORCH the PyTorch to install.
-# Where pip is pointed to (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf) decides which build of it that is.
+# The index that pip is pointed to (PIP_INDEX_URL, PIP_FIND_LINKS, pip.conf) decides which build of it that is.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -19,11 +19,15 @@ SHELL_RUNS ?= 60
 # Embedded masters and their claims, on machines and in containers.
 CLAIM_RUNS ?= 100
 COUNT ?= 1000
-# Process tests mostly wait. Each pytest process has its share of them, and helps the others out at the end.
-TEST_JOBS ?= 2
+# Process tests wait for a third of their time. Each pytest process has its share of them, and helps the others out at the
+# end: one more of them than cores keeps two cores busy.
+TEST_JOBS ?= 3
+check: TEST_JOBS = 2
 test-all: TEST_JOBS = 4
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Rewriting the tests' assertions takes each pytest process 10 s, once where it may keep what comes out of it.
+unexport PYTHONDONTWRITEBYTECODE
 # Two ranks or more share the cores: one thread each. CPU tests stay CPU tests where there is a GPU.
 export OMP_NUM_THREADS ?= 1
 export DS_ACCELERATOR ?= cpu
@@ -36,7 +40,7 @@ FOLDERS := agent elastic master protos swift_plugin
 FARM := $(addprefix build/typing/dalsegno/,$(FOLDERS))
 PROTO_VENV := $(CURDIR)/build/venv-protos
 WHEEL_VENV := $(CURDIR)/build/venv-wheel
-# Outside the checkout's root, so that nothing is found by the current directory.
+# It runs outside the checkout's root, so that Python finds nothing in the current directory.
 PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WHEEL="$$(echo $(CURDIR)/build/wheel/*.whl)" \
 	DALSEGNO_PROTO_PYTHON=$(PROTO_VENV)/bin/python PATH="$(WHEEL_VENV)/bin:$$PATH" \
 	$(WHEEL_VENV)/bin/python -m pytest -c $(CURDIR)/setup.cfg --rootdir $(CURDIR) -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal --durations=15 $(CURDIR)/tests
@@ -45,9 +49,9 @@ PYTEST = mkdir -p build/run && cd build/run && DALSEGNO_TEST_WHEEL=1 DALSEGNO_WH
 
 help:
 	@echo 'make demo      a job of one to four nodes on this machine: joins, a kill, a leave; then the undisturbed run, and a report'
-	@echo 'make check     lint, types, unit tests and 200 simulated schedules: what one waits for beside an editor'
+	@echo 'make check     lint, types, most unit tests and 200 simulated schedules, in under two minutes: for while you work'
 	@echo 'make test      lint, types, 2,000 simulated schedules, fuzzers and all tests once, against the built wheel'
-	@echo 'make test-all  the full matrices, 100,000 schedules, fuzzers with 100,000 inputs, every process test 20 times (hours; goes on where it was interrupted)'
+	@echo 'make test-all  the full matrices, 100,000 schedules, fuzzers with 100,000 inputs, every process test 20 times (hours; an interrupted run goes on where it was)'
 	@echo 'make simulate SEED=1 RUNS=2000    simulated schedules only'
 	@echo 'make fuzz SEED=1 COUNT=1000       hostile calls, worker frames, orders and damages only'
 	@echo 'make bench     the benchmarks'
@@ -109,7 +113,7 @@ wheel: $(VENV)/.installed
 	@$(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 		> "$$($(WHEEL_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/dependencies.pth"
 
-# What one waits for beside an editor: no wheel, no process tests, nothing that a unit test starts and waits for.
+# For while one works: no wheel, no process tests, no unit test that starts something and waits for it.
 check: lint
 	$(PY) -m tests.simulation --seed $(SEED) --runs 200
 	$(PY) -m pytest tests/unit -q -p no:cacheprovider -n $(TEST_JOBS) --dist worksteal -m 'not slow'
@@ -149,7 +153,7 @@ demo: $(VENV)/.installed
 bench: $(VENV)/.installed
 	$(PY) -m benchmarks
 
-# Nothing of .venv: the PyTorch of PYTHON is used as it is, and without a card one line says so.
+# These use the PyTorch of PYTHON as it is, and nothing of .venv. Without a card one line says so.
 test-gpu:
 	$(PYTHON) -m tests.gpu $(FLAGS)
 

@@ -32,7 +32,7 @@ from .server.auth import AuthError, TlsFiles, check_exposure, is_loopback, read_
 from .server.job_brain import JobBrain
 from .server.lifetime import Lifetime
 from .server.server import BindError, ControlServer, ServerOptions
-from .server.watchdog import HANG_TIMEOUT, Watchdog
+from .server.watchdog import HANG_TIMEOUT_SECONDS, Watchdog
 
 if TYPE_CHECKING:
     from .http.edge import Edge
@@ -351,7 +351,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--insecure", action="store_true", help="listen beyond this machine without a token")
     add("--log-file", type=Path, metavar="FILE", help="write the log there")
     text = "end, with all stacks in the log, when nothing has moved in this process for S seconds (default: 300)"
-    add("--hang-timeout", type=_seconds, default=HANG_TIMEOUT, metavar="S", help=text)
+    add("--hang-timeout", type=_seconds, default=HANG_TIMEOUT_SECONDS, metavar="S", help=text)
     add("--embedded", action="store_true", help="end with the job, or when no agent is left (dlrover-run's own master)")
     add("--idle-timeout", type=_seconds, default=30.0, metavar="S", help="with --embedded: end after S seconds alone")
     add(

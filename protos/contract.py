@@ -1,4 +1,4 @@
-"""What agent, master and workers take for granted of one another, each thing once (for people: docs/contracts.md).
+"""What agent, master and workers assume about one another, each thing once (for people: docs/contracts.md).
 
 Standard library only, and nothing that takes time: every process of a job imports this.
 """

@@ -1,7 +1,7 @@
-"""What the system had none left of when something could not be started, as one line that says what to do about it.
+"""Says in one line which limit of the system kept a process or thread from being started, and what to do about it.
 
-The kernel says "Resource temporarily unavailable" to whoever would be one process or thread too many, and Python "can't
-start new thread". Neither tells which limit that was. Standard library only.
+The kernel says "Resource temporarily unavailable" when there are too many processes or threads, and Python "can't start
+new thread". Neither tells which limit was reached. Standard library only.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ goes on where an interrupted run stopped: it leaves out what that one has passed
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable
@@ -23,6 +24,13 @@ if os.environ.get("DALSEGNO_TEST_DEVICE", "cpu") == "cpu":  # else it is `make t
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # DeepSpeed versions that share the default directory break each other.
 os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(ROOT / "build" / "torch_extensions"))
+
+with contextlib.suppress(ImportError):  # `make test-gpu` does without it
+    from hypothesis import HealthCheck, settings
+
+    # Process tests share the cores: how long an example takes, or its making, says nothing.
+    settings.register_profile("shared cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    settings.load_profile("shared cores")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

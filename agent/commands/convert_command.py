@@ -1,7 +1,7 @@
 """`dalsegno convert SRC DST`: a DeepSpeed ZeRO checkpoint becomes one that loads at any world size.
 
-The converter is a process of its own, as in an agent: this one needs no torch, and whatever kills that one is told in a
-line. Killed or interrupted, the same command goes on where it was.
+The converter is a process of its own, as in an agent. So this process needs no torch, and can say in a line what killed
+the converter. After a kill or an interruption the same command goes on where it stopped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`dalsegno doctor`: the installation; with a script, what that training is found to be before its first step.
+"""`dalsegno doctor`: checks the installation or, if it is given a script, the training before its first step.
 
 The script runs as it would, by itself or under torchrun, up to its first step, where its session writes down what it
 found (`dalsegno.elastic.training.findings`) and ends it. Nothing is saved, and no checkpoint is touched.

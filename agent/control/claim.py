@@ -1,9 +1,9 @@
 """The claim of an embedded master: who serves a job whose master was not started by hand.
 
-One small file per job in the checkpoint directory, replaced as a whole. Its counter moves as long as an agent lives
-that can see the master's process, or reaches it, so that others can tell a served job from an abandoned one without
-comparing clocks. Two locks: `starting` is held by whoever starts a master, which may take long; the other only while
-the file is replaced, so that the counter moves meanwhile.
+The claim is one small file per job in the checkpoint directory, replaced as a whole. An agent that sees the master's
+process, or reaches the master, moves the counter in it. So others can tell a served job from an abandoned one without
+comparing clocks. There are two locks. An agent that starts a master holds `starting`, perhaps for long. The other one
+is held only while the file is replaced, so that the counter can move meanwhile.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .machine import Machine, Place
 __all__ = ["Claim", "ClaimFile", "LockTimeout"]
 
 # flock has no wait with a deadline.
-_LOCK_PAUSE = 0.05
+_LOCK_PAUSE_SECONDS = 0.05
 _WRITE_LOCK, _START_LOCK = "claim.lock", "start.lock"
 # Seconds.
 _WRITE_TIMEOUT = 10.0
@@ -188,7 +188,7 @@ class ClaimFile:
                 if held:
                     yield
                     return
-            if time.monotonic() >= deadline or closing.wait(_LOCK_PAUSE):
+            if time.monotonic() >= deadline or closing.wait(_LOCK_PAUSE_SECONDS):
                 raise LockTimeout(f"{self.path} is locked by another process for more than {timeout:.0f} s")
 
     @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """The embedded master: found, started and started again by the agents of the job on one machine.
 
-Only a master that has ended or is stopped (SIGSTOP) is replaced. One that lives and does not answer waits for its disk,
-or for this machine: to kill it would cost another start, and the next one would wait for the same disk. It is waited
-for, and the person hears it once.
+Only a master that has ended or is stopped (SIGSTOP) is replaced. A master that lives and does not answer waits for its
+disk, or for this machine. If it were killed, its successor would have to start, and wait for the same disk. So agents
+wait for it, and say so once.
 """
 
 from __future__ import annotations

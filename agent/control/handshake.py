@@ -1,7 +1,7 @@
-"""Why no call gets through: agent and master do not agree on TLS or certificates.
+"""Finds out whether calls fail because agent and master do not agree on TLS or certificates.
 
-gRPC says UNAVAILABLE to all of it, as it does to a master that is not there yet, and its texts change with its
-versions. So the agent shakes hands itself, once, and tells a person what to change.
+gRPC answers UNAVAILABLE in that case, as it does while a master is not there yet, and its texts change with its
+versions. So the agent makes a TLS handshake itself, once, and tells a person what to change.
 """
 
 from __future__ import annotations

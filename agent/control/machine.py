@@ -1,6 +1,6 @@
-"""What the kernel says of this machine, as far as an embedded master's agents ask it: who lives where, and locks.
+"""What the agents of an embedded master ask the kernel of this machine: which process lives where, and locks.
 
-One object answers, so that the simulator can put machines, containers and reboots of its own in its place.
+One object answers, so that the simulator can replace it by machines, containers and reboots of its own.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What of a master's words can be meant. Pure: numbers within bounds, names of runs and checkpoints, possible places.
+"""Checks what a master says. Pure: numbers within bounds, names of runs and checkpoints, possible places.
 
-A master of ours says nothing else. Whatever does, another program behind the address or a bug, must not end an agent
-with a traceback, lead it out of its directory or take its workers for nothing: such a word is passed over, and said.
+A master of ours passes these checks. Another program behind its address, or a bug, must not end an agent with a
+traceback, lead it out of its directory or take its workers for nothing. So a message that fails is ignored, and a line
+says so.
 """
 
 from __future__ import annotations

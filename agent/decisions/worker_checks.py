@@ -1,4 +1,4 @@
-"""What of a worker's messages can be believed. Pure: numbers within bounds, names of checkpoints, texts of one line.
+"""Checks what a worker says. Pure: numbers within bounds, names of checkpoints, texts of one line.
 
 A message that breaks a rule here comes from no worker of ours: the connection that brought it is cut.
 """

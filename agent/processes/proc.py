@@ -16,10 +16,8 @@ __all__ = [
     "belongs_to",
     "descendants",
     "end_descendants",
-    "is_same_process",
     "kill_group",
     "owner_of",
-    "process_state",
     "start_time",
 ]
 
@@ -32,12 +30,6 @@ def start_time(pid: int) -> int | None:
     """See `Status`; None when it is gone."""
     status = status_of(pid)
     return status.started if status else None
-
-
-def process_state(pid: int) -> str | None:
-    """See `Status`; None when it is gone."""
-    status = status_of(pid)
-    return status.state if status else None
 
 
 def belongs_to(pid: int, root: int) -> bool:
@@ -58,12 +50,6 @@ def belongs_to(pid: int, root: int) -> bool:
         if pid <= 1 or pid in seen:
             return False
     return True
-
-
-def is_same_process(pid: int, started: int) -> bool:
-    """Whether `pid` still is the live process that began at `started`."""
-    status = status_of(pid)
-    return status is not None and status.is_of(started)
 
 
 def kill_group(pgid: int, signum: int = signal.SIGKILL) -> bool:

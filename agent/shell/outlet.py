@@ -1,4 +1,4 @@
-"""The way to a terminal that may stop reading, or go away: neither may hold up whoever writes to it."""
+"""The way to a terminal. The terminal may stop reading or go away, and its writers must not be held up by that."""
 
 from __future__ import annotations
 

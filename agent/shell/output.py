@@ -1,8 +1,8 @@
 """Standard output and error of the agent, and of all that inherit them.
 
-Whoever writes straight to a terminal that was stopped with Ctrl-S waits for it, and whoever writes to a pipe that
-nobody reads any more (`| head -1`) fails. So between the two there is a pipe of ours, which is always read: what comes
-out of it is shown as long as somebody looks, and is in the log in any case. Files are written to as ever.
+A process that writes straight to a terminal waits for it if it was stopped with Ctrl-S, and one that writes to a pipe
+fails if nobody reads it any more (`| head -1`). So there is a pipe of ours in between, which is always read. Its
+content is shown as long as somebody looks, and is in the log in any case. Files are written to as ever.
 """
 
 from __future__ import annotations

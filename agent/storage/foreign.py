@@ -1,6 +1,6 @@
 """Checkpoints in the layouts of DeepSpeed and of Hugging Face's Trainer: what there is, and whether it is complete.
 
-Told by the names of files and by how they end: nothing of them is loaded.
+The names of the files and their last bytes tell; nothing is loaded.
 """
 
 from __future__ import annotations

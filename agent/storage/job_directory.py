@@ -44,7 +44,7 @@ __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
 # opening the directory revalidates it; the master waits for this answer).
 LOOK_SECONDS = 10.0
 # Between two looks: the master waits for a member; a spare may look for days.
-_FIRST_PAUSE, _LAST_PAUSE, _LAST_PATIENT_PAUSE = 0.1, 1.0, 8.0
+_FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS, _LAST_PATIENT_PAUSE_SECONDS = 0.1, 1.0, 8.0
 # Between the tries of a verification that the file system spoils (ESTALE, EIO, a mount that is away), seconds.
 _VERIFY_PAUSES = (1.0, 3.0, 6.0, 10.0)
 # What a file system may show late, over NFS for one, and how often it must be found before it counts.
@@ -236,7 +236,7 @@ class Storage:
 
         def work() -> None:
             deadline = time.monotonic() + seconds
-            pause, longest = _FIRST_PAUSE, _LAST_PATIENT_PAUSE if patient else _LAST_PAUSE
+            pause, longest = _FIRST_PAUSE_SECONDS, _LAST_PATIENT_PAUSE_SECONDS if patient else _LAST_PAUSE_SECONDS
             unusable = 0
             while self._current(number):
                 survey = self._look_or_nothing(run_id, resume, newer_than)

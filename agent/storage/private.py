@@ -1,7 +1,7 @@
-"""A job's private directory, `.dalsegno/<job>`: only what its owner put there is believed.
+"""A job's private directory, `.dalsegno/<job>`: only files of its owner are believed.
 
-The checkpoint directory may be one that others can write. Who could plant a token there would be let in by the job's
-master; a claim, and the agent would end a stranger's process; a link as log file, and it would write anywhere.
+Others may be able to write the checkpoint directory. With a planted token they would be let in by the job's master.
+With a planted claim the agent would end a stranger's process. With a planted link as log file it would write anywhere.
 """
 
 from __future__ import annotations

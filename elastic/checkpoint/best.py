@@ -1,7 +1,8 @@
 """Which checkpoint is the best by a metric that the run tracks. Pure; rank 0 asks, and tells the others.
 
-Each manifest names the best checkpoint *as of itself*. So the best survives restarts with the resume point, and a run
-that goes back to an earlier checkpoint goes back to what was best then: a best in the part that was left is forgotten.
+Each manifest names the best checkpoint *as of itself*. So the best one survives restarts together with the resume
+point. A run that goes back to an earlier checkpoint also goes back to the best one of that time, and forgets a later
+one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ class Best:
     Attributes:
         name: Its directory; may be the manifest's own.
         metric, mode: What was tracked.
-        value: Of the metric.
+        value: The metric's value.
     """
 
     name: str

@@ -86,9 +86,9 @@ class Order:
     """What fixes the order of samples, beside the position. A run that resumes must agree with it.
 
     Attributes:
-        seed, global_batch_size, shuffle: Of the sampler.
+        seed, global_batch_size, shuffle: The sampler's.
         length: Samples in the data set; 0: not known.
-        version: Of the way that an order is made of them (``permutation``); a run goes on in the one that it began in.
+        version: The way in which an order is made of them (``permutation``); a run goes on in the one that it began in.
             Left out of the manifest where it is 1.
     """
 

@@ -1,8 +1,9 @@
 """What was sealed once: an empty file of a checkpoint's name beside it, in ``.sealed``.
 
-A directory without a manifest is what a save that was given up leaves, and goes once the run has gone on without it.
-With a mark it is a checkpoint that has lost its manifest, by accident or by somebody's hand: its files may be all
-there, so nobody deletes it unasked. The mark says nothing else; a checkpoint is no less sealed without one.
+A save that was given up leaves a directory without a manifest, which is deleted once the run has gone on without it. If
+there is a mark, the directory is a checkpoint that has lost its manifest, by accident or by somebody's hand. All its
+files may be there, so nobody deletes it unasked. The mark says nothing else; a checkpoint is no less sealed without
+one.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class Batches(Generic[T]):
             of its DataLoader workers, and its ``set_epoch(data_epoch)`` and ``skip(n)`` are used where it has them.
             Without ``skip``, a resumed run reads what it does not need.
         sampler: The order and where to begin.
-        plan: Who computes what. Its global batch size must be the sampler's.
+        plan: Which rank computes what. Its global batch size must be the sampler's.
         rank: This rank's number in the data-parallel group.
         collate: Makes ``data`` of a list of samples; default: torch's.
         scale: ``"ddp"`` (also for FSDP) or ``"deepspeed"``, see ``BatchPlan.loss_scale``.
@@ -274,7 +274,7 @@ class Batches(Generic[T]):
 
         Args:
             session: The process's.
-            max_steps: Of the whole run. Where it is at its end nothing is looked at.
+            max_steps: Steps of the whole run. If it is at its end nothing is looked at.
 
         Raises:
             Unlike: A ValueError: the data are others. On all ranks.

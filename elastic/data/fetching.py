@@ -51,9 +51,9 @@ class Maker(Generic[T]):
     """Turns samples into what a micro-batch computes.
 
     Attributes:
-        collate: Of a list of samples; None: torch's.
+        collate: Makes a micro-batch of a list of samples; None: torch's.
         seed: With it, what ``collate`` draws from the global generators depends on the micro-batch alone.
-        worker_seed: Of the generators in a DataLoader's worker, where there is no ``seed``.
+        worker_seed: The seed of the generators in a DataLoader's worker, if there is no ``seed``.
     """
 
     collate: Callable[[list[Any]], T] | None
@@ -87,7 +87,7 @@ class Loading(Generic[T]):
     Args:
         dataset: Map-style or iterable.
         sampler: The order; where to begin is said at each start.
-        plan, rank: Who computes what.
+        plan, rank: The plan, and the rank whose part this is.
         maker: See `Maker`.
         data_epochs: Stop before this data epoch; None: never.
         options: For ``torch.utils.data.DataLoader``.

@@ -1,7 +1,7 @@
 """A look at a few samples before the first step, by whoever reads the data in training, for `same_data`.
 
-Each is read more than once, with the generators set otherwise each time, but alike on all ranks and in all starts: what
-then differs is random, and is compared with nothing.
+Each sample is read more than once, with other seeds each time, which are the same on all ranks and in all starts. A
+sample that differs between two readings is random, and compared with nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Look:
     """What to look at, in the place of a micro-batch.
 
     Attributes:
-        sample_ids: Of a map-style data set; of an iterable one it is the first that are read.
+        sample_ids: Which samples of a map-style data set; of an iterable one the first are read.
         reads: How often each is read.
         seconds: No other is begun after so long.
         data_epoch: In which the samples are what they are; 0 where they are the same in all.
@@ -48,10 +48,10 @@ class Seen:
     """What was found.
 
     Attributes:
-        prints: Of samples that are the same in each reading, by what to call them.
+        prints: Prints of the samples that are the same in each reading, by what to call them.
         draws: The data set draws random numbers while it makes a sample.
         varies: Some sample was not the same in each reading: then no print is kept.
-        own: It was not, and no generator that is known had moved.
+        own: Such a sample drew from a generator of its own: no known one had moved.
     """
 
     prints: dict[str, str] = field(default_factory=dict)

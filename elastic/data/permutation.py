@@ -46,7 +46,7 @@ class Permutation:
         length: Size of the range, 1 to 2^62.
         key: Whatever fixes the order; its text is hashed, so equal tuples of plain values give equal orders on every
             machine and Python version.
-        version: Of the way an order is made.
+        version: Which way of making an order.
 
     Raises:
         ValueError: ``length`` or ``version`` is out of range.

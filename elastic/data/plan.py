@@ -100,10 +100,10 @@ class BatchPlan:
         """What of all this moves the loss curve, for manifests.
 
         Args:
-            order: Of the samples.
-            drop_last: Of the sampler.
+            order: The order of the samples.
+            drop_last: The sampler's.
             tokens: The loss is a mean over tokens.
-            seed: Of what is random in fixed micro-batches.
+            seed: The seed of what is random in fixed micro-batches.
         """
         short_last = not order.length or order.length % self.global_batch_size > 0
         if not self.fixed_micro_batch:

@@ -1,7 +1,7 @@
 """Prints of samples: short texts by which two readings of one sample are told from those of two samples.
 
-Words, whole numbers and shapes count exactly. Of other numbers a few sums are kept, because they are not the same bits
-everywhere: processors round otherwise, and so do versions of a decoder. Pure but for a device's copy.
+Words, whole numbers and shapes count exactly. A few sums stand for other numbers, because these are not the same bits
+everywhere: processors round differently, and so do versions of a decoder. Pure but for a device's copy.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def print_of(sample: Any) -> str:
 
 
 def likeness(one: str, other: str) -> Likeness:
-    """Whether two prints may be those of one sample. Of a version that is not known they may."""
+    """Whether two prints may be those of one sample. Prints of an unknown version may."""
     if one == other or not all(text.startswith(f"{_VERSION} ") for text in (one, other)):
         return Likeness.SAME
     ours, theirs = one.split(" ")[1:], other.split(" ")[1:]

@@ -1,7 +1,7 @@
 """Whether all ranks have the same data, and those that the checkpoint's run had: a few samples say so. Pure.
 
 A data set in another order (a directory as the system lists it, a shuffle without a seed), or of another file, has the
-same length: nothing else would tell. Each rank would train samples that others train too, each start some again.
+same length, so nothing else would tell. Ranks would train the same samples, and a new start would train some again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class Found(NamedTuple):
     """What a comparison came to.
 
     Attributes:
-        likeness: Of the samples that are the least alike.
+        likeness: That of the samples that are the least alike.
         text: What is said of them; "": nothing.
     """
 

@@ -100,7 +100,7 @@ def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> 
 
     Args:
         backend: Of ``torch.distributed``; None: the accelerator's (gloo on a CPU).
-        timeout: Of collectives; None: DeepSpeed's default, 10 minutes.
+        timeout: How long a collective may take; None: DeepSpeed's default, 10 minutes.
 
     Raises:
         RuntimeError: There are several ranks, and the environment does not say which one of its node this is.

@@ -1,7 +1,7 @@
 """What must be alike on all ranks of a world, compared once, before the first step.
 
 A rank with another seed, plan or cadence does not fail by itself: it trains samples that others train too, or waits in
-another collective than they do. So all say what they were told, and where that differs all end with the same line.
+another collective than they do. So all ranks say what they were told, and if that differs all end with the same line.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def differences(told: Sequence[Mapping[str, Any]]) -> list[str]:
     """What differs, with its values and on which ranks.
 
     Args:
-        told: Of each rank, in order.
+        told: What each rank was told, in order.
     """
     names = [name for name in told[0] if name != PART and all(name in one for one in told)]
     return [

@@ -1,11 +1,11 @@
 """A drain that cannot wait for the next exchange: all ranks agree on a boundary beside the steps.
 
-Exchanges are k steps apart, and k comes from the pace so far. Where steps of 2 ms become steps of 2 s, the next one is
-a minute away, and whoever must leave has less. So a rank that is told to drain calls the others over the store of this
-world. Each has a thread that does nothing but wait for that; it answers at once with the step that its rank is in,
-whatever the rank itself is waiting for, and the rank does not end that step before it is known how all have answered.
-The boundary is the end of the latest of these steps: nobody has ended it, and all know of it before they do. Nothing of
-this costs anything while nobody calls.
+Exchanges are k steps apart, and k comes from the pace so far. If steps of 2 ms become steps of 2 s, the next exchange
+is a minute away, and a leaver has less time than that. So a rank that is told to drain calls the others over the store
+of this world. Each rank has a thread that only waits for such a call. The thread answers at once with the step that its
+rank is in, whatever the rank itself is waiting for, and the rank does not end that step before it knows all answers.
+The boundary is the end of the latest of these steps: no rank has ended it, and all know of it before they do. This
+costs nothing while nobody calls.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Hurry:
     """One rank's end of the channel. All but the thread's own is for the main thread.
 
     Args:
-        rank, world_size: Of the session.
+        rank, world_size: The session's.
         mine: For the main thread.
         waiting: Another connection to the same store, for the thread.
     """
@@ -190,7 +190,7 @@ class Hurry:
         try:
             self._waiting.wait([key], timedelta(seconds=PATIENCE))
         except RuntimeError:
-            # Some rank has not answered. Whoever is first here decides for all: it may be its answer after all.
+            # Some rank has not answered. The first to come here decides for all: it may be that very answer.
             return int(self._waiting.compare_set(key, "", str(_NOTHING)))
         return int(self._waiting.get(key))
 

@@ -1,8 +1,8 @@
-"""What some rank may not train no rank trains: the others hear of it, and the agent, too.
+"""If one rank refuses to train, all ranks refuse together, and the agent is told.
 
-A rank that refuses alone would leave the others waiting in the next collective until somebody kills them. So it brings
-what it has found to the meeting that they come to next, and all end with the same line (`agreement`). The agent is told
-that they have agreed: no other start would come to anything else.
+A rank that refused alone would leave the others waiting in the next collective until somebody kills them. So it brings
+its finding to the meeting that they come to next, and all end with the same line (`agreement`). The agent is told that
+they have agreed, because another start would end in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Meetings:
     """One session's.
 
     Args:
-        collective: Of all ranks.
+        collective: That of all ranks.
         link: The agent, where there is one.
 
     Attributes:

@@ -1,7 +1,8 @@
 """A notice to leave that reaches a worker itself: systemd, Slurm and shells signal all processes of a group alike.
 
-With a session it is the drain flag, whoever else has heard it: the run saves at the next step boundary. Processes that
-this one forks have the handlers that the script had before, so that ``terminate()`` ends them as ever.
+A worker with a session treats the notice as the drain flag, whoever else has heard it: the run saves at the next step
+boundary. Processes that this one forks get back the handlers that the script had, so that ``terminate()`` ends them as
+ever.
 """
 
 from __future__ import annotations

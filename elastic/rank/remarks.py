@@ -1,4 +1,4 @@
-"""What people should know of their training, and nothing is wrong with."""
+"""Remarks: lines about things that people should know of their training, and that are no mistakes."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Reports:
         link: The agent; None: nobody is told.
 
     Attributes:
-        loss: Of the present step, for people.
+        loss: The present step's loss, for people.
     """
 
     def __init__(self, link: Link | None) -> None:

@@ -69,7 +69,7 @@ def aside(*parts: int | str) -> Iterator[None]:
 
 
 def cpu_state() -> tuple[Any, torch.Tensor, Any]:
-    """Of the generators on the CPU: Python's, torch's, NumPy's where it is in use."""
+    """The states of the generators on the CPU: Python's, torch's, NumPy's where it is in use."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
 

@@ -30,7 +30,7 @@ def alike_of(trainer: Trainer, plan: BatchPlan, strategy: str) -> dict[str, Any]
 
     Args:
         trainer: Not opened yet.
-        plan: Of this world.
+        plan: This world's plan.
         strategy: Its name.
     """
     return {

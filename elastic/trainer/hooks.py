@@ -1,7 +1,7 @@
 """A `Trainer`'s callbacks together: called in order, and their states in checkpoints, each one's its own again.
 
-Callbacks of one class are known again by their settings, the plain values that they were made with: an order is easily
-changed. Where that does not tell, a `Callback.key` of the script's own does.
+Callbacks of one class are recognised by their settings, the plain values that they were made with, because their order
+is easily changed. If the settings do not tell them apart, the script gives each a `Callback.key`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Matches(NamedTuple):
     """Which callback gets which state, by name.
 
     Attributes:
-        pairs: Of a state, and of the callback that it belongs to.
+        pairs: A state, and the callback that it belongs to.
         gone: States that no callback takes.
         new: Callbacks without a state.
     """
@@ -88,7 +88,7 @@ class Hooks:
         """The inverse. Collective: rank 0, which has saved them, says whose they are.
 
         Args:
-            state: Of a checkpoint; earlier versions have no settings in it, and go by names.
+            state: A checkpoint's state; that of earlier versions has no settings, and goes by names.
             session: The process's.
 
         Raises:

@@ -23,7 +23,7 @@ class Made:
         steps_itself: The strategy's engine steps the scheduler.
 
     Attributes:
-        kinds: Of what was made: a strategy may load another one's state without a word.
+        kinds: The kinds of what was made: a strategy may load another kind's state without a word.
         by_metric: A scheduler that takes the metric of each evaluation, and steps then; None: it steps with the
             optimizer, or there is none.
     """

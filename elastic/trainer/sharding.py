@@ -1,9 +1,8 @@
 """Makes a model sharded block by block, so that no device ever holds more than one block beside its own rows.
 
-A model that was made on the meta device gets its first values likewise: the blocks become real one after the other,
-and while one does, every other tensor of the model is on the meta device, where to fill it does nothing. So the
-function that fills the whole model can be called as in torch's own recipe, and each world gets the same values: those
-of rank 0.
+A model that was made on the meta device also gets its first values block by block. While one block becomes real, every
+other tensor of the model is on the meta device, where filling it does nothing. So the function that fills the whole
+model can be called once for each block, as in torch's own recipe, and each world gets the same values: those of rank 0.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def shard(
         model: On any device, or on meta, wholly or in part.
         blocks: Classes of the blocks.
         apply: Shards one module; takes what became of ``ignored``.
-        device: Of this rank.
+        device: This rank's device.
         init: Fills a model that was on meta; None: its ``reset_parameters``, or that of each of its modules.
         same: Every rank gets rank 0's values first: a model made without a seed would be rows of different models.
         ignored: Parameters that stay whole.

@@ -40,7 +40,7 @@ class Setting:
 
     Attributes:
         session: The process's; its ranks are the data-parallel group.
-        device: Of this rank.
+        device: This rank's device.
         plan: How the global batch is dealt.
         max_grad_norm: Gradients are clipped to this norm; None: they are not.
         scaler: For fp16: scales the loss; None: nothing does.
@@ -77,7 +77,7 @@ class Strategy(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """Of the strategy in manifests; a run that resumes must have the same."""
+        """The strategy's name in manifests; a run that resumes must have the same."""
 
     @abstractmethod
     def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
@@ -279,7 +279,7 @@ def own_device(local_rank: int, wanted: torch.device | None = None) -> torch.dev
     Cards are dealt by local rank. Where there are fewer than ranks some share one, which `init_process_group` says.
 
     Args:
-        local_rank: Of this process.
+        local_rank: This process's local rank.
         wanted: A device with its number, or another kind than CUDA's, is taken as it is; ``cuda`` alone is the rank's
             own card.
     """

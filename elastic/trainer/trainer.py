@@ -49,7 +49,7 @@ class Fitted:
 
     Attributes:
         step: Optimizer steps of the whole run.
-        metrics: Of the last evaluation; empty without one in this process.
+        metrics: Those of the last evaluation; empty without one in this process.
         best: The best checkpoint by the tracked metric.
     """
 
@@ -69,7 +69,7 @@ class Trainer:
         global_batch_size, max_micro_batch_size, fixed_micro_batch, pad: See `BatchPlan`.
         loss: ``loss(model, data)``: the mean over the samples (with ``count_tokens``: over the tokens) of one
             micro-batch, or with ``pad`` the loss of each row. Default: what the model gives for ``data``.
-        max_steps: Of the whole run, steps before a resume included.
+        max_steps: Steps of the whole run, those before a resume included.
         data_epochs: The run ends with so many passes over the data. One of both is needed.
         scheduler: ``scheduler(optimizer)`` makes it; it steps after each optimizer step. One that takes a metric
             (``ReduceLROnPlateau``) steps with the tracked metric after each evaluation of ``evaluate_every``.
@@ -79,7 +79,7 @@ class Trainer:
         grad_scaler: For fp16: a ``torch.amp.GradScaler``, saved and loaded with the rest. Where gradients are not
             finite, optimizer and scheduler do not step, on any rank; the step counts, and its batch is consumed. Not
             for DeepSpeed, which scales by itself.
-        seed: Of the order of samples and the random generators. (The model is made by the script.)
+        seed: The seed of the order of samples and of the random generators. (The model is made by the script.)
         shuffle, drop_last: See `ElasticSampler`.
         collate, count_tokens, loader_options, check_data: See `Batches`.
         checkpoint_dir, keep: For runs outside ``dlrover-run``, see `session`.

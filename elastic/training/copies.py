@@ -1,9 +1,9 @@
 """What all ranks have a copy of, compared over the ranks: before the first step, and right behind it.
 
 A script that forgets DistributedDataParallel, or gives one rank another optimizer, fails nowhere: each rank trains a
-model of its own, and rank 0's is saved for all. So the ranks compare a number for each tensor (`digest`), of what they
-all have: of a replicated model its parameters and its optimizer's states, of a sharded one what is not sharded, and of
-both the hyperparameters. Buffers may differ (BatchNorm's), and so may whatever nobody has said is the training's.
+model of its own, and rank 0's is saved for all. So the ranks compare a number (`digest`) for each tensor of which all
+have a copy: the parameters and optimizer states of a replicated model, the unsharded tensors of a sharded one. They
+also compare the hyperparameters. Buffers may differ (BatchNorm's), and so may tensors that the session was not told of.
 """
 
 from __future__ import annotations

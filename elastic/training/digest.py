@@ -34,7 +34,7 @@ def is_plain(value: object) -> bool:
 
 
 def numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """Of each plain tensor, in order. Waits for each device once."""
+    """The digest of each plain tensor, in order. Waits for each device once."""
     columns = {zero.device: _weights(0, _COLUMNS, zero) for zero in map(_zero, tensors)}
     return _read([_number(tensor.detach(), columns[tensor.device]) for tensor in tensors])
 

@@ -1,7 +1,7 @@
-"""What a session learns of its training until the first step, and who is told: the user once, or `dalsegno doctor`.
+"""Collects what a session learns of its training before the first step, for the user (once) or for `dalsegno doctor`.
 
-Under the doctor (`Variable.DOCTOR` names a file) the findings are written down there, and the process ends before its
-first step. Else they are printed where the run begins.
+Under the doctor (`Variable.DOCTOR` names a file) the findings are written to that file, and the process ends before its
+first step. Otherwise they are printed at the beginning of the run.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Examination:
     """One session's.
 
     Args:
-        rank: Of the session; rank 0 speaks.
+        rank: The session's rank; rank 0 speaks.
         begins: The run begins here, and is more than a trial: people are told.
         world_size, max_world_size, directory: See `Facts`. The doctor says how it is under ``dlrover-run``, which has a
             directory, and where the world may change.

@@ -75,7 +75,7 @@ def steps(
         session: The process's.
         data: ``Batches``, or any iterable of batches, of which one is fetched ahead. What a loader's ``state_dict``
             says is saved, and loads where as many ranks resume. Others would begin anew: refused, see ``sources``.
-        max_steps: Of the whole run, steps before the resume point included.
+        max_steps: Steps of the whole run, those before the resume point included.
         save: Writes this rank's part of a checkpoint, see ``Session.save``, or ``background(state)``: while the
             training goes on. None: nothing is saved, and a drain goes back to the last commit. The same where there
             is no directory (``Session.can_save``); one line says so.
@@ -86,7 +86,7 @@ def steps(
         advanced: The script itself has moved ``data`` to where the run goes on, ``session.step`` steps behind their
             beginning, and sees to it that global batches are the same in every world. With ``position`` it is so.
         metric: The run's tracked metric, asked for at each save.
-        seed: Of the random generators, see ``Session.restore_rng``.
+        seed: The seed of the random generators, see ``Session.restore_rng``.
 
     Raises:
         ValueError: The ranks were not started alike; ``max_steps`` or ``save_every`` below 0; there is a directory, and

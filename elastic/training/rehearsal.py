@@ -1,7 +1,7 @@
-"""Before the first step: could what is to be saved be loaded again? Nothing is written for it.
+"""Tries before the first step whether the training's state could be saved and loaded again. Nothing is written.
 
-Known is what ``TrainingState`` and a `Trainer` save: everything but the tensors' values is put together as at a save,
-and read again. What a ``save=`` of the script's own writes is seen at the first save: a mistake there ends the run.
+``TrainingState`` and a `Trainer` know what they save: everything but the tensors' values is put together as at a save,
+and read again. The files of a script's own ``save=`` are only seen at the first save, and a mistake there ends the run.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
         loss = train(batch)                         # one optimizer step
         s.report(loss)
 
-``loop.steps`` is that loop. One of one's own calls what it does: ``meet``, ``begin_step``, ``end_step``, ``save``.
+``loop.steps`` is that loop. A loop without it calls the same methods: ``meet``, ``begin_step``, ``end_step``, ``save``.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Session:
 
     Attributes:
         rank, world_size, local_rank: As torchrun has them.
-        epoch: Of the membership; 0 outside ``dlrover-run``. (The data's own is ``position.data_epoch``.)
+        epoch: The membership's epoch; 0 outside ``dlrover-run``. (The data's own is ``position.data_epoch``.)
         run_dir: Where checkpoints are saved; None where they cannot be.
         resume: What to load before the first step; None: start from step 0.
         step: Optimizer steps done, those before the resume point included.
@@ -320,8 +320,8 @@ class Session:
             wait: False: a state is written while the training goes on. The save before it is waited for first, so
                 checkpoints are sealed in order of step.
             position: Where the data goes on.
-            order: Of the sampler; a run that resumes must agree with it.
-            cut: Of ``Batches``; the same.
+            order: The sampler's order; a run that resumes must agree with it.
+            cut: The cut of ``Batches``; a run that resumes must agree with it.
             strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
             any_world_size: The files load at any world size as they are; default: what is known of ``strategy``.
             metric: The run's tracked metric; rank 0's counts. Default: what ``improved`` was told of this step.
@@ -377,7 +377,7 @@ class Session:
         return self._completed(None if ended is None else ended[1])
 
     def _completed(self, saved: Ref | None) -> Ref | None:
-        """Of a save that ended without a leaver nothing is left to do together."""
+        """After a save that ended without a leaver the ranks have nothing more to do together: they go."""
         if self._saver is not None and self._saver.apart:
             self.leave_drained()
         return saved

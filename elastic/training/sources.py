@@ -1,8 +1,8 @@
 """Where a loop's batches come from: ``Batches``, or any iterable; and whether a run that resumes can go on in it.
 
 ``Batches`` know their place. A loader with ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``)
-does, too: its state is each rank's own, is saved with every checkpoint, and loads where as many ranks resume. Of any
-other iterable nobody can say where it stands, so a run resumes only where the script says that it has moved it.
+does, too: each rank has a state of its own, which is saved with every checkpoint, and loads if as many ranks resume.
+Any other iterable does not say where it stands, so a run resumes with it only if the script says that it has moved it.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def source_of(
         data: What the script gives.
         begun: What `begin` has made of them.
         resume: Where the run goes on; None: at the data's beginning.
-        rank, world_size: Of the session.
+        rank, world_size: The session's.
         advanced: The script has moved them there itself, and says where they stand.
 
     Raises:

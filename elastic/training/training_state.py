@@ -111,7 +111,7 @@ class TrainingState:
             say_added(name, before, names)
 
     def _trained(self) -> dict[str, list[str]]:
-        """Of each optimizer its parameters by name, in the order of its groups; those of no name are left out."""
+        """Each optimizer's parameters by name, in the order of its groups; those without a name are left out."""
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         return {
             name: [names[p] for group in groups for p in group["params"] if p in names]
@@ -315,7 +315,7 @@ def check_same_dtypes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> No
     """Compares tensors of the same names: to load converts without a word.
 
     Args:
-        saved: Of the checkpoint; values have a ``dtype``, or are not looked at.
+        saved: The checkpoint's values; those without a ``dtype`` are not looked at.
         wanted: The model's.
 
     Raises:

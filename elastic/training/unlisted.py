@@ -1,7 +1,8 @@
-"""What a model has in it and no ``state_dict()`` lists: buffers that are not persistent, and plain attributes.
+"""Parts of a model that no ``state_dict()`` lists: buffers that are not persistent, and plain attributes.
 
-Most of it is made anew with the model: masks, tables of angles. What changes while the model trains is part of the
-training. Such buffers are saved with the rest; attributes can only be named, as nobody knows what they are for.
+Most of them are made anew with the model: masks, tables of angles. Those that change while the model trains are part of
+the training. Such buffers are saved with the rest. Attributes can only be named, because nobody knows what they are
+for.
 """
 
 from __future__ import annotations

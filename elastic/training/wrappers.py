@@ -1,4 +1,4 @@
-"""What a wrapped model brings that no checkpoint has, or that another world computes otherwise: said on rank 0."""
+"""Remarks about wrappers of models (on rank 0): what no checkpoint has, or what another world computes differently."""
 
 from __future__ import annotations
 

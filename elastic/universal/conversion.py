@@ -27,7 +27,7 @@ Planned = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Watch:
-    """Who is told how a conversion gets on.
+    """Hears how a conversion gets on.
 
     Attributes:
         progress: Called after every file.
@@ -167,7 +167,7 @@ def produce(
         target: The directory to write, which holds what ``journal`` lists.
         journal: Notes each file.
         wish: What to make.
-        watch: Who is told.
+        watch: Hears how it gets on.
 
     Returns:
         All files of ``target``, sorted by path.

@@ -36,7 +36,7 @@ class Output:
 
     Args:
         target: The directory.
-        journal: Of this conversion; what it lists already is not made again.
+        journal: This conversion's journal; files that it lists already are not made again.
         done: Called after every file, on any thread.
         moved: Called with the bytes that were written or synced just now, on any thread.
     """

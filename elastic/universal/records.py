@@ -177,8 +177,8 @@ def frame(
     """The frame of a file that holds one tensor, bare or as ``{"cat_dim": ..., "param": tensor}``.
 
     Args:
-        shape: Of the tensor.
-        dtype: Of the tensor.
+        shape: The tensor's shape.
+        dtype: The tensor's dtype.
         stride: In elements; None: contiguous. The tensor must be `dense`.
         key: The tensor's key in a dictionary; None: the tensor is all there is.
         cat_dim: DeepSpeed's entry before the tensor; None: none.

@@ -38,7 +38,7 @@ def convert_directory(
             verified first.
         target: Not there, empty, or the beginning of the same conversion.
         wish: What to make, and how.
-        watch: Who is told.
+        watch: Hears how it gets on.
         latest: Let ``latest_universal`` beside ``target`` name it, which DeepSpeed reads where it is given no tag.
 
     Returns:

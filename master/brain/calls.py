@@ -1,4 +1,4 @@
-"""The unary calls: who may say what when, and what it changes. Timeouts and transitions follow in `phases`."""
+"""The unary calls: who may say what when, and what it changes. `running` and `forming` follow with transitions."""
 
 from __future__ import annotations
 
@@ -307,7 +307,7 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
 
 
 def commit(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer:
-    """Who is not of the writing epoch's world, or does not hold the lease, has nothing to commit."""
+    """Refuses a commit by a node that is not of the writing epoch's world, or does not hold the lease."""
     job, made = turn.job, message.checkpoint
     if made.form == control_pb2.FORM_UNIVERSAL:
         return commit_form(turn, node, message)

@@ -1,4 +1,4 @@
-"""The conversion lease (who makes the universal form) and the second look at a checkpoint somebody could not load."""
+"""The lease to make a checkpoint's universal form, and the second look at a checkpoint that a node could not load."""
 
 from __future__ import annotations
 
@@ -214,9 +214,9 @@ def tend_verification(turn: Turn) -> None:
 
 
 def ask(turn: Turn, verification: Verification) -> None:
-    """Gives the order to verify. Who was asked before, and who reported it, only where there is nobody else.
+    """Gives the order to verify. A node that was asked before, or that reported it, gets it only if there is no other.
 
-    And who crashes again and again, as whoever it is that comes next, only where there is really nobody else.
+    A node that crashes again and again comes last of all.
     """
     able = [
         node

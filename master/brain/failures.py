@@ -42,7 +42,7 @@ def count(turn: Turn) -> bool:
 
 
 def blame(turn: Turn, failure: Failure) -> None:
-    """Keep what broke the world. Who tells of a cause elsewhere is outweighed by who had it, both by a refusal."""
+    """Keeps what broke the world. A node's own cause outweighs its report of another's; a refusal outweighs both."""
     budget = turn.job.run.budget
     if budget.pending is None or weight(failure) > weight(budget.pending):
         turn.update_run(budget=replace(budget, pending=failure))

@@ -1,4 +1,4 @@
-"""What only the master's process knows: nothing of it is stored. Each object lives as long as what it is about.
+"""State that only the master's process knows and nobody stores. Each object lives as long as the thing it describes.
 
 Times with `_at` are real (monotonic seconds of this process). Times named `heard`, `moved` and the like are the
 listening clock's (`listening`): what waits for a word of an agent is measured by it.

@@ -1,7 +1,8 @@
 """Who is heard: the registered nodes, and which of them might have fallen silent.
 
-Of thousands of nodes nearly all were heard lately. So only those are looked at whose stream is closed or whose silence
-comes near to a node-timeout; the others wait in a heap, by when they were heard, and are taken out when they are due.
+Nearly all of thousands of nodes were heard lately. So each turn looks only at nodes whose stream is closed or whose
+silence comes near to a node-timeout. The others wait in a heap, ordered by when they were heard, and are taken out when
+they are due.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What ranks refuse to train, which no restart can mend: who goes on without whom, or how the job ends.
+"""Ranks that refuse to train, for a reason that no restart mends: some nodes go on without others, or the job ends.
 
-A refusal is known to all ranks of a world (`FAILURE_KIND_REFUSED`). Where some of them have trained this run before and
-others came later, those who came later are put aside: their script, data or number is what is new. Else nobody can go
-on, and the job ends with that line.
+All ranks of a world know of a refusal (`FAILURE_KIND_REFUSED`). If some nodes have trained this run before and others
+came later, the later ones are put aside, because their script, data or number is what is new. Otherwise nobody can go
+on, and the job ends with the ranks' line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The door: names, settings, the first agent, and a run that starts over."""
+"""Registration: names, settings, the first agent, and a run that starts over."""
 
 from __future__ import annotations
 

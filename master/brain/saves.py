@@ -86,7 +86,7 @@ def may_still_come(turn: Turn) -> bool:
 
 @dataclass(frozen=True)
 class LastWriter:
-    """Who completes a save that leavers had to leave: a member's incarnation, and whether all others are done."""
+    """The member (its incarnation) that completes a save which leavers had to leave; whether all others are done."""
 
     incarnation: str
     alone: bool

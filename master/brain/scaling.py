@@ -1,4 +1,4 @@
-"""Fewer nodes than --nnodes allows, because somebody says so: the world drains, and its first nodes go on."""
+"""Scaling down by a person's or tool's order: the world drains, and its first nodes go on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What nodes have in sight of the resume point: it may be damaged, or gone, while they gather."""
+"""Which nodes have the resume point in sight: it may be damaged, or gone, while they gather."""
 
 from __future__ import annotations
 

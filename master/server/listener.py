@@ -1,8 +1,8 @@
 """A listening socket that keeps a bounded number of connections, and none for long.
 
-uvicorn has no limit for connections that say nothing, and asyncio lets a TLS handshake take a minute. What a person or
-a scraper asks takes milliseconds, so whoever came first goes first: idlers keep nobody out. (A flood of newcomers can,
-from a page that nothing depends on.)
+uvicorn has no limit for connections that say nothing, and asyncio lets a TLS handshake take a minute. A request of a
+person or a scraper takes milliseconds. So when there are too many connections the oldest one is closed first, and idle
+ones keep nobody out. (A flood of new connections can, but nothing depends on this page.)
 """
 
 from __future__ import annotations

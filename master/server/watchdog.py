@@ -14,9 +14,9 @@ import sys
 import threading
 from pathlib import Path
 
-__all__ = ("HANG_TIMEOUT", "Watchdog")
+__all__ = ("HANG_TIMEOUT_SECONDS", "Watchdog")
 
-HANG_TIMEOUT = 300.0
+HANG_TIMEOUT_SECONDS = 300.0
 # The loop says that it runs, and is looked after, so often; in seconds.
 LOOK_EVERY = 1.0
 EXIT_HUNG = 1

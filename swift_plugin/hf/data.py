@@ -101,7 +101,7 @@ def make(trainer: Any, plan: BatchPlan, session: Any, *, by_samples: bool) -> St
 
     Args:
         trainer: Constructed.
-        plan: Who computes what.
+        plan: Which rank computes what.
         session: The process's.
         by_samples: A slice counts as many as it has samples; else as many as it has labels.
 

@@ -1,4 +1,4 @@
-"""What a person says beside the trainer's own arguments, and how large the global batch is."""
+"""Settings of a person's that are not among the trainer's own arguments, and the size of the global batch."""
 
 from __future__ import annotations
 

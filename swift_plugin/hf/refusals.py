@@ -1,4 +1,4 @@
-"""What cannot be made elastic, said before anything is loaded: what it is, why, and what to do."""
+"""Refuses what cannot be made elastic, before anything is loaded: what it is, why, and what to do."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ class Run:
         ValueError: The resume point does not fit.
 
     Attributes:
-        plan: Who computes what in this world.
+        plan: Which rank computes what in this world.
         batch: The step that is computed, with its ``sample_ids``.
         micro: The micro-batch that is computed just now.
         unfinished: Of the resume point, until it is seen to.

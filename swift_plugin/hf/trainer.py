@@ -1,8 +1,8 @@
-"""A Hugging Face ``Trainer`` whose world changes size: what is put in front of its class, and why.
+"""A Hugging Face ``Trainer`` whose world changes size: the class that is put in front of its own, and why.
 
-The Trainer keeps its loop, its losses, its logs, evaluations and callbacks. Replaced are: where its data come from
-(`data`), what a slice of a step counts, where it saves to and resumes from (`checkpoints`), and what happens between
-two steps (`run`).
+The Trainer keeps its loop, its losses, its logs, evaluations and callbacks. This class replaces where its data come
+from (`data`), what a slice of a step counts, where it saves to and resumes from (`checkpoints`), and what happens
+between two steps (`run`).
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import argparse
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ from dalsegno.elastic import Callback, Evaluator, Trainer
 from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.trainer.fsdp import FSDP
 from dalsegno.elastic.trainer.strategies import DDP, Strategy
-from dalsegno.elastic.training import entry
+from tests.support.workers import cases
 from tests.support.workers.trainer_worker import GLOBAL_BATCH, LENGTH, MICRO, Block, Model, Points, make_optimizer
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -139,20 +138,11 @@ def main() -> None:
     flags.add_argument("--out", type=Path, required=True)
     arguments = flags.parse_args()
     torch.use_deterministic_algorithms(True)
-    rank, results = int(os.environ["RANK"]), []
+    results = []
     for case in arguments.cases:
-        # A session is one per process, and its group needs a store that nobody used before.
-        os.environ["MASTER_PORT"] = str(case["port"])
-        while entry._sessions:
-            entry._sessions.pop().close()
+        cases.begin(case["port"])
         results.append(train(case))
-    (arguments.out / f"result-{rank}.json").write_text(json.dumps(results))
-    if dist.is_initialized():
-        dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A gloo thread may still let go of a tensor while the interpreter ends.
-    os._exit(0)
+    cases.end(results, arguments.out)
 
 
 if __name__ == "__main__":

@@ -14,6 +14,8 @@ from tests.support.jobs.cluster import Cluster, Undisturbed
 from tests.support.jobs.shell import Shell
 
 FAILED = pytest.StashKey[bool]()
+# Whether it is the first test of its file.
+FIRST = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -24,10 +26,23 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return report
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Finds the first test of each file, in whatever order they will run."""
+    seen: set[Path] = set()
+    for item in sorted(items, key=lambda item: (item.location[1] or 0, item.nodeid)):
+        item.stash[FIRST] = item.path not in seen
+        seen.add(item.path)
+
+
 @pytest.fixture(autouse=True)
-def repeated(repetition: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tells what a test starts whether it is a repetition (`forked.REPEATED`)."""
-    monkeypatch.setattr(forked, "REPEATED", repetition > 0)
+def executes(repetition: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tells what a test starts whether it is executed as a user would (`forked.EXECUTES`).
+
+    It costs seconds each time, all of them imports. So the first test of each file does it, and with `--full` every
+    test, in its first repetition.
+    """
+    chosen = request.node.stash[FIRST] or request.config.getoption("full")
+    monkeypatch.setattr(forked, "EXECUTES", chosen and repetition == 0)
 
 
 @pytest.fixture(scope="session")

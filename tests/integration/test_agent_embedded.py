@@ -26,10 +26,11 @@ from dalsegno.agent.control.claim import Claim, ClaimFile
 from dalsegno.agent.control.embedded import EmbeddedMaster, MasterError
 from dalsegno.agent.control.machine import Machine
 from dalsegno.agent.control.spawning import make_token
-from dalsegno.agent.processes.proc import is_same_process, process_state, start_time
+from dalsegno.agent.processes.proc import start_time
 from dalsegno.protos import control_pb2, control_pb2_grpc
 from dalsegno.protos.contract import CONTROL_PROTOCOL
 from dalsegno.protos.processes import Status
+from tests.support.jobs.local_processes import is_same_process, process_state
 from tests.support.jobs.master_process import settings
 
 pytestmark = pytest.mark.timeout(120)

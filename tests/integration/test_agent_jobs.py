@@ -17,10 +17,11 @@ import pytest
 
 from dalsegno.agent.commands.arguments import parse
 from dalsegno.agent.commands.dlrover_run import default_job_id
-from dalsegno.agent.processes.proc import is_same_process, process_state, start_time
+from dalsegno.agent.processes.proc import start_time
 from tests.support.forks import forked
 from tests.support.forks.forked import Forked
 from tests.support.forks.forked_agents import DLROVER_RUN, start_agent
+from tests.support.jobs.local_processes import is_same_process, process_state
 from tests.support.jobs.master_process import master_process
 
 pytestmark = pytest.mark.timeout(180)
@@ -84,7 +85,7 @@ class Programs:
     def agent(self, name: str, *arguments: str, job: str = "job", **environment: str) -> Started:
         """An agent of a job; `job` empty: of what it takes for its job by itself."""
         arguments = ("--checkpoint-dir", "ck", *(("--job-id", job) if job else ()), *arguments)
-        return self._start(name, (DLROVER_RUN, *arguments), environment, executed=not forked.REPEATED)
+        return self._start(name, (DLROVER_RUN, *arguments), environment, executed=forked.EXECUTES)
 
     def _start(self, name: str, command: tuple[str, ...], environment: dict[str, str], *, executed: bool) -> Started:
         log = self.directory / f"{name}.log"

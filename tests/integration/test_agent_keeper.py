@@ -17,8 +17,9 @@ import pytest
 
 from dalsegno.agent.processes import lifeline as lifeline_module
 from dalsegno.agent.processes.lifeline import Lifeline
-from dalsegno.agent.processes.proc import is_same_process, start_time
+from dalsegno.agent.processes.proc import start_time
 from dalsegno.protos.contract import Variable
+from tests.support.jobs.local_processes import is_same_process
 
 # A worker with a forked child, a child with a session of its own, and a grandchild of that.
 WORKER = """

@@ -25,7 +25,7 @@ from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.processes import nursery as standby
 from dalsegno.agent.processes import standby_pool, workers
 from dalsegno.agent.processes.lifeline import Lifeline
-from dalsegno.agent.processes.proc import process_state, start_time
+from dalsegno.agent.processes.proc import start_time
 from dalsegno.agent.processes.standby_pool import StandbyPool
 from dalsegno.agent.processes.worker_link import WorkerLink
 from dalsegno.agent.processes.workers import WorkersContext
@@ -33,6 +33,7 @@ from dalsegno.agent.script import ALWAYS, Script, modules_of
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.protos import worker_pb2
+from tests.support.jobs.local_processes import process_state
 
 pytestmark = pytest.mark.timeout(120)
 

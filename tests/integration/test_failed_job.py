@@ -37,5 +37,5 @@ def test_same_command_after_a_failure(clusters: Callable[..., Cluster], undistur
     epoch = job.wait_world(1, after=epoch)
     assert job.change(epoch).resumed >= head.step
     assert not run_directory(job, "run-0002").exists()
-    job.wait_exit()
+    job.finish()
     job.assert_undisturbed(undisturbed)

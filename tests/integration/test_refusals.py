@@ -42,7 +42,7 @@ class Job:
     def start(self, name: str, *flags: str, **environment: str) -> None:
         kept = {**os.environ, "OMP_NUM_THREADS": "1", MARK: str(self.directory), **environment}
         command = [DLROVER_RUN, "--grow-interval=0", *self.words(name, *flags)]
-        executed = not (self.agents or forked.REPEATED)
+        executed = forked.EXECUTES and not self.agents
         self.agents[name] = start_agent(command, kept, self.console(name), self.directory, executed=executed)
 
     def console(self, name: str) -> Path:

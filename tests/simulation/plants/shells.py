@@ -265,7 +265,7 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             "liveness",
             suits=lambda plan: plan.loopers > 0,
             seeds=10,
-            first=310,
+            first=137,
             also=((Gathering, "is_crash_looping", waits_for_whoever_crashes_in_a_loop),),
         ),
     ]

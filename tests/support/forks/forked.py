@@ -21,8 +21,9 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[3]
 # What has imported torch, DeepSpeed and the agent; others of its kind have imported more.
 PRELOADED = "tests.support.forks.preloaded"
-# Set in a test's second run and those after it: commands that its first run executes as a user would are forked, too.
-REPEATED = False
+# Whether what a test starts first is executed as a user would; else it is forked, too. Each test finds it set
+# (`integration/conftest.py`).
+EXECUTES = True
 # Makes room in the initial environment, for the marks by which processes are found.
 _ROOM = "DALSEGNO_TEST_ROOM"
 _ROOM_BYTES = 2048

@@ -202,7 +202,7 @@ class Cluster:
     # Of the script, in nodes only and not in the undisturbed run.
     script_flags: Sequence[str] = ()
     # How many agents are executed as a user's are; those after them are forked, which saves their imports.
-    executed: int = field(default_factory=lambda: 0 if forked.REPEATED else 1)
+    executed: int = field(default_factory=lambda: int(forked.EXECUTES))
     job: str = field(default_factory=lambda: f"test-{secrets.token_hex(4)}")
     nodes: list[Node] = field(default_factory=list)
     lines: list[StepLine] = field(default_factory=list)

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from dalsegno.protos.processes import status_of
+
 LOOK_EVERY = 0.05
 
 
@@ -36,6 +38,18 @@ def stat_fields(pid: int) -> list[str]:
 def is_alive(pid: int) -> bool:
     fields = stat_fields(pid)
     return bool(fields) and fields[0] not in "ZX"
+
+
+def process_state(pid: int) -> str | None:
+    """One letter, as in proc(5); None when it is gone."""
+    status = status_of(pid)
+    return status.state if status else None
+
+
+def is_same_process(pid: int, started: int) -> bool:
+    """Whether `pid` still is the live process that began at `started`."""
+    status = status_of(pid)
+    return status is not None and status.is_of(started)
 
 
 def children(pid: int) -> list[int]:

@@ -29,7 +29,7 @@ class Ended:
 class Shell:
     """Runs commands as a user would, in a directory of their own, and leaves nothing behind.
 
-    In a test's repetitions agents are forked (`forked_agents`).
+    Agents are forked where `forked.EXECUTES` says so.
     """
 
     directory: Path
@@ -46,7 +46,7 @@ class Shell:
     def run(
         self, *arguments: str, command: tuple[str, ...] = (DLROVER_RUN,), seconds: float = 90.0, **environment: str
     ) -> Ended:
-        executed = not forked.REPEATED or command != (DLROVER_RUN,)
+        executed = forked.EXECUTES or command != (DLROVER_RUN,)
         with tempfile.TemporaryDirectory() as folder:
             errors = Path(folder) / "stderr"
             process = start_agent(

@@ -9,6 +9,7 @@ Inline code is a command if it begins with a program and goes on. A diff is two 
 from __future__ import annotations
 
 import ast
+import functools
 import html
 import re
 import textwrap
@@ -67,8 +68,13 @@ class Block:
         return self.text.strip().splitlines()[0].strip()
 
 
-def pages() -> Iterator[Page]:
-    """Everything that prints for people, in a fixed order."""
+@functools.cache
+def pages() -> tuple[Page, ...]:
+    """Everything that prints for people, in a fixed order; read once."""
+    return tuple(_pages())
+
+
+def _pages() -> Iterator[Page]:
     for path in [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]:
         yield Page(str(path.relative_to(ROOT)), path.read_text(encoding="utf-8"))
     others = [path.relative_to(ROOT) for folder in ("examples", "benchmarks") for path in (ROOT / folder).glob("*.py")]
@@ -87,8 +93,13 @@ def docstrings(name: str, source: str) -> Iterator[Page]:
                 yield Page(name if isinstance(node, ast.Module) else f"{name}:{node.name}", text)
 
 
-def blocks(page: Page) -> Iterator[Block]:
+@functools.cache
+def blocks(page: Page) -> tuple[Block, ...]:
     """The blocks of one page, from top to bottom of each kind."""
+    return tuple(_blocks(page))
+
+
+def _blocks(page: Page) -> Iterator[Block]:
     yield from _paragraphs(page)
     text = page.text
     for language, body in re.findall(r'<pre(?: lang="(\w+)")?>\n(.*?)</pre>', text, re.DOTALL):
@@ -169,6 +180,7 @@ def inline(page: Page) -> Iterator[str]:
             yield code
 
 
+@functools.cache
 def kind(block: Block) -> str:
     """`"python"`, `"commands"` or `"text"`."""
     if block.language in _TEXT_LANGUAGES:

@@ -6,7 +6,6 @@ One JSON list of cases in ``argv[1]``; each rank writes the curves of all to ``a
 from __future__ import annotations
 
 import json
-import os
 import random
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch.utils.data import Dataset
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler
 from dalsegno.elastic.rank import rng
+from tests.support.workers import cases
 
 LENGTH, GLOBAL_BATCH, MICRO, FEATURES = 47, 14, 4, 8
 
@@ -131,12 +131,7 @@ def main() -> None:
 
     ours.prepare("gloo")
     curves = [curve(case) for case in json.loads(sys.argv[1])]
-    (Path(sys.argv[2]) / f"curve-{dist.get_rank()}.json").write_text(json.dumps(curves))
-    dist.barrier()
-    # As in zero_worker: a gloo thread may still let go of a tensor while the interpreter ends.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    cases.end(curves, Path(sys.argv[2]), name="curve")
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from torch.utils.data import Dataset
 from dalsegno.elastic import DDP, FSDP, Accumulation, Batches, BatchPlan, DeepSpeed, ElasticSampler, SaveError, Trainer
 from dalsegno.elastic.checkpoint import inventory
 from dalsegno.elastic.training import entry
+from tests.support.workers import cases
 
 GLOBAL_BATCH = 12
 
@@ -473,12 +474,7 @@ def main() -> None:
         finally:
             logging.getLogger("dalsegno").removeHandler(lines)
         results.append({**found, "said": lines.lines})
-    (Path(sys.argv[2]) / f"result-{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    # As in zero_worker: a gloo thread may still let go of a tensor while the interpreter ends.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    cases.end(results, Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Dataset
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, MicroBatch
+from tests.support.workers import cases
 
 VOCABULARY, WIDTH, LENGTH, GLOBAL_BATCH = 11, 6, 20, 13
 IGNORED = -100
@@ -282,12 +282,7 @@ def main() -> None:
             if not case.get("may_fail"):
                 raise
             results.append({"error": str(error)})
-    (Path(sys.argv[2]) / f"result-{dist.get_rank()}.json").write_text(json.dumps(results))
-    dist.barrier()
-    # As in zero_worker: a gloo thread may still let go of a tensor while the interpreter ends.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    cases.end(results, Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

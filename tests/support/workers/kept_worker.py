@@ -22,6 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR, StepLR
 from dalsegno.elastic import Batches, BatchPlan, Callback, ElasticSampler, Trainer, TrainingState
 from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.training import entry
+from tests.support.workers import cases
 
 LENGTH, GLOBAL_BATCH = 36, 6
 RANK = int(os.environ["RANK"])
@@ -244,18 +245,9 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     results = []
     for case in json.loads(sys.argv[1]):
-        # A session is one per process, and its group needs a store that nobody used before.
-        os.environ["MASTER_PORT"] = str(case["port"])
-        while entry._sessions:
-            entry._sessions.pop().close()
+        cases.begin(case["port"])
         results.append(run(case))
-    (Path(sys.argv[2]) / f"result-{RANK}.json").write_text(json.dumps(results))
-    if dist.is_initialized():
-        dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A gloo thread may still let go of a tensor while the interpreter ends.
-    os._exit(0)
+    cases.end(results, Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

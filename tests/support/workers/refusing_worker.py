@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from dalsegno.elastic import Batch, Batches, BatchPlan, Callback, ElasticSampler, Trainer, TrainingState
 from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.training import entry
+from tests.support.workers import cases
 
 STEPS, LATE = 6, 3
 Case = dict[str, Any]
@@ -159,20 +159,11 @@ def run(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-    rank, results = int(os.environ["RANK"]), []
+    results = []
     for case in json.loads(sys.argv[1]):
-        # A session is one per process, and its group needs a store that nobody used before.
-        os.environ["MASTER_PORT"] = str(case["port"])
-        while entry._sessions:
-            entry._sessions.pop().close()
+        cases.begin(case["port"])
         results.append(run(case))
-    Path(sys.argv[2], f"result-{rank}.json").write_text(json.dumps(results))
-    if dist.is_initialized():
-        dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A gloo thread may still let go of a tensor while the interpreter ends.
-    os._exit(0)
+    cases.end(results, Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -38,6 +37,7 @@ from dalsegno.elastic import (
 )
 from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.training import entry
+from tests.support.workers import cases
 
 LENGTH, GLOBAL_BATCH, STEPS = 24, 6, 4
 
@@ -398,20 +398,11 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    rank, results = int(os.environ["RANK"]), []
+    results = []
     for case in json.loads(sys.argv[1]):
-        # A session is one per process, and its group needs a store that nobody used before.
-        os.environ["MASTER_PORT"] = str(case["port"])
-        while entry._sessions:
-            entry._sessions.pop().close()
+        cases.begin(case["port"])
         results.append(run(case))
-    (Path(sys.argv[2]) / f"result-{rank}.json").write_text(json.dumps(results))
-    if dist.is_initialized():
-        dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A gloo thread may still let go of a tensor while the interpreter ends.
-    os._exit(0)
+    cases.end(results, Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -38,6 +36,7 @@ from dalsegno.elastic.trainer.deepspeed_strategy import DeepSpeed
 from dalsegno.elastic.trainer.fsdp import FSDP
 from dalsegno.elastic.trainer.strategies import DDP, Strategy
 from dalsegno.elastic.training import entry
+from tests.support.workers import cases
 
 LENGTH, GLOBAL_BATCH, MICRO = 50, 13, 3
 
@@ -333,26 +332,17 @@ def main() -> None:
     flags.add_argument("--out", type=Path)
     flags.add_argument("--log", type=Path)
     arguments = flags.parse_args()
-    rank, results = int(os.environ.get("RANK", "0")), []
+    results = []
     for case in arguments.cases:
         if "port" in case:
-            # A session is one per process, and its group needs a store that nobody used before.
-            os.environ["MASTER_PORT"] = str(case["port"])
-            while entry._sessions:
-                entry._sessions.pop().close()
+            cases.begin(case["port"])
         if case.get("kind") == "evaluate":
             if not dist.is_initialized():
                 dist.init_process_group("gloo")
             results.append(evaluate(case))
         else:
             results.append(by_hand(case) if case.get("kind") == "by hand" else train(case))
-    (arguments.out / f"result-{rank}.json").write_text(json.dumps(results))
-    if dist.is_initialized():
-        dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A gloo thread may still let go of a tensor while the interpreter ends.
-    os._exit(0)
+    cases.end(results, arguments.out)
 
 
 if __name__ == "__main__":

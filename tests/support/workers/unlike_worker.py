@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from dalsegno.elastic import Batches, BatchPlan, ElasticSampler, Position, Trainer, background
 from dalsegno.elastic.training import entry
 from dalsegno.elastic.training.session import Session
+from tests.support.workers import cases
 
 LENGTH, GLOBAL_BATCH = 40, 12
 ORDERS = itertools.count()
@@ -278,7 +278,7 @@ CASES: dict[str, Callable[[Case], object]] = {
 
 
 def run(task: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
-    os.environ["MASTER_PORT"] = str(task["store"])
+    cases.begin(task["store"])
     case = Case(Path(task["directory"]), rank, world, task["options"])
     kept = Kept()
     logging.getLogger("dalsegno").addHandler(kept)
@@ -289,13 +289,8 @@ def run(task: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
         refused = f"{type(error).__name__}: {error}"
     finally:
         logging.getLogger("dalsegno").removeHandler(kept)
-        close()
+        cases.close()
     return {"refused": refused, "steps": case.steps, "warnings": kept.lines}
-
-
-def close() -> None:
-    while entry._sessions:
-        entry._sessions.pop().close()
 
 
 def main() -> None:
@@ -305,13 +300,7 @@ def main() -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     results: list[dict[str, Any]] = [run(task, rank, world) for task in json.loads(sys.argv[1])]
-    Path(sys.argv[2], f"result-{rank}.json").write_text(json.dumps(results))
-    if dist.is_initialized():
-        dist.barrier()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # A gloo thread may still let go of a tensor while the interpreter ends.
-    os._exit(0)
+    cases.end(results, Path(sys.argv[2]))
 
 
 if __name__ == "__main__":

@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.support.workers import cases
+
 SAMPLES = 12  # divisible by 1, 2, 3 and 4: every world sees the same global batch
 FEATURES = 7
 
@@ -214,13 +216,7 @@ def main() -> None:
                 raise
             save_error = str(error)
         result["save_error"] = save_error
-    (out / f"result-{rank}.json").write_text(json.dumps(result))
-    dist.barrier()
-    # The interpreter's own end sometimes meets a gloo thread that still lets go of a tensor: "terminate called without
-    # an active exception", exit code -6 after finished work (seen in one exit of 15).
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+    cases.end(result, out)
 
 
 def no_space(state_dict: Any, path: str) -> None:

@@ -18,7 +18,7 @@ import pytest
 from dalsegno.agent.decisions.events import ConversionUpdate, VerificationMoved
 from dalsegno.agent.processes.conversion_job import ConversionJob
 from dalsegno.agent.processes.lifeline import Lifeline
-from dalsegno.agent.processes.proc import process_state, start_time
+from dalsegno.agent.processes.proc import start_time
 from dalsegno.agent.processes.standby_pool import StandbyPool
 from dalsegno.agent.storage import job_directory as agent_storage
 from dalsegno.agent.storage import private
@@ -28,6 +28,7 @@ from dalsegno.elastic.checkpoint import CheckpointName, Manifest, Position, Shap
 from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.protos import control_pb2 as pb
 from tests.support.checkpoints.damage import HARM
+from tests.support.jobs.local_processes import process_state
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -83,6 +83,7 @@ def told(found: Survey | tuple[list[pb.Checkpoint], object]) -> set[str]:
     return {one.ref.name for one in inventory}
 
 
+@pytest.mark.slow
 def test_a_join_among_ten_thousand_checkpoints_reads_a_handful(directory: JobDirectory, reads: Counter[str]) -> None:
     """And its message is small; the next one reads the resume point alone; a registration tells of 256 at most."""
     run = directory.run("run-0001")
@@ -121,6 +122,7 @@ def test_a_join_tells_what_the_master_may_not_know(directory: JobDirectory) -> N
     assert "step-10.e3.1" not in told(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
 def test_a_join_tells_nothing_old_that_a_registration_leaves_out(tmp_path: Path, seed: int) -> None:
     """A master that has lost its store would take it for what the run has left, and have it deleted."""

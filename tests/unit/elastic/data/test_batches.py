@@ -250,7 +250,7 @@ def test_what_workers_draw_does_not_depend_on_when_they_were_started() -> None:
     assert len({row[1] for batch in whole for micro in batch for row in micro}) > 30
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     length=st.integers(1, 90),
     size=st.integers(1, 20),

@@ -128,7 +128,7 @@ def wanted(length: int) -> dict[str, float]:
     }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     length=st.integers(0, 40),
     batch=st.integers(1, 12),

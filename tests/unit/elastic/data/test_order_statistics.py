@@ -87,12 +87,14 @@ def difference_score(values: Array, n: int) -> float:
     return score(chi_square(counts, sizes * len(steps) / (n - 1)), len(sizes) - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", FEW)
 def test_every_sample_comes_everywhere_equally_often(length: int) -> None:
     """Over many seeds no position prefers an index."""
     assert abs(position_score(sample(length))) < LIMIT
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", FEW)
 def test_every_pair_of_neighbours_comes_equally_often(length: int) -> None:
     """Over many seeds no index prefers a successor."""

@@ -87,7 +87,7 @@ def test_windows_are_the_slices_that_they_stand_for(length: int, data: st.DataOb
         permutation.window(0, length + 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     length=st.integers(1, 400),
     size=st.integers(1, 70),

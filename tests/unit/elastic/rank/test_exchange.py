@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dalsegno.elastic.rank.collective import GlooCollective, Pending, Solo
@@ -46,7 +46,6 @@ class Table(Solo):
         return Later()
 
 
-@settings(deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 300), min_size=2, max_size=4),
     seconds=st.sampled_from([0.0001, 0.004, 0.02, 0.2]),

@@ -67,7 +67,8 @@ class Held:
             self.changed.notify_all()
 
 
-@settings(deadline=None, max_examples=300)
+@pytest.mark.slow
+@settings(max_examples=300)
 @given(data=st.data(), ranks=st.integers(1, 5), synchronous=st.booleans())
 def test_all_ranks_drain_at_one_boundary(data: st.DataObject, ranks: int, synchronous: bool) -> None:
     """Ranks of any pace, which wait for one another in each step or do not; any of them calls, any number of times.

@@ -253,7 +253,7 @@ def test_a_stream_is_not_shuffled() -> None:
             Batches(data, ElasticSampler(30, 8), BatchPlan(8, 1, 4), 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     length=st.integers(1, 60),
     size=st.integers(1, 20),
