@@ -25,6 +25,7 @@ __all__ = [
     "knows_us",
     "modules_of",
     "refuses_flag",
+    "tells_of_a_peer",
 ]
 
 # With it a script is told to load universal files.
@@ -33,6 +34,9 @@ FLAG = "--universal-checkpoint"
 _BAD_ARGUMENTS = 2
 # The file that ms-swift is given with --external_plugins.
 _SWIFT_PLUGIN = "dalsegno_swift_plugin"
+
+# What torch says of a collective whose peer has ended: gloo, and NCCL (ncclRemoteError).
+_PEER = re.compile("Connection closed by peer|Connection reset by peer|ncclRemoteError|remote process exited")
 
 # The first DDP wrap imports torch._dynamo: seconds on a busy machine.
 ALWAYS = ("torch", "torch.distributed", "torch._dynamo")
@@ -170,6 +174,11 @@ def expects_session(script: Script) -> bool:
         name == "dalsegno" or name.startswith(tuple(f"{one}." for one in packages)) or name in packages
         for name in _named_by(script.source)
     )
+
+
+def tells_of_a_peer(error: str) -> bool:
+    """Whether the last line of a script's errors is what gloo or NCCL say where another rank is gone."""
+    return _PEER.search(error) is not None
 
 
 def modules_of(script: Path | str | None) -> tuple[str, ...]:
