@@ -6,6 +6,7 @@ listening clock's (`listening`): what waits for a word of an agent is measured b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from .listening import ListeningClock
@@ -17,6 +18,15 @@ __all__ = ("EpochLife", "Gathering", "Live", "State")
 
 # Losses of one name that lie so close together are a loop (seconds).
 CRASH_LOOP = 60.0
+
+
+@dataclass
+class AwaitedSave:
+    """A drain's save that is waited for: since when, when that is said next, the most that its files held (bytes)."""
+
+    since: float
+    told_at: float
+    written: int
 
 
 @dataclass
@@ -33,7 +43,8 @@ class EpochLife:
     # Nodes whose ranks have no step left to make: what the script still does, it does without steps.
     ended: set[str] = field(default_factory=set)
     top_step: int = 0
-    loss: float = 0.0
+    # Of the last step; NaN: nobody has told of one.
+    loss: float = math.nan
     longest: float = 0.0
     first_step_at: float | None = None
     stepped_at: float | None = None
@@ -51,11 +62,12 @@ class EpochLife:
     stopping: bool = False
     # Newcomers of which was said when everybody is restarted for them.
     growth_told: frozenset[str] = frozenset()
+    # When that is said again, where it has no end of its own.
+    growth_told_at: float = 0.0
     # When its drain runs out: until then a boundary must be agreed, or the leavers be gone.
     drain_deadline: float | None = None
-    # Since when the drain's save is waited for, and when that is said next.
-    saving_since: float | None = None
-    save_told_at: float = 0.0
+    # The drain's save, while it is waited for.
+    awaited: AwaitedSave | None = None
 
     def advance(self, name: str, step: int, now: float, heard: float) -> None:
         """A node's ranks have come to this step. One of which nobody had told proves that all took part in it."""
@@ -88,6 +100,8 @@ class Gathering:
     complete_at: float | None = None
     # Since when nobody has had the resume point in sight.
     unseen: float | None = None
+    # The last steps of the world before are known: counted on some node behind their end, or drained at a boundary.
+    counted: bool = False
 
     def is_crash_looping(self, name: str, now: float) -> bool:
         """Lost in this very round, lately, and more than once."""
@@ -133,6 +147,8 @@ class Live:
     paused_since: float | None = None
     # It was longer, and more steps may be lost: the process before this one saw the last of them.
     costs_more: bool = False
+    # The steps that the change has cost are counted, not only the least that they can be.
+    lost_exactly: bool = False
     # What WAITING lacks, as agents were told last, and when.
     missing: str = ""
     missing_at: float = float("-inf")

@@ -116,11 +116,11 @@ def end_of_epoch(turn: Turn) -> bool:
     job = turn.job
     parts = set(job.parts.values())
     if Part.LOST in parts or Part.FAILED in parts:
-        if hopeless(turn):
+        if refusals.ends_job(turn):
+            end_refused(turn)
+        elif hopeless(turn):
             failure = job.budget.pending
             end(turn, Phase.FAILED, f"{failure.node}: {failure.message}" if failure else "every node failed at once")
-        elif refusals.ends_job(turn):
-            end_refused(turn)
         else:
             unplanned(turn)
         return True
@@ -166,6 +166,8 @@ def regroup(turn: Turn) -> None:
     announcements.close_record(turn, world, job.left_step)
     job.drain = None
     turn.gather_anew()
+    # A boundary is told with the word that it is saved.
+    turn.live.gathering.counted = bool({Part.DRAINED, Part.FINISHED} & set(job.parts.values()))
     left = [node.name for node in job.nodes.leavers if world.member(node.incarnation) is not None]
     if left:
         turn.cause(f"{names(left)} left")
@@ -357,7 +359,7 @@ def withdraw(turn: Turn, why: str) -> None:
         turn.notice(f"{turn.job.drain.subject} is put off: {why}")
     turn.job.drain = None
     turn.job.grown = False
-    turn.open.drain_deadline = turn.open.saving_since = None
+    turn.open.drain_deadline = turn.open.awaited = None
     turn.open.stopping = False
     turn.live.grow_after_commit = True
     turn.open.moved = turn.heard
