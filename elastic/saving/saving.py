@@ -134,7 +134,7 @@ class Saver:
                 self._write(own, write)
                 files = self._describe(own)
                 self._check_files([entry.path for entry in files], own.content)
-                manifest = self._seal(own.name, own.content, files)
+                manifest = self._seal(own, files)
         except Failed as failure:
             self._failed_save(own.name, content.step, failure, drain)
             return None
@@ -396,6 +396,7 @@ class Saver:
             with SavingReports(self._link, own.name, done.read, path if identity.local_rank == 0 else None):
                 sync = partial(checksums, path, dealt, sync=True, moved=done.add)
                 own.entries = tuple(unless_stuck(sync, done, PATIENCE_SHARE * identity.stall_timeout))
+            own.moved = done.read()
             part["files"] = [asdict(entry) for entry in own.entries]
         except (OSError, CheckpointDamaged) as error:
             part["text"] = describe(error)
@@ -413,14 +414,14 @@ class Saver:
     def _manifest(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
         return content.manifest(name, self._identity, self._resumed_from, files)
 
-    def _seal(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
-        identity, manifest = self._identity, self._manifest(name, content, files)
+    def _seal(self, own: Own, files: tuple[FileEntry, ...]) -> Manifest:
+        identity, manifest = self._identity, self._manifest(own.name, own.content, files)
         answer: dict[str, Any] = {}
         if identity.rank == 0:
             try:
-                path, size = self._store.path(name), sum(entry.size for entry in files)
+                path = self._store.path(own.name)
                 # A directory is synced, too, which a slow disk takes its time for.
-                with SavingReports(self._link, name, lambda: size, path):
+                with SavingReports(self._link, own.name, lambda: own.moved, path):
                     answer["digest"] = seal(path, manifest)
             except (OSError, CheckpointDamaged) as error:
                 answer["text"] = describe(error)

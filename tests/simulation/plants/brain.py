@@ -620,7 +620,7 @@ PLANTS: dict[str, Plant] = dict(
             DrainSave, "end_apart", fails_with_the_leaver, "planned changes lose nothing", kind="planned", suits=is_slow
         ),
         plant(refusals, "put_aside", takes_a_refusing_node_again, "who refuses is put aside", suits=refuses),
-        plant(refusals, "ends_job", tries_what_all_refuse_again, "a refusal ends the job", suits=refuses),
+        plant(refusals, "ends_job", tries_what_all_refuse_again, "one line", "a refusal ends the job", suits=refuses),
         plant(running, "end_refused", says_what_ended_it_twice, "one line", suits=refuses),
         plant(ranks, "worker_refused", takes_a_refusal_for_a_failure, "liveness", suits=refuses),
         plant(ranks, "steps_counted", forgets_the_last_steps, "lost steps are told as they are"),
