@@ -542,13 +542,6 @@ def takes_a_refusal_for_a_failure(original: Any) -> Any:
     return worker_refused
 
 
-def forgets_the_last_steps(original: Any) -> Any:
-    def steps_counted(decision: Decision, event: ev.StepsCounted) -> None:
-        decision.state.epoch.counted = True
-
-    return steps_counted
-
-
 def is_slow(plan: Plan) -> bool:
     """A sync outlasts a notice."""
     return plan.sync_time > plan.settings.drain_timeout
@@ -623,7 +616,6 @@ PLANTS: dict[str, Plant] = dict(
         plant(refusals, "ends_job", tries_what_all_refuse_again, "one line", "a refusal ends the job", suits=refuses),
         plant(running, "end_refused", says_what_ended_it_twice, "one line", suits=refuses),
         plant(ranks, "worker_refused", takes_a_refusal_for_a_failure, "liveness", suits=refuses),
-        plant(ranks, "steps_counted", forgets_the_last_steps, "lost steps are told as they are"),
         plant(Collective, "_settle", leaves_before_the_write_has_ended, "planned changes lose nothing"),
         plant(Collective, "__init__", skips_a_sample, "each sample once"),
     ]
