@@ -26,6 +26,7 @@ __all__ = [
     "modules_of",
     "refuses_flag",
     "runs_ahead",
+    "tells_of_a_peer",
 ]
 
 # With it a script is told to load universal files.
@@ -34,6 +35,9 @@ FLAG = "--universal-checkpoint"
 _BAD_ARGUMENTS = 2
 # The file that ms-swift is given with --external_plugins.
 _SWIFT_PLUGIN = "dalsegno_swift_plugin"
+
+# What torch says of a collective whose peer has ended: gloo, and NCCL (ncclRemoteError).
+_PEER = re.compile("Connection closed by peer|Connection reset by peer|ncclRemoteError|remote process exited")
 
 # The first DDP wrap imports torch._dynamo: seconds on a busy machine.
 ALWAYS = ("torch", "torch.distributed", "torch._dynamo")
@@ -180,6 +184,11 @@ def runs_ahead(script: Script) -> bool:
     """
     # Python 3.10 has paths whose functions nothing can be put before.
     return sys.version_info >= (3, 11) and script.adoptable and expects_session(script)
+
+
+def tells_of_a_peer(error: str) -> bool:
+    """Whether the last line of a script's errors is what gloo or NCCL say where another rank is gone."""
+    return _PEER.search(error) is not None
 
 
 def modules_of(script: Path | str | None) -> tuple[str, ...]:

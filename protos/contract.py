@@ -16,12 +16,14 @@ __all__ = (
     "EXIT_LEFT_UNSAVED",
     "EXIT_USAGE",
     "FRAME",
+    "STEP_COUNT",
     "WORKER_BAD_CHECKPOINT",
     "WORKER_DRAINED",
     "WORKER_PROTOCOL",
     "JobSettings",
     "Variable",
     "is_of_a_world",
+    "step_count_name",
 )
 
 # Exit codes of `dlrover-run`.
@@ -41,6 +43,15 @@ CONTROL_PROTOCOL = 2
 WORKER_PROTOCOL = 1
 # What stands before each message on a socket between processes of one node: its length in bytes.
 FRAME = struct.Struct(">I")
+
+
+# The number of the last step that a rank has made, in a file beside its agent's socket: it outlives the process.
+STEP_COUNT = struct.Struct("<Q")
+
+
+def step_count_name(epoch: int, rank: int) -> str:
+    """That file's name."""
+    return f"steps-{epoch}-{rank}"
 
 
 @dataclass(frozen=True)

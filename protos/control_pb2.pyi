@@ -960,9 +960,12 @@ class Drain(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     RUN_FIELD_NUMBER: builtins.int
     ENDING_FIELD_NUMBER: builtins.int
+    ALL_LEAVE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     reason: builtins.str
     ending: global___Ending.ValueType
+    all_leave: builtins.bool
+    """Nobody stays who could complete the save without this node: the others that still save have a notice, too."""
     @property
     def run(self) -> global___World: ...
     def __init__(
@@ -972,9 +975,10 @@ class Drain(google.protobuf.message.Message):
         reason: builtins.str = ...,
         run: global___World | None = ...,
         ending: global___Ending.ValueType = ...,
+        all_leave: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["ending", b"ending", "epoch", b"epoch", "reason", b"reason", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_leave", b"all_leave", "ending", b"ending", "epoch", b"epoch", "reason", b"reason", "run", b"run"]) -> None: ...
 
 global___Drain = Drain
 
@@ -1108,11 +1112,16 @@ class JoinRequest(google.protobuf.message.Message):
     PROBE_FIELD_NUMBER: builtins.int
     INVENTORY_FIELD_NUMBER: builtins.int
     UNUSABLE_FIELD_NUMBER: builtins.int
+    LAST_STEP_FIELD_NUMBER: builtins.int
     round: builtins.int
     store_host: builtins.str
     """Where this agent serves a store that no world has used yet."""
     store_port: builtins.int
     probe: builtins.str
+    last_step: builtins.int
+    """The last step that a rank of this node made in the caller's epoch, counted when they had ended; absent: not known.
+    Progress is told now and then only.
+    """
     @property
     def caller(self) -> global___Caller: ...
     @property
@@ -1140,9 +1149,11 @@ class JoinRequest(google.protobuf.message.Message):
         probe: builtins.str = ...,
         inventory: collections.abc.Iterable[global___Checkpoint] | None = ...,
         unusable: collections.abc.Iterable[global___UnusableCheckpoint] | None = ...,
+        last_step: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["caller", b"caller", "resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["caller", b"caller", "inventory", b"inventory", "probe", b"probe", "resume", b"resume", "round", b"round", "store_host", b"store_host", "store_port", b"store_port", "unusable", b"unusable"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_last_step", b"_last_step", "caller", b"caller", "last_step", b"last_step", "resume", b"resume"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_last_step", b"_last_step", "caller", b"caller", "inventory", b"inventory", "last_step", b"last_step", "probe", b"probe", "resume", b"resume", "round", b"round", "store_host", b"store_host", "store_port", b"store_port", "unusable", b"unusable"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_last_step", b"_last_step"]) -> typing.Literal["last_step"] | None: ...
 
 global___JoinRequest = JoinRequest
 
@@ -1649,6 +1660,8 @@ class EpochRecord(google.protobuf.message.Message):
     LOST_STEPS_FIELD_NUMBER: builtins.int
     FIRST_STEP_FIELD_NUMBER: builtins.int
     LAST_STEP_FIELD_NUMBER: builtins.int
+    UNHEARD_FIELD_NUMBER: builtins.int
+    LOST_MORE_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     nodes: builtins.int
     world_size: builtins.int
@@ -1660,6 +1673,10 @@ class EpochRecord(google.protobuf.message.Message):
     lost_steps: builtins.int
     first_step: builtins.int
     last_step: builtins.int
+    unheard: builtins.bool
+    """Nobody has told of its steps: `first_step` and `last_step` say nothing."""
+    lost_more: builtins.bool
+    """Nobody has told of the last steps of the world before: `lost_steps` is the least that it can be."""
     def __init__(
         self,
         *,
@@ -1673,8 +1690,10 @@ class EpochRecord(google.protobuf.message.Message):
         lost_steps: builtins.int = ...,
         first_step: builtins.int = ...,
         last_step: builtins.int = ...,
+        unheard: builtins.bool = ...,
+        lost_more: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cause", b"cause", "epoch", b"epoch", "first_step", b"first_step", "form", b"form", "last_step", b"last_step", "lost_steps", b"lost_steps", "nodes", b"nodes", "paused", b"paused", "resumed_step", b"resumed_step", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cause", b"cause", "epoch", b"epoch", "first_step", b"first_step", "form", b"form", "last_step", b"last_step", "lost_more", b"lost_more", "lost_steps", b"lost_steps", "nodes", b"nodes", "paused", b"paused", "resumed_step", b"resumed_step", "unheard", b"unheard", "world_size", b"world_size"]) -> None: ...
 
 global___EpochRecord = EpochRecord
 
@@ -1695,6 +1714,7 @@ class StatusReply(google.protobuf.message.Message):
     HISTORY_FIELD_NUMBER: builtins.int
     SETTINGS_FIELD_NUMBER: builtins.int
     LIMIT_FIELD_NUMBER: builtins.int
+    UNHEARD_FIELD_NUMBER: builtins.int
     generation: builtins.int
     job_id: builtins.str
     run_id: builtins.str
@@ -1705,6 +1725,8 @@ class StatusReply(google.protobuf.message.Message):
     loss: builtins.float
     limit: builtins.int
     """The most nodes that the world may have, below the settings' max_nodes; 0: none was set."""
+    unheard: builtins.bool
+    """Nobody has told of a step of the open epoch: `step` is what it began from, and `loss` says nothing."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -1729,9 +1751,10 @@ class StatusReply(google.protobuf.message.Message):
         history: collections.abc.Iterable[global___EpochRecord] | None = ...,
         settings: global___Settings | None = ...,
         limit: builtins.int = ...,
+        unheard: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["head", b"head", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "generation", b"generation", "head", b"head", "history", b"history", "job_id", b"job_id", "limit", b"limit", "loss", b"loss", "nodes", b"nodes", "phase", b"phase", "reason", b"reason", "run_id", b"run_id", "settings", b"settings", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "generation", b"generation", "head", b"head", "history", b"history", "job_id", b"job_id", "limit", b"limit", "loss", b"loss", "nodes", b"nodes", "phase", b"phase", "reason", b"reason", "run_id", b"run_id", "settings", b"settings", "step", b"step", "unheard", b"unheard"]) -> None: ...
 
 global___StatusReply = StatusReply
 

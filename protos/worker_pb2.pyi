@@ -26,6 +26,7 @@ class ToAgent(google.protobuf.message.Message):
     FINISHED_FIELD_NUMBER: builtins.int
     BAD_CHECKPOINT_FIELD_NUMBER: builtins.int
     REFUSED_FIELD_NUMBER: builtins.int
+    PEER_LOST_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -46,6 +47,8 @@ class ToAgent(google.protobuf.message.Message):
     def bad_checkpoint(self) -> global___BadCheckpoint: ...
     @property
     def refused(self) -> global___Refused: ...
+    @property
+    def peer_lost(self) -> global___PeerLost: ...
     def __init__(
         self,
         *,
@@ -59,10 +62,11 @@ class ToAgent(google.protobuf.message.Message):
         finished: global___Finished | None = ...,
         bad_checkpoint: global___BadCheckpoint | None = ...,
         refused: global___Refused | None = ...,
+        peer_lost: global___PeerLost | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "progress", "saving", "sealed", "save_failed", "draining", "drained", "finished", "bad_checkpoint", "refused"] | None: ...
+    def HasField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "peer_lost", b"peer_lost", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bad_checkpoint", b"bad_checkpoint", "body", b"body", "drained", b"drained", "draining", b"draining", "finished", b"finished", "hello", b"hello", "peer_lost", b"peer_lost", "progress", b"progress", "refused", b"refused", "save_failed", b"save_failed", "saving", b"saving", "sealed", b"sealed"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["body", b"body"]) -> typing.Literal["hello", "progress", "saving", "sealed", "save_failed", "draining", "drained", "finished", "bad_checkpoint", "refused", "peer_lost"] | None: ...
 
 global___ToAgent = ToAgent
 
@@ -334,3 +338,15 @@ class Refused(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["message", b"message"]) -> None: ...
 
 global___Refused = Refused
+
+@typing.final
+class PeerLost(google.protobuf.message.Message):
+    """A connection to another rank broke, and this rank ends of it: the cause is elsewhere. It holds while it makes no step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___PeerLost = PeerLost

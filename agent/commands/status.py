@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import socket
 import sys
@@ -136,12 +137,31 @@ def scale_lines(reply: control_pb2.ScaleReply) -> list[str]:
     return [f"at most {counted(reply.limit, 'node')} from now on; the world has {reply.nodes}"]
 
 
+def _progress(reply: control_pb2.StatusReply) -> str:
+    """How far the run is, as far as somebody has told."""
+    if reply.unheard:
+        return f"resumed at step {reply.step}, no steps heard since" if reply.step else "no steps heard"
+    return f"step {reply.step}" + (f", loss {reply.loss:.4f}" if math.isfinite(reply.loss) else "")
+
+
+def _course(record: control_pb2.EpochRecord, reply: control_pb2.StatusReply) -> str:
+    """What an epoch has made, and what it cost to begin it."""
+    if record.unheard:
+        return "no steps heard"
+    # The record of the newest epoch has the last of its steps once it is over.
+    last_step = max(record.last_step, reply.step) if record.epoch == reply.epoch else record.last_step
+    lost = counted(record.lost_steps, "step")
+    if record.lost_more:
+        lost = f"at least {lost}" if record.lost_steps else "an unknown number of steps"
+    return f"steps {record.first_step} to {last_step}, paused {record.paused:.1f} s, lost {lost}"
+
+
 def status_lines(reply: control_pb2.StatusReply) -> list[str]:
     """A job as a person wants to see it."""
     phase = control_pb2.Phase.Name(reply.phase).removeprefix("PHASE_").lower()
     lines = [
-        f"job {reply.job_id}, {reply.run_id or 'no run yet'}: {phase}, epoch {reply.epoch}, step {reply.step}, "
-        f"loss {reply.loss:.4f}" + (f" ({reply.reason})" if reply.reason else "")
+        f"job {reply.job_id}, {reply.run_id or 'no run yet'}: {phase}, epoch {reply.epoch}, {_progress(reply)}"
+        + (f" ({reply.reason})" if reply.reason else "")
     ]
     for node in reply.nodes:
         rank = f" {node.group_rank}" if node.role == "member" else ""
@@ -149,12 +169,9 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
         lines.append(f"  {node.role}{rank}  {node.node} on {node.host}, {counted(node.nproc, 'worker')}{why}")
     if reply.head.ref.name:
         lines.append(f"  newest commit: {reply.head.ref.name}, {reply.head.bytes / 1e6:.1f} MB")
-    for record in reply.history:
-        # The record of the newest epoch has the last of its steps once it is over.
-        last_step = max(record.last_step, reply.step) if record.epoch == reply.epoch else record.last_step
-        lines.append(
-            f"  epoch {record.epoch}: {record.cause}, {counted(record.nodes, 'node')}, steps {record.first_step} to "
-            f"{last_step}, paused {record.paused:.1f} s, lost {counted(record.lost_steps, 'step')}"
-        )
+    lines += [
+        f"  epoch {record.epoch}: {record.cause}, {counted(record.nodes, 'node')}, {_course(record, reply)}"
+        for record in reply.history
+    ]
     # What others have put into it cannot move the cursor; the space before it is ours.
     return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]

@@ -138,9 +138,21 @@ def is_saved(state: AgentState) -> bool:
     """Whether the ranks that this node ran last left everything saved, or finished.
 
     A rank names what it drained into only once that is sealed, even if its exit was not seen any more; one that drained
-    without a name had nothing that saves.
+    without a name had nothing that saves. Where none could say so in time the boundary's commit counts, or what is
+    sealed and waits for a master.
     """
-    return not state.epoch.refused and (state.epoch.drained is not None or state.epoch.outcome is Outcome.FINISHED)
+    epoch = state.epoch
+    if epoch.refused:
+        return False
+    if epoch.drained is not None or epoch.outcome is Outcome.FINISHED:
+        return True
+    return epoch.agreed and 0 < epoch.step <= max(epoch.committed_step, 0 if state.link_up else epoch.sealed_step)
+
+
+def awaits_its_commit(state: AgentState) -> bool:
+    """These ranks have sealed their boundary, and the master has not said yet that it is recorded."""
+    epoch = state.epoch
+    return epoch.agreed and epoch.committed_step < epoch.step <= epoch.sealed_step
 
 
 def has_made_nothing(state: AgentState) -> bool:
@@ -162,19 +174,27 @@ def what_is_unsaved(state: AgentState) -> str:
     if not state.session_known:
         return "its workers had no session open: what their script saves by itself is all that is kept"
     if state.epoch.agreed and state.epoch.outcome is Outcome.STOPPED:
-        return (
-            "its notice was over before everything was saved; the others complete the save if this node's part of it is"
-            " there (--drain-timeout says how long a notice is)"
-        )
+        return f"its notice was over before everything was saved; {who_completes(state)}"
     if state.epoch.outcome is Outcome.DRAINED:
         return "its script saved nothing (steps() has no save=); the run goes on from its last commit"
     return "nothing was saved in time; the run goes on from its last commit"
+
+
+def who_completes(state: AgentState) -> str:
+    """What becomes of a save that a leaver had to leave, for a person; it is not there when that turns out."""
+    if not state.all_leave:
+        follows = "the others complete the save if this node's part of it is there"
+    elif state.world is not None and state.world.nodes == 1:
+        follows = "the run goes on from its last commit"
+    else:
+        follows = "all other nodes leave, too: unless one completes the save, the run goes on from its last commit"
+    return f"{follows} (--drain-timeout says how long a notice is)"
 
 
 def what_is_safe(state: AgentState) -> str:
     """Why a leaver leaves nothing unsaved behind, for a person."""
     if state.epoch.outcome is Outcome.FINISHED:
         return "its part of the run is finished"
-    if state.epoch.drained is not None:
+    if is_saved(state):
         return "everything is saved"
     return "no step was made here that could be lost" if had_workers(state) else "no workers were running here"

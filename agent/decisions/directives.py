@@ -20,6 +20,8 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     state.has_head = directive.HasField("head")
     if directive.generation > state.heard_generation:
         new_master(decision, directive)
+    if state.has_head and directive.head.epoch == state.started:
+        state.epoch.committed_step = max(state.epoch.committed_step, directive.head.step)
     for notice in directive.notices:
         # What happened before this node came is not its news.
         if notice.sequence > state.notice and state.directed:
@@ -35,7 +37,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
             ordered_run(decision, directive.run, drain=False)
         case "drain":
             ordered_run(decision, directive.drain.run, drain=True)
-            state.ending = directive.drain.ending
+            state.ending, state.all_leave = directive.drain.ending, directive.drain.all_leave
         case "gather":
             ordered_gather(decision, directive.gather)
         case "wait":
@@ -85,7 +87,7 @@ def ordered_run(decision: Decision, world: control_pb2.World, drain: bool) -> No
     """Be part of a world; with `drain` save and stop. Starts the workers of an epoch once."""
     state = decision.state
     state.place.order = None
-    state.drain_ordered, state.ending = drain, control_pb2.ENDING_TOGETHER
+    state.drain_ordered, state.ending, state.all_leave = drain, control_pb2.ENDING_TOGETHER, False
     if world.epoch <= state.started or state.workers is not Workers.NONE:
         return  # Already running, already ended (and reported), or still stopping: see workers_stopped.
     if state.leaving:

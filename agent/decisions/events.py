@@ -87,12 +87,24 @@ class WorkerSaid:
 
 @dataclass(frozen=True)
 class WorkerExited:
-    """One rank ended. `code` is its exit status, negative for a signal (as in `subprocess`)."""
+    """One rank ended. `code` is its exit status, negative for a signal (as in `subprocess`).
+
+    `tells_of_a_peer`: by the text of its errors another rank was gone, which is a guess.
+    """
 
     epoch: int
     local_rank: int
     code: int
     message: str = ""
+    tells_of_a_peer: bool = False
+
+
+@dataclass(frozen=True)
+class StepsCounted:
+    """A rank of this epoch has ended, and this was the last step that it made. Comes before its exit."""
+
+    epoch: int
+    step: int
 
 
 @dataclass(frozen=True)
@@ -226,6 +238,7 @@ Event = (
     | Broken
     | WorkerSaid
     | WorkerExited
+    | StepsCounted
     | WorkersStopped
     | StartFailed
     | Signalled

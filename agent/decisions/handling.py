@@ -70,6 +70,8 @@ def take(decision: Decision, event: ev.Event) -> None:
             ranks.worker_said(decision, event)
         case ev.WorkerExited():
             ranks.worker_exited(decision, event)
+        case ev.StepsCounted():
+            ranks.steps_counted(decision, event)
         case ev.WorkersStopped():
             ranks.workers_stopped(decision, event.epoch)
         case ev.SessionImported():
@@ -307,6 +309,7 @@ def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
             probe=event.probe,
             inventory=event.inventory,
             unusable=event.unusable,
+            last_step=state.epoch.step if state.epoch.counted else None,
         ),
     )
 

@@ -7,7 +7,7 @@ import signal
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from .decision import Decision
+from .decision import Decision, awaits_its_commit, is_saved
 from .state import Leave, Outcome, Workers
 
 # Seconds that a leaver whose notice has run out still waits for what it has killed.
@@ -23,7 +23,11 @@ def signalled(decision: Decision, number: int) -> None:
     if state.leaving:
         decision.do(ev.Say(f"{name} again: this node goes at once"))
         decision.kill_workers()
-        decision.exit(ev.EXIT_LEFT_UNSAVED, "left without waiting for a save")
+        if is_saved(state) or not ((state.leave is not None and state.leave.unsaved) or state.epoch.refused):
+            decision.exit_left()
+        else:
+            # Of workers that are killed this moment not every step is heard: silence is no proof that none was made.
+            decision.exit(ev.EXIT_LEFT_UNSAVED, "left without waiting for a save")
         return
     unsaved = state.fenced or state.workers is Workers.RUNNING
     state.leave = Leave(decision.now + state.settings.drain_timeout, unsaved)
@@ -55,7 +59,8 @@ def check_leave(decision: Decision) -> None:
             decision.wake_at(leave.deadline)
             return
         release = await_release(decision, leave)
-        nothing_to_record = state.epoch.outcome is Outcome.STOPPED or state.epoch.refused
+        stopped = state.epoch.outcome is Outcome.STOPPED and not awaits_its_commit(state)
+        nothing_to_record = stopped or state.epoch.refused
         if nothing_to_record or decision.now >= release or not state.link_up:
             decision.exit_left()
         else:

@@ -21,6 +21,8 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
     if body == "sealed":
         if len(state.reading) >= MOST_READING:
             return  # No script seals so fast. What is sealed lies on the disk, and is found there.
+        if event.epoch == state.started:
+            epoch.sealed_step = max(epoch.sealed_step, message.sealed.step)
         # Worth recording whatever became of these workers since: the master refuses what comes too late.
         state.reading = state.reading | {message.sealed.name}
         state.took_seconds = {**state.took_seconds, message.sealed.name: message.sealed.seconds}
@@ -54,6 +56,8 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
             decision.report_progress()
         case "bad_checkpoint":
             bad_checkpoint(decision, message.bad_checkpoint)
+        case "peer_lost":
+            epoch.peer_lost = epoch.peer_lost | {event.rank}
         case "refused":
             epoch.refusals = {**epoch.refusals, event.rank: message.refused.message or "it did not say why"}
 
@@ -75,6 +79,7 @@ def progress(decision: Decision, rank: int, progress: worker_pb2.Progress) -> No
     if rank in epoch.refusals:
         # The script went on all the same: that was not what it ends with.
         epoch.refusals = {other: why for other, why in epoch.refusals.items() if other != rank}
+    epoch.peer_lost = epoch.peer_lost - {rank}
     if progress.step >= epoch.step:
         epoch.step = progress.step
         epoch.loss = progress.loss
@@ -83,6 +88,17 @@ def progress(decision: Decision, rank: int, progress: worker_pb2.Progress) -> No
     if progress.beats > epoch.beats.get(rank, 0):
         epoch.beats = {**epoch.beats, rank: progress.beats}
     decision.report_progress()
+
+
+def steps_counted(decision: Decision, event: ev.StepsCounted) -> None:
+    """What a rank said of its steps may lack the last of them: it tells now and then."""
+    state, epoch = decision.state, decision.state.epoch
+    if event.epoch != state.started or state.workers is Workers.NONE:
+        return
+    epoch.counted = True
+    if event.step > epoch.step:
+        # They went on behind the boundary, if there was one.
+        epoch.agreed, epoch.step = False, event.step
 
 
 def saving(decision: Decision, rank: int, saving: worker_pb2.Saving) -> None:
@@ -199,8 +215,21 @@ def worker_failed(decision: Decision, event: ev.WorkerExited) -> None:
         return
     how = f"was killed by signal {-event.code}" if event.code < 0 else f"exited with code {event.code}"
     text = f"local rank {event.local_rank} {how}" + (f": {event.message}" if event.message else "")
-    report_failure(decision, text, event.code & 0xFF)
+    report_failure(decision, text, event.code & 0xFF, whose(decision, event))
     decision.kill_workers()
+
+
+def whose(decision: Decision, event: ev.WorkerExited) -> control_pb2.FailureKind.ValueType:
+    """Where the cause of a rank's end is: people are told of a node that has it first. Nothing else follows from it.
+
+    A session knows. Of a script without one only what it wrote can tell.
+    """
+    epoch = decision.state.epoch
+    if epoch.has_session:
+        elsewhere = global_rank(decision, event.local_rank) in epoch.peer_lost
+    else:
+        elsewhere = event.tells_of_a_peer
+    return control_pb2.FAILURE_KIND_PEER if elsewhere else control_pb2.FAILURE_KIND_WORKER
 
 
 def report_failure(

@@ -111,7 +111,12 @@ class Epoch:
     drained: control_pb2.CheckpointRef | None = None
     # What these ranks drained into came too late: a newer epoch was open already.
     refused: bool = False
+    # The last step of this epoch that a rank of this node has sealed, and that the master says is committed.
+    sealed_step: int = 0
+    committed_step: int = 0
     step: int = 0
+    # `step` is the last that was made: it was read behind the end of a rank.
+    counted: bool = False
     loss: float = 0.0
     longest_seconds: float = 0.0
     # Of all saves so far; the one in flight, and how far each rank's part of it is, by rank.
@@ -132,6 +137,8 @@ class Epoch:
     bad_reported: bool = False
     # What all ranks agreed that they must not train, by the ranks that said so and have made no step since.
     refusals: Mapping[int, str] = field(default_factory=dict)
+    # Ranks that end because a connection to another one broke, by their own word, and have made no step since.
+    peer_lost: frozenset[int] = frozenset()
     # The flags as the workers were told last.
     told: tuple[bool, bool, int] = (False, False, 0)
 
@@ -166,6 +173,8 @@ class AgentState:
     drain_ordered: bool = False
     # How its save ends, a `control.Ending`.
     ending: int = 0
+    # The other nodes that still save have a notice, too, or there are none.
+    all_leave: bool = False
     drain_for_outage: bool = False
     place: Place = field(default_factory=Place)
     # What the person heard last of why this node waits, and of why a Join could not be prepared: each once.

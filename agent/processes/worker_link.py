@@ -32,6 +32,7 @@ from dalsegno.protos.contract import FRAME
 
 from ..decisions.worker_checks import checked, one_line
 from .proc import belongs_to
+from .step_counts import take_step_count
 
 __all__ = ["MAX_FRAME", "WorkerLink"]
 
@@ -183,6 +184,10 @@ class WorkerLink:
             self._flushes.append((pid, done))
         self._wake()
         return done.wait(timeout)
+
+    def last_step(self, epoch: int, rank: int) -> int | None:
+        """The last step that a rank has made whose process is gone; None where it has counted none. Once."""
+        return take_step_count(self.directory, epoch, rank)
 
     def close(self) -> None:
         """Ends the serving thread, cuts all connections, and removes the socket and its directory."""

@@ -7,10 +7,8 @@ them is our own: torch's asks whether a process lives and signals it afterwards,
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import signal
 import subprocess
 import threading
@@ -18,7 +16,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
@@ -28,6 +25,7 @@ from torch.numa.binding import NumaOptions
 from dalsegno.protos.shortage import starting
 
 from ..script import Script
+from .last_words import error_message, last_words
 from .lifeline import Lifeline
 from .nursery import CANNOT_START
 from .nursery_client import StandbyProcess
@@ -36,7 +34,7 @@ from .standby_pool import StandbyPool
 from .worker_link import WorkerLink
 from .worker_main import Assignment
 
-__all__ = ["WorkersContext", "error_message"]
+__all__ = ["WorkersContext"]
 
 # Seconds that a worker's last messages may take from its exit to us; its end of the socket is already closed.
 _LAST_WORDS = 5.0
@@ -44,11 +42,6 @@ _LAST_WORDS = 5.0
 _KILL_TIMEOUT = 10.0
 # Seconds that the last lines of a worker's files may take to the console.
 _OUTPUT_TIMEOUT = 2.0
-# Of a worker's errors: how much of the file's end is looked at, and how much of its last line is told.
-_TAIL_BYTES = 8192
-_LONGEST_LINE = 300
-# How a traceback ends: the exception's name, not indented, alone or with its text.
-_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
 
 logger = logging.getLogger(__name__)
 
@@ -332,49 +325,3 @@ class WorkersContext(SubprocessContext):
     def _reason(self, rank: int, code: int) -> str:
         """Why a worker ended, in one line: what torch's `@record` wrote, or the last line of its errors."""
         return error_message(self.error_files[rank]) or last_words(self.stderrs[rank], code)
-
-
-def last_words(path: str, code: int) -> str:
-    """Why a worker ended with `code`, as the end of its errors has it, and where the rest is.
-
-    The last line, whatever it is, for a script that ended by itself. A signal (a negative code) ends a process wherever
-    it is, so its last line counts only where it is the error of Python itself. Empty when its errors are in no file.
-    """
-    if not path:
-        return ""
-    try:
-        with open(path, "rb") as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
-            lines = file.read().decode("utf-8", errors="replace").strip().splitlines()
-    except OSError as error:
-        logger.warning("the errors of a worker in %s cannot be read: %s", path, error)
-        return ""
-    if not lines:
-        return ""
-    line = lines[-1].strip() if code > 0 else _error_of_python(lines)
-    return f"{line[:_LONGEST_LINE]} (see {path})" if line else f"see {path}"
-
-
-def _error_of_python(lines: Sequence[str]) -> str:
-    """The line that names the exception of a traceback at the end, or of the interpreter's own death; "" without."""
-    for line in reversed(lines):
-        if line.startswith("Fatal Python error: "):
-            return line.strip()
-    traceback = any(line.startswith("Traceback (most recent call last):") for line in lines)
-    return lines[-1].strip() if traceback and _EXCEPTION.match(lines[-1]) else ""
-
-
-def error_message(path: str) -> str:
-    """One line from the error file that torch's `@record` writes in a worker; empty when there is none."""
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8", errors="replace") or "{}")
-    except (FileNotFoundError, NotADirectoryError):
-        return ""
-    except (OSError, ValueError) as error:
-        logger.warning("the error file %s cannot be read: %s", path, error)
-        return ""
-    message = content.get("message", "") if isinstance(content, dict) else ""
-    if isinstance(message, dict):
-        message = message.get("message", "")
-    lines = str(message).strip().splitlines()
-    return lines[0] if lines else ""

@@ -37,7 +37,7 @@ from ..processes.worker_env import Place, job_environment, place_of, worker_envi
 from ..processes.worker_link import WorkerLink
 from ..processes.worker_main import Assignment
 from ..processes.workers import WorkersContext
-from ..script import FLAG, Script, modules_of, refuses_flag
+from ..script import FLAG, Script, modules_of, refuses_flag, tells_of_a_peer
 from ..storage.adoption import Adoption, Origin
 from .config import AgentConfig
 from .effects import Effects
@@ -289,7 +289,7 @@ class ElasticAgent(LocalElasticAgent):
             self._pool,
             self._lifeline,
             self._link,
-            self._exited(world.epoch, self._starts),
+            self._exited(world.epoch, self._starts, place.first_rank),
             partial(self._mailbox.put, ev.SessionImported(world.epoch)),
             getattr(spec, "numa_options", None),
             getattr(spec, "duplicate_stdout_filters", None),
@@ -320,11 +320,13 @@ class ElasticAgent(LocalElasticAgent):
             for local in range(place.nproc)
         }
 
-    def _exited(self, epoch: int, start: int) -> Callable[[int, int, str], None]:
+    def _exited(self, epoch: int, start: int, first_rank: int) -> Callable[[int, int, str], None]:
         def exited(rank: int, code: int, message: str) -> None:
             if code == 0:
                 self._adoption.settle()
-            self._mailbox.put(_Exited(epoch, rank, code, message, start))
+            if (step := self._link.last_step(epoch, first_rank + rank)) is not None:
+                self._mailbox.put(ev.StepsCounted(epoch, step))
+            self._mailbox.put(_Exited(epoch, rank, code, message, tells_of_a_peer(message), start))
 
         return exited
 

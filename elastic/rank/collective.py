@@ -20,6 +20,10 @@ log = logging.getLogger(__name__)
 
 # A peer that dies closes its sockets, which ends a wait at once; this bounds the wait for one that only hangs.
 TIMEOUT = 1800.0
+# When it is looked whether a connection to a peer is closed, in seconds after each other.
+PEER_LOOKS = (0.0, 0.02, 0.08)
+# No message of ours has it, so nobody ever answers.
+PEER_TAG = 0x5E6
 # How often a collective is looked at that somebody may call off: at first, and at last, seconds.
 FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.001, 0.1
 
@@ -72,6 +76,10 @@ class Collective(Protocol):
         """Inside, a collective raises ``PeerLost`` where a peer is gone: its connection closed, or ``gone()``."""
         ...
 
+    def has_lost_a_peer(self) -> bool:
+        """Whether the connection to some peer is closed. Not collective; the group is of no use afterwards."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -114,6 +122,9 @@ class Solo:
     def unless(self, gone: Callable[[], bool]) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def has_lost_a_peer(self) -> bool:
+        return False
+
     def close(self) -> None:
         return None
 
@@ -136,6 +147,7 @@ class GlooCollective:
         self._store: Any = None
         self._left = 0
         self._gone: Callable[[], bool] | None = None
+        self._asked: list[Any] = []
 
     def start_max(self, values: Sequence[int]) -> Pending:
         return self._start(values, "MAX")
@@ -178,6 +190,22 @@ class GlooCollective:
             yield
         finally:
             self._gone = None
+
+    def has_lost_a_peer(self) -> bool:
+        """Asks each peer for a message that nobody sends: gloo refuses that at once where nobody could."""
+        import torch
+
+        # Another group's connection to the same peer may have been seen to close a moment before ours is.
+        for pause in PEER_LOOKS if self._group is not None else ():
+            threading.Event().wait(pause)
+            for distance in range(1, self.world_size):
+                peer = (self.rank + distance) % self.world_size
+                try:
+                    # Kept: nobody waits for it, and its end would.
+                    self._asked.append(self._group.recv([torch.zeros(1, device="cpu")], peer, PEER_TAG))
+                except RuntimeError:
+                    return True
+        return False
 
     def channel(self) -> Any:
         """A connection to this world's store of its own, under names that only this use of it has."""

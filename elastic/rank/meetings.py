@@ -17,7 +17,7 @@ from typing import Any
 from dalsegno.protos import worker_pb2
 
 from .agreement import Refusal, Trouble, agree
-from .collective import Collective
+from .collective import Collective, PeerLost
 from .exits import insist
 from .link import Link
 
@@ -92,6 +92,14 @@ class Meetings:
         if self._link is not None:
             self._link.send(worker_pb2.ToAgent(refused=worker_pb2.Refused(message=" ".join(line.split())[:4096])))
 
+    def say_if_a_peer_is_lost(self) -> None:
+        """This rank ends of an error: where the connection to a peer is closed, that is what ended it.
+
+        The first rank to fail by itself finds all connections open.
+        """
+        if self._link is not None and self._collective.has_lost_a_peer():
+            self._link.send(worker_pb2.ToAgent(peer_lost=worker_pb2.PeerLost()))
+
     def _tell(self, error: Exception) -> None:
         text = " ".join(str(error).split()) or type(error).__name__
         try:
@@ -107,16 +115,18 @@ class Meetings:
 
 
 def watch_the_end(meetings: Meetings) -> None:
-    """Has the agent told of a refusal of ours that ends this process, wherever in the script it was raised.
+    """Has the agent told why this process ends, where we know more than the error's text says.
 
-    What is outside of a meeting (``Batches`` that do not fit the checkpoint, a plan that cannot be) is the same at the
-    next start as well.
+    A peer is lost; or it is a refusal of ours, wherever in the script it was raised: what is outside of a meeting
+    (``Batches`` that do not fit the checkpoint, a plan that cannot be) is the same at the next start as well.
     """
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if not meetings.over and is_refusal(error, trace):
             meetings.refused(str(error) or kind.__name__)
+        elif not meetings.over and may_be_a_peers(error):
+            meetings.say_if_a_peer_is_lost()
         before(kind, error, trace)
 
     sys.excepthook = hook
@@ -130,6 +140,13 @@ def is_refusal(error: BaseException, trace: TracebackType | None) -> bool:
         trace = trace.tb_next
     module = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
     return str(module).startswith("dalsegno.elastic.")
+
+
+def may_be_a_peers(error: BaseException) -> bool:
+    """Whether a collective may raise it whose peer is gone: gloo's errors are RuntimeErrors and nothing more."""
+    distributed = sys.modules.get("torch.distributed")
+    known = getattr(distributed, "DistError", PeerLost)
+    return type(error) is RuntimeError or isinstance(error, (PeerLost, known))
 
 
 def is_mistake(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from dalsegno.protos import worker_pb2
 
 from .exchange import Boundary
 from .link import Link
+from .step_count import StepCount
 
 # A rank reports this often at most, apart from boundaries that the ranks agreed something at.
 PROGRESS_SECONDS = 0.05
@@ -20,14 +21,15 @@ class Reports:
 
     Args:
         link: The agent; None: nobody is told.
+        count: Of the steps, for the agent.
 
     Attributes:
         loss: The present step's loss, for people.
     """
 
-    def __init__(self, link: Link | None) -> None:
+    def __init__(self, link: Link | None, count: StepCount | None = None) -> None:
         self.loss = float("nan")
-        self._link = link
+        self._link, self._count = link, count
         self._mark = self._heard = time.monotonic()
         self._told, self._longest = 0.0, 0.0
         self._beats, self._beat_told, self._master_seen = 0, 0.0, False
@@ -44,6 +46,8 @@ class Reports:
 
     def step(self, boundary: Boundary, seconds: float) -> None:
         """A step is done, which took so long."""
+        if self._count is not None:
+            self._count.set(boundary.step)
         first, now = self._told == 0.0, time.monotonic()
         if first or boundary.exchanged or now - self._told >= PROGRESS_SECONDS:
             self._told = now

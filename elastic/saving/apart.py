@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +21,7 @@ from dalsegno.protos import control_pb2
 from ..checkpoint import FileEntry, Manifest, seal
 from ..checkpoint.files import checksums, list_files
 from ..rank import rng
-from ..rank.collective import PeerLost
+from ..rank.collective import Collective, PeerLost
 from ..rank.link import Link
 from .background_save import SIGHT_PAUSES, STUCK
 from .saving_reports import Count
@@ -52,6 +53,23 @@ def has_to_seal(link: Link, local_rank: int, lost: PeerLost) -> bool:
     log.info("a leaver is gone (%s): this rank completes the save without it", lost)
     _await(lambda: link.ending == control_pb2.ENDING_SEAL, OTHERS_SECONDS, link, lost)
     return True
+
+
+def agree_to_go(collective: Collective, wanted: bool, *, saved: bool) -> tuple[bool, bool]:
+    """Behind a drain's save: whether all ranks go (some rank still wants that), and whether nobody is waited for.
+
+    A leaver may be gone as soon as its work is ``saved``, and then this rank goes as well. Collective.
+
+    Raises:
+        RuntimeError: A peer is gone, and nothing is saved.
+    """
+    try:
+        # What is not saved would be lost with this rank, too: then a peer that is gone is a failure.
+        with collective.unless(lambda: False) if saved else nullcontext():
+            return bool(collective.max([int(wanted)])[0]), False
+    except PeerLost as lost:
+        log.info("everything is saved, and a rank is gone already (%s)", lost)
+        return True, True
 
 
 def _await(holds: Callable[[], bool], seconds: float, link: Link, lost: PeerLost) -> None:

@@ -71,3 +71,5 @@ class Own:
     name: str = ""
     written: bool = False
     entries: tuple[FileEntry, ...] = ()
+    # Bytes that it has told of, written, synced and summed.
+    moved: int = 0

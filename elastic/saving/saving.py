@@ -42,6 +42,7 @@ from .apart import PATIENCE_SHARE, all_files, has_to_seal, missing_parts, seal_o
 from .background_save import LAST_WORDS_SECONDS, PARTS, Flight, check_paths
 from .content import Content, Own
 from .declared import DDP, contradiction, of_each_rank
+from .notes import Notes
 from .save_errors import Cause, Failed, describe, is_fatal, is_mistake, kept, problem
 from .saving_reports import Count, SavingReports, bytes_below
 from .staging import HostBuffers
@@ -99,7 +100,7 @@ class Saver:
         self.best = best
         self.tracked: Tracked | None = None
         self.apart = False
-        self._noted_best: str | None = None
+        self._notes = Notes(store, apart=link is not None)
         self._noted_empty = False
         self._buffers = HostBuffers()
         self._looked = False
@@ -133,7 +134,7 @@ class Saver:
                 self._write(own, write)
                 files = self._describe(own)
                 self._check_files([entry.path for entry in files], own.content)
-                manifest = self._seal(own.name, own.content, files)
+                manifest = self._seal(own, files)
         except Failed as failure:
             self._failed_save(own.name, content.step, failure, drain)
             return None
@@ -321,10 +322,7 @@ class Saver:
         assert self.tracked is not None
         self.best = Best(name, self.tracked.metric, self.tracked.mode, value)
         if self._identity.rank == 0:
-            try:
-                self._note_best(self.best)
-            except OSError as error:
-                log.warning("%s is the best so far, but best.json does not say so: %s", name, error)
+            self._notes.write(None, self.best)
 
     def _choose_name(self, content: Content, create_directory: bool) -> tuple[str, Content]:
         """Rank 0's name, metric and best: a metric is often computed on one rank, or differs in its last bits."""
@@ -398,6 +396,7 @@ class Saver:
             with SavingReports(self._link, own.name, done.read, path if identity.local_rank == 0 else None):
                 sync = partial(checksums, path, dealt, sync=True, moved=done.add)
                 own.entries = tuple(unless_stuck(sync, done, PATIENCE_SHARE * identity.stall_timeout))
+            own.moved = done.read()
             part["files"] = [asdict(entry) for entry in own.entries]
         except (OSError, CheckpointDamaged) as error:
             part["text"] = describe(error)
@@ -415,12 +414,15 @@ class Saver:
     def _manifest(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
         return content.manifest(name, self._identity, self._resumed_from, files)
 
-    def _seal(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
-        identity, manifest = self._identity, self._manifest(name, content, files)
+    def _seal(self, own: Own, files: tuple[FileEntry, ...]) -> Manifest:
+        identity, manifest = self._identity, self._manifest(own.name, own.content, files)
         answer: dict[str, Any] = {}
         if identity.rank == 0:
             try:
-                answer["digest"] = seal(self._store.path(name), manifest)
+                path = self._store.path(own.name)
+                # A directory is synced, too, which a slow disk takes its time for.
+                with SavingReports(self._link, own.name, lambda: own.moved, path):
+                    answer["digest"] = seal(path, manifest)
             except (OSError, CheckpointDamaged) as error:
                 answer["text"] = describe(error)
         answer = self._collective.broadcast(answer)
@@ -434,17 +436,7 @@ class Saver:
             took = time.monotonic() - began
             sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step, seconds=took)
             self._link.send(worker_pb2.ToAgent(sealed=sealed))
-        try:
-            self._store.write_latest(manifest)
-            self._note_best(manifest.best)
-        except OSError as error:
-            log.warning("%s is saved, but its note in latest.json or best.json is not: %s", manifest.name, error)
-
-    def _note_best(self, best: Best | None) -> None:
-        name = "" if best is None else best.name
-        if name != self._noted_best:
-            self._store.write_best(best)
-            self._noted_best = name
+        self._notes.write(manifest, manifest.best)
 
     def _failed_save(self, name: str, step: int, failure: Failed, drain: bool) -> None:
         self._give_up(name, step, str(failure), drain, failure.fatal)

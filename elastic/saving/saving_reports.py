@@ -53,7 +53,7 @@ class SavingReports:
 
     def __enter__(self) -> None:
         if self._link is not None:
-            self._send(self._link, 1)
+            self._send(self._link, self._written())
             self._thread = threading.Thread(target=self._run, name="dalsegno-saving", daemon=True)
             self._thread.start()
 
@@ -69,7 +69,11 @@ class SavingReports:
     def _run(self) -> None:
         assert self._link is not None
         while not self._done.wait(REPORT_SECONDS):
-            self._send(self._link, 1 if self._path is None else max(1, bytes_below(self._path)))
+            self._send(self._link, self._written())
+
+    def _written(self) -> int:
+        """What its files hold, with what the parts before this one have written; at least 1."""
+        return 1 if self._path is None else max(1, bytes_below(self._path))
 
     def _send(self, link: Link, written: int) -> None:
         saving = worker_pb2.Saving(name=self._name, bytes=self._measure(), written=written)

@@ -30,6 +30,8 @@ from ..rank.meetings import Meetings
 from ..rank.notices import Notice
 from ..rank.process_group import settle_device
 from ..rank.reports import Reports
+from ..rank.step_count import count_steps
+from ..saving.apart import agree_to_go
 from ..saving.background_save import Background
 from ..saving.content import Content
 from ..saving.declared import strategy_of
@@ -97,7 +99,7 @@ class Session:
         self.copies = Copies(collective)
         self._notice = notice
         self.left_in_a_step = False
-        self._reports = Reports(link)
+        self._reports = Reports(link, count_steps(identity, self.step))
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
 
     # What a script asks.
@@ -401,8 +403,10 @@ class Session:
             Drained: The process ends. The exit code is 83 whatever the script makes of it.
         """
         apart = self._saver is not None and self._saver.apart
-        if not apart and not self._collective.max([int(self.should_drain)])[0]:
-            return
+        if not apart:
+            going, apart = agree_to_go(self._collective, self.should_drain, saved=self._saved_here is not None)
+            if not going:
+                return
         closing()
         insist(EXIT_DRAINED)
         saved = self._saved_here or Ref("", "")

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .membership import may_call_session
-from .state import EpochRecord, Node, Part, World
+from .state import EpochRecord, Job, Node, Part, World
 from .turn import HISTORY, Turn, names
 
 # A script that has not called `session()` so long after its workers were started may have none (seconds).
 SESSION_WITHIN = 30.0
+# After ranks have lost a connection: so long it may take until the node that ended is seen to be gone (seconds).
+NAMED_WITHIN = 3.0
 NOT_YET = "the script has not called session() yet"
 
 
@@ -28,18 +30,40 @@ def first_step(turn: Turn, world: World) -> None:
         live.run.growth_done_at = turn.now
     text = f"epoch {world.epoch}: steps are heard" if job.told.unheard else headline(world)
     if world.epoch > 1 and live.pause is not None:
-        text += f", {cost(paused, lost, live.pause.costs_more)}"
+        text += f", {cost(paused, lost, exactly=turn.open.lost_exactly, away=live.pause.costs_more)}"
     turn.notice(text)
     record(turn, world, paused, lost)
 
 
-def cost(paused: float, lost: int, more: bool) -> str:
-    """What a change cost; `more`: the master was away, and knows neither when the steps ended nor with which."""
-    steps = f"{lost} step{'s' if lost != 1 else ''}"
-    if not more:
-        return f"paused {paused:.1f} s, lost {steps}"
-    known = f"at least {steps}" if lost else "an unknown number of steps"
-    return f"paused at least {paused:.1f} s, lost {known} (the master was away)"
+def cost(paused: float, lost: int, *, exactly: bool, away: bool) -> str:
+    """What a change cost.
+
+    `exactly`: the steps are counted. Else there are at least so many: steps are told of now and then only, so nobody
+    has heard of the last ones. `away`: the master was, and does not know when the steps ended.
+    """
+    known = f"{lost} step{'s' if lost != 1 else ''}"
+    if not exactly:
+        known = f"at least {known}" if lost else "an unknown number of steps"
+    return f"paused {'at least ' if away else ''}{paused:.1f} s, lost {known}{' (the master was away)' if away else ''}"
+
+
+def is_unexplained(job: Job) -> bool:
+    """Ranks ended because others were gone, and nobody is known to be: neither a failure of its own, nor a loss."""
+    pending = job.run.budget.pending
+    return pending is not None and pending.elsewhere and not job.next.causes
+
+
+def unexplained(turn: Turn, *, now: bool) -> None:
+    """The world ended because a connection between ranks broke. Whoever ended first is named: a lost node, a failure.
+
+    Where nobody is within some seconds (or `now`, as the next world opens), it is said that this is all that is known.
+    """
+    if not is_unexplained(turn.job) or not (now or turn.overdue(turn.live.phase_heard + NAMED_WITHIN)):
+        return
+    pending = turn.job.run.budget.pending
+    if pending is not None:
+        turn.cause(f"the ranks of {pending.node} lost a peer")
+        turn.notice(f"{pending.node}: {pending.message}; which rank ended first is not known", True)
 
 
 def without_steps(turn: Turn, world: World) -> None:
@@ -54,7 +78,7 @@ def without_steps(turn: Turn, world: World) -> None:
     turn.update_told(unheard=True, start=told.start or not may_call_session(turn))
     turn.notice(f"{headline(world)}; no steps are heard: {not_yet(turn)}")
     paused = live.phase_since - live.pause.since if live.pause is not None else 0.0
-    record(turn, world, max(0.0, paused), 0)
+    record(turn, world, max(0.0, paused), 0, heard=False)
 
 
 def not_yet(turn: Turn) -> str:
@@ -82,14 +106,20 @@ def perhaps_stalled(turn: Turn, world: World) -> None:
 def waiting_to_grow(turn: Turn, new: list[Node], until: float | None) -> None:
     """The newcomers of a script that cannot be drained yet: when everybody will be restarted for them.
 
-    `until`: by the listening clock; None: not for time alone.
+    `until`: by the listening clock; None: not for time alone. Then it is said again each time the wait has doubled,
+    with what a person can do about a script that will never call session().
     """
-    who = frozenset(node.name for node in new)
-    if who <= turn.open.growth_told:
+    who, epoch = frozenset(node.name for node in new), turn.open
+    if who <= epoch.growth_told and (until is not None or not turn.overdue(epoch.growth_told_at)):
         return
-    turn.open.growth_told = who
+    epoch.growth_told = who
     if until is None:
-        what = "; as it imports dalsegno.elastic, its first step is waited for, or a checkpoint that it saves by itself"
+        epoch.growth_told_at = turn.heard + max(SESSION_WITHIN, turn.heard - turn.live.phase_heard)
+        turn.overdue(epoch.growth_told_at)
+        what = (
+            ". It imports dalsegno.elastic, so its first step is waited for, or a checkpoint that it saves below"
+            " ${save_dir}; if neither will come, end all agents and start them together"
+        )
     else:
         what = (
             " and cannot be drained before: all workers restart with the next commit, or in"
@@ -130,7 +160,7 @@ def headline(world: World) -> str:
     return f"{text}, from step 0"
 
 
-def record(turn: Turn, world: World, paused: float, lost: int) -> None:
+def record(turn: Turn, world: World, paused: float, lost: int, *, heard: bool = True) -> None:
     """One entry for a world, also when its first step is heard after all."""
     history = turn.job.history
     if history and history[-1].epoch == world.epoch:
@@ -146,6 +176,8 @@ def record(turn: Turn, world: World, paused: float, lost: int) -> None:
         lost,
         world.resumed_step + 1,
         world.resumed_step + 1,
+        heard,
+        lost_more=not turn.open.lost_exactly,
     )
     turn.job.history = (*history, entry)[-HISTORY:]
 

@@ -111,6 +111,8 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
     if job.world is None and any(entry.epoch > job.epoch for entry in message.inventory):
         # Sealed after this agent had registered, of an epoch that this store knows nothing of.
         remember(turn, 0, message.inventory)
+    if message.HasField("last_step"):
+        counted(turn, node, message)
     if job.phase in (Phase.WAITING, Phase.FORMING):
         checkpoints.adopt_sealed(turn, message.inventory, node)
     digests = {entry.ref.digest for entry in message.inventory}
@@ -134,6 +136,16 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
         conversion.unblock(turn)
         conversion.verify_at_once(turn)
     return OK
+
+
+def counted(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> None:
+    """Behind the end of the last world's ranks: no step of theirs is missing any more.
+
+    A step is one of all ranks, so one node's count is good for all.
+    """
+    if member_of(turn, node, message.caller.epoch) is not None and not turn.job.phase.has_workers:
+        reached(turn, node, message.last_step)
+        turn.live.gathering.counted = True
 
 
 def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
@@ -185,6 +197,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
         epoch.beats[node.name] = message.beats
         epoch.moved = turn.heard
     epoch.written_bytes[node.name] = message.written_bytes
+    saves.note_written(turn)
     if message.draining and not epoch.stopping:
         epoch.stopping = news = True
     # A copy that was long under way speaks of a drain before this one.
@@ -263,7 +276,7 @@ def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) 
     made_step(turn, node, message.step)
     if drain is None or 0 < message.step <= drain.after:
         return OK
-    job.drain, turn.drain_life.saving_since = replace(drain, agreed=False), None
+    job.drain, turn.drain_life.awaited = replace(drain, agreed=False), None
     if drain.optional:
         running.withdraw(turn, f"its save failed ({message.reason})")
     return OK
@@ -290,17 +303,19 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
         return closed(message.caller.epoch)
     if job.part(member) is not Part.RUNNING:
         return OK
-    first = not {Part.FAILED, Part.LOST} & set(job.parts.values())
+    refused = message.kind == control_pb2.FAILURE_KIND_REFUSED
+    elsewhere = message.kind == control_pb2.FAILURE_KIND_PEER
+    first = not {Part.FAILED, Part.LOST} & set(job.parts.values()) and job.phase.has_workers
+    # What comes of a refusal says why, too; who has lost a peer is named where nobody else is, see `announcements`.
+    says_why = not refused and not elsewhere and (first or announcements.is_unexplained(job))
     turn.set_part(member, Part.FAILED)
     turn.open.trouble = True
     reached(turn, node, message.step)
-    refused = message.kind == control_pb2.FAILURE_KIND_REFUSED
-    if first and job.phase.has_workers and not refused:  # What comes of a refusal says why, too.
+    if says_why:
         turn.cause(f"a worker failed on {node.name}")
         turn.notice(f"{node.name}: {message.message}", True)
     # A peer's damage is reported before its node joins again, and clears this.
     if job.verification is None:
-        elsewhere = message.kind == control_pb2.FAILURE_KIND_PEER
         told = Failure(message.caller.epoch, node.name, message.message, message.step, elsewhere, refused)
         failures.blame(turn, told)
     return OK

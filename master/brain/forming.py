@@ -28,15 +28,16 @@ def forming(turn: Turn) -> bool:
     job = turn.job
     if job.recollection.listening:
         return listening(turn)
-    pending = job.run.budget.pending
-    if job.world is not None and pending is not None and hopeless(turn):
-        end(turn, Phase.FAILED, f"{pending.node}: {pending.message}")
-        return True
     if refusals.pending(turn) is not None:
         if refusals.ends_job(turn):
             end_refused(turn)
             return True
         refusals.put_aside(turn)
+    pending = job.run.budget.pending
+    if job.world is not None and pending is not None and hopeless(turn):
+        end(turn, Phase.FAILED, f"{pending.node}: {pending.message}")
+        return True
+    announcements.unexplained(turn, now=False)
     agree_on_directory(turn)
     conversion.retry(turn)
     gathering = expected(turn)
@@ -67,6 +68,8 @@ def forming(turn: Turn) -> bool:
         # A block that came just now may mean WAITING.
         moved = moved or (is_blocked(turn) and not stuck and not old_shape(turn, resume, ready))
         candidate = fallback(turn, resume, ready) if gathered else []
+    if gathered and candidate:
+        announcements.unexplained(turn, now=True)
     if gathered and candidate and not failures.count(turn):
         open_world(turn, candidate, resume)
         return True
@@ -273,7 +276,8 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     job.recollection = Recollection()
     for node in nodes:
         turn.update(node, joined=None)
-    live.epoch = EpochLife(epoch=job.epoch, moved=turn.heard)
+    exactly = live.gathering.counted or not old
+    live.epoch = EpochLife(epoch=job.epoch, moved=turn.heard, lost_exactly=exactly)
     turn.gather_anew()
     turn.enter(Phase.RUNNING)
     if unheard:

@@ -6,6 +6,7 @@ listening clock's (`listening`): what waits for a word of an agent is measured b
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from .listening import ListeningClock
@@ -32,14 +33,21 @@ CRASH_LOOP = 60.0
 
 
 @dataclass
+class AwaitedSave:
+    """A drain's save that is waited for: since when, when that is said next, the most that its files held."""
+
+    since: float
+    told_at: float
+    written_bytes: int
+
+
+@dataclass
 class DrainLife:
     """The drain that is under way: made and dropped with `Job.drain`."""
 
     # When it runs out: until then a boundary must be agreed, or the leavers be gone.
     deadline: float
-    # Since when its save is waited for, and when that is said next.
-    saving_since: float | None = None
-    told_at: float = 0.0
+    awaited: AwaitedSave | None = None
 
 
 @dataclass
@@ -56,7 +64,8 @@ class EpochLife:
     # Nodes whose ranks have no step left to make: what the script still does, it does without steps.
     ended: set[str] = field(default_factory=set)
     top_step: int = 0
-    loss: float = 0.0
+    # Of the last step; NaN: nobody has told of one.
+    loss: float = math.nan
     # The longest step, save or evaluation.
     longest_seconds: float = 0.0
     first_step_at: float | None = None
@@ -79,6 +88,10 @@ class EpochLife:
     cold: set[str] = field(default_factory=set)
     # Newcomers of which was said what they wait for.
     growth_told: frozenset[str] = frozenset()
+    # When that is said again, where it has no end of its own.
+    growth_told_at: float = 0.0
+    # The steps that the change has cost are counted, not only the least that they can be.
+    lost_exactly: bool = False
     drain: DrainLife | None = None
     # A growth or a scale-down was put off: it is tried again with the next commit.
     put_off: bool = False
@@ -118,6 +131,8 @@ class Gathering:
     listen_until: float | None = None
     # When the job ends, because nobody will be able to convert what it would go on from.
     vain_until: float | None = None
+    # The last steps of the world before are known: counted on some node behind their end, or drained at a boundary.
+    counted: bool = False
 
     def is_crash_looping(self, name: str, now: float) -> bool:
         """Lost in this very round, lately, and more than once."""

@@ -29,19 +29,25 @@ def ends_job(turn: Turn) -> bool:
 
 
 def put_aside(turn: Turn) -> None:
-    """Those who came last become spares, for as long as they are what they are; the others' budget is untouched."""
+    """Those who came last become spares, for as long as they are what they are; the others' budget is untouched.
+
+    Each node of the world tells of the same refusal, the last ones when that is done already.
+    """
     refusal, new = pending(turn), newcomers(turn)
     if refusal is None:
         return
     failures.acquit(turn)
     who = [member.node for member in new]
+    without = f"going on without {names(who)}"
+    if without in turn.job.next.causes:
+        return
     for member in new:
         node = turn.job.node_by(member.incarnation)
         if node is not None:
             turn.update(node, refused=refusal.message)
     it = "it" if len(who) == 1 else "them"
     turn.notice(f"{names(who)} cannot take part, the others go on without {it}: {refusal.message}", True)
-    turn.cause(f"going on without {names(who)}")
+    turn.cause(without)
 
 
 def newcomers(turn: Turn) -> list[Member]:

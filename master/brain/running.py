@@ -117,11 +117,11 @@ def end_of_epoch(turn: Turn) -> bool:
     job = turn.job
     parts = set(job.parts.values())
     if Part.LOST in parts or Part.FAILED in parts:
-        if hopeless(turn):
+        if refusals.ends_job(turn):
+            end_refused(turn)
+        elif hopeless(turn):
             failure = job.run.budget.pending
             end(turn, Phase.FAILED, f"{failure.node}: {failure.message}" if failure else "every node failed at once")
-        elif refusals.ends_job(turn):
-            end_refused(turn)
         else:
             unplanned(turn)
         return True
@@ -167,6 +167,8 @@ def regroup(turn: Turn) -> None:
     turn.live.pause = Pause(since, turn.open.is_taken_over)
     announcements.close_record(turn, world, job.run.left_step)
     turn.gather_anew()
+    # A boundary is told with the word that it is saved.
+    turn.live.gathering.counted = bool({Part.DRAINED, Part.FINISHED} & set(job.parts.values()))
     left = [node.name for node in job.nodes.leavers if world.member(node.incarnation) is not None]
     if left:
         turn.cause(f"{names(left)} left")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dalsegno.protos import control_pb2
 
+from .live import AwaitedSave
 from .state import Job, Node, Part
 from .turn import Turn, names
 
@@ -18,26 +19,37 @@ ADVISED = 2.5
 
 def await_save(turn: Turn, what: str) -> None:
     """The ranks save, and `what` waits for them: says so if it takes long."""
-    epoch, life = turn.open, turn.drain_life
-    if life.saving_since is None:
-        life.saving_since, life.told_at = turn.heard, turn.heard + TOLD_AFTER
-    if not turn.overdue(life.told_at):
+    life = turn.drain_life
+    if life.awaited is None:
+        life.awaited = AwaitedSave(turn.heard, turn.heard + TOLD_AFTER, 0)
+        note_written(turn)
+    save = life.awaited
+    if not turn.overdue(save.told_at):
         return
-    seconds = turn.heard - life.saving_since
-    life.told_at = life.saving_since + 2 * seconds
-    # A checkpoint is one directory: each node sees what all have written.
-    written = max(epoch.written_bytes.values(), default=0)
-    far = f"{amount(written)} written in {seconds:.0f} s ({amount(written / seconds)}/s)"
-    if not written:
-        far = f"{seconds:.0f} s so far, and nobody writes"
-    turn.notice(f"{what} waits for the save of step {epoch.top_step}: {far}")
+    seconds = turn.heard - save.since
+    save.told_at = save.since + 2 * seconds
+    far = f"nothing is written after {seconds:.0f} s"
+    if save.written_bytes:
+        far = f"{amount(save.written_bytes)} written in {seconds:.0f} s ({amount(save.written_bytes / seconds)}/s)"
+    turn.notice(f"{what} waits for the save of step {turn.open.top_step}: {far}")
+
+
+def note_written(turn: Turn) -> None:
+    """A checkpoint is one directory, so each node sees what all have written; between two parts none of them looks.
+
+    1 says only that a rank is at work.
+    """
+    save = None if turn.open.drain is None else turn.open.drain.awaited
+    seen = max(turn.open.written_bytes.values(), default=0)
+    if save is not None and seen > max(1, save.written_bytes):
+        save.written_bytes = seen
 
 
 def amount(count: float) -> str:
     """Bytes, for a person."""
     size, units = count, ["kB", "MB", "GB", "TB"]
     if size < 1000:
-        return f"{size:.0f} bytes"
+        return "1 byte" if f"{size:.0f}" == "1" else f"{size:.0f} bytes"
     while size >= 1000 and units:
         size, unit = size / 1000, units.pop(0)
     return f"{size:.1f} {unit}" if size < 100 else f"{size:.0f} {unit}"
@@ -57,6 +69,20 @@ def note_seconds(turn: Turn, step: int, seconds: float) -> None:
     )
 
 
+def is_committed(turn: Turn) -> bool:
+    """The boundary that the ranks have agreed on is recorded: what they still do loses nothing."""
+    return turn.job.checkpoints.last_step(turn.job.epoch) >= turn.open.top_step
+
+
+def somebody_stays(job: Job) -> bool:
+    """Some member is still at work, and has no notice."""
+    world = job.world
+    if world is None or not job.phase.has_workers:
+        return True
+    at_work = (job.node_by(member.incarnation) for member in world.members if job.part(member) is Part.RUNNING)
+    return any(node is not None and not node.leaving for node in at_work)
+
+
 def part_with(turn: Turn, leavers: list[Node]) -> bool:
     """Leavers whose notice has run out are not waited for any more. Returns whether there were any."""
     job = turn.job
@@ -66,9 +92,11 @@ def part_with(turn: Turn, leavers: list[Node]) -> bool:
     if gone:
         who = names(node.name for node in gone)
         turn.cause(f"{who} left")
-        turn.notice(
-            f"the notice of {who} is over before the save is: what the others have of it is completed without", True
-        )
+        if not is_committed(turn):
+            left = "what the others have of it is completed without"
+            if Part.RUNNING not in job.parts.values():
+                left = "no other node is left to complete it"
+            turn.notice(f"the notice of {who} is over before the save is: {left}", True)
     return bool(gone)
 
 
@@ -78,7 +106,7 @@ def may_still_come(turn: Turn) -> bool:
     Until they are gone, but no longer than another notice.
     """
     job, epoch = turn.job, turn.open
-    if job.checkpoints.last_step(job.epoch) >= epoch.top_step:
+    if is_committed(turn):
         return False
     here = any(part is Part.LEFT and job.node_by(incarnation) is not None for incarnation, part in job.parts.items())
     return here and epoch.drain is not None and not turn.overdue(epoch.drain.deadline)

@@ -300,6 +300,10 @@ class EpochRecord:
     lost_steps: int
     first_step: int
     last_step: int
+    # Somebody has told of its steps; else first and last say nothing.
+    heard: bool = True
+    # Nobody has told of the last steps of the world before: `lost_steps` is the least that it can be.
+    lost_more: bool = False
 
 
 @dataclass(frozen=True)

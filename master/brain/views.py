@@ -8,7 +8,7 @@ from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
 from .forming import missing
 from .live import State
 from .registration import settings_proto
-from .saves import ending_of, last_writer
+from .saves import ending_of, last_writer, somebody_stays
 from .scaling import of_nodes
 from .state import Checkpoint, Job, Node, Part, Phase, World
 
@@ -38,6 +38,7 @@ class Common:
         self.witnesses = witnesses(job)
         # Who seals what a leaver left behind.
         self.last_writer = last_writer(job)
+        self.somebody_stays = somebody_stays(job)
         # Everything below the job is replaced whole: the same objects say the same.
         self.parts = (
             *(job.generation, job.phase, job.epoch, job.run.number, job.settings, head, job.noticed, job.world),
@@ -69,7 +70,8 @@ class Common:
     def key(self, node: Node) -> tuple[object, ...]:
         """What else this node's directive depends on."""
         ending = ending_of(node.incarnation, self.last_writer)
-        return node, self.job.parts.get(node.incarnation), node.name in self.state.live.held_until, ending
+        part, held = self.job.parts.get(node.incarnation), node.name in self.state.live.held_until
+        return node, part, held, ending, self.somebody_stays
 
     @property
     def template(self) -> control_pb2.Directive:
@@ -134,6 +136,7 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
             directive.drain.reason = job.drain.reason if job.drain is not None else ""
             directive.drain.run.CopyFrom(common.world(job.world, node))
             directive.drain.ending = ending_of(node.incarnation, common.last_writer)
+            directive.drain.all_leave = not common.somebody_stays
         else:
             directive.run.CopyFrom(common.world(job.world, node))
     else:
@@ -263,7 +266,10 @@ def world_proto(job: Job, world: World) -> control_pb2.World:
 def status(state: State, now: float) -> control_pb2.StatusReply:
     """The job for people and tools."""
     job, live = state.job, state.live
-    waiting = job.phase in (Phase.WAITING, Phase.FORMING)
+    waiting, world = job.phase in (Phase.WAITING, Phase.FORMING), job.world
+    unheard, step = world is None or not job.told.first_step, max(live.epoch.top_step, job.run.left_step)
+    if world is not None and unheard and job.phase.has_workers:
+        step = world.resumed_step
     reply = control_pb2.StatusReply(
         generation=job.generation,
         job_id=job.job_id,
@@ -271,12 +277,12 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
         phase=PHASES[job.phase],
         epoch=job.epoch,
         reason=missing(state) if waiting else job.message,
-        step=max(live.epoch.top_step, job.run.left_step),
+        step=step,
         loss=live.epoch.loss,
         settings=settings_proto(job.settings),
         limit=job.limit,
+        unheard=unheard,
     )
-    world = job.world
     for node in job.nodes.values():
         member = world.member(node.incarnation) if world is not None else None
         role = "leaving" if node.leaving else "member" if member is not None else "spare"
@@ -302,5 +308,7 @@ def status(state: State, now: float) -> control_pb2.StatusReply:
             lost_steps=record.lost_steps,
             first_step=record.first_step,
             last_step=record.last_step,
+            unheard=not record.heard,
+            lost_more=record.lost_more,
         )
     return reply

@@ -47,6 +47,7 @@ const svg = (name, attributes, text) => {
 };
 const html = (name, text) => { const e = document.createElement(name); e.textContent = text; return e; };
 const number = (value, digits) => value === null || value === undefined ? "-" : Number(value).toFixed(digits);
+const lost = (steps, more) => more ? "at least " + steps : steps;
 const table = (id, head, rows) => byId(id).replaceChildren(...[head, ...rows].map((row, index) => {
   const line = document.createElement("tr");
   line.append(...row.map((cell) => html(index ? "td" : "th", cell)));
@@ -54,11 +55,13 @@ const table = (id, head, rows) => byId(id).replaceChildren(...[head, ...rows].ma
 }));
 function numbers(job) {
   const entries = {
-    phase: job.phase.replace("PHASE_", "").toLowerCase(), epoch: job.epoch, step: job.step,
+    phase: job.phase.replace("PHASE_", "").toLowerCase(), epoch: job.epoch,
+    step: job.unheard && !Number(job.step) ? "-" : job.step,
     committed: job.head ? job.head.step : "-", loss: number(job.loss, 4),
     goodput: job.goodput === null ? "-" : number(100 * job.goodput, 1) + " %",
     paused: number(job.history.reduce((sum, e) => sum + e.paused, 0), 1) + " s",
-    "lost steps": job.history.reduce((sum, e) => sum + Number(e.lost_steps), 0),
+    "lost steps": lost(job.history.reduce((sum, e) => sum + Number(e.lost_steps), 0),
+      job.history.some((e) => e.lost_more && !e.unheard)),
   };
   byId("numbers").replaceChildren(...Object.entries(entries).map(([name, value]) => {
     const group = document.createElement("div");
@@ -103,7 +106,7 @@ function draw(job) {
   timeline(job);
   table("history", ["epoch", "why", "nodes", "workers", "resumed at step", "paused", "lost steps"],
     job.history.map((e) => [e.epoch, e.cause, e.nodes, e.world_size, e.resumed_step,
-      number(e.paused, 1) + " s", e.lost_steps]).reverse());
+      e.unheard ? "-" : number(e.paused, 1) + " s", e.unheard ? "-" : lost(e.lost_steps, e.lost_more)]).reverse());
   loss(job);
 }
 async function refresh() {

@@ -80,6 +80,21 @@ def test_a_leave_loses_nothing_where_the_leavers_part_is_there(
     end(job, undisturbed)
 
 
+@pytest.mark.parametrize("last", [False, True], ids=["rank 0", "the last rank"])
+def test_a_leaver_whose_save_is_committed_has_left_safely(
+    clusters: Clusters, undisturbed: Undisturbed, last: bool
+) -> None:
+    """Only a copy for people is still synced when its notice is over, on a disk that takes 15 s for that."""
+    job, first = slow(clusters, "latest.json=15", "a", "b")
+    node = job.member(int(last))
+    job.leave(node, LEFT)
+    job.wait_exit(node)
+    assert node.said()[-1] == "left on notice; everything is saved"
+    job.wait_world(1, steps=2, after=first)
+    assert not any("the save is" in line for one in job.nodes for line in one.said())
+    end(job, undisturbed)
+
+
 @pytest.mark.full
 def test_a_leave_in_the_middle_of_a_save_in_the_background(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The threads of the others write on; rank 0 seals what the leaver had written, too."""

@@ -97,6 +97,10 @@ class SimAgent:
             self.told = event.reply.settings
         if isinstance(event, ev.Refused):
             self.refused_with = event.code
+        if isinstance(event, ev.WorkerExited | ev.WorkersStopped) and self.group is not None:
+            step = self.group.counted(event.epoch)
+            if step is not None:
+                self._handle(ev.StepsCounted(event.epoch, step))
         if self.sim.tracing and not isinstance(event, ev.Directed | ev.Tick):
             self.sim.trace(self.label, "hears {}", short(event))
         self.state, actions = handling.handle(self.state, event, self.sim.clock.now + self._offset)

@@ -12,6 +12,7 @@ from dalsegno.protos import control_pb2
 
 from .flights import late_seal
 from .plan import HOSTS
+from .refusals import changed_script, refusing_node
 
 if TYPE_CHECKING:
     from .agents import SimAgent
@@ -505,5 +506,7 @@ FAULTS: dict[str, Callable[[Simulation], None]] = {
         blind_host,
         lagging_host,
         no_conversion,
+        refusing_node,
+        changed_script,
     )
 }

@@ -14,6 +14,7 @@ from dalsegno.master.brain.state import Checkpoint, Job, Phase, Settings, World
 from dalsegno.protos import control_pb2
 
 from .masters import decoded
+from .refusals import Refusals
 
 if TYPE_CHECKING:
     from .agents import SimAgent
@@ -79,6 +80,9 @@ class Ledger:
         self.growing = False
         # Epochs of a silent script of which the console says that they began.
         self.presented: set[int] = set()
+        self.refusals = Refusals(self)
+        # Epochs of which people were told what they cost.
+        self.told: set[int] = set()
         # The most nodes that a world may have since a person said so, and when that was.
         self.limit = sim.plan.settings.max_nodes
         self.limit_at = 0.0
@@ -196,6 +200,8 @@ class Ledger:
         self._head(job)
         self._epochs(job)
         self._presented(job)
+        self._told(job)
+        self.refusals.noted(job)
         if job.phase.is_terminal:
             self._ended(job)
 
@@ -324,6 +330,7 @@ class Ledger:
         self.require(world.resume == self.head[2], "newest commit", f"epoch {world.epoch} starts from {world.resume!r}")
         self.opened_at[world.epoch] = self.sim.clock.now
         self._nothing_lost(world)
+        self.refusals.opening(world)
         if world.resume:
             self._resumable(world)
         self._seen_by_members(world)
@@ -368,6 +375,22 @@ class Ledger:
             world.epoch in self.presented or world.epoch - 1 not in self.presented,
             "worlds are presented",
             f"epoch {world.epoch} opened without a word, epoch {world.epoch - 1} was presented",
+        )
+
+    def _told(self, job: Job) -> None:
+        """How many steps a change has cost is told exactly, or as the least that it can be."""
+        record = job.history[-1] if job.history else None
+        if record is None or not record.heard or record.epoch in self.told or self.stores_lost:
+            return
+        self.told.add(record.epoch)
+        before = self.worlds.get(record.epoch - 1)
+        made = [step for epoch, step in self.executed if epoch == record.epoch - 1]
+        made.append(record.resumed_step if before is None else before.resumed_step)
+        lost = max(0, max(made) - record.resumed_step)
+        self.require(
+            record.lost_steps <= lost if record.lost_more else record.lost_steps == lost,
+            "lost steps are told as they are",
+            f"epoch {record.epoch} lost {lost} steps, told were {record.lost_steps}{' or more' * record.lost_more}",
         )
 
     def _is_growth(self, world: World) -> bool:
@@ -508,8 +531,11 @@ class Ledger:
                 self.left_drained.append((agent.label, state.epoch.drained.digest))
             if code == ev.EXIT_LEFT and agent.group_at_notice is not None:
                 run = agent.group_at_notice.collective
+                sealed = (self.sim.disk.ever[digest].message for digest in self.committed)
+                # Its ranks may be gone before they have settled what a thread has sealed behind their steps.
+                committed = any((entry.epoch, entry.step) == (run.epoch, run.step) for entry in sealed)
                 self.require(
-                    run.saved_step == run.step,
+                    run.saved_step == run.step or committed,
                     "left with everything saved",
                     f"{agent.label}: step {run.step} of epoch {run.epoch} was made, {run.saved_step} saved",
                 )
@@ -534,7 +560,9 @@ class Ledger:
             over_budget = self.sim.plan.settings.max_restarts < 100 and "max-restarts" in self.message
             at_once = not self.ever_stepped
             self.require(
-                self.script_failures > 0 and (over_budget or at_once), "no failure without a reason", self.message
+                self.refusals.excuse_the_end or (self.script_failures > 0 and (over_budget or at_once)),
+                "no failure without a reason",
+                self.message,
             )
             return
         steps = self.sim.plan.steps

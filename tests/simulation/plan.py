@@ -8,6 +8,7 @@ from random import Random
 from dalsegno.master.brain.state import LEAST_NODE_TIMEOUT
 from dalsegno.protos import control_pb2
 
+from .refusals import refusals_of
 from .syncs import sync_of
 
 HOSTS = ("host-a", "host-b", "host-c", "host-d")
@@ -246,6 +247,8 @@ def _plan_of(seed: int) -> Plan:
     if plan.background and kind in ("crashes", "masters", "late", "all"):
         happenings.append((random.uniform(3.0, fault_time), "late_seal"))
         plan.happenings = sorted(happenings)
+    if not plan.silent and all(name != "scale" for _, name in plan.happenings):
+        plan.happenings = sorted([*plan.happenings, *refusals_of(seed, fault_time, alone=minimum == unit == 1)])
     if plan.reshards:
         settings.universal_checkpoint = plan.other_settings.universal_checkpoint = seed % 5 == 0
     if plan.silent:

@@ -100,7 +100,7 @@ class Shell(ElasticAgent):
             raise FileNotFoundError("no such interpreter")
         self._starts += 1
         agent.group = sim.start_workers(agent, world)
-        self._context = Workers(agent, agent.group, self._link, self._exited(world.epoch, self._starts))
+        self._context = Workers(agent, agent.group, self._link, self._exited(world.epoch, self._starts, 0))
         self._context.start()
         return self._context.pids()
 
@@ -142,6 +142,9 @@ class _Link:
 
     def flush(self, pid: int, timeout: float) -> bool:
         return True
+
+    def last_step(self, epoch: int, rank: int) -> int | None:
+        return None if self._agent.group is None else self._agent.group.counted(epoch)
 
 
 class Workers(WorkersContext):

@@ -9,6 +9,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 
 from .disk import Sealed, digest_of
 from .flights import Flight
+from .refusals import LINE, are_refused
 from .syncs import DrainSave, outlasts_notice, patience
 
 if TYPE_CHECKING:
@@ -46,6 +47,11 @@ class Group:
         message = worker_pb2.ToAgent(**body)  # type: ignore[arg-type]
         event = ev.WorkerSaid(self.collective.epoch, self.first_rank + rank, message)
         self.agent.sim.clock.after(delay, self.agent.deliver, event)
+
+    def counted(self, epoch: int) -> int | None:
+        """The last step that its ranks have made, where that is their epoch, and they have a session."""
+        there = self.up and not self.collective.sim.plan.silent and self.collective.epoch == epoch
+        return self.collective.step if there else None
 
     def exits(self, delay: float, code: int, ranks: int | None = None) -> None:
         """Its ranks end by themselves."""
@@ -153,6 +159,9 @@ class Collective:
 
     def _load(self) -> None:
         world = self.world
+        if are_refused(self):
+            self._refuse()
+            return
         source: Sealed | None = None
         if world.HasField("resume"):
             universal = world.resume.form == control_pb2.FORM_UNIVERSAL
@@ -179,6 +188,16 @@ class Collective:
         self.loaded = True
         self.sim.trace("workers", "epoch {} loaded step {}", self.epoch, self.step)
         self._next()
+
+    def _refuse(self) -> None:
+        """All ranks know it, say so, and end."""
+        self.sim.trace("workers", "epoch {} is refused", self.epoch)
+        self.is_broken = True
+        self.sim.ledger.refusals.happened(self.epoch)
+        for group in self.groups.values():
+            for rank in range(group.agent.nproc):
+                group.says(0.002, rank, refused=worker_pb2.Refused(message=LINE))
+            group.exits(0.02, 1)
 
     def _cannot_load(self, group: Group, ref: control_pb2.CheckpointRef) -> bool:
         entry = self.sim.disk.find(group.agent.host, ref.digest)

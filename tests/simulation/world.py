@@ -68,6 +68,9 @@ class Simulation:
         self.reads_fail = False
         # (host, digest): what one host's workers cannot load although it verifies.
         self.misread: set[tuple[str, str]] = set()
+        # Nodes whose ranks make all ranks of their world refuse; and whether all do, at a resume.
+        self.refusing: set[str] = set()
+        self.script_changed = False
         self.starts_fail = 0
         # How long the master's store takes for a write (seconds; 0: as usual), and whether it can write at all.
         self.store_delay = 0.0
@@ -259,6 +262,7 @@ class Simulation:
         if self.ledger.success is None:
             nodes = list(self.master.job.nodes.values()) if self.master.job is not None else []
             strangers = {node.incarnation for node in nodes if not node.sees_directory}
+            strangers |= {node.incarnation for node in nodes if node.refused}
             head = self.ledger.head[2]
             strangers |= {node.incarnation for node in nodes if head and node.unreadable == head}
             usable = [agent for agent in self.living() if agent.client.incarnation not in strangers]

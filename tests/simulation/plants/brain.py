@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
-from dalsegno.agent.decisions import directives, handling, leaving
+from dalsegno.agent.decisions import directives, handling, leaving, ranks
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions.decision import Decision
 from dalsegno.master.brain import (
@@ -26,6 +26,7 @@ from dalsegno.master.brain import (
     listening,
     membership,
     recollection,
+    refusals,
     running,
     scaling,
     views,
@@ -511,9 +512,47 @@ def plant(
     return replace.__name__, Plant(owner, name, replace, frozenset(caught), kind, also=also, suits=suits)
 
 
+def takes_a_refusing_node_again(original: Any) -> Any:
+    def put_aside(turn: Turn) -> None:
+        original(turn)
+        for node in [node for node in turn.job.nodes.values() if node.refused]:
+            turn.update(node, refused="")
+
+    return put_aside
+
+
+def tries_what_all_refuse_again(original: Any) -> Any:
+    def ends_job(turn: Turn) -> bool:
+        return False
+
+    return ends_job
+
+
+def says_what_ended_it_twice(original: Any) -> Any:
+    def end_refused(turn: Turn) -> None:
+        original(turn)
+        turn.notice(turn.job.message, True)
+
+    return end_refused
+
+
+def takes_a_refusal_for_a_failure(original: Any) -> Any:
+    def worker_refused(decision: Decision, refusal: str, code: int) -> None:
+        decision.state.epoch.outcome = handling.Outcome.FAILED
+        ranks.report_failure(decision, refusal, code & 0xFF)
+        decision.kill_workers()
+
+    return worker_refused
+
+
 def is_slow(plan: Plan) -> bool:
     """A sync outlasts a notice."""
     return plan.sync_time > plan.settings.drain_timeout
+
+
+def refuses(plan: Plan) -> bool:
+    """Some rank refuses, or all do."""
+    return any(name in ("refusing_node", "changed_script") for _, name in plan.happenings)
 
 
 PLANTS: dict[str, Plant] = dict(
@@ -576,6 +615,10 @@ PLANTS: dict[str, Plant] = dict(
         plant(
             DrainSave, "end_apart", fails_with_the_leaver, "planned changes lose nothing", kind="planned", suits=is_slow
         ),
+        plant(refusals, "put_aside", takes_a_refusing_node_again, "who refuses is put aside", suits=refuses),
+        plant(refusals, "ends_job", tries_what_all_refuse_again, "one line", "a refusal ends the job", suits=refuses),
+        plant(running, "end_refused", says_what_ended_it_twice, "one line", suits=refuses),
+        plant(ranks, "worker_refused", takes_a_refusal_for_a_failure, "liveness", suits=refuses),
         plant(Collective, "_settle", leaves_before_the_write_has_ended, "planned changes lose nothing"),
         plant(Collective, "__init__", skips_a_sample, "each sample once"),
     ]

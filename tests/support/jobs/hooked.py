@@ -151,7 +151,9 @@ def sync_slowly(what: str) -> None:
     plain = os.fsync
 
     def fsync(descriptor: int) -> None:
-        if os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")) == (name or "model.pt"):
+        file = os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))
+        # What is put in another file's place has a name of its own until then.
+        if file == (name or "model.pt") or (name and file.startswith(f".{name}.")):
             deadline = time.monotonic() + float(seconds)
             while time.monotonic() < deadline and not in_a_hurry():
                 time.sleep(LOOK_EVERY)

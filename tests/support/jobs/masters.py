@@ -55,6 +55,8 @@ class Node:
     probe: str = PROBE
     # What only this agent and the master know; an agent keeps it when it registers anew.
     secret: bytes = b""
+    # Epoch and number of the last step that its ranks have made, as it has counted; None: it has not.
+    made: tuple[int, int] | None = (0, 0)
 
     def __post_init__(self) -> None:
         self.secret = self.secret or f"the secret of {self.incarnation}".encode()
@@ -137,6 +139,9 @@ class Node:
             caller=self.caller(epoch), round=round_, store_host="host", store_port=1, probe=self.probe
         )
         request.resume.digest = wanted.digest
+        world = self.job.job.world
+        if self.made is not None and world is not None and world.member(self.incarnation) is not None:
+            request.last_step = self.made[1] if self.made[0] == world.epoch else world.resumed_step
         request.inventory.extend(self.job.sealed if sees is None else sees)
         request.unusable.extend(control_pb2.UnusableCheckpoint(name=name, reason="checksum") for name in unusable)
         return request
@@ -158,6 +163,7 @@ class Node:
         """`said`: of the report's other fields."""
         report = control_pb2.ProgressRequest(caller=self.caller(epoch, 0), step=step, has_session=True, longest=0.5)
         report.MergeFrom(control_pb2.ProgressRequest(**said))  # type: ignore[arg-type]
+        self.made = max(self.made or (0, 0), (report.caller.epoch, step))
         return self.job.note(report)
 
     def drained(self, step: int, epoch: int | None = None, digest: str = "") -> Reply:

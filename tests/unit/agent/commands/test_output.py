@@ -11,7 +11,8 @@ import pytest
 from dalsegno.agent.commands.arguments import parse
 from dalsegno.agent.commands.launch import verdict
 from dalsegno.agent.commands.status import status_lines
-from dalsegno.agent.processes.workers import last_words
+from dalsegno.agent.processes.last_words import last_words
+from dalsegno.agent.script import tells_of_a_peer
 from dalsegno.agent.shell.console import Console, set_up_logging
 from dalsegno.agent.shell.outlet import Outlet
 from dalsegno.protos import control_pb2 as pb
@@ -48,6 +49,54 @@ def test_the_reason_of_a_signal_is_not_what_was_printed_last(tmp_path: Path, err
     assert last_words(str(path), -9) == (f"{reason} (see {path})" if reason else f"see {path}")
     last = errors.strip().splitlines()[-1].strip()
     assert last_words(str(path), 1) == f"{last} (see {path})"
+
+
+BARS = "\r  0%|          | 0/100 [00:00<?, ?it/s]\r 10%|█         | 10/100 [00:00<00:02, 44.1it/s, loss=0.1]"
+TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError: boom\n"
+
+
+@pytest.mark.parametrize(
+    ("errors", "ended", "killed"),
+    [
+        # What was drawn last is older than the end, whether the bar ended its line or not.
+        (f"UserWarning: old\n{BARS}", "UserWarning: old", ""),
+        (f"{BARS}\n", "", ""),
+        ("Loading:  45%\rLoading:  50%", "", ""),
+        ("\x1b[2K\r\x1b[32m12it [00:01, 9.8it/s]\x1b[0m", "", ""),
+        # What comes behind it is what ended it, also on the bar's line.
+        (f"{BARS}\n{TRACEBACK}", "ValueError: boom", "ValueError: boom"),
+        (f"{BARS}{TRACEBACK}{BARS}\n", "ValueError: boom", "ValueError: boom"),
+        (f"{BARS}the data is wrong\n", "the data is wrong", ""),
+        # No bar: a log's time, an index, the line ends of another system.
+        ("[00:01] the data is wrong\r\n", "[00:01] the data is wrong", ""),
+        ("RuntimeError: no rows [3, 4]\n", "RuntimeError: no rows [3, 4]", ""),
+    ],
+)
+def test_a_progress_bar_is_no_reason(tmp_path: Path, errors: str, ended: str, killed: str) -> None:
+    """Its text has no line of its own, and stays at the end of the errors."""
+    path = tmp_path / "stderr.log"
+    path.write_text(errors, newline="")
+    assert last_words(str(path), 1) == (f"{ended} (see {path})" if ended else f"see {path}")
+    assert last_words(str(path), -9) == (f"{killed} (see {path})" if killed else f"see {path}")
+
+
+@pytest.mark.parametrize(
+    ("line", "tells"),
+    [
+        ("RuntimeError: [/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:30646. This is", True),
+        (
+            "RuntimeError: [/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:63188: Connection reset by peer",
+            True,
+        ),
+        ("torch.distributed.DistBackendError: NCCL error: ncclRemoteError: A call failed possibly due to a", True),
+        ("Last error: socketPollConnect: remote process exited or there was a network error", True),
+        ("RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x2 and 3x4)", False),
+        ("torch.OutOfMemoryError: CUDA out of memory", False),
+    ],
+)
+def test_what_gloo_and_nccl_say_of_a_lost_peer_is_known(line: str, tells: bool) -> None:
+    """Of scripts without a session nothing else tells."""
+    assert tells_of_a_peer(line) is tells
 
 
 def test_the_verdict_of_a_failed_job_says_what_to_do(tmp_path: Path) -> None:

@@ -607,6 +607,71 @@ def test_pruning_is_one_at_a_time_and_reported() -> None:
     assert len(agent.calls("ReportPruned")) == 1
 
 
+# ---- whose failure it was -------------------------------------------------------------------------------------------
+
+
+GLOO = "RuntimeError: [pair.cc:553] Connection closed by peer [127.0.0.1]:1 (see stderr.log)"
+WORKER, PEER = control_pb2.FAILURE_KIND_WORKER, control_pb2.FAILURE_KIND_PEER
+
+
+@pytest.mark.parametrize(
+    ("session", "lost", "again", "text", "kind"),
+    [
+        (True, True, False, False, PEER),
+        # A step since: it did not end of that.
+        (True, True, True, False, WORKER),
+        # With a session it says so itself: a text is anybody's.
+        (True, False, False, True, WORKER),
+        (False, False, False, True, PEER),
+        (False, False, False, False, WORKER),
+    ],
+)
+def test_a_rank_whose_peer_is_gone_is_not_the_cause(
+    session: bool, lost: bool, again: bool, text: bool, kind: int
+) -> None:
+    """The kind of the report says so; the line stays what its errors say."""
+    agent = Agent().registered().running(session=session)
+    if lost:
+        agent.said(peer_lost=worker_pb2.PeerLost())
+    if again:
+        agent.said(progress=worker_pb2.Progress(step=3))
+    agent.hear(ev.WorkerExited(1, 0, 1, GLOO, tells_of_a_peer=text))
+    (report,) = agent.calls("ReportFailure")
+    assert (report.kind, report.message) == (kind, f"local rank 0 exited with code 1: {GLOO}")
+
+
+# ---- steps that were counted ----------------------------------------------------------------------------------------
+
+
+JOIN = ev.JoinPrepared(2, "d3", "h", 1, "probe", ())
+
+
+@pytest.mark.parametrize(("counted", "joined"), [((), None), ((9, 8), 9), ((2,), 3)])
+def test_a_join_has_the_last_step_of_the_world_before(counted: tuple[int, ...], joined: int | None) -> None:
+    """As its ranks counted it, of which the last steps may not have been told; not where nobody has."""
+    agent = Agent(nproc=2).registered().running()
+    agent.said(progress=worker_pb2.Progress(step=3))
+    agent.directed(gather=GATHER)
+    agent.hear(*(ev.StepsCounted(1, step) for step in counted), ev.WorkersStopped(1), JOIN)
+    (join,) = agent.calls("Join")
+    assert (join.caller.epoch, join.last_step if join.HasField("last_step") else None) == (1, joined)
+
+
+def test_a_newcomer_has_counted_nothing() -> None:
+    """It was in no world."""
+    agent = Agent().registered()
+    agent.directed(gather=GATHER)
+    agent.hear(JOIN)
+    assert not agent.calls("Join")[0].HasField("last_step")
+
+
+def test_a_count_of_another_epoch_is_late() -> None:
+    """Its workers were given up."""
+    agent = Agent().registered().running()
+    agent.hear(ev.StepsCounted(7, 99))
+    assert (agent.state.epoch.step, agent.state.epoch.counted) == (0, False)
+
+
 # ---- leaving --------------------------------------------------------------------------------------------------------
 
 

@@ -6,10 +6,11 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from dalsegno.elastic.rank import meetings
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
-from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.rank.collective import PeerLost, Solo
 from dalsegno.elastic.rank.meetings import PATIENCE, Meetings, watch_the_end
 from dalsegno.protos import worker_pb2
 
@@ -102,6 +103,45 @@ class _Link:
 
     def send(self, message: Any) -> None:
         self.sent.append(message.refused.message)
+
+
+class Lost(Solo):
+    """A group that has lost a peer, or not."""
+
+    def __init__(self, lost: bool) -> None:
+        self.lost, self.asked = lost, 0
+
+    def has_lost_a_peer(self) -> bool:
+        self.asked += 1
+        return self.lost
+
+
+@pytest.mark.parametrize("lost", [True, False])
+@pytest.mark.parametrize(
+    ("error", "asks"),
+    [
+        (RuntimeError("[pair.cc:553] Connection closed by peer"), True),
+        (torch.distributed.DistBackendError("NCCL error: remote process exited"), True),
+        (torch.distributed.DistNetworkError("The client socket has timed out"), True),
+        (PeerLost("its notice is over"), True),
+        (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (NotImplementedError("no such operator"), False),
+        (ValueError("Connection closed by peer"), False),
+        (OSError("Connection reset by peer"), False),
+    ],
+)
+def test_the_agent_hears_whose_end_it_was(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, asks: bool, lost: bool
+) -> None:
+    """By the connections, where a collective may raise such an error: never by its words."""
+    sent: list[worker_pb2.ToAgent] = []
+    link: Any = type("Link", (), {"send": lambda self, message: sent.append(message)})()
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    group = Lost(lost)
+    watch_the_end(Meetings(group, link))
+    sys.excepthook(type(error), error, None)
+    assert group.asked == int(asks)
+    assert [message.WhichOneof("body") for message in sent] == ["peer_lost"] * (asks and lost)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,21 @@ def test_ranks_go_only_if_somebody_still_wants_them_to(tmp_path: Path, monkeypat
     with pytest.raises(Drained):
         session.leave_drained(lambda: closed.append(1))
     assert (insisted, closed, link.said[-1].drained.step) == ([83], [1], 3)
+
+
+class Gone(Solo):
+    """A group whose other rank is gone."""
+
+    world_size = 2
+
+    def max(self, values: Sequence[int]) -> list[int]:
+        raise LOST
+
+
+def test_a_leaver_that_is_gone_behind_the_save_takes_nobody_with_it() -> None:
+    """Everything is saved: the others go, too, and wait for nobody."""
+    assert apart.agree_to_go(Gone(), True, saved=True) == (True, True)
+    assert apart.agree_to_go(Solo(), False, saved=True) == (False, False)
 
 
 # ---- a disk that does not answer ------------------------------------------------------------------------------------

@@ -174,8 +174,11 @@ def test_without_a_lost_run_the_first_agents_nodes_are_the_jobs() -> None:
     assert nnodes(job) == (1, 4)
 
 
-def cost_of_a_loss(heard: int) -> str:
-    """The line of the next world where the master restarts, a survivor tells of step `heard`, and a node is lost."""
+def cost_of_a_loss(heard: int, counted: int | None = None) -> str:
+    """The line of the next world where the master restarts, a survivor tells of step `heard`, and a node is lost.
+
+    `counted`: the last step, as the survivor has it behind the end.
+    """
     job = Driven()
     a, b = job.start(2)
     a.step(7)
@@ -186,6 +189,7 @@ def cost_of_a_loss(heard: int) -> str:
         a.step(heard)
     b.hang_up()
     job.wait(8)
+    a.made = None if counted is None else (1, counted)
     a.join()
     job.wait(8)
     a.step(1)
@@ -202,4 +206,5 @@ def test_what_nobody_can_know_is_not_said() -> None:
 
 def test_a_survivor_tells_what_it_cost() -> None:
     """It has told of its steps since the master is back."""
-    assert cost_of_a_loss(heard=8).endswith("s, lost 8 steps")
+    assert cost_of_a_loss(heard=8, counted=8).endswith("s, lost 8 steps")
+    assert cost_of_a_loss(heard=0, counted=9).endswith("s, lost 9 steps (the master was away)")

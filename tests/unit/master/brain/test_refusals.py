@@ -60,6 +60,15 @@ def test_a_first_start_that_is_refused_ends_at_once() -> None:
     assert WHY in job.job.message
 
 
+def test_a_node_alone_whose_first_start_is_refused_says_it_once() -> None:
+    """In its last line, as every other node does."""
+    job = Driven()
+    (a,) = job.start(1)
+    refuses(a)
+    assert (job.phase, lines(job)) == (Phase.FAILED, 0)
+    assert job.job.message == f"the training was refused: {WHY}"
+
+
 def grown(**changes: int) -> tuple[Driven, Node, Node, Node]:
     """Two nodes have trained, a third one has joined them."""
     job = Driven(settings(**changes))
@@ -94,6 +103,16 @@ def test_a_newcomer_that_does_not_fit_is_put_aside(who: str) -> None:
     c.warm()
     job.wait(30)
     assert job.phase is Phase.RUNNING, "the same node is not tried again"
+
+
+def test_all_nodes_tell_of_a_refusal_and_people_hear_it_once() -> None:
+    """Each report is of the same one, also those that come when the newcomer is put aside already."""
+    job, a, b, c = grown()
+    for node in (c, b, a):
+        refuses(node)
+    assert (job.phase, lines(job)) == (Phase.FORMING, 1)
+    all_join([a, b])
+    assert job.members == [a.name, b.name]
 
 
 def test_what_was_put_aside_comes_back_when_it_was_started_anew() -> None:

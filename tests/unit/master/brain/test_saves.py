@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from dalsegno.master.brain import saves
 from dalsegno.master.brain.state import Part, Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
@@ -67,6 +68,58 @@ def test_a_save_that_is_waited_for_is_said() -> None:
     assert "growing waits for the save of step 2: 16.4 MB written in 5 s (3.3 MB/s)" in job.notices
     job.wait(30)
     assert job.notices.count("waits for the save") == 3
+
+
+def lines_of_the_save(job: Driven) -> list[str]:
+    """What is said of it, without what waits for it."""
+    lines = [line for line in job.notices.splitlines() if "waits for the save of step 2: " in line]
+    return [line.partition("step 2: ")[2] for line in lines]
+
+
+def test_what_is_written_never_counts_backwards() -> None:
+    """A part is over, and the next one begins: what the files hold is still there while a directory is synced."""
+    job = Driven(settings(drain_timeout=8))
+    a, b = growing(job)
+    a.step(2, draining=True, written_bytes=16_000_000)
+    b.step(2, draining=True, written_bytes=1)
+    job.wait(6)
+    a.step(2, draining=True, written_bytes=0)
+    b.step(2, draining=True, written_bytes=0)
+    job.wait(5)
+    assert lines_of_the_save(job) == ["16.0 MB written in 5 s (3.2 MB/s)", "16.0 MB written in 10 s (1.6 MB/s)"]
+
+
+@pytest.mark.parametrize("written", [0, 1])
+def test_a_save_without_a_byte_is_said_to_have_none(written: int) -> None:
+    """Ranks say at least 1 while they are at it, whatever there is; before, nothing."""
+    job = Driven(settings(drain_timeout=8))
+    a, _ = growing(job)
+    a.step(2, draining=True, written_bytes=written)
+    job.wait(6)
+    assert lines_of_the_save(job) == ["nothing is written after 5 s"]
+
+
+def test_another_try_begins_with_nothing() -> None:
+    """What a save that failed had written is gone."""
+    job = Driven(settings(drain_timeout=60))
+    nodes = a, b, c = leaving(job, 2, notice=60.0)
+    a.step(2, draining=True, written_bytes=16_000_000)
+    job.wait(6)
+    for node in nodes:
+        node.save_failed(2)
+        node.step(3, written_bytes=0)
+    a.step(4, draining=True, written_bytes=2000)
+    job.wait(6)
+    assert "step 4: 2.0 kB written in 5 s (400 bytes/s)" in job.notices
+    assert (b.order, c.order) == ("drain", "drain")
+
+
+@pytest.mark.parametrize(
+    ("count", "said"), [(0, "0 bytes"), (1, "1 byte"), (999, "999 bytes"), (1000, "1.0 kB"), (123e9, "123 GB")]
+)
+def test_amounts_are_for_people(count: float, said: str) -> None:
+    """Three digits and a unit."""
+    assert saves.amount(count) == said
 
 
 def test_a_save_that_stands_still_for_a_stall_is_withdrawn() -> None:
@@ -225,6 +278,33 @@ def test_nobody_stays_to_seal() -> None:
     job.wait(2)
     assert c.order in ("run", "gather")
     assert job.job.checkpoints.last_step(1) == 2
+
+
+def test_who_completes_a_save_is_said_only_where_somebody_is_left() -> None:
+    """Each leaver is told whether another node stays; and all are told so when the notice is over."""
+    job = Driven(settings(drain_timeout=8))
+    a, b = leaving(job, 0, count=2)
+    assert not a.directive.drain.all_leave
+    b.leave(notice=8.0)
+    assert a.directive.drain.all_leave
+    assert b.directive.drain.all_leave
+    job.wait(9)
+    (line,) = [line for line in job.notices.splitlines() if "is over before the save" in line]
+    assert "no other node is left to complete it" in line
+    assert "completed without" not in line
+
+
+def test_a_notice_that_ends_behind_the_commit_costs_nothing_and_is_no_news() -> None:
+    """Its ranks still write what nobody waits for, as `latest.json`: the save is not said to be incomplete."""
+    job = Driven(settings(drain_timeout=8))
+    a, b, c = leaving(job, 2)
+    a.save(2)
+    job.wait(9)
+    assert "is over before the save" not in job.notices
+    assert c.order == "release"
+    for node in (a, b):
+        node.drained(2)
+    assert job.phase is Phase.FORMING
 
 
 def test_leavers_that_never_go_hold_nobody_up() -> None:

@@ -148,9 +148,15 @@ def test_time_alone_restarts_nobody_whose_session_may_still_come() -> None:
     late.join()
     late.warm()
     job.wait(400)
-    (line,) = lines(job, f"{late.name} joined:")
-    assert "has not called session() yet" in line
-    assert "--grow-wait" not in line
+    said = lines(job, f"{late.name} joined:")
+    # At once, then each time the wait has doubled: what is waited for, for how long by now, and what helps.
+    seconds = [int(line.partition(" s after its start")[0].rpartition(" ")[2]) for line in said]
+    assert seconds == [seconds[0] * 2**time for time in range(4)]
+    for line in said:
+        assert "has not called session() yet" in line
+        assert "its first step is waited for, or a checkpoint that it saves below ${save_dir}" in line
+        assert "end all agents and start them together" in line
+        assert "--grow-wait" not in line
     assert (job.phase, job.epoch) == (Phase.RUNNING, 1)
     a.step(0)
     job.wait(10)

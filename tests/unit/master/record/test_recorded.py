@@ -47,12 +47,18 @@ def in_order(row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_record_is_written_as_it_was_read(moment: str) -> None:
-    """Each row and each of its values, whatever the state is like inside: the master before this one could go on."""
+    """Each row and each of its values, whatever the state is like inside: the master before this one could go on.
+
+    What a row has had since is left out; that master passes over it.
+    """
     job = job_at(moment)
     written = JobCodec.everything(job)
     assert set(written) == set(RECORDED[moment])
     for key, row in RECORDED[moment].items():
-        assert key == "parts" or in_order(json.loads(written[key])) == in_order(row), key
+        if key == "parts":
+            continue
+        now = json.loads(written[key])
+        assert in_order({name: now.get(name) for name in row}) == in_order(row), key
     assert written.get("parts", b"").decode() == RECORDED[moment].get("parts", "")
     assert JobCodec().decode(written) == job
 

@@ -1,0 +1,87 @@
+"""Why a worker ended, for a person: one line out of what it left in its files."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+__all__ = ["error_message", "last_words"]
+
+# Of a worker's errors: how much of the file's end is looked at, and how much of its last line is told.
+_TAIL_BYTES = 8192
+_LONGEST_LINE = 300
+# How a traceback ends: the exception's name, not indented, alone or with its text.
+_EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
+# A progress bar of tqdm: `  5%|▌    | 5/100 [00:01<00:19, 4.9it/s]`, or `5it [00:01, 4.9it/s]`.
+_BAR = re.compile(r"^.*\[\d+:\d\d(:\d\d)?(<|, )[^\]]*\]")
+# What moves the cursor of a terminal, or colours what it shows.
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+logger = logging.getLogger(__name__)
+
+
+def last_words(path: str, code: int) -> str:
+    """Why a worker ended with `code`, as the end of its errors has it, and where the rest is.
+
+    The last line, whatever it is, for a script that ended by itself. A signal (a negative code) ends a process wherever
+    it is, so its last line counts only where it is the error of Python itself. Empty when its errors are in no file.
+    A progress bar is no line: it was there before.
+    """
+    if not path:
+        return ""
+    try:
+        with open(path, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL_BYTES))
+            text = file.read().decode("utf-8", errors="replace")
+    except OSError as error:
+        logger.warning("the errors of a worker in %s cannot be read: %s", path, error)
+        return ""
+    if not text.strip():
+        return ""
+    lines = [line for physical in text.split("\n") if (line := _without_bars(physical))]
+    line = ""
+    if lines:
+        line = lines[-1].strip() if code > 0 else _error_of_python(lines)
+    return f"{line[:_LONGEST_LINE]} (see {path})" if line else f"see {path}"
+
+
+def _without_bars(physical: str) -> str:
+    """One line of the file without what was drawn over something, or to be drawn over; "" if nothing is left.
+
+    What a script prints behind a bar that has not ended its line is kept: its last error may be there.
+    """
+    line = _ESCAPE.sub("", physical).rstrip()
+    drawn, _, last = line.rpartition("\r")
+    behind, bars = _BAR.subn("", last)
+    if bars:
+        return behind.strip() if any(letter.isalpha() for letter in behind) else ""
+    return "" if drawn or last != line else last
+
+
+def _error_of_python(lines: Sequence[str]) -> str:
+    """The line that names the exception of a traceback at the end, or of the interpreter's own death; "" without."""
+    for line in reversed(lines):
+        if line.startswith("Fatal Python error: "):
+            return line.strip()
+    traceback = any(line.startswith("Traceback (most recent call last):") for line in lines)
+    return lines[-1].strip() if traceback and _EXCEPTION.match(lines[-1]) else ""
+
+
+def error_message(path: str) -> str:
+    """One line from the error file that torch's `@record` writes in a worker; empty when there is none."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8", errors="replace") or "{}")
+    except (FileNotFoundError, NotADirectoryError):
+        return ""
+    except (OSError, ValueError) as error:
+        logger.warning("the error file %s cannot be read: %s", path, error)
+        return ""
+    message = content.get("message", "") if isinstance(content, dict) else ""
+    if isinstance(message, dict):
+        message = message.get("message", "")
+    lines = str(message).strip().splitlines()
+    return lines[0] if lines else ""

@@ -1,0 +1,63 @@
+"""`latest.json` and `best.json`, copies for people: written behind the saves, and nobody waits for them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from ..checkpoint import Best, CheckpointStore, Manifest
+
+log = logging.getLogger(__name__)
+
+
+class Notes:
+    """Of one run. Any thread may write; what was asked for last counts.
+
+    Args:
+        store: Of the run.
+        apart: Write on a thread. Under an agent other ranks wait for this one, and so does the end of a leaver's
+            notice: a disk that takes seconds for a file must not cost either. A process that ends waits for the thread.
+    """
+
+    def __init__(self, store: CheckpointStore, *, apart: bool) -> None:
+        self._store, self._apart = store, apart
+        self._lock = threading.Lock()
+        self._wanted: tuple[Manifest | None, Best | None] | None = None
+        self._busy = False
+        self._best: str | None = None
+
+    def write(self, latest: Manifest | None, best: Best | None) -> None:
+        """The newest checkpoint, None: the one of before; and the best as of now."""
+        with self._lock:
+            before = self._wanted[0] if self._wanted is not None else None
+            self._wanted = (latest or before, best)
+            if self._busy:
+                return
+            self._busy = True
+        if self._apart:
+            try:
+                threading.Thread(target=self._write, name="dalsegno-notes").start()
+                return
+            except RuntimeError as error:  # The interpreter is about to end, or may have no more threads.
+                log.debug("no thread for latest.json: %s", error)
+        self._write()
+
+    def _write(self) -> None:
+        while True:
+            with self._lock:
+                if self._wanted is None:
+                    self._busy = False
+                    return
+                (latest, best), self._wanted = self._wanted, None
+            try:
+                self._note(latest, best)
+            except OSError as error:
+                log.warning("what is saved is safe, but latest.json or best.json does not say so: %s", error)
+
+    def _note(self, latest: Manifest | None, best: Best | None) -> None:
+        if latest is not None:
+            self._store.write_latest(latest)
+        name = "" if best is None else best.name
+        if name != self._best:
+            self._store.write_best(best)
+            self._best = name

@@ -1,0 +1,166 @@
+"""How a leaver ends whose notice is over: with what is true of its save, as far as anybody can know it."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from dalsegno.agent.decisions import events as ev
+from dalsegno.protos import control_pb2, worker_pb2
+from tests.unit.agent.decisions.test_decisions import MANIFEST, SEALED, Agent, kinds, world
+
+SAFE = (ev.EXIT_LEFT, "left on notice; everything is saved")
+
+
+def saving(**order: Any) -> Agent:
+    """It leaves, and its ranks save step 4; `order`: what the master says of that."""
+    agent = Agent(release_timeout=5.0).registered().running()
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.said(progress=worker_pb2.Progress(step=3))
+    agent.said(draining=worker_pb2.Draining(step=4))
+    if order:
+        agent.directed(**order)
+    return agent
+
+
+def head(step: int, epoch: int = 1) -> control_pb2.Checkpoint:
+    made = control_pb2.Checkpoint(step=step, epoch=epoch)
+    made.ref.digest = f"digest {step}"
+    return made
+
+
+def is_over(agent: Agent) -> list[ev.Action]:
+    """The notice; its workers are killed."""
+    agent.waits(10.1)
+    return agent.hear(ev.WorkersStopped(1))
+
+
+def left(agent: Agent) -> tuple[int, str]:
+    (exit_,) = agent.did(ev.Exit)
+    return exit_.code, exit_.message
+
+
+def drain(**fields: Any) -> control_pb2.Drain:
+    return control_pb2.Drain(epoch=1, reason="me leaves", run=world(), **fields)
+
+
+# ---- committed ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_committed_is_saved_whatever_the_workers_still_do() -> None:
+    """They sync a copy for people, on a slow disk, when the notice is over: 75 all the same."""
+    agent = saving()
+    agent.directed(head=head(4), drain=drain())
+    is_over(agent)
+    assert left(agent) == SAFE
+
+
+@pytest.mark.parametrize(("step", "epoch"), [(3, 1), (4, 2)])
+def test_an_older_commit_is_not_the_boundarys(step: int, epoch: int) -> None:
+    """Nor is one of another epoch."""
+    agent = saving()
+    agent.directed(head=head(step, epoch), drain=drain())
+    is_over(agent)
+    assert left(agent)[0] == ev.EXIT_LEFT_UNSAVED
+
+
+def test_a_commit_is_not_enough_where_steps_were_made_since() -> None:
+    """No boundary was agreed on yet: not every step is heard."""
+    agent = Agent().registered().running()
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.said(progress=worker_pb2.Progress(step=4))
+    agent.directed(head=head(4), drain=drain())
+    is_over(agent)
+    assert left(agent)[0] == ev.EXIT_LEFT_UNSAVED
+
+
+def test_the_commit_of_its_own_seal_is_waited_for() -> None:
+    """It was sealed at the last moment: the call goes out, and the master's word is worth a moment."""
+    agent = saving()
+    agent.said(sealed=SEALED)
+    assert "CommitCheckpoint" in kinds(agent.hear(MANIFEST))
+    is_over(agent)
+    assert not agent.did(ev.Exit)
+    agent.directed(head=head(4), release=control_pb2.Release())
+    assert left(agent) == SAFE
+
+
+def test_a_seal_that_nobody_records_is_no_commit() -> None:
+    """A newer epoch may be open."""
+    agent = saving()
+    agent.said(sealed=SEALED)
+    agent.hear(MANIFEST)
+    is_over(agent)
+    agent.waits(5.1)
+    assert left(agent)[0] == ev.EXIT_LEFT_UNSAVED
+
+
+def test_a_seal_counts_where_the_master_is_away() -> None:
+    """It finds what is sealed in an inventory, as after a drain."""
+    agent = saving()
+    agent.hear(ev.LinkChanged(False))
+    agent.said(sealed=SEALED)
+    is_over(agent)
+    assert left(agent) == SAFE
+
+
+def test_a_second_signal_after_the_commit_loses_nothing() -> None:
+    """The exit says what is true, not what was asked for."""
+    agent = saving()
+    agent.directed(head=head(4), drain=drain())
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    assert left(agent) == SAFE
+
+
+def test_a_second_signal_before_it_says_what_is_lost() -> None:
+    """As ever."""
+    agent = saving()
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    assert left(agent) == (ev.EXIT_LEFT_UNSAVED, "left without waiting for a save")
+
+
+# ---- who completes it -----------------------------------------------------------------------------------------------
+
+
+def test_the_others_are_named_where_there_are_some() -> None:
+    """Nobody knows here whether they can complete it."""
+    agent = saving(drain=drain())
+    is_over(agent)
+    code, message = left(agent)
+    assert (code, "the others complete the save if" in message) == (ev.EXIT_LEFT_UNSAVED, True)
+
+
+def test_where_all_leave_nobody_is_said_to_complete_it() -> None:
+    """One of them still may."""
+    agent = saving(drain=drain(all_leave=True))
+    is_over(agent)
+    code, message = left(agent)
+    assert (code, "the others complete" in message) == (ev.EXIT_LEFT_UNSAVED, False)
+    assert "all other nodes leave, too" in message
+    assert "last commit" in message
+
+
+def test_a_node_alone_has_no_others() -> None:
+    """It says what it takes to save in time."""
+    alone = world()
+    alone.nodes = 1
+    agent = Agent().registered()
+    agent.directed(run=alone)
+    agent.said(hello=worker_pb2.Hello(epoch=1))
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.said(draining=worker_pb2.Draining(step=4))
+    agent.directed(drain=control_pb2.Drain(epoch=1, run=alone, all_leave=True))
+    is_over(agent)
+    code, message = left(agent)
+    assert (code, "other" in message, "--drain-timeout" in message) == (ev.EXIT_LEFT_UNSAVED, False, True)
+
+
+def test_steps_behind_a_committed_boundary_are_not_saved() -> None:
+    """The drain was withdrawn, they trained on, and what they told of that was left out: their count tells."""
+    agent = saving()
+    agent.directed(head=head(4), drain=drain())
+    agent.waits(10.1)
+    agent.hear(ev.StepsCounted(1, 6), ev.WorkersStopped(1))
+    assert left(agent)[0] == ev.EXIT_LEFT_UNSAVED

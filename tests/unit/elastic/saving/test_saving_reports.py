@@ -1,0 +1,54 @@
+"""What a rank tells its agent of a save that goes on: never less than before, and 0 only between its parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dalsegno.elastic.checkpoint import CheckpointStore, Position
+from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.rank.identity import Identity
+from dalsegno.elastic.saving import saving
+from dalsegno.protos import worker_pb2
+
+pytestmark = pytest.mark.timeout(60)
+
+
+class Agent:
+    """Stands for the link."""
+
+    ending = 0
+
+    def __init__(self) -> None:
+        self.said: list[worker_pb2.ToAgent] = []
+
+    def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
+        self.said.append(message)
+
+    def told(self) -> list[int]:
+        """What it was told of the files, in order."""
+        return [message.saving.written for message in self.said if message.HasField("saving")]
+
+
+def test_no_part_of_a_save_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are written, synced and sealed: the second and the third part begin with what the first has written."""
+    agent, at_the_seal = Agent(), []
+    plain = saving.seal
+
+    def seal(*arguments: object) -> str:
+        at_the_seal.extend(agent.told())
+        return plain(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(saving, "seal", seal)
+    one = saving.Saver(Identity(epoch=1), Solo(), CheckpointStore(tmp_path), agent, None)  # type: ignore[arg-type]
+    manifest = one.save(saving.Content(1, Position(0, 1)), _model, create_directory=True, drain=True)
+    assert manifest is not None
+    size = sum(entry.size for entry in manifest.files)
+    assert size > 1000
+    assert at_the_seal == [1, 0, size, 0, size]
+    assert agent.told()[-1] == 0
+
+
+def _model(path: Path) -> None:
+    (path / "model.pt").write_bytes(bytes(1000))
