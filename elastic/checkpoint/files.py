@@ -16,6 +16,7 @@ from threading import Lock
 
 import xxhash
 
+from .durability import FileSystem, at_once, unwritten
 from .errors import CheckpointDamaged, Damage
 from .layout import MANIFEST
 from .manifest import FileEntry
@@ -150,9 +151,19 @@ def fsync_directory(directory: Path) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Makes the names in ``directory``, in all directories below it, and its own name durable."""
-    for current, _, _ in os.walk(directory, topdown=False):
-        fsync_directory(Path(current))
+    """Makes the names in ``directory``, in all directories below it, and its own name durable.
+
+    Many in one call, where that can be. It is told of what failed before it was made as well: a file system that could
+    not write down a name takes no further ones, and so no manifest.
+    """
+    names = [Path(current) for current, _, _ in os.walk(directory)]
+    with FileSystem(directory) as system:
+        if system.tells and at_once(len(names), unwritten()):
+            system.sync()
+        else:
+            with ThreadPoolExecutor(THREADS, thread_name_prefix="dalsegno-sync") as pool:
+                for _ in pool.map(fsync_directory, names):
+                    pass
     fsync_directory(directory.parent)
 
 

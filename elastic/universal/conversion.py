@@ -201,7 +201,7 @@ def produce(
             counter = _Counter(len(taken), len(form.files), watch.progress)
             read = sum(entry.size for entry in entries.values())
             watch.planned(read + 2 * form.nbytes + sum(entries[name].size for name in form.model_files.values()))
-            with Output(target, journal, counter.add, watch.moved) as output:
+            with Output(target, journal, counter.add, watch.moved, expected=len(form.files)) as output:
                 write(opened, source, entries, output, form, wish.effort)
             check_complete(target, form, trusted=journal.entries.keys() - taken.keys())
     return _sorted(journal)

@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import BoundedSemaphore
 from types import TracebackType
 from typing import Any, BinaryIO, cast
 
@@ -18,10 +16,8 @@ from ..checkpoint import FileEntry
 from ..checkpoint.files import place_file
 from .journal import Journal
 from .records import Frame
+from .syncing import Syncing
 
-SYNC_THREADS = 4
-# Files that wait to be made durable, at most: each is open, and a disk that is slower than we are must slow us down.
-SYNC_BACKLOG = 64
 # What one write hands over. Larger ones make the page cache take larger blocks of memory, and on a virtual machine
 # those are the ones that nobody has touched yet: measured on Linux 6.18, 256 KiB and more cost up to four times as much
 # then. Smaller ones than 64 KiB cost system calls.
@@ -31,14 +27,17 @@ WRITE_BYTES = 128 << 10
 class Output:
     """The target directory of one conversion.
 
-    Making a file durable is another pool's work, so that writing the next one need not wait for the disk. Use it as a
-    context manager: leaving it waits until every file is durable and journalled.
+    Use it as a context manager: leaving it waits until every file is durable and journalled.
 
     Args:
         target: The directory.
         journal: Of this conversion; what it lists already is not made again.
         done: Called after every file, on any thread.
         moved: Called with the bytes that were written or synced just now, on any thread.
+        expected: Files that will be written, about.
+
+    Raises:
+        OSError: The directory cannot be opened.
     """
 
     def __init__(
@@ -47,22 +46,22 @@ class Output:
         journal: Journal,
         done: Callable[[], None],
         moved: Callable[[int], None] = lambda count: None,
+        *,
+        expected: int = 0,
     ) -> None:
         self._target, self._journal, self._done, self._moved = target, journal, done, moved
         self._finished = set(journal.entries)
-        self._syncing = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="dalsegno-sync")
-        self._room = BoundedSemaphore(SYNC_BACKLOG)
-        self._pending: list[Future[None]] = []  # as many as there are files, at most
+        self._directories: set[Path] = set()
+        self._syncing = Syncing(target, expected, self._durable)
 
     def __enter__(self) -> Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        # What is queued is let run even after an error: each holds an open file.
-        self._syncing.shutdown(wait=True)
-        if error is None:
-            for pending in self._pending:
-                pending.result()
+        # What is queued is made durable even after an error: the next lease need not make it again.
+        failed = self._syncing.close()
+        if error is None and failed is not None:
+            raise failed
 
     def has(self, path: str) -> bool:
         """Whether ``path`` was taken over from an earlier lease."""
@@ -106,28 +105,21 @@ class Output:
             return
         place_file(source, self._target / path)
         descriptor = os.open(self._target / path, os.O_RDONLY | os.O_CLOEXEC)
-        self._sync(descriptor, FileEntry(path, entry.size, entry.xxh3_128))
+        self._syncing.add(descriptor, FileEntry(path, entry.size, entry.xxh3_128))
 
     def _create(self, path: str) -> _Hashing:
-        (self._target / path).parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(self._target / path, flags, 0o644)
+        full = self._target / path
+        if full.parent not in self._directories:
+            full.parent.mkdir(parents=True, exist_ok=True)
+            self._directories.add(full.parent)
+        descriptor = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
         def finish(file: _Hashing) -> None:
-            self._sync(file.descriptor, FileEntry(path, file.size, file.digest))
+            self._syncing.add(file.descriptor, FileEntry(path, file.size, file.digest))
 
         return _Hashing(descriptor, self._moved, finish)
 
-    def _sync(self, descriptor: int, entry: FileEntry) -> None:
-        self._room.acquire()
-        self._pending.append(self._syncing.submit(self._finish, descriptor, entry))
-
-    def _finish(self, descriptor: int, entry: FileEntry) -> None:
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-            self._room.release()
+    def _durable(self, entry: FileEntry) -> None:
         self._moved(entry.size)
         self._journal.add(entry)
         self._done()
