@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, cast
 
-import torch
 import xxhash
 
 from ..checkpoint import FileEntry
@@ -51,7 +48,7 @@ class Output:
     ) -> None:
         self._target, self._journal, self._done, self._moved = target, journal, done, moved
         self._finished = set(journal.entries)
-        self._directories: set[Path] = set()
+        self._directories: set[str] = set()
         self._syncing = Syncing(target, expected, self._durable)
 
     def __enter__(self) -> Output:
@@ -76,16 +73,22 @@ class Output:
         if self.has(path):
             return
         with self._create(path) as file:
-            file.write(around.head)
-            for piece in pieces:
-                file.write(piece)
-            if file.size != len(around.head) + around.nbytes:
-                wrong = file.size - len(around.head)
+            if around.nbytes <= WRITE_BYTES:  # one call to the system for a small file
+                whole = bytearray(around.head)
+                for piece in pieces:  # they come in one buffer
+                    whole += piece
+                file.write(whole + around.tail)
+            else:
+                file.write(around.head)
+                for piece in pieces:
+                    file.write(piece)
+                file.write(around.tail)
+            if file.size != len(around.head) + around.nbytes + len(around.tail):
+                wrong = file.size - len(around.head) - len(around.tail)
                 raise RuntimeError(f"{path}: {wrong} bytes of values were written, there are {around.nbytes}")
-            file.write(around.tail)
 
-    def save(self, path: str, content: Any) -> None:
-        """``torch.save`` of ``content``, which is small.
+    def put(self, path: str, data: bytes) -> None:
+        """Writes ``data``.
 
         Raises:
             OSError: The file system says no.
@@ -93,11 +96,7 @@ class Output:
         if self.has(path):
             return
         with self._create(path) as file:
-            try:
-                torch.save(content, cast(BinaryIO, file))
-            except RuntimeError as error:
-                # Torch's writer says only that its position is not what it should be.
-                raise (file.error or error) from error
+            file.write(data)
 
     def link(self, path: str, source: Path, entry: FileEntry) -> None:
         """Takes a file as it is; ``entry`` describes it."""
@@ -108,10 +107,11 @@ class Output:
         self._syncing.add(descriptor, FileEntry(path, entry.size, entry.xxh3_128))
 
     def _create(self, path: str) -> _Hashing:
-        full = self._target / path
-        if full.parent not in self._directories:
-            full.parent.mkdir(parents=True, exist_ok=True)
-            self._directories.add(full.parent)
+        full = os.path.join(self._target, path)
+        directory = os.path.dirname(full)
+        if directory not in self._directories:
+            os.makedirs(directory, exist_ok=True)
+            self._directories.add(directory)
         descriptor = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
         def finish(file: _Hashing) -> None:
@@ -125,17 +125,15 @@ class Output:
         self._done()
 
 
-class _Hashing(io.RawIOBase):
+class _Hashing:
     """A file that is only ever appended to, with the checksum of what went by.
 
     As a context manager it hands the open file on to ``finish``, or closes it after an error.
     """
 
     def __init__(self, descriptor: int, moved: Callable[[int], None], finish: Callable[[_Hashing], None]) -> None:
-        super().__init__()
         self.descriptor, self._moved, self._hand_on = descriptor, moved, finish
         self._hash, self.size = xxhash.xxh3_128(), 0
-        self.error: OSError | None = None
 
     def __enter__(self) -> _Hashing:
         return self
@@ -150,23 +148,14 @@ class _Hashing(io.RawIOBase):
     def digest(self) -> str:
         return self._hash.hexdigest()
 
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any, /) -> int:
-        view = memoryview(data).cast("B")
-        self._hash.update(view)
-        rest = view
-        try:
-            while rest:
-                # Up to a boundary in the file: writes that begin and end within a page cost the kernel more.
-                part = rest[: WRITE_BYTES - self.size % WRITE_BYTES]
-                self._append(part)
-                rest = rest[len(part) :]
-        except OSError as error:
-            self.error = self.error or error
-            raise
-        return len(view)
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        rest = memoryview(data).cast("B")
+        self._hash.update(rest)
+        while rest:
+            # Up to a boundary in the file: writes that begin and end within a page cost the kernel more.
+            part = rest[: WRITE_BYTES - self.size % WRITE_BYTES]
+            self._append(part)
+            rest = rest[len(part) :]
 
     def _append(self, part: memoryview) -> None:
         self.size += len(part)
