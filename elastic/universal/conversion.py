@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 
 from ..checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, FileEntry, Manifest, seal, verify
-from ..checkpoint.files import checksum, place_file
+from ..checkpoint.files import checksums, place_file
 from ..checkpoint.manifest import VERSION
 from .effort import Effort
 from .errors import ConversionError, EnvironmentFailed, SourceBad
@@ -232,7 +232,7 @@ def _produce_upstream(source: Path, target: Path, journal: Journal, wish: Wish, 
     for name in names:
         if name not in journal.entries:
             place_file(staged / name, target / name)
-            journal.add(checksum(target, name, sync=True, moved=watch.moved))
+            journal.add(*checksums(target, [name], sync=True, moved=watch.moved))
         counter.add()
     upstream.clear(target)
 

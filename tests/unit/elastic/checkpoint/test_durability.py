@@ -6,6 +6,7 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -126,6 +127,40 @@ def test_names_that_cannot_be_made_durable_are_not_sealed(
     with pytest.raises(OSError, match="Input/output error"):
         seal(directory, manifest)
     assert [one.name for one in inspect(tmp_path).unsealed] == [NAME]
+
+
+def test_files_are_summed_while_the_disk_takes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither waits for the other, and both must be done."""
+    for name in "abc":
+        (tmp_path / name).write_bytes(name.encode() * 1000)
+    summed, told = threading.Event(), threading.Lock()
+    counts: list[int] = []
+
+    def moved(count: int) -> None:
+        with told:
+            counts.append(count)
+            if len(counts) == 3:
+                summed.set()
+
+    def slow(descriptor: int) -> None:
+        assert summed.wait(30)
+
+    monkeypatch.setattr(os, "fsync", slow)
+    found = files.checksums(tmp_path, "cab", sync=True, moved=moved)
+    assert found == files.checksums(tmp_path, "cab")
+    assert counts == [1000] * 6
+
+
+def test_a_file_that_cannot_be_made_durable_is_not_described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Although it can be read back: from memory."""
+    (tmp_path / "lost").write_bytes(b"1")
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        describe(tmp_path)
 
 
 def _pretend(patch: pytest.MonkeyPatch, telling: bool) -> None:
