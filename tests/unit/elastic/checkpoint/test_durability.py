@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import shutil
@@ -15,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dalsegno.elastic.checkpoint import describe, files, inspect, seal
+from dalsegno.elastic.checkpoint import describe, durability, files, inspect, seal
 from dalsegno.elastic.checkpoint.durability import (
     BYTES_PER_SYNC,
     FEWEST,
+    MOST_OF_OTHERS,
     TELLING,
     FileSystem,
     at_once,
@@ -39,8 +41,9 @@ NAME = "step-4.e2.1"
         (1, 0, False),
         (FEWEST - 1, 0, False),
         (FEWEST, 0, True),
-        (9600, 2 << 30, True),
-        (9600, 4 << 30, False),
+        (9600, MOST_OF_OTHERS, True),
+        (9600, MOST_OF_OTHERS + 1, False),
+        (100, 100 * BYTES_PER_SYNC, True),
         (100, 100 * BYTES_PER_SYNC + 1, False),
     ],
 )
@@ -74,6 +77,19 @@ def test_memory_is_a_file_system_that_tells() -> None:
     with FileSystem(Path("/dev/shm")) as system:
         assert system.tells
         system.sync()
+
+
+def test_a_sandbox_that_forbids_the_call_is_not_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A filter of system calls answers that it is not permitted, or not there."""
+
+    def forbid(descriptor: int) -> int:
+        ctypes.set_errno(errno.EPERM)
+        return -1
+
+    monkeypatch.setattr(durability, "_syncfs", forbid)
+    monkeypatch.setattr(durability, "tells", lambda kind, release: True)
+    with FileSystem(tmp_path) as system:
+        assert not system.tells
 
 
 def test_what_waits_to_be_written_is_counted(tmp_path: Path) -> None:
