@@ -6,7 +6,6 @@ import errno
 import os
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -131,8 +130,8 @@ def test_a_disk_that_fails_is_told_to_the_writer(
     """Nothing of what it lost counts as finished, although the kernel says it once only, and later syncs go well."""
     disk = Disk(monkeypatch, telling=telling)
     disk.error = OSError(errno.EIO, os.strerror(errno.EIO))
-    told: list[Any] = []
-    into = Syncing(tmp_path, FILES, told.append)
+    told: list[str] = []
+    into = Syncing(tmp_path, FILES, lambda entry: told.append(entry.path))
     hand_over(into, tmp_path, "lost")
     assert disk.asked.wait(30)
     with pytest.raises(OSError, match="Input/output"):  # noqa: PT012 (it may take the next ones before it has failed)
@@ -143,7 +142,9 @@ def test_a_disk_that_fails_is_told_to_the_writer(
     failed = into.close()
     assert isinstance(failed, OSError)
     assert failed.errno == errno.EIO
-    assert told == []
+    # Where each has a sync of its own, those that were still to come may be well.
+    assert "lost" not in told
+    assert not (telling and told)
 
 
 def hand_over_and_fail(into: Syncing, directory: Path) -> int:
