@@ -42,7 +42,8 @@ ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("zero_ranks.py")
 STAGES = (2, 3)
 RANKS = 2
-# Of the model: everything grows with its width. ZeRO-2 saves 14 bytes per parameter: bf16, and fp32 three times.
+# Of the model: everything grows with its width. ZeRO-2 saves 14 bytes per parameter: bf16, and fp32 three times. A
+# layer has eight tensors.
 LAYERS, WORDS_PER_WIDTH, BYTES_PER_PARAMETER = 14, 40, 14
 MEGABYTES, REPEATS = 2000, 7
 STEP = 2
@@ -56,15 +57,17 @@ def main(arguments: Sequence[str] = ()) -> int:
     """A line for each way and stage, medians; 0 if all could be measured."""
     flags = argparse.ArgumentParser(prog="python -m benchmarks.convert", description=__doc__.splitlines()[0])
     flags.add_argument("--megabytes", type=int, default=MEGABYTES, help="of the ZeRO-2 checkpoint (%(default)s)")
+    flags.add_argument("--layers", type=int, default=LAYERS, help="of the model, eight tensors each (%(default)s)")
+    flags.add_argument("--stages", type=int, nargs="+", default=STAGES, choices=(1, 2, 3), help="of ZeRO (2 3)")
     flags.add_argument("--repeats", type=int, default=REPEATS, help="timed runs of each way (%(default)s)")
     flags.add_argument("--directory", type=Path, help="on the disk to measure, with room for four times as much")
     options = flags.parse_args(arguments)
-    model = shape(options.megabytes * 10**6)
+    model = shape(options.megabytes * 10**6, options.layers)
     settings: dict[str, Any] = {"ranks": RANKS, "repeats": options.repeats, **model}
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(dir=options.directory) as folder:
         memory = _Touched(Path(folder) / "touched")
-        for stage in STAGES:
+        for stage in options.stages:
             source, settings["parameters"] = _make(Path(folder), stage, model)
             rows += _measure(source, stage, options.repeats, memory)
             shutil.rmtree(source.parent)
@@ -72,11 +75,11 @@ def main(arguments: Sequence[str] = ()) -> int:
     return 0
 
 
-def shape(nbytes: int) -> dict[str, int]:
-    """A model whose ZeRO-2 checkpoint has about so many bytes."""
-    per_square = 12 * LAYERS + 2 * WORDS_PER_WIDTH
+def shape(nbytes: int, layers: int = LAYERS) -> dict[str, int]:
+    """A model of so many layers whose ZeRO-2 checkpoint has about so many bytes."""
+    per_square = 12 * layers + 2 * WORDS_PER_WIDTH
     width = max(16, round(math.sqrt(nbytes / BYTES_PER_PARAMETER / per_square)))
-    return {"layers": LAYERS, "width": width, "words": WORDS_PER_WIDTH * width}
+    return {"layers": layers, "width": width, "words": WORDS_PER_WIDTH * width}
 
 
 def _make(folder: Path, stage: int, model: dict[str, int]) -> tuple[Path, int]:

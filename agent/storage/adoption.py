@@ -66,9 +66,11 @@ def prepare(run_dir: Path, world: control_pb2.World) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     if world.HasField("resume"):
         # The name of a tag, which DeepSpeed puts behind the directory: a way out of it.
-        replace_file(directory / "latest", f"../{world.resume.source.ref.name}".encode())
+        # Of this epoch alone, and the next one's agents make their own: nothing has to outlast a power cut.
+        replace_file(directory / "latest", f"../{world.resume.source.ref.name}".encode(), lasting=False)
         if world.resume.form == control_pb2.FORM_UNIVERSAL:
-            replace_file(directory / "latest_universal", f"../{world.resume.universal.name}".encode())
+            universal = f"../{world.resume.universal.name}".encode()
+            replace_file(directory / "latest_universal", universal, lasting=False)
     return directory
 
 

@@ -11,11 +11,13 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 from threading import Lock
 
 import xxhash
 
+from .durability import FileSystem, at_once, unwritten
 from .errors import CheckpointDamaged, Damage
 from .layout import MANIFEST
 from .manifest import FileEntry
@@ -74,16 +76,13 @@ def list_files(directory: Path) -> list[str]:
     return sorted(found)
 
 
-def checksum(
-    root: Path, path: str, *, sync: bool = False, moved: Callable[[int], None] = lambda count: None
-) -> FileEntry:
+def checksum(root: Path, path: str, *, moved: Callable[[int], None] = lambda count: None) -> FileEntry:
     """Reads one file and describes it.
 
     Args:
         root: The checkpoint's directory.
         path: The file, relative to it.
-        sync: Also make its bytes durable (fsync), before they are read back.
-        moved: Told how many bytes were synced or read just now.
+        moved: Told how many bytes were read just now.
 
     Raises:
         CheckpointDamaged: MISSING_FILE, NOT_A_FILE.
@@ -93,21 +92,27 @@ def checksum(
     size = 0
     buffer = bytearray(BUFFER_BYTES)
     view = memoryview(buffer)
-    try:
-        descriptor = open_regular(root / path)
-    except FileNotFoundError as error:
-        raise CheckpointDamaged(root, path, Damage.MISSING_FILE) from error
-    except NotRegular as error:
-        raise CheckpointDamaged(root, path, Damage.NOT_A_FILE) from error
-    with open(descriptor, "rb", buffering=0) as file:
-        if sync:
-            os.fsync(descriptor)
-            moved(os.fstat(descriptor).st_size)
+    with _opened(root, path) as file:
         while count := file.readinto(buffer):
             digest.update(view[:count])
             size += count
             moved(count)
     return FileEntry(path, size, digest.hexdigest())
+
+
+def _opened(root: Path, path: str) -> FileIO:
+    try:
+        return open(open_regular(root / path), "rb", buffering=0)
+    except FileNotFoundError as error:
+        raise CheckpointDamaged(root, path, Damage.MISSING_FILE) from error
+    except NotRegular as error:
+        raise CheckpointDamaged(root, path, Damage.NOT_A_FILE) from error
+
+
+def _sync(root: Path, path: str, moved: Callable[[int], None]) -> None:
+    with _opened(root, path) as file:
+        os.fsync(file.fileno())
+        moved(os.fstat(file.fileno()).st_size)
 
 
 def write_problem(directory: Path, size: int = 1 << 20) -> str:
@@ -134,10 +139,22 @@ def checksums(
 ) -> list[FileEntry]:
     """``checksum`` of several files, in the order of ``paths``, with ``threads`` at work (hashing drops the GIL).
 
-    ``moved`` is called on those threads.
+    Args:
+        root, paths: See ``checksum``.
+        threads: So many are read at once.
+        sync: Also make them durable (fsync), as many at once, while they are read: what is summed is what was written.
+        moved: Told of bytes that were synced or read just now, on those threads.
     """
-    with ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-checksum") as pool:
-        return list(pool.map(lambda path: checksum(root, path, sync=sync, moved=moved), paths))
+    wanted = list(paths)
+    with (
+        ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-sync") as syncing,
+        ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-checksum") as summing,
+    ):
+        synced = [syncing.submit(_sync, root, path, moved) for path in wanted if sync]
+        entries = list(summing.map(lambda path: checksum(root, path, moved=moved), wanted))
+        for one in synced:
+            one.result()
+    return entries
 
 
 def fsync_directory(directory: Path) -> None:
@@ -150,14 +167,29 @@ def fsync_directory(directory: Path) -> None:
 
 
 def fsync_tree(directory: Path) -> None:
-    """Makes the names in ``directory``, in all directories below it, and its own name durable."""
-    for current, _, _ in os.walk(directory, topdown=False):
-        fsync_directory(Path(current))
+    """Makes the names in ``directory``, in all directories below it, and its own name durable.
+
+    Many in one call, where that can be. It is told of what failed before it was made as well: a file system that could
+    not write down a name takes no further ones, and so no manifest.
+    """
+    names = [Path(current) for current, _, _ in os.walk(directory)]
+    with FileSystem(directory) as system:
+        if system.tells and at_once(len(names), unwritten()):
+            system.sync()
+        else:
+            with ThreadPoolExecutor(THREADS, thread_name_prefix="dalsegno-sync") as pool:
+                for _ in pool.map(fsync_directory, names):
+                    pass
     fsync_directory(directory.parent)
 
 
-def write_exclusive(path: Path, data: bytes) -> None:
-    """Creates ``path`` with ``data``, durably. What could not be written whole is taken away again.
+def write_exclusive(path: Path, data: bytes, *, lasting: bool = True) -> None:
+    """Creates ``path`` with ``data``. What could not be written whole is taken away again.
+
+    Args:
+        path: The file.
+        data: Its content.
+        lasting: Make it durable. False: somebody else will, with others.
 
     Raises:
         FileExistsError: It is there already.
@@ -169,19 +201,27 @@ def write_exclusive(path: Path, data: bytes) -> None:
             view = memoryview(data)
             while view:
                 view = view[file.write(view) :]
-            os.fsync(descriptor)
+            if lasting:
+                os.fsync(descriptor)
     except OSError:
         os.unlink(path)
         raise
 
 
-def replace_file(path: Path, text: bytes) -> None:
-    """Puts ``text`` (JSON) at ``path`` in one go: readers see the old content or the new, see ``move_over``."""
+def replace_file(path: Path, text: bytes, *, lasting: bool = True) -> None:
+    """Puts ``text`` (JSON) at ``path`` in one go: readers see the old content or the new, see ``move_over``.
+
+    Args:
+        path: The file.
+        text: Its content.
+        lasting: Make that durable. False: after a power cut the old content may be there again, and whole.
+    """
     # Of this call alone: other nodes do the same at the same time, and in containers with the same process id.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     write_exclusive(temporary, text)
     move_over(temporary, path)
-    fsync_directory(path.parent)
+    if lasting:
+        fsync_directory(path.parent)
 
 
 def place_file(source: Path, target: Path) -> None:

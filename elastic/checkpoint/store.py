@@ -192,4 +192,6 @@ class CheckpointStore:
 
     def _note(self, name: str, content: dict[str, object]) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        replace_file(self.run_dir / name, json.dumps(content, sort_keys=True).encode() + b"\n")
+        text = json.dumps(content, sort_keys=True).encode() + b"\n"
+        # The others are for people, and written while a drain waits.
+        replace_file(self.run_dir / name, text, lasting=name == FINISHED)

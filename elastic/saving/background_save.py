@@ -29,7 +29,7 @@ import torch
 import xxhash
 
 from ..checkpoint import MANIFEST, CheckpointDamaged, FileEntry
-from ..checkpoint.files import checksum
+from ..checkpoint.files import checksums
 from .saving_reports import Count
 
 log = logging.getLogger(__name__)
@@ -195,7 +195,7 @@ class Flight:
             for rank in set(range(self._world_size)) - set(found):
                 part = _read_part(self._path / part_name(rank))
                 if part is not None:
-                    found[rank] = [*part, checksum(self._path, part_name(rank), sync=True)]
+                    found[rank] = [*part, *checksums(self._path, [part_name(rank)], sync=True)]
                     changed = time.monotonic()
             if len(found) == self._world_size:
                 entries = [entry for part in found.values() for entry in part]

@@ -369,7 +369,7 @@ class Saver:
                 write(path)
                 state = path / rng.file_name(self._identity.rank)
                 state.parent.mkdir(parents=True, exist_ok=True)
-                write_exclusive(state, rng.capture())
+                write_exclusive(state, rng.capture(), lasting=False)  # `_describe` does it
             # Whatever it is, the other ranks must hear of it before this one does anything else.
             except BaseException as caught:
                 error = kept(caught)

@@ -371,7 +371,7 @@ class Saved:
         self._write(path)
         for name, content in self._source.files(self._rank).items():
             (path / name).parent.mkdir(exist_ok=True)
-            write_exclusive(path / name, content)
+            write_exclusive(path / name, content, lasting=False)  # the session makes all files durable
 
 
 def saved_with(

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..checkpoint.files import list_files
 from .errors import EnvironmentFailed
 from .forms import PARAM, ZERO, Form
 from .loading import load
@@ -24,8 +25,9 @@ def check_complete(target: Path, form: Form, *, trusted: Collection[str] = ()) -
     Raises:
         EnvironmentFailed: The converter left something out.
     """
+    there = set(list_files(target))
     for path in form.files:
-        if not (target / path).is_file():
+        if path not in there:
             raise EnvironmentFailed(f"the converter left out {path}")
     for name, parameter in form.source.parameters.items():
         for state in form.source.states:

@@ -10,7 +10,7 @@ from pathlib import Path
 from threading import Lock
 
 from ..checkpoint import UNIVERSAL, CheckpointDamaged, CheckpointName, FileEntry, Manifest, seal, verify
-from ..checkpoint.files import checksum, place_file
+from ..checkpoint.files import checksums, place_file
 from ..checkpoint.manifest import VERSION
 from .effort import Effort
 from .errors import ConversionError, EnvironmentFailed, SourceBad
@@ -201,7 +201,7 @@ def produce(
             counter = _Counter(len(taken), len(form.files), watch.progress)
             read = sum(entry.size for entry in entries.values())
             watch.planned(read + 2 * form.nbytes + sum(entries[name].size for name in form.model_files.values()))
-            with Output(target, journal, counter.add, watch.moved) as output:
+            with Output(target, journal, counter.add, watch.moved, expected=len(form.files)) as output:
                 write(opened, source, entries, output, form, wish.effort)
             check_complete(target, form, trusted=journal.entries.keys() - taken.keys())
     return _sorted(journal)
@@ -232,7 +232,7 @@ def _produce_upstream(source: Path, target: Path, journal: Journal, wish: Wish, 
     for name in names:
         if name not in journal.entries:
             place_file(staged / name, target / name)
-            journal.add(checksum(target, name, sync=True, moved=watch.moved))
+            journal.add(*checksums(target, [name], sync=True, moved=watch.moved))
         counter.add()
     upstream.clear(target)
 

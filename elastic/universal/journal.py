@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -90,7 +89,7 @@ class Journal:
     def add(self, entry: FileEntry) -> None:
         """Notes a file that is complete and durable. It must not be touched again."""
         with self._lock:
-            self._write(asdict(entry))
+            self._write({"path": entry.path, "size": entry.size, "xxh3_128": entry.xxh3_128})
             self._entries[entry.path] = entry
 
     def remove(self) -> None:

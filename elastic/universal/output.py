@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import io
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import BoundedSemaphore
 from types import TracebackType
-from typing import Any, BinaryIO, cast
 
-import torch
 import xxhash
 
 from ..checkpoint import FileEntry
 from ..checkpoint.files import place_file
 from .journal import Journal
 from .records import Frame
+from .syncing import Syncing
 
-SYNC_THREADS = 4
-# Files that wait to be made durable, at most: each is open, and a disk that is slower than we are must slow us down.
-SYNC_BACKLOG = 64
 # What one write hands over. Larger ones make the page cache take larger blocks of memory, and on a virtual machine
 # those are the ones that nobody has touched yet: measured on Linux 6.18, 256 KiB and more cost up to four times as much
 # then. Smaller ones than 64 KiB cost system calls.
@@ -31,14 +24,17 @@ WRITE_BYTES = 128 << 10
 class Output:
     """The target directory of one conversion.
 
-    Making a file durable is another pool's work, so that writing the next one need not wait for the disk. Use it as a
-    context manager: leaving it waits until every file is durable and journalled.
+    Use it as a context manager: leaving it waits until every file is durable and journalled.
 
     Args:
         target: The directory.
         journal: This conversion's journal; files that it lists already are not made again.
         done: Called after every file, on any thread.
         moved: Called with the bytes that were written or synced just now, on any thread.
+        expected: Files that will be written, about.
+
+    Raises:
+        OSError: The directory cannot be opened.
     """
 
     def __init__(
@@ -47,22 +43,22 @@ class Output:
         journal: Journal,
         done: Callable[[], None],
         moved: Callable[[int], None] = lambda count: None,
+        *,
+        expected: int = 0,
     ) -> None:
         self._target, self._journal, self._done, self._moved = target, journal, done, moved
         self._finished = set(journal.entries)
-        self._syncing = ThreadPoolExecutor(SYNC_THREADS, thread_name_prefix="dalsegno-sync")
-        self._room = BoundedSemaphore(SYNC_BACKLOG)
-        self._pending: list[Future[None]] = []  # as many as there are files, at most
+        self._directories: set[str] = set()
+        self._syncing = Syncing(target, expected, self._durable)
 
     def __enter__(self) -> Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        # What is queued is let run even after an error: each holds an open file.
-        self._syncing.shutdown(wait=True)
-        if error is None:
-            for pending in self._pending:
-                pending.result()
+        # What is queued is made durable even after an error: the next lease need not make it again.
+        failed = self._syncing.close()
+        if error is None and failed is not None:
+            raise failed
 
     def has(self, path: str) -> bool:
         """Whether ``path`` was taken over from an earlier lease."""
@@ -77,16 +73,22 @@ class Output:
         if self.has(path):
             return
         with self._create(path) as file:
-            file.write(around.head)
-            for piece in pieces:
-                file.write(piece)
-            if file.size != len(around.head) + around.nbytes:
-                wrong = file.size - len(around.head)
+            if around.nbytes <= WRITE_BYTES:  # one call to the system for a small file
+                whole = bytearray(around.head)
+                for piece in pieces:  # they come in one buffer
+                    whole += piece
+                file.write(whole + around.tail)
+            else:
+                file.write(around.head)
+                for piece in pieces:
+                    file.write(piece)
+                file.write(around.tail)
+            if file.size != len(around.head) + around.nbytes + len(around.tail):
+                wrong = file.size - len(around.head) - len(around.tail)
                 raise RuntimeError(f"{path}: {wrong} bytes of values were written, there are {around.nbytes}")
-            file.write(around.tail)
 
-    def save(self, path: str, content: Any) -> None:
-        """``torch.save`` of ``content``, which is small.
+    def put(self, path: str, data: bytes) -> None:
+        """Writes ``data``.
 
         Raises:
             OSError: The file system says no.
@@ -94,11 +96,7 @@ class Output:
         if self.has(path):
             return
         with self._create(path) as file:
-            try:
-                torch.save(content, cast(BinaryIO, file))
-            except RuntimeError as error:
-                # Torch's writer says only that its position is not what it should be.
-                raise (file.error or error) from error
+            file.write(data)
 
     def link(self, path: str, source: Path, entry: FileEntry) -> None:
         """Takes a file as it is; ``entry`` describes it."""
@@ -106,44 +104,36 @@ class Output:
             return
         place_file(source, self._target / path)
         descriptor = os.open(self._target / path, os.O_RDONLY | os.O_CLOEXEC)
-        self._sync(descriptor, FileEntry(path, entry.size, entry.xxh3_128))
+        self._syncing.add(descriptor, FileEntry(path, entry.size, entry.xxh3_128))
 
     def _create(self, path: str) -> _Hashing:
-        (self._target / path).parent.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        descriptor = os.open(self._target / path, flags, 0o644)
+        full = os.path.join(self._target, path)
+        directory = os.path.dirname(full)
+        if directory not in self._directories:
+            os.makedirs(directory, exist_ok=True)
+            self._directories.add(directory)
+        descriptor = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
         def finish(file: _Hashing) -> None:
-            self._sync(file.descriptor, FileEntry(path, file.size, file.digest))
+            self._syncing.add(file.descriptor, FileEntry(path, file.size, file.digest))
 
         return _Hashing(descriptor, self._moved, finish)
 
-    def _sync(self, descriptor: int, entry: FileEntry) -> None:
-        self._room.acquire()
-        self._pending.append(self._syncing.submit(self._finish, descriptor, entry))
-
-    def _finish(self, descriptor: int, entry: FileEntry) -> None:
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-            self._room.release()
+    def _durable(self, entry: FileEntry) -> None:
         self._moved(entry.size)
         self._journal.add(entry)
         self._done()
 
 
-class _Hashing(io.RawIOBase):
+class _Hashing:
     """A file that is only ever appended to, with the checksum of what went by.
 
     As a context manager it hands the open file on to ``finish``, or closes it after an error.
     """
 
     def __init__(self, descriptor: int, moved: Callable[[int], None], finish: Callable[[_Hashing], None]) -> None:
-        super().__init__()
         self.descriptor, self._moved, self._hand_on = descriptor, moved, finish
         self._hash, self.size = xxhash.xxh3_128(), 0
-        self.error: OSError | None = None
 
     def __enter__(self) -> _Hashing:
         return self
@@ -158,23 +148,14 @@ class _Hashing(io.RawIOBase):
     def digest(self) -> str:
         return self._hash.hexdigest()
 
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any, /) -> int:
-        view = memoryview(data).cast("B")
-        self._hash.update(view)
-        rest = view
-        try:
-            while rest:
-                # Up to a boundary in the file: writes that begin and end within a page cost the kernel more.
-                part = rest[: WRITE_BYTES - self.size % WRITE_BYTES]
-                self._append(part)
-                rest = rest[len(part) :]
-        except OSError as error:
-            self.error = self.error or error
-            raise
-        return len(view)
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        rest = memoryview(data).cast("B")
+        self._hash.update(rest)
+        while rest:
+            # Up to a boundary in the file: writes that begin and end within a page cost the kernel more.
+            part = rest[: WRITE_BYTES - self.size % WRITE_BYTES]
+            self._append(part)
+            rest = rest[len(part) :]
 
     def _append(self, part: memoryview) -> None:
         self.size += len(part)

@@ -9,11 +9,13 @@ loader never reads; and model states are linked, not copied.
 
 from __future__ import annotations
 
+import io
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -64,9 +66,8 @@ def write(
     tasks.sort(key=lambda task: -task[0])  # large ones first: the last thread to finish then has little left to do
     with _one_thread_each():
         _run([task for _, task in tasks], effort.threads)
-        for name, step in form.steps.items():
-            output.save(f"{ZERO}/{name}/step.pt", step)
-        output.save(f"{ZERO}/{COMMON_STATE}", form.common_state())
+        _write_steps(output, form)
+        output.put(f"{ZERO}/{COMMON_STATE}", _saved(form.common_state()))
     for path, name in form.model_files.items():
         output.link(path, directory / name, entries[name])
 
@@ -83,6 +84,22 @@ def _run(tasks: Sequence[Callable[[], None]], threads: int) -> None:
             future.cancel()
         for future in finished:
             future.result()
+
+
+def _write_steps(output: Output, form: Form) -> None:
+    """A file for each parameter, and few different ones: all parameters of a group have made the same steps."""
+    saved: dict[int, bytes] = {}
+    for name, step in form.steps.items():
+        if id(step) not in saved:
+            saved[id(step)] = _saved(step)
+        output.put(f"{ZERO}/{name}/step.pt", saved[id(step)])
+
+
+def _saved(content: Any) -> bytes:
+    """What ``torch.save`` makes of ``content``, which is small."""
+    file = io.BytesIO()
+    torch.save(content, file)
+    return file.getvalue()
 
 
 def _write_state(
@@ -111,7 +128,7 @@ def _write_unpartitioned(source: Source, name: str, value: Tensor, output: Outpu
         return
     if not dense(value) or value.is_complex():
         # Every other element of something, or one element for many: rare, and never a large parameter.
-        output.save(path, {PARAM: value.float()})
+        output.put(path, _saved({PARAM: value.float()}))
         return
     # The order in storage stays as it is, as it does with ``value.float()``.
     around = frame(tuple(value.shape), torch.float32, stride=tuple(value.stride()), key=PARAM)

@@ -19,6 +19,8 @@ import pytest
 import torch
 
 from dalsegno.elastic.checkpoint import Manifest, describe, inventory, seal, verify
+from dalsegno.elastic.checkpoint import files as checkpoint_files
+from dalsegno.elastic.checkpoint.durability import FileSystem
 from dalsegno.elastic.universal import (
     EXIT_ENVIRONMENT,
     EXIT_IMPOSSIBLE,
@@ -28,6 +30,7 @@ from dalsegno.elastic.universal import (
     Watch,
     Wish,
     convert,
+    syncing,
     upstream,
 )
 from dalsegno.elastic.universal.journal import JOURNAL
@@ -42,6 +45,7 @@ from tests.support.checkpoints.conversions import (
     die_after,
     target_of,
 )
+from tests.support.checkpoints.power import Power, only_whole_checkpoints, sealed
 from tests.support.workers.ranks import Rank
 from tests.support.workers.zero_runs import Sources, seal_sharded, worker_environment
 
@@ -197,6 +201,52 @@ def test_no_space(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == EXIT_ENVIRONMENT
     assert "no space left" in message
     assert not (target_of(source) / "MANIFEST.json").exists()
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "file by file"])
+def test_a_power_cut_leaves_a_whole_form_or_none(source: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    """At any moment: whatever has a manifest has every file and name. And at the end it is there."""
+    sync_as_if(monkeypatch, at_once)
+    power = Power(source.parent, monkeypatch, only_whole_checkpoints)
+    convert(source, target_of(source))
+    assert target_of(source).name in sealed(power.image())
+    files = len(Manifest.read(target_of(source)).files)
+    assert power.whole > 0 if at_once else power.syncs > files
+
+
+@pytest.mark.parametrize("at_once", [True, False], ids=["at once", "file by file"])
+def test_a_disk_that_fails_ends_the_conversion(source: Path, monkeypatch: pytest.MonkeyPatch, at_once: bool) -> None:
+    """It says so once, and takes everything afterwards: nothing is sealed. What it lost is in no journal."""
+    sync_as_if(monkeypatch, at_once)
+    said: list[bool] = []
+
+    def fail(*arguments: Any) -> None:
+        if not said:
+            said.append(True)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(FileSystem if at_once else os, "sync" if at_once else "fsync", fail)
+        code, message = convert_here(source, target_of(source, 1))
+    assert code == EXIT_ENVIRONMENT
+    assert "Input/output error" in message
+    assert not (target_of(source, 1) / "MANIFEST.json").exists()
+    convert(source, target_of(source, 2), earlier=[target_of(source, 1)])
+    verify(target_of(source, 2), Manifest.read(target_of(source, 2)))
+
+
+def sync_as_if(patch: pytest.MonkeyPatch, at_once: bool) -> None:
+    """On a disk of this machine that nobody else writes to, or on another one."""
+    plain = FileSystem.__init__
+
+    def init(system: FileSystem, directory: Path) -> None:
+        plain(system, directory)
+        system.tells = at_once
+
+    patch.setattr(FileSystem, "__init__", init)
+    patch.setattr(FileSystem, "sync", lambda system: None)
+    for module in (syncing, checkpoint_files):
+        patch.setattr(module, "unwritten", lambda: 0)
 
 
 def test_used_target(source: Path) -> None:

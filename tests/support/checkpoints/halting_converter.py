@@ -11,13 +11,13 @@ from dalsegno.elastic.universal import output
 
 _files = int(sys.argv.pop(1))
 _finished = threading.Semaphore(_files)
-_finish = output.Output._finish
+_durable = output.Output._durable
 
 
 def _halt(self: output.Output, *arguments: Any) -> None:
     _finished.acquire()
-    _finish(self, *arguments)
+    _durable(self, *arguments)
 
 
-output.Output._finish = _halt  # type: ignore[method-assign]
+output.Output._durable = _halt  # type: ignore[method-assign]
 sys.exit(program.main())

@@ -14,6 +14,7 @@ from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity, from_environment
 from dalsegno.elastic.saving import saving, saving_reports
 from dalsegno.protos import control_pb2, worker_pb2
+from tests.support.checkpoints.power import Image, Power, only_whole_checkpoints, sealed
 
 pytestmark = pytest.mark.timeout(30)
 
@@ -68,6 +69,40 @@ def test_syncing_and_summing_are_seen_to_move(tmp_path: Path, monkeypatch: pytes
         assert sizes[-1] >= 3000 + manifest.total_bytes
         assert heard.said[-1].sealed.name == manifest.name
         heard.said.clear()
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+def test_a_power_cut_leaves_the_last_checkpoint_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """At any moment of a save: what has a manifest has every byte, and the checkpoint before is still there."""
+    before: list[str] = []
+
+    def look(image: Image) -> None:
+        only_whole_checkpoints(image)
+        assert set(before) <= set(sealed(image))
+
+    power = Power(tmp_path, monkeypatch, look)
+    saver = saving.Saver(Identity(epoch=1), Solo(), CheckpointStore(tmp_path), Heard(), None)  # type: ignore[arg-type]
+
+    def write(path: Path) -> None:
+        for name in ("a/1.pt", "a/2.pt", "b/c/3.pt"):
+            (path / name).parent.mkdir(parents=True, exist_ok=True)
+            (path / name).write_bytes(name.encode() * 100)
+
+    for step in (1, 2):
+        content = saving.Content(step, Position(0, 16 * step))
+        if waits:
+            manifest = saver.save(content, write, create_directory=True, drain=False)
+            assert manifest is not None
+            before.append(manifest.name)
+        else:
+            files = {name: name.encode() * 100 for name in ("a/1.pt", "a/2.pt", "b/c/3.pt")}
+            assert saver.begin(content, lambda files=files: files, lambda: None, drain=False)  # type: ignore[misc]
+            settled = saver.settle()
+            assert settled is not None
+            before.append(settled[1].name)
+        assert set(before) <= set(sealed(power.image())), "what is announced is durable"
 
 
 def test_a_manifest_says_the_jobs_nodes(tmp_path: Path) -> None:

@@ -1,0 +1,125 @@
+"""Making many files durable at once, where the kernel can do that and says what failed.
+
+``fsync`` makes one file durable, and each call has the disk write its journal. ``syncfs`` (Linux) does it for all of a
+file system, names in directories included, in about the time that one of them takes. Three things make it no matter of
+course, see `at_once`:
+
+- Since Linux 5.8 it reports bytes that could not be written back, *once for each descriptor*, and only what failed
+  after that was opened. So a `FileSystem` is opened before the first file is written.
+- Only file systems whose data goes straight to a disk of this machine keep that promise. NFS, FUSE, Lustre and the like
+  may write back elsewhere, or later; an overlay does not pass on what the file system below it has noted.
+- It waits for what others have written there, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import re
+from pathlib import Path
+from types import TracebackType
+
+# What statfs(2) calls those that are asked. (ext2 and ext3 have ext4's number.)
+TELLING = {0xEF53: "ext4", 0x58465342: "xfs", 0x9123683E: "btrfs", 0x01021994: "tmpfs"}
+# The first Linux whose syncfs tells of bytes that could not be written back (commit 735e4ae5ba28).
+FIRST_LINUX = (5, 8)
+# A sync of its own costs a file about what writing so many bytes costs: measured on ext4, see docs/conversion.md.
+BYTES_PER_SYNC = 256 << 10
+# However many files there are, the one sync must not take as long as what never ends: nothing is heard from inside it.
+MOST_OF_OTHERS = 1 << 30
+# Fewer are synced one by one, several at a time: nothing is gained.
+FEWEST = 16
+
+_MEMINFO = Path("/proc/meminfo")
+_UNWRITTEN = re.compile(rb"^(?:Dirty|Writeback):\s+(\d+) kB$", re.MULTILINE)
+
+
+def at_once(files: int, others: int) -> bool:
+    """Whether one sync of the whole file system is cheaper than one of each file.
+
+    Args:
+        files: So many are to be made durable.
+        others: Bytes of others that wait to be written, for which the one sync waits, too.
+    """
+    return files >= FEWEST and others <= min(files * BYTES_PER_SYNC, MOST_OF_OTHERS)
+
+
+def tells(kind: int, release: str) -> bool:
+    """Whether ``syncfs`` reports all that could not be made durable.
+
+    Args:
+        kind: The file system's, as in ``statfs``.
+        release: Linux's, as ``uname -r`` says it.
+    """
+    version = re.match(r"(\d+)\.(\d+)", release)
+    return kind in TELLING and version is not None and tuple(map(int, version.groups())) >= FIRST_LINUX
+
+
+def unwritten() -> int:
+    """Bytes that this machine has in memory and not on a disk yet; 0 where it does not say."""
+    try:
+        found = _UNWRITTEN.findall(_MEMINFO.read_bytes())
+    except OSError:
+        return 0
+    return sum(int(kilobytes) << 10 for kilobytes in found)
+
+
+class FileSystem:
+    """The file system of a directory, to be made durable as a whole. A context manager.
+
+    Args:
+        directory: Is there. Nothing that is to be made durable has been written to it yet.
+
+    Attributes:
+        tells: `sync` may be called. Where it is False each file needs an ``fsync`` of its own.
+
+    Raises:
+        OSError: The directory cannot be opened.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self.tells = _may_ask() and tells(_kind(self._descriptor), os.uname().release)
+
+    def __enter__(self) -> FileSystem:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def sync(self) -> None:
+        """Makes all files and names durable that were there when it was called.
+
+        Raises:
+            OSError: Something that was written since this was made, by whomever, is lost. It is said once.
+        """
+        assert self.tells
+        assert _syncfs is not None
+        if _syncfs(self._descriptor) != 0:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number), str(self._directory))
+
+
+def _may_ask() -> bool:
+    """Whether the call is there, and no sandbox forbids it: it then gets as far as to find no such descriptor."""
+    return _syncfs is not None and _syncfs(-1) != 0 and ctypes.get_errno() == errno.EBADF
+
+
+def _kind(descriptor: int) -> int:
+    """``f_type`` of ``fstatfs``, which comes first in its structure; 0: not known."""
+    answer = (ctypes.c_long * 64)()  # much more than the structure has
+    if _fstatfs is None or _fstatfs(descriptor, ctypes.byref(answer)) != 0:
+        return 0
+    return int(answer[0]) & 0xFFFFFFFF
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_syncfs = getattr(_libc, "syncfs", None)
+_fstatfs = getattr(_libc, "fstatfs", None)
