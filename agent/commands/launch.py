@@ -58,6 +58,7 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
     try:
         directory.prepare()
         log_dir = make_log_dir(options.log_dir, options.job_id)
+        _trace_into(options.trace_dir)
     except (StorageError, OSError) as error:
         raise UsageError(str(error)) from error
     where = _Where(options.job_id)
@@ -78,6 +79,17 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
     if message:
         console.say(message, warning=ending.code not in (EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE))
     return ending.code
+
+
+def _trace_into(directory: str | None) -> None:
+    """From here on this process, and all that it starts, note what happens when.
+
+    Raises:
+        OSError: there can be no such directory.
+    """
+    if directory is not None:
+        os.makedirs(directory, exist_ok=True)
+        os.environ[Variable.TRACE] = os.path.abspath(directory)
 
 
 def verdict(reason: str, log_dir: Path) -> str:

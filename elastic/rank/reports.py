@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dalsegno.protos import worker_pb2
+from dalsegno.protos import trace, worker_pb2
 
 from .exchange import Boundary
 from .link import Link
@@ -34,6 +34,7 @@ class Reports:
 
     def begin(self) -> None:
         """The first step begins now."""
+        trace.mark("ready")
         self._mark = self._heard = time.monotonic()
 
     def lap(self) -> float:
@@ -44,6 +45,7 @@ class Reports:
 
     def step(self, boundary: Boundary, seconds: float) -> None:
         """A step is done, which took so long."""
+        trace.mark(trace.STEP, step=boundary.step)
         first, now = self._told == 0.0, time.monotonic()
         if first or boundary.exchanged or now - self._told >= PROGRESS_SECONDS:
             self._told = now
