@@ -2,7 +2,7 @@
 
 Real agents with an embedded master on this machine, one rank per node, beside torchrun with each framework's own save
 and load, one after the other in the same run. A node joins (1 to 2); then it is killed (2 to 1), with all its processes
-at once. Each change is split into its parts by the marks of `--trace-dir` (`dalsegno pauses`); the parts sum to the
+at once. Each change is split into its parts by the marks of `--trace-dir` (`dalsegno pauses DIR`); the parts sum to the
 pause. Each measured change is a line of a file, out of which `--draw` makes the table and the picture of docs/pause.md.
 """
 

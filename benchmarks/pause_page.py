@@ -20,7 +20,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "sealed": ("sealed",),
     "committed": ("committed",),
     "stopped": ("stopped",),
-    "converted": ("converted",),
+    "converted": ("converted", "converted by the script"),
     "formed": ("formed",),
     "started": ("started", "met", "verified"),
     "model built": ("model built",),
@@ -90,7 +90,19 @@ def table(changes: Iterable[Change]) -> str:
     """Markdown: a line for each cell, ours and torchrun's side by side, medians."""
     cells = _cells(changes)
     columns = [*GROUPS]
-    head = ["way", "MB", "tensors", "change", "pause", *columns, "torchrun", "times", "lost: ours, torchrun", "n"]
+    head = [
+        "way",
+        "MB",
+        "tensors",
+        "change",
+        "pause",
+        *columns,
+        "torchrun",
+        "times",
+        "lost: ours, torchrun",
+        "load",
+        "n",
+    ]
     rows = [head, ["---"] * len(head)]
     for (way, size, tensors, scene), found in sorted(cells.items(), key=_order):
         ours = found.get("ours", [])
@@ -106,7 +118,7 @@ def table(changes: Iterable[Change]) -> str:
                 *(way, f"{size / 1e6:,.0f}", f"{tensors:,}", scene, f"**{pause:.2f}**"),
                 *(f"{part:.2f}" if part >= 0.005 else "" for part in parts),
                 *(("", "") if beside is None else (f"{beside:.2f}", f"{beside / pause:.1f}")),
-                *(lost, str(len(ours))),
+                *(lost, f"{_median(one.load for one in [*ours, *theirs]):.0f}", str(len(ours))),
             ]
         )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
@@ -151,6 +163,7 @@ def picture(changes: Iterable[Change]) -> str:
     if not seconds:
         raise ValueError("nothing was measured")
     low, high = 10 ** math.floor(math.log10(min(seconds))), 10 ** math.ceil(math.log10(max(seconds)))
+    high = max(high, 10 * low)
     width, height = MARGIN + len(tensors) * PANEL_WIDTH, len(scenes) * PANEL_HEIGHT + 70
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" font-family="sans-serif" '

@@ -332,7 +332,7 @@ def _own_zero(flags: argparse.Namespace) -> Own:
         if dist.get_rank() == 0:
             _convert(flags.own / f"{done}", flags.own / tag)
         dist.barrier()
-        mark("converted")
+        mark("converted by the script")
     model = make_model(flags)
     mark("model built")
     engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)

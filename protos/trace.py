@@ -1,7 +1,7 @@
 """Marks of what happened when: where the time of a change goes (docs/pause.md has their names).
 
 Each process appends JSON lines to a file of its own below the directory that ``DALSEGNO_TRACE`` names; without it a
-mark costs one look into the environment. Of steps in a row the first and the last stay, so a file grows with saves and
+mark costs nothing. Of steps in a row the first and the last stay, so a file grows with saves and
 changes of the world, not with steps. Standard library only.
 
 A line says ``at``, ``mark``, and what is known of ``node``, ``rank``, ``epoch`` and ``step``. ``at`` is the machine's
@@ -25,7 +25,7 @@ from typing import Any
 from .contract import Variable
 from .processes import boot_id
 
-__all__ = ("STEP", "Mark", "mark", "read")
+__all__ = ("STEP", "Mark", "mark", "read", "trace_into")
 
 # What is marked at the end of each step.
 STEP = "step"
@@ -66,10 +66,26 @@ def mark(name: str, **facts: str | int) -> None:
         name: what; docs/pause.md has those that are known.
         facts: `node`, `rank`, `epoch` where the process's environment does not say them; `step`.
     """
-    directory = os.environ.get(Variable.TRACE)
+    directory = _look() if _directory is None else _directory
     if directory:
         at = time.monotonic()
         _file(directory).write(at, name, facts)
+
+
+def trace_into(directory: str) -> None:
+    """From here on this process, and all that it starts, note what happens below a directory; empty: nowhere."""
+    global _directory
+    os.environ[Variable.TRACE] = _directory = directory
+
+
+# Of this process; None: nobody has looked yet. A look into the environment costs more than a mark that is not made.
+_directory: str | None = None
+
+
+def _look() -> str:
+    global _directory
+    _directory = os.environ.get(Variable.TRACE, "")
+    return _directory
 
 
 class _File:
@@ -130,9 +146,9 @@ def _file(directory: str) -> _File:
 
 
 def _in_child() -> None:
-    """A forked process has a file of its own."""
-    global _own, _making
-    _making = threading.Lock()
+    """A forked process has a file of its own, and often another environment."""
+    global _own, _making, _directory
+    _making, _directory = threading.Lock(), None
     own, _own = _own, None
     if own is not None:
         own.forget()

@@ -17,6 +17,7 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import JobSettings, Variable
 from dalsegno.protos.shortage import CannotStartError, prove_room, shortage, starting
+from dalsegno.protos.trace import trace_into
 
 from ..control.connection import Connector
 from ..control.credentials import CredentialFiles, CredentialsError
@@ -89,7 +90,7 @@ def _trace_into(directory: str | None) -> None:
     """
     if directory is not None:
         os.makedirs(directory, exist_ok=True)
-        os.environ[Variable.TRACE] = os.path.abspath(directory)
+        trace_into(os.path.abspath(directory))
 
 
 def verdict(reason: str, log_dir: Path) -> str:

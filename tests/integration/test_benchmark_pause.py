@@ -15,6 +15,8 @@ from dalsegno.agent.commands import dalsegno
 pytestmark = pytest.mark.timeout(240)
 
 STEP_SECONDS = 0.1
+# Between a step's line in the script's own log and its mark, on a machine that others use, too.
+APART = 1.0
 
 
 class Played(NamedTuple):
@@ -39,8 +41,8 @@ def test_the_parts_sum_to_the_pause(played: Played, scene: str) -> None:
     assert min(change.parts.values()) >= 0
     # Up to two steps ended before the boundary was agreed on. The log is written before the mark.
     steps = change.parts.get("noticed", 0.0) + change.parts.get("step finished", 0.0)
-    assert change.gap <= change.pause + STEP_SECONDS
-    assert change.pause <= change.gap + (steps if scene == "join" else 0.0) + STEP_SECONDS
+    assert change.gap <= change.pause + APART
+    assert change.pause <= change.gap + (steps if scene == "join" else 0.0) + APART
 
 
 def test_a_join_has_every_part_and_loses_nothing(played: Played) -> None:
@@ -54,7 +56,7 @@ def test_a_join_has_every_part_and_loses_nothing(played: Played) -> None:
 
 
 def test_the_trace_of_a_job_is_shown(played: Played, capsys: pytest.CaptureFixture[str]) -> None:
-    """`dalsegno pauses` on what `--trace-dir` left: both changes, each with its parts."""
+    """The command on what `--trace-dir` left: both changes, each with its parts."""
     assert dalsegno.run(["pauses", str(played.marks)]) == 0
     said = capsys.readouterr().out
     assert said.count("epoch ") == 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from pathlib import Path
 
@@ -13,21 +12,31 @@ from dalsegno.protos import trace
 from dalsegno.protos.contract import Variable
 
 
+@pytest.fixture(autouse=True)
+def not_looked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process has not asked its environment yet, and is left so."""
+    monkeypatch.setattr(trace, "_directory", None)
+    monkeypatch.setattr(trace, "_own", None)
+
+
 @pytest.fixture
 def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that this process traces into."""
     directory = tmp_path / "marks"
-    monkeypatch.setenv(Variable.TRACE, str(directory))
+    monkeypatch.setenv(Variable.TRACE, "")  # put back at the end
+    trace.trace_into(str(directory))
     for name in ("RANK", Variable.NODE, Variable.EPOCH):
         monkeypatch.delenv(name, raising=False)
     return directory
 
 
 def test_off_nothing_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the variable no file is made, and no clock is read."""
+    """Without the variable no file is made, no clock is read, and the environment is asked once."""
     monkeypatch.delenv(Variable.TRACE, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(trace.time, "monotonic", lambda: pytest.fail("the clock was read"))
+    trace.mark("sealed", epoch=1)
+    monkeypatch.setattr(trace, "_look", lambda: pytest.fail("the environment was asked again"))
     trace.mark("sealed", epoch=1)
     assert list(tmp_path.iterdir()) == []
 
@@ -66,6 +75,21 @@ def test_a_long_line_of_a_step_takes_no_other_s_room(marks: Path) -> None:
     assert [one.node[:1] for one in trace.read(marks)] == ["a", "b", "c", "d"]
 
 
+def test_a_forked_process_asks_its_own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A nursery that traces nothing may have a worker that does."""
+    monkeypatch.delenv(Variable.TRACE, raising=False)
+    trace.mark("ready")
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.environ[Variable.TRACE] = str(tmp_path / "marks")
+            trace.mark("session")
+        finally:
+            os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert [one.name for one in trace.read(tmp_path / "marks")] == ["session"]
+
+
 def test_threads_do_not_mix_their_lines(marks: Path) -> None:
     """Many at once: each line is whole."""
     threads = [
@@ -80,7 +104,6 @@ def test_threads_do_not_mix_their_lines(marks: Path) -> None:
     assert {name: found.count(name) for name in set(found)} == {f"t{number}": 200 for number in range(4)}
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="forks")
 def test_a_forked_process_has_a_file_of_its_own(marks: Path) -> None:
     """A nursery's workers do not write over each other's steps."""
     trace.mark(trace.STEP, step=1)
