@@ -245,7 +245,7 @@ def own(flags: argparse.Namespace) -> None:
         join()
         step, done, save = _own_torch(flags)
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    number = torch.tensor([int(time.monotonic() * 1000)])
+    number = torch.tensor([int(time.monotonic() * 1000)], device=device())
     dist.broadcast(number, 0)  # what `dlrover-run` calls an epoch
     os.environ[Variable.EPOCH] = str(int(number))
     log, pace, rows = Log(flags.step_log, rank, world_size, int(number)), Pace(flags.step_time), Rows(flags.width)

@@ -83,6 +83,15 @@ def test_a_drain_that_somebody_died_in_is_none() -> None:
     assert found.parts["noticed"] == 0.75
 
 
+def test_a_notice_by_signal() -> None:
+    """The agent's word comes while the ranks save already, or never: planned all the same, from the boundary on."""
+    for word in ([at(11.25, "told")], []):
+        marks = [one for one in JOIN if one.name != "told"] + word
+        found = only(sorted(marks, key=lambda one: one.at))
+        assert (found.planned, found.began) == (True, 11.0)
+        assert "noticed" not in found.parts
+
+
 def test_each_change_by_itself_and_each_clock() -> None:
     """Three worlds are two changes; what another machine's clock says is no time of this one."""
     third = [at(40.0, "step", "w1", epoch=4, step=21)]
