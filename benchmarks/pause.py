@@ -190,7 +190,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensors", nargs="+", type=int, default=list(TENSORS), metavar="N")
     parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
     parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS))
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--save-every", type=int, default=10, help="steps between two saves (%(default)s)")
     parser.add_argument("--step-time", type=float, default=0.1, help="least seconds of a step (%(default)s)")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds that a change may take (%(default)s)")
@@ -211,6 +211,8 @@ def main(arguments: Sequence[str] = ()) -> int:
         draw(read_changes(results), flags.draw)
         return 0
     results.parent.mkdir(parents=True, exist_ok=True)
+    # What was started is ended by whoever started it, also where this is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = Options(
         flags.scenes, flags.save_every, flags.step_time, patience=flags.patience, directory=flags.directory
     )
