@@ -32,7 +32,7 @@ COLOURS = {
     **{"ddp": "#1f77b4", "fsdp2": "#2ca02c", "zero1": "#d62728", "zero1-universal": "#ff9896"},
     **{"zero3": "#9467bd", "zero3-universal": "#c5b0d5"},
 }
-PANEL_WIDTH, PANEL_HEIGHT, MARGIN = 250, 200, 50
+PANEL_WIDTH, PANEL_HEIGHT, LEGEND_WIDTH, MARGIN = 250, 200, 115, 50
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,8 @@ def table(changes: Iterable[Change]) -> str:
     """Markdown: a line for each cell, ours and torchrun's side by side, medians."""
     cells = _cells(changes)
     columns = [*GROUPS]
-    head = [
-        "way",
-        "MB",
-        "tensors",
-        "change",
-        "pause",
-        *columns,
-        "torchrun",
-        "times",
-        "lost: ours, torchrun",
-        "load",
-        "n",
-    ]
+    head = ["way", "MB", "tensors", "change", "a step", "pause", *columns]
+    head += ["torchrun", "times", "lost: ours, torchrun", "load", "n"]
     rows = [head, ["---"] * len(head)]
     for (way, size, tensors, scene), found in sorted(cells.items(), key=_order):
         ours = found.get("ours", [])
@@ -115,7 +104,8 @@ def table(changes: Iterable[Change]) -> str:
         lost = f"{_lost(ours)}, {_lost(theirs)}" if theirs else _lost(ours)
         rows.append(
             [
-                *(way, f"{size / 1e6:,.0f}", f"{tensors:,}", scene, f"**{pause:.2f}**"),
+                *(way, f"{size / 1e6:,.0f}", f"{tensors:,}", scene),
+                *(f"{_median(one.step for one in ours):.2f}", f"**{pause:.2f}**"),
                 *(f"{part:.2f}" if part >= 0.005 else "" for part in parts),
                 *(("", "") if beside is None else (f"{beside:.2f}", f"{beside / pause:.1f}")),
                 *(lost, f"{_median(one.load for one in [*ours, *theirs]):.0f}", str(len(ours))),
@@ -164,7 +154,8 @@ def picture(changes: Iterable[Change]) -> str:
         raise ValueError("nothing was measured")
     low, high = 10 ** math.floor(math.log10(min(seconds))), 10 ** math.ceil(math.log10(max(seconds)))
     high = max(high, 10 * low)
-    width, height = MARGIN + len(tensors) * PANEL_WIDTH, len(scenes) * PANEL_HEIGHT + 70
+    width = MARGIN + max(len(tensors) * PANEL_WIDTH, len(COLOURS) * LEGEND_WIDTH + 30)
+    height = len(scenes) * PANEL_HEIGHT + 40
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" font-family="sans-serif" '
         'font-size="11" fill="#777">'
@@ -191,10 +182,12 @@ def picture(changes: Iterable[Change]) -> str:
                     ]
                     parts += _line(points, colour, dash)
     for number, (way, colour) in enumerate(COLOURS.items()):
-        x, y = MARGIN + 15 + number * 115, height - 18
+        x, y = MARGIN + 15 + number * LEGEND_WIDTH, height - 18
         parts.append(f'<line x1="{x}" y1="{y - 4}" x2="{x + 18}" y2="{y - 4}" stroke="{colour}" stroke-width="2"/>')
         parts.append(f'<text x="{x + 23}" y="{y}">{way}</text>')
-    parts.append(f'<text x="{MARGIN + 15}" y="{height - 2}">dashed: torchrun, tuned; seconds over MB of state</text>')
+    parts.append(
+        f'<text x="{MARGIN + 15}" y="{height - 2}">dashed, hollow: torchrun, tuned; seconds over MB of state</text>'
+    )
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
@@ -214,9 +207,11 @@ def _grid(place, sizes: Sequence[int], low: float, high: float) -> list[str]:  #
 def _line(points: Sequence[tuple[float, float]], colour: str, dash: str) -> list[str]:
     if not points:
         return []
+    # A single point has no line that says whose it is.
+    inside = "none" if dash else colour
     track = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     parts = [f'<polyline points="{track}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>']
-    return parts + [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{colour}"/>' for x, y in points]
+    return parts + [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" stroke="{colour}" fill="{inside}"/>' for x, y in points]
 
 
 def draw(changes: Sequence[Change], page: Path) -> None:
