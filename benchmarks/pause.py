@@ -149,11 +149,12 @@ def _settle(job: Job, size: int, since: float, options: Options) -> None:
 def _change(cell: Cell, scene: str, pause: Pause, lines: Sequence[StepLine], event: float, load: float) -> Change:
     before = [line for line in lines if line.time <= event]
     after = [line for line in lines if line.time > event]
-    times = sorted({line.time for line in after})
+    first = min(line.time for line in after if line.epoch == after[-1].epoch)
+    times = sorted({line.time for line in after if line.time <= first})
     gap = max(b - a for a, b in zip([max(line.time for line in before), *times], times, strict=False))
     reached = max(line.step for line in lines if line.epoch != after[-1].epoch)
     ends = sorted({line.time for line in before if line.rank == 0})
-    past = min((line.time for line in after if line.step > reached), default=times[-1])
+    past = min((line.time for line in after if line.step > reached), default=after[-1].time)
     return Change(
         **dataclasses.asdict(cell),
         scene=scene,

@@ -45,7 +45,7 @@ class Change:
         launcher: "ours" or "torchrun".
         scene: "join" or "kill".
         pause: seconds, and what they consist of.
-        gap: longest time in which no rank ended a step.
+        gap: longest time in which no rank ended a step, until the new world's first.
         past: seconds from the last step of before to one that nobody had made.
         step: seconds of one of before.
         lost: steps that were made twice.
