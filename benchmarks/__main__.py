@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import changes, checksums, convert, exchange, gpu, peers, rendezvous, reshard, sampler, saving
+from benchmarks import changes, checksums, convert, exchange, gpu, pause, peers, rendezvous, reshard, sampler, saving
 
 BENCHMARKS: dict[str, Callable[[], int]] = {
     "checksums": checksums.main,
@@ -16,6 +16,7 @@ BENCHMARKS: dict[str, Callable[[], int]] = {
     "convert": convert.main,
     "reshard": reshard.main,
     "changes": changes.main,
+    "pause": pause.main,
     "peers": peers.main,
     "rendezvous": rendezvous.main,
     "gpu": gpu.main,
@@ -24,6 +25,7 @@ BENCHMARKS: dict[str, Callable[[], int]] = {
 WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert": convert.main,
     "gpu": gpu.main,
+    "pause": pause.main,
     "rendezvous": rendezvous.main,
 }
 

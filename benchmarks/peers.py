@@ -25,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.results import report
 from examples.history import StepLine, StepLogReader
@@ -42,11 +43,26 @@ TUNED = "last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 @dataclass
 class Job:
-    """One job below one directory: nodes are started, killed, and read by what their ranks logged."""
+    """One job below one directory: nodes are started, killed, and read by what their ranks logged.
+
+    Attributes:
+        nnodes: as the launcher's flag.
+        script, flags: what each rank runs; `--step-log` is added, and where there is no `dlrover-run` `alone`, a flag
+            for a directory to save in.
+        more: flags for `dlrover-run`.
+        patience: seconds that a change may take.
+    """
 
     launcher: str
     directory: Path
     port: int
+    nnodes: str = "1:4"
+    script: Path = SCRIPT
+    flags: tuple[str, ...] = ("--steps=100000", "--save-every=10", f"--step-time={STEP_TIME}")
+    alone: str = "--checkpoint-dir"
+    more: tuple[str, ...] = ()
+    environment: dict[str, str] = field(default_factory=dict)
+    patience: float = PATIENCE
     name: str = field(default_factory=lambda: f"peers-{secrets.token_hex(4)}")
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
     # Processes that are no nodes: a peer's master.
@@ -60,14 +76,15 @@ class Job:
         number = len(self.nodes)
         command, extra = LAUNCHERS[self.launcher](self, number)
         flags = [
-            *("--steps=100000", "--save-every=10", f"--step-time={STEP_TIME}"),
+            *self.flags,
             f"--step-log={self.directory / 'steps'}",
-            *(() if self.launcher == "dlrover-run" else (f"--checkpoint-dir={self.directory / 'checkpoints'}",)),
+            *(() if self.launcher == "dlrover-run" else (f"{self.alone}={self.directory / 'checkpoints'}",)),
         ]
-        env = {**os.environ, "OMP_NUM_THREADS": "1", MARK: self.name, f"{MARK}_NODE": f"{self.name}.{number}", **extra}
+        env = {**os.environ, "OMP_NUM_THREADS": "1", **self.environment, MARK: self.name}
+        env |= {f"{MARK}_NODE": f"{self.name}.{number}", **extra}
         with (self.directory / f"{number}.console").open("wb") as console:
             node = subprocess.Popen(
-                [*command, str(SCRIPT), *flags], stdout=console, stderr=console, env=env, start_new_session=True
+                [*command, str(self.script), *flags], stdout=console, stderr=console, env=env, start_new_session=True
             )
         self.nodes.append(node)
         return node
@@ -87,10 +104,10 @@ class Job:
         return self.lines
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + self.patience
         while not condition():
             if time.monotonic() > deadline or not any(node.poll() is None for node in self.nodes):
-                raise TimeoutError(f"{self.launcher}: {what}: not within {PATIENCE:.0f} s, or all nodes ended")
+                raise TimeoutError(f"{self.launcher}: {what}: not within {self.patience:.0f} s, or all nodes ended")
             time.sleep(LOOK_EVERY)  # Files of other processes: there is no event.
 
     def steps_of_world(self, size: int, since: float) -> list[float]:
@@ -111,15 +128,22 @@ class Job:
 
 def _torchrun(job: Job, *more: str) -> list[str]:
     return [
-        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=1:4", "--nproc-per-node=1", "--max-restarts=100"),
+        *(
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={job.nnodes}",
+            "--nproc-per-node=1",
+            "--max-restarts=100",
+        ),
         *("--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{job.port}", f"--rdzv-id={job.name}", *more),
     ]
 
 
 def _dalsegno(job: Job, number: int) -> tuple[list[str], dict[str, str]]:
     command = [
-        *(str(Path(sysconfig.get_path("scripts")) / "dlrover-run"), "--nnodes=1:4", f"--job-id={job.name}"),
-        *(f"--node-name=n{number}", f"--checkpoint-dir={job.directory / 'checkpoints'}"),
+        *(str(Path(sysconfig.get_path("scripts")) / "dlrover-run"), f"--nnodes={job.nnodes}", f"--job-id={job.name}"),
+        *(f"--node-name=n{number}", f"--checkpoint-dir={job.directory / 'checkpoints'}", *job.more),
     ]
     return command, {}
 
@@ -153,12 +177,13 @@ LAUNCHERS: dict[str, Callable[[Job, int], tuple[list[str], dict[str, str]]]] = {
 
 
 @contextlib.contextmanager
-def _job(launcher: str) -> Iterator[Job]:
-    with tempfile.TemporaryDirectory(prefix="peers-") as folder, socket.socket() as server:
+def a_job(launcher: str, below: Path | None = None, **options: Any) -> Iterator[Job]:
+    """One in a directory of its own, which goes with all that was started. `options` as `Job` has them."""
+    with tempfile.TemporaryDirectory(prefix="peers-", dir=below) as folder, socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = int(server.getsockname()[1])
         server.close()
-        job = Job(launcher, Path(folder), port)
+        job = Job(launcher, Path(folder), port, **options)
         try:
             yield job
         finally:
@@ -169,13 +194,14 @@ def _open(job: Job, count: int) -> None:
     """A first world, in which node 0 hosts the store or the master: its death is another scene."""
     began = time.time()
     job.start_node()
-    job.wait(lambda: _hosts(job), "node 0 hosts")
+    job.wait(lambda: hosts(job), "node 0 hosts")
     for _ in range(count - 1):
         job.start_node()
     job.wait(lambda: len(job.steps_of_world(count, began)) >= WARM_STEPS, f"a first world of {count}")
 
 
-def _hosts(job: Job) -> bool:
+def hosts(job: Job) -> bool:
+    """Whether the first node has a master or a store for the others."""
     if job.launcher == "dlrover-run":
         return any((job.directory / "checkpoints").glob(".dalsegno/*/claim.json"))
     with socket.socket() as client:
@@ -192,7 +218,7 @@ def _pause(job: Job, size: int, event: float) -> float:
 
 def joined(launcher: str) -> tuple[float, float]:
     """Longest time without a step, and the time until the newcomer had done one."""
-    with _job(launcher) as job:
+    with a_job(launcher) as job:
         _open(job, 1)
         event = time.time()
         job.start_node()
@@ -202,7 +228,7 @@ def joined(launcher: str) -> tuple[float, float]:
 
 def killed(launcher: str) -> tuple[float, float]:
     """A node that is not node 0 is killed; the same number twice."""
-    with _job(launcher) as job:
+    with a_job(launcher) as job:
         _open(job, 3)
         event = time.time()
         job.nodes[2].kill()
@@ -213,7 +239,7 @@ def killed(launcher: str) -> tuple[float, float]:
 
 def crashed(launcher: str) -> tuple[float, float]:
     """The worker of one of two nodes is killed; the same number twice."""
-    with _job(launcher) as job:
+    with a_job(launcher) as job:
         _open(job, 2)
         (worker,) = [
             pid

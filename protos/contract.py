@@ -114,6 +114,8 @@ class Variable:
     UNIVERSAL_DIR = "DALSEGNO_UNIVERSAL_DIR"
     # What every process of an agent carries, so that its keeper knows it.
     LIFELINE = "DALSEGNO_LIFELINE"
+    # Where all of them note what happens when (`trace`).
+    TRACE = "DALSEGNO_TRACE"
     # Where `dalsegno doctor` wants to read what a session found.
     DOCTOR = "DALSEGNO_DOCTOR"
 

@@ -248,6 +248,12 @@ def _add_ours(group: _Group) -> None:
         metavar="LEVEL",
         help="of agent.log: DEBUG, INFO, WARNING, ERROR",
     )
+    group.value(
+        "--trace-dir",
+        default=None,
+        metavar="DIR",
+        help="note there what happens when at each change of the world (dalsegno pauses DIR)",
+    )
     group.switch("--new-run", help="start over although the job's last run is finished or has failed")
     group.value("--token-file", default=None, metavar="FILE", help="token for --master (or DALSEGNO_TOKEN: itself)")
     group.value("--tls-ca", default=None, metavar="FILE", help="speak TLS; the master's authority (PEM)")

@@ -30,6 +30,7 @@ from dalsegno.protos.contract import Variable
 from ..control.grpc_logs import quiet_grpc
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
 from . import convert_command, doctor
+from . import pauses as pauses_command
 
 __all__ = ["main"]
 
@@ -237,6 +238,13 @@ def _show(options: argparse.Namespace) -> int:
     return EXIT_FINISHED
 
 
+def _pauses(options: argparse.Namespace) -> int:
+    try:
+        return pauses_command.show(options)
+    except (ValueError, OSError) as error:
+        raise _UsageError(str(error)) from error
+
+
 def _doctor(options: argparse.Namespace) -> int:
     try:
         return doctor.doctor(options)
@@ -274,6 +282,9 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="makes a DeepSpeed checkpoint loadable at any world size")
     convert_command.add_arguments(convert)
     convert.set_defaults(act=_convert)
+    parts = commands.add_parser("pauses", help="where the time of each change of the world went, part by part")
+    parts.add_argument("directory", type=Path, metavar="DIR", help="the one of dlrover-run --trace-dir")
+    parts.set_defaults(act=_pauses)
     looks = commands.add_parser("doctor", help="the installation; or what a training script is, before its first step")
     doctor.add_arguments(looks)
     looks.set_defaults(act=_doctor)

@@ -17,6 +17,7 @@ from torch.distributed.elastic.metrics.api import MetricsConfig
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import JobSettings, Variable
 from dalsegno.protos.shortage import CannotStartError, prove_room, shortage, starting
+from dalsegno.protos.trace import trace_into
 
 from ..control.connection import Connector
 from ..control.credentials import CredentialFiles, CredentialsError
@@ -58,6 +59,7 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
     try:
         directory.prepare()
         log_dir = make_log_dir(options.log_dir, options.job_id)
+        _trace_into(options.trace_dir)
     except (StorageError, OSError) as error:
         raise UsageError(str(error)) from error
     where = _Where(options.job_id)
@@ -78,6 +80,17 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
     if message:
         console.say(message, warning=ending.code not in (EXIT_FINISHED, EXIT_LEFT, EXIT_USAGE))
     return ending.code
+
+
+def _trace_into(directory: str | None) -> None:
+    """From here on this process, and all that it starts, note what happens when.
+
+    Raises:
+        OSError: there can be no such directory.
+    """
+    if directory is not None:
+        os.makedirs(directory, exist_ok=True)
+        trace_into(os.path.abspath(directory))
 
 
 def verdict(reason: str, log_dir: Path) -> str:

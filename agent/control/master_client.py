@@ -24,6 +24,7 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 from dalsegno.protos.contract import CONTROL_PROTOCOL
+from dalsegno.protos.trace import mark
 
 from .client_threads import Backoff, Listener, kept_up
 from .connection import RETRIED, Connector, MasterLink, code_of, detail_of
@@ -312,6 +313,8 @@ class MasterClient:
             return False
         if isinstance(reply, control_pb2.RegisterReply):
             self._opened(waiting, reply)
+        if isinstance(waiting.request, control_pb2.CommitRequest) and not waiting.request.lease:
+            mark("committed", node=self._node, epoch=self._caller(waiting.request).epoch)
         return True
 
     def _send_failed(self, waiting: _Waiting, link: MasterLink, error: Exception) -> bool:

@@ -16,6 +16,7 @@ from pathlib import Path
 from dalsegno.protos import control_pb2
 from dalsegno.protos.processes import own_process
 from dalsegno.protos.shortage import CannotStartError, shortage
+from dalsegno.protos.trace import mark
 
 from ..control.connection import Connector
 from ..control.master_checks import problem_of, problem_of_reply
@@ -242,6 +243,8 @@ class Effects:
 
     def _converting(self, update: ev.ConversionUpdate) -> None:
         working = update.state == control_pb2.CONVERSION_STATE_WORKING
+        if update.state == control_pb2.CONVERSION_STATE_READY:
+            mark("converted", epoch=self._epoch)
         self._mailbox.put(update, replaces=("conversion", update.lease) if working else None)
 
     def _verifying(self, update: ev.VerificationMoved | ev.VerificationDone) -> None:

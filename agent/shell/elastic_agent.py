@@ -26,6 +26,7 @@ from torch.distributed.elastic.utils.api import macros
 from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.contract import Variable
 from dalsegno.protos.shortage import CannotStartError, shortage
+from dalsegno.protos.trace import mark
 
 from ..decisions import events as ev
 from ..decisions import handling
@@ -158,7 +159,10 @@ class ElasticAgent(LocalElasticAgent):
     def _handle(self, event: ev.Event) -> None:
         if isinstance(event, _Exited) and (event.start != self._starts or self._refused_the_flag(event)):
             return
+        ran = self._state.workers is not handling.Workers.NONE
         self._state, actions = handling.handle(self._state, event, time.monotonic())
+        if ran and self._state.workers is handling.Workers.NONE:
+            self._mark("stopped")
         for action in actions:
             logger.debug("%s -> %s", type(event).__name__, type(action).__name__)
             if not self._effects.perform(action):
@@ -169,8 +173,10 @@ class ElasticAgent(LocalElasticAgent):
     def _perform(self, action: ev.Action) -> None:
         match action:
             case ev.StartWorkers():
+                self._mark("formed")
                 self._start_world(action.world)
             case ev.StopWorkers():
+                self._mark("stopping")
                 self._stop_world(action.epoch, action.grace)
             case ev.TellWorkers():
                 self._link.tell(drain=action.drain, master_seen=action.master_seen, ending=action.ending)
@@ -178,6 +184,9 @@ class ElasticAgent(LocalElasticAgent):
                 self._ending = Ending(action.code, action.message)
             case _:
                 raise AssertionError(f"nobody carries out {type(action).__name__}")
+
+    def _mark(self, name: str) -> None:
+        mark(name, node=self._state.node, epoch=self._state.started)
 
     def _signalled(self, number: int) -> None:
         self._mailbox.put(ev.Signalled(number))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dalsegno.protos import trace
+
 from .errors import CheckpointDamaged, Damage
 from .files import THREADS, checksums, fsync_directory, fsync_tree, list_files, write_exclusive
 from .layout import MANIFEST
@@ -40,4 +42,5 @@ def seal(directory: Path, manifest: Manifest) -> str:
     write_exclusive(directory / MANIFEST, manifest.to_bytes())
     fsync_directory(directory)
     mark(directory)
+    trace.mark("sealed")
     return manifest.digest

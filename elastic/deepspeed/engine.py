@@ -34,6 +34,8 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY
 from deepspeed.pipe import PipelineModule
 
+from dalsegno.protos.trace import mark
+
 from ..checkpoint import UNIVERSAL
 from ..rank.process_group import init_alone
 from ..saving.optimizers import source_of_step
@@ -296,8 +298,10 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_sc
     if resume.reshard and not can_reshard(engine):
         # The manifest speaks of the DeepSpeed and the engine that saved.
         raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
+    mark("built")
     with _only_what_is_safe(resume.path):
         state = _load(engine, resume, strict)
+    mark("loaded")
     if not other_schedule:
         check_factors(state.get(_SCHEDULE, {}), factors(getattr(engine, "lr_scheduler", None)))
     return state

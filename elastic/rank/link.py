@@ -16,6 +16,7 @@ import weakref
 
 from dalsegno.protos import worker_pb2
 from dalsegno.protos.contract import FRAME
+from dalsegno.protos.trace import mark
 
 log = logging.getLogger(__name__)
 
@@ -164,6 +165,8 @@ class Link:
             except Exception as error:  # protobuf's DecodeError differs between its implementations
                 raise ValueError(f"the agent sent something unreadable: {error}") from error
             del buffer[: FRAME.size + length]
+            if message.drain and not self._drain:
+                mark("told")
             self._drain, self._master_seen, self._ending = message.drain, message.master_seen, message.ending
 
     def _lost(self, error: Exception | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from dalsegno.protos import worker_pb2
+from dalsegno.protos import trace, worker_pb2
 
 from .exchange import Boundary
 from .link import Link
@@ -36,6 +36,7 @@ class Reports:
 
     def begin(self) -> None:
         """The first step begins now."""
+        trace.mark("ready")
         self._mark = self._heard = time.monotonic()
 
     def lap(self) -> float:
@@ -48,6 +49,7 @@ class Reports:
         """A step is done, which took so long."""
         if self._count is not None:
             self._count.set(boundary.step)
+        trace.mark(trace.STEP, step=boundary.step)
         first, now = self._told == 0.0, time.monotonic()
         if first or boundary.exchanged or now - self._told >= PROGRESS_SECONDS:
             self._told = now

@@ -28,6 +28,8 @@ from typing import Any
 import torch
 import xxhash
 
+from dalsegno.protos.trace import mark
+
 from ..checkpoint import MANIFEST, CheckpointDamaged, FileEntry
 from ..checkpoint.files import checksums
 from .saving_reports import Count
@@ -162,6 +164,7 @@ class Flight:
         entries = tuple(self._write(path, value) for path, value in self._files.items())
         own = json.dumps({"files": [asdict(entry) for entry in entries]}, sort_keys=True).encode() + b"\n"
         self._write(part_name(self._rank), own)
+        mark("synced")
         self._written.set()
         found = self._gather_parts() if self._rank == 0 else None
         if found is not None:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from dalsegno.protos import worker_pb2
+from dalsegno.protos import trace, worker_pb2
 
 from ..checkpoint import (
     Best,
@@ -132,7 +132,9 @@ class Saver:
             with self._together(drain):
                 own.name, own.content = self._choose_name(content, create_directory)
                 self._write(own, write)
+                trace.mark("written")
                 files = self._describe(own)
+                trace.mark("synced")
                 self._check_files([entry.path for entry in files], own.content)
                 manifest = self._seal(own, files)
         except Failed as failure:

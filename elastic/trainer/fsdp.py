@@ -17,6 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from dalsegno.protos.trace import mark
+
 from ..rank.process_group import init_process_group
 from ..saving.optimizers import check_sharded, say_added
 from ..saving.replicas import check_whole, loadable
@@ -108,7 +110,9 @@ class FSDP(Strategy):
         self._stepped = None if steps_on_metric(self.scheduler) else self.scheduler
         if resume is None:
             return {}
+        mark("built")
         self._had_frozen = load(resume.path, model, self.optimizer, cast=self._cast)
+        mark("loaded")
         self._resumed = resume.ref.name
         # Earlier versions had none.
         self._unlisted.load(read_tensors(resume.path / SHARED_FILE).get("unlisted", {}))

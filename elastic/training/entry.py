@@ -6,6 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
+from dalsegno.protos.trace import mark
+
 from ..checkpoint import CheckpointStore
 from ..data.loaders import shield_loaders
 from ..rank.agreement import agree
@@ -45,7 +47,9 @@ def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: 
     if _sessions:
         _check_same_run(_sessions[0], directory)
     else:
+        mark("session")
         _sessions.append(_open(from_environment(checkpoint_dir=directory), keep, verify))
+        mark("verified")
     return _sessions[0]
 
 
@@ -75,6 +79,7 @@ def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> S
     collective: Collective = Solo()
     if identity.world_size > 1:
         collective = GlooCollective(identity.rank, identity.world_size, identity.epoch)
+        mark("met")
     link = lock = resume = None
     if identity.socket is not None:
         # Before the agent hears that there is a session: from then on it expects this rank to save.

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dalsegno.protos.text import few
+from dalsegno.protos.trace import mark
 
 from ..checkpoint import SHARDED
 from ..saving.optimizers import check_kept, check_parameters, say_added
@@ -195,8 +196,10 @@ class TrainingState:
         if resume is None:
             check_whole(self._model)
             return False
+        mark("built")
         with self._session.meetings.together():
             self._load(resume, cast, other_schedule)
+        mark("loaded")
         return True
 
     def _load(self, resume: ResumePoint, cast: bool, other_schedule: bool) -> None:

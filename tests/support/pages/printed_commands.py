@@ -136,6 +136,7 @@ COMMANDS: dict[str, How] = {
     ),
     "python -m tests.unit.protos.test_protos": Run(),
     "python -m benchmarks peers": Elsewhere(_HOURS, "bench"),
+    "python -m benchmarks pause": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks rendezvous": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks [NAME ...]": Elsewhere(_HOURS, "bench"),
     "python -m benchmarks sampler": Elsewhere(_HOURS, "bench"),
@@ -152,6 +153,13 @@ COMMANDS: dict[str, How] = {
     ),
     "dalsegno scale": Name(_PROGRAM),
     "dalsegno doctor": Name(_PROGRAM),
+    "dalsegno pauses DIR": Elsewhere(
+        "looks at what a job with changes has left",
+        "tests/integration/test_benchmark_pause.py::test_the_trace_of_a_job_is_shown",
+    ),
+    "dlrover-run --trace-dir DIR": Elsewhere(
+        "needs a job with changes", "tests/integration/test_benchmark_pause.py::test_the_trace_of_a_job_is_shown"
+    ),
     "dalsegno doctor examples/train.py --steps=1000": Run(says="change of the world: its checkpoints load as they are"),
     "dalsegno doctor train.py": Elsewhere("a name", "tests/integration/test_doctor.py::test_a_script_that_fails"),
     "dalsegno status | checkpoints | convert | doctor": Name(_PROGRAM),

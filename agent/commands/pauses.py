@@ -1,0 +1,39 @@
+"""`dalsegno pauses DIR`: where the time of each change went, out of what `dlrover-run --trace-dir DIR` left."""
+
+from __future__ import annotations
+
+import argparse
+
+from dalsegno.elastic.checkpoint.errors import printable
+from dalsegno.protos.trace import read
+
+from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+from ..decisions.pauses import PARTS, Pause, pauses
+
+__all__ = ["lines", "show"]
+
+
+def show(options: argparse.Namespace) -> int:
+    """Prints a line for each change, and one for each of its parts.
+
+    Raises:
+        OSError: the directory cannot be read.
+    """
+    if not options.directory.is_dir():
+        raise ValueError(f"{options.directory} is no directory: give the one of dlrover-run --trace-dir")
+    found = pauses(read(options.directory))
+    if not found:
+        print(f"no change of the world in {options.directory}: a world before and one behind it must have made a step")
+        return EXIT_FAILED
+    for pause in found:
+        print("\n".join(map(printable, lines(pause))))
+    return EXIT_FINISHED
+
+
+def lines(pause: Pause) -> list[str]:
+    """One change, for people."""
+    how = "planned" if pause.planned else f"unplanned, {pause.lost} steps made again"
+    ranks = "1 rank" if pause.ranks == 1 else f"{pause.ranks} ranks"
+    width = max(len(name) for name in (*PARTS, *pause.parts))
+    rows = [f"  {name:<{width}} {seconds:8.3f} s" for name, seconds in pause.parts.items()]
+    return [f"epoch {pause.epoch}, {ranks}: {pause.seconds:.3f} s ({how})", *rows]

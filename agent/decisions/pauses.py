@@ -1,0 +1,141 @@
+"""What a change of the world cost, part by part, out of the marks that a job's processes left. Pure.
+
+A pause goes from a step's end to a step's end: from the last one before a planned change was noticed (of an unplanned
+one: the last one of the old world) to the end of the new world's first step on every rank. Each part ends with a mark,
+the latest of all processes; what has passed by then is not counted again. So the parts are never negative, and sum to
+the pause whatever overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from dalsegno.protos.trace import STEP, Mark
+
+__all__ = ("PARTS", "Pause", "pauses")
+
+# In the order in which they follow one another; a script may have marks of its own between these.
+PARTS = (
+    *("noticed", "step finished", "written", "synced", "sealed", "committed", "stopped", "converted", "formed"),
+    *("started", "met", "verified", "built", "loaded", "ready", "first step"),
+)
+# Marks of a worker's beginning that the part which they end is not named after.
+_NAMES = {"session": "started"}
+_OF_THE_OLD = ("written", "synced", "sealed", "committed", "stopped", "converted")
+
+
+@dataclass(frozen=True)
+class Pause:
+    """One change of the world.
+
+    Attributes:
+        epoch: the one that it led to.
+        planned: the world before saved and stopped at a step that it had agreed on.
+        began, ended: seconds of the marks' clock.
+        ranks: how many made the first step, as far as they share the clock.
+        lost: steps that were made twice.
+        parts: seconds of each, in their order; what there is no mark of is not there.
+    """
+
+    epoch: int
+    planned: bool
+    began: float
+    ended: float
+    ranks: int
+    lost: int
+    parts: Mapping[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """All of it; what the parts sum to."""
+        return self.ended - self.began
+
+
+def pauses(marks: Iterable[Mark]) -> list[Pause]:
+    """Every change between two worlds that made a step, in order of time, of each clock by itself."""
+    clocks: dict[str, list[Mark]] = {}
+    for one in marks:
+        clocks.setdefault(one.clock, []).append(one)
+    return [pause for _, own in sorted(clocks.items()) for pause in _of_one_clock(own)]
+
+
+def _of_one_clock(marks: Sequence[Mark]) -> Iterator[Pause]:
+    epochs = sorted({one.epoch for one in marks if _is_step(one)})
+    for before, after in pairwise(epochs):
+        yield _pause(marks, before, after)
+
+
+def _is_step(one: Mark) -> bool:
+    return one.name == STEP and one.rank >= 0 and one.epoch > 0
+
+
+def _pause(marks: Sequence[Mark], before: int, after: int) -> Pause:
+    old = [one for one in marks if _is_step(one) and one.epoch == before]
+    new = [one for one in marks if _is_step(one) and one.epoch == after]
+    firsts = {process: _first(new, process) for process in {one.process for one in new}}
+    last, ended = max(one.at for one in old), max(one.at for one in firsts.values())
+    stopping = [one.at for one in marks if one.name == "stopping" and one.epoch == before]
+    sealed = any(one.name == "sealed" and _counts(one, before) and last <= one.at <= ended for one in marks)
+    told = None if stopping else _told(marks, before, last)
+    began, ends = last, [("noticed", min(stopping))] if stopping else []
+    if told is not None:
+        began = max((one.at for one in old if one.at <= told), default=told)
+        ends = [("noticed", told), ("step finished", last)]
+    during = [one for one in marks if began < one.at <= ended]
+    for name in _OF_THE_OLD:
+        ends += _latest(name, (one for one in during if one.name == name and _counts(one, before)))
+    ends += _latest("formed", (one for one in during if one.name == "formed" and one.epoch == after))
+    ends += _beginning(during, firsts)
+    ends.append(("first step", ended))
+    made = max(one.step for one in old)
+    lost = max(0, made + 1 - min(one.step for one in firsts.values()))
+    planned = not stopping and (told is not None or sealed)
+    return Pause(after, planned, began, ended, len(firsts), lost, _parts(began, ended, ends))
+
+
+def _first(steps: Iterable[Mark], process: str) -> Mark:
+    return min((one for one in steps if one.process == process), key=lambda one: one.at)
+
+
+def _told(marks: Sequence[Mark], epoch: int, last: float) -> float | None:
+    """When the first rank of a world was told of the change before its last step; None: by a signal, or not at all."""
+    newest: dict[str, float] = {}
+    for one in marks:
+        # A change may have been withdrawn before: the newest word of each.
+        if one.epoch == epoch and one.name == "told" and one.at <= last:
+            newest[one.process] = max(one.at, newest.get(one.process, one.at))
+    return min(newest.values(), default=None)
+
+
+def _counts(one: Mark, epoch: int) -> bool:
+    """A converter's marks are of no rank and no epoch; what is saved is the ranks'."""
+    if one.name in ("written", "synced", "sealed"):
+        return one.rank >= 0 and one.epoch == epoch
+    return one.name == "converted" or one.epoch == epoch
+
+
+def _latest(name: str, found: Iterable[Mark]) -> list[tuple[str, float]]:
+    times = [one.at for one in found]
+    return [(name, max(times))] if times else []
+
+
+def _beginning(during: Iterable[Mark], firsts: Mapping[str, Mark]) -> list[tuple[str, float]]:
+    """What the new world's workers did until their first step, in the order in which it was done."""
+    found: dict[str, float] = {}
+    for one in during:
+        if one.process in firsts and one.name != STEP and one.at <= firsts[one.process].at:
+            name = _NAMES.get(one.name, one.name)
+            found[name] = max(one.at, found.get(name, one.at))
+    return sorted(found.items(), key=lambda item: item[1])
+
+
+def _parts(began: float, ended: float, ends: Iterable[tuple[str, float]]) -> dict[str, float]:
+    parts: dict[str, float] = {}
+    now = began
+    for name, at in ends:
+        then = min(max(now, at), ended)
+        parts[name] = parts.get(name, 0.0) + then - now
+        now = then
+    return parts

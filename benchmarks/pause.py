@@ -1,0 +1,253 @@
+"""What a change of the world costs, part by part, over the size of the state and the number of its tensors.
+
+Real agents with an embedded master on this machine, one rank per node, beside torchrun with each framework's own save
+and load, one after the other in the same run. A node joins (1 to 2); then it is killed (2 to 1), with all its processes
+at once. Each change is split into its parts by the marks of `--trace-dir` (`dalsegno pauses DIR`); the parts sum to the
+pause. Each measured change is a line of a file, out of which `--draw` makes the table and the picture of docs/pause.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.pause_page import Change, draw, read_changes
+from benchmarks.peers import Job, a_job, hosts
+from benchmarks.results import DEFAULT_DIRECTORY, DIRECTORY_VARIABLE, machine
+from dalsegno.agent.decisions.pauses import Pause, pauses
+from dalsegno.protos.contract import Variable
+from dalsegno.protos.trace import read
+from examples.history import StepLine
+from tests.support.jobs import local_processes as processes
+
+SCRIPT = Path(__file__).resolve().parent / "pause_rank.py"
+# Of weights and both moments of AdamW in fp32, for each parameter.
+BYTES_EACH = 12
+SIZES = {"16MB": 16 * 10**6, "150MB": 150 * 10**6, "0.5GB": 500 * 10**6, "2GB": 2 * 10**9}
+TENSORS = (100, 1000, 5000)
+# Of a framework: what `dlrover-run` is told, and how the change is then made.
+WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "ddp": ("ddp", ()),
+    "fsdp2": ("fsdp2", ()),
+    "zero1": ("zero1", ()),
+    "zero1-universal": ("zero1", ("--universal-checkpoint",)),
+    "zero3": ("zero3", ()),
+    "zero3-universal": ("zero3", ("--universal-checkpoint",)),
+}
+LAUNCHERS = {"ours": "dlrover-run", "torchrun": "torchrun, tuned"}
+SCENES = ("join", "kill")
+# Steps that a world makes before something happens to it, and seconds: standby workers are warm by then.
+STEPS, SETTLE = 5, 4.0
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured: a way of `WAYS`, a state of so many bytes in so many tensors, a launcher of `LAUNCHERS`."""
+
+    way: str
+    bytes: int
+    tensors: int
+    launcher: str
+
+    @property
+    def framework(self) -> str:
+        return WAYS[self.way][0]
+
+
+def shape(size: int, tensors: int) -> tuple[int, int]:
+    """Layers and their width, so that weights and biases, two tensors each, and their moments take `size` bytes."""
+    layers = max(1, tensors // 2)
+    parameters = size / BYTES_EACH / layers
+    # width^2 + width of them in each layer.
+    return layers, max(1, round((parameters + 0.25) ** 0.5 - 0.5))
+
+
+@dataclass
+class Options:
+    """How it is measured; see the flags."""
+
+    scenes: Sequence[str] = SCENES
+    save_every: int = 10
+    step_time: float = 0.1
+    settle: float = SETTLE
+    patience: float = 300.0
+    directory: Path | None = None
+    # Where marks are kept; None: nowhere.
+    trace: Path | None = None
+
+
+def measure(cell: Cell, options: Options) -> list[Change]:
+    """A job of one node, to which another comes, which is then killed.
+
+    Raises:
+        TimeoutError: A change did not come about; the message has what the job's console said last.
+    """
+    layers, width = shape(cell.bytes, cell.tensors)
+    flags = [f"--framework={cell.framework}", f"--layers={layers}", f"--width={width}"]
+    flags += [f"--save-every={options.save_every}", f"--step-time={options.step_time}"]
+    with tempfile.TemporaryDirectory(prefix="pause-trace-") as folder:
+        marks = options.trace or Path(folder)
+        environment = {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
+        if cell.launcher != "ours":
+            environment[Variable.TRACE] = str(marks)
+        with a_job(
+            LAUNCHERS[cell.launcher],
+            options.directory,
+            **{"nnodes": "1:2", "script": SCRIPT, "flags": tuple(flags), "alone": "--own"},
+            more=(*WAYS[cell.way][1], "--grow-interval=0", f"--trace-dir={marks}"),
+            environment=environment,
+            patience=options.patience,
+        ) as job:
+            try:
+                return list(_play(cell, job, marks, options))
+            except TimeoutError as error:
+                raise TimeoutError(f"{error}: {_consoles(job)}") from error
+
+
+def _play(cell: Cell, job: Job, marks: Path, options: Options) -> list[Change]:
+    began = time.time()
+    job.start_node()
+    job.wait(lambda: hosts(job), "node 0 hosts")
+    _settle(job, 1, began, options)
+    found = []
+    for scene, size in (("join", 2), ("kill", 1)):
+        if scene not in options.scenes and scene == "kill":
+            break
+        load, event = os.getloadavg()[0], time.time()
+        if scene == "join":
+            job.start_node()
+        else:
+            processes.send([job.nodes[1].pid, *job.node_processes(1)], signal.SIGKILL)
+        _settle(job, size, event, options)
+        pause = pauses(read(marks))[-1]
+        if scene in options.scenes:
+            found.append(_change(cell, scene, pause, job.poll(), event, load))
+    return found
+
+
+def _settle(job: Job, size: int, since: float, options: Options) -> None:
+    """Waits until a world of this size has made some steps, also the one after which it has saved, and is at rest."""
+    job.wait(lambda: len(job.steps_of_world(size, since)) >= STEPS, f"a world of {size}")
+    first = job.steps_of_world(size, since)[0]
+    saved = (max(line.step for line in job.lines) // options.save_every + 1) * options.save_every
+    job.wait(
+        lambda: time.time() - first >= options.settle and max(line.step for line in job.poll()) > saved,
+        f"a world of {size} that has saved",
+    )
+
+
+def _change(cell: Cell, scene: str, pause: Pause, lines: Sequence[StepLine], event: float, load: float) -> Change:
+    before = [line for line in lines if line.time <= event]
+    after = [line for line in lines if line.time > event]
+    first = min(line.time for line in after if line.epoch == after[-1].epoch)
+    times = sorted({line.time for line in after if line.time <= first})
+    gap = max(b - a for a, b in zip([max(line.time for line in before), *times], times, strict=False))
+    reached = max(line.step for line in lines if line.epoch != after[-1].epoch)
+    ends = sorted({line.time for line in before if line.rank == 0})
+    past = min((line.time for line in after if line.step > reached), default=after[-1].time)
+    return Change(
+        **dataclasses.asdict(cell),
+        scene=scene,
+        pause=pause.seconds,
+        gap=gap,
+        # From the last step of before to one that nobody had made.
+        past=past - max(line.time for line in lines if line.epoch != after[-1].epoch),
+        step=statistics.median(b - a for a, b in zip(ends[-STEPS:], ends[-STEPS + 1 :], strict=False)),
+        lost=pause.lost,
+        load=load,
+        parts=dict(pause.parts),
+    )
+
+
+def _consoles(job: Job) -> str:
+    said = [path.read_text(errors="replace").strip()[-600:] for path in sorted(job.directory.glob("*.console"))]
+    return " | ".join(said)
+
+
+def _sizes(text: str) -> int:
+    if text in SIZES:
+        return SIZES[text]
+    raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(SIZES)}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks pause", description=__doc__)
+    parser.add_argument(
+        "--frameworks", nargs="+", choices=WAYS, default=list(WAYS), metavar="NAME", help=", ".join(WAYS)
+    )
+    parser.add_argument(
+        "--sizes", nargs="+", type=_sizes, default=list(SIZES.values()), metavar="SIZE", help=", ".join(SIZES)
+    )
+    parser.add_argument("--tensors", nargs="+", type=int, default=list(TENSORS), metavar="N")
+    parser.add_argument("--scenes", nargs="+", choices=SCENES, default=list(SCENES))
+    parser.add_argument("--launchers", nargs="+", choices=LAUNCHERS, default=list(LAUNCHERS))
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--save-every", type=int, default=10, help="steps between two saves (%(default)s)")
+    parser.add_argument("--step-time", type=float, default=0.1, help="least seconds of a step (%(default)s)")
+    parser.add_argument("--patience", type=float, default=300.0, help="seconds that a change may take (%(default)s)")
+    parser.add_argument("--directory", type=Path, help="for checkpoints, on the disk to measure")
+    parser.add_argument("--results", type=Path, help="lines are added to this file")
+    parser.add_argument(
+        "--draw", type=Path, metavar="PAGE", help="measure nothing: put table and picture of the results there"
+    )
+    return parser
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    """Measures, a line for each change, or draws what was measured. 0 if all could be."""
+    flags = _parser().parse_args(arguments)
+    folder = Path(os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY)
+    results = flags.results or folder / "pause.jsonl"
+    if flags.draw is not None:
+        draw(read_changes(results), flags.draw)
+        return 0
+    results.parent.mkdir(parents=True, exist_ok=True)
+    # What was started is ended by whoever started it, also where this is ended.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    options = Options(
+        flags.scenes, flags.save_every, flags.step_time, patience=flags.patience, directory=flags.directory
+    )
+    print(machine(), flush=True)
+    failed = 0
+    for repeat in range(flags.repeats):
+        for cell in _cells(flags):
+            try:
+                for change in measure(cell, options):
+                    _write(results, change, repeat)
+            except TimeoutError as error:
+                failed += 1
+                print(f"{cell}: {error}", flush=True)
+    return min(failed, 1)
+
+
+def _cells(flags: argparse.Namespace) -> list[Cell]:
+    """All that were asked for, torchrun right behind what it is held against."""
+    found = []
+    for size in flags.sizes:
+        for tensors in flags.tensors:
+            for way in flags.frameworks:
+                own = [name for name in flags.launchers if name == "ours" or way == WAYS[way][0]]
+                found += [Cell(way, size, tensors, launcher) for launcher in own]
+    return found
+
+
+def _write(results: Path, change: Change, repeat: int) -> None:
+    parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in change.parts.items())
+    what = f"{change.way} {change.bytes / 1e6:,.0f} MB {change.tensors} tensors {change.launcher} {change.scene}"
+    print(f"{what}: {change.pause:.2f} s (no step for {change.gap:.2f}, lost {change.lost}): {parts}", flush=True)
+    with results.open("a", encoding="utf-8") as file:
+        file.write(json.dumps({**dataclasses.asdict(change), "repeat": repeat}) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

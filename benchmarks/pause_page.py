@@ -1,0 +1,228 @@
+"""The page of `benchmarks.pause`: its table and its picture, out of what was measured. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+__all__ = ("Change", "draw", "picture", "read_changes", "table")
+
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+# Columns of the table: parts that are told as one.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "noticed": ("noticed",),
+    "step finished": ("step finished",),
+    "saved": ("written", "synced"),
+    "sealed": ("sealed",),
+    "committed": ("committed",),
+    "stopped": ("stopped",),
+    "converted": ("converted", "converted by the script"),
+    "formed": ("formed",),
+    "started": ("started", "met", "verified"),
+    "model built": ("model built",),
+    "engine built": ("built", "engine built", "ready"),
+    "loaded": ("loaded",),
+    "first step": ("first step",),
+}
+COLOURS = {
+    **{"ddp": "#1f77b4", "fsdp2": "#2ca02c", "zero1": "#d62728", "zero1-universal": "#ff9896"},
+    **{"zero3": "#9467bd", "zero3-universal": "#c5b0d5"},
+}
+PANEL_WIDTH, PANEL_HEIGHT, LEGEND_WIDTH, MARGIN = 250, 200, 115, 50
+
+
+@dataclass(frozen=True)
+class Change:
+    """One change that was measured.
+
+    Attributes:
+        way: of `benchmarks.pause.WAYS`.
+        bytes, tensors: of the state; of the model.
+        launcher: "ours" or "torchrun".
+        scene: "join" or "kill".
+        pause: seconds, and what they consist of.
+        gap: longest time in which no rank ended a step, until the new world's first.
+        past: seconds from the last step of before to one that nobody had made.
+        step: seconds of one of before.
+        lost: steps that were made twice.
+        load: of the machine, the mean of the minute before.
+    """
+
+    way: str
+    bytes: int
+    tensors: int
+    launcher: str
+    scene: str
+    pause: float
+    gap: float
+    past: float
+    step: float
+    lost: int
+    load: float
+    parts: Mapping[str, float]
+
+
+def read_changes(path: Path) -> list[Change]:
+    """What `benchmarks.pause` has written.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    names = {field.name for field in fields(Change)}
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [Change(**{key: value for key, value in json.loads(line).items() if key in names}) for line in lines]
+
+
+def grouped(parts: Mapping[str, float]) -> dict[str, float]:
+    """By the table's columns; a part of no column counts where a script's own marks do, as an engine that is built."""
+    known = {part: group for group, own in GROUPS.items() for part in own}
+    found = dict.fromkeys(GROUPS, 0.0)
+    for part, seconds in parts.items():
+        found[known.get(part, "engine built")] += seconds
+    return found
+
+
+def table(changes: Iterable[Change]) -> str:
+    """Markdown: a line for each cell, ours and torchrun's side by side, medians."""
+    cells = _cells(changes)
+    columns = [*GROUPS]
+    head = ["way", "MB", "tensors", "change", "a step", "pause", *columns]
+    head += ["torchrun", "times", "lost: ours, torchrun", "load", "n"]
+    rows = [head, ["---"] * len(head)]
+    for (way, size, tensors, scene), found in sorted(cells.items(), key=_order):
+        ours = found.get("ours", [])
+        theirs = found.get("torchrun") or _framework(cells, way, size, tensors, scene)
+        if not ours:
+            continue
+        pause = _median(one.pause for one in ours)
+        parts = [_median(grouped(one.parts)[name] for one in ours) for name in columns]
+        beside = _median(one.pause for one in theirs) if theirs else None
+        lost = f"{_lost(ours)}, {_lost(theirs)}" if theirs else _lost(ours)
+        rows.append(
+            [
+                *(way, f"{size / 1e6:,.0f}", f"{tensors:,}", scene),
+                *(f"{_median(one.step for one in ours):.2f}", f"**{pause:.2f}**"),
+                *(f"{part:.2f}" if part >= 0.005 else "" for part in parts),
+                *(("", "") if beside is None else (f"{beside:.2f}", f"{beside / pause:.1f}")),
+                *(lost, f"{_median(one.load for one in [*ours, *theirs]):.0f}", str(len(ours))),
+            ]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+Key = tuple[str, int, int, str]
+Cells = dict[Key, dict[str, list[Change]]]
+
+
+def _cells(changes: Iterable[Change]) -> Cells:
+    cells: Cells = {}
+    for one in changes:
+        cells.setdefault((one.way, one.bytes, one.tensors, one.scene), {}).setdefault(one.launcher, []).append(one)
+    return cells
+
+
+def _order(item: tuple[Key, object]) -> tuple[object, ...]:
+    (way, size, tensors, scene), _ = item
+    return list(COLOURS).index(way), size, tensors, scene
+
+
+def _framework(cells: Cells, way: str, size: int, tensors: int, scene: str) -> list[Change]:
+    """torchrun has one way for each framework, whatever ours is."""
+    return cells.get((way.partition("-")[0], size, tensors, scene), {}).get("torchrun", [])
+
+
+def _median(values: Iterable[float]) -> float:
+    return statistics.median(values)
+
+
+def _lost(changes: Sequence[Change]) -> str:
+    return f"{statistics.median(one.lost for one in changes):.0f}"
+
+
+def picture(changes: Iterable[Change]) -> str:
+    """SVG: a panel for each scene and number of tensors; pause over state, both logarithmic. Dashed: torchrun."""
+    cells = _cells(changes)
+    scenes = sorted({key[3] for key in cells})
+    tensors = sorted({key[2] for key in cells})
+    sizes = sorted({key[1] for key in cells})
+    seconds = [one.pause for found in cells.values() for own in found.values() for one in own]
+    if not seconds:
+        raise ValueError("nothing was measured")
+    low, high = 10 ** math.floor(math.log10(min(seconds))), 10 ** math.ceil(math.log10(max(seconds)))
+    high = max(high, 10 * low)
+    width = MARGIN + max(len(tensors) * PANEL_WIDTH, len(COLOURS) * LEGEND_WIDTH + 30)
+    height = len(scenes) * PANEL_HEIGHT + 40
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" font-family="sans-serif" '
+        'font-size="11" fill="#777">'
+    ]
+
+    def place(column: int, row: int, size: int, value: float) -> tuple[float, float]:
+        across = math.log(size / sizes[0]) / (math.log(sizes[-1] / sizes[0]) or 1.0)
+        up = math.log(max(value, low) / low) / math.log(high / low)
+        x = MARGIN + column * PANEL_WIDTH + 15 + across * (PANEL_WIDTH - 60)
+        return x, 25 + row * PANEL_HEIGHT + (1 - up) * (PANEL_HEIGHT - 60)
+
+    for row, scene in enumerate(scenes):
+        for column, count in enumerate(tensors):
+            x, y = place(column, row, sizes[0], high)
+            parts.append(f'<text x="{x}" y="{y - 8}" font-weight="bold">{scene}, {count:,} tensors</text>')
+            parts += _grid(lambda size, value, c=column, r=row: place(c, r, size, value), sizes, low, high)
+            for way, colour in COLOURS.items():
+                for launcher, dash in (("ours", ""), ("torchrun", ' stroke-dasharray="4 3"')):
+                    own = {size: cells.get((way, size, count, scene), {}).get(launcher, []) for size in sizes}
+                    points = [
+                        place(column, row, size, _median(one.pause for one in found))
+                        for size, found in own.items()
+                        if found
+                    ]
+                    parts += _line(points, colour, dash)
+    for number, (way, colour) in enumerate(COLOURS.items()):
+        x, y = MARGIN + 15 + number * LEGEND_WIDTH, height - 18
+        parts.append(f'<line x1="{x}" y1="{y - 4}" x2="{x + 18}" y2="{y - 4}" stroke="{colour}" stroke-width="2"/>')
+        parts.append(f'<text x="{x + 23}" y="{y}">{way}</text>')
+    parts.append(
+        f'<text x="{MARGIN + 15}" y="{height - 2}">dashed, hollow: torchrun, tuned; seconds over MB of state</text>'
+    )
+    return "\n".join([*parts, "</svg>"]) + "\n"
+
+
+def _grid(place, sizes: Sequence[int], low: float, high: float) -> list[str]:  # type: ignore[no-untyped-def]
+    parts, value = [], low
+    while value <= high * 1.001:
+        (x1, y), (x2, _) = place(sizes[0], value), place(sizes[-1], value)
+        parts.append(f'<line x1="{x1}" y1="{y:.1f}" x2="{x2}" y2="{y:.1f}" stroke="#7774" />')
+        parts.append(f'<text x="{x1 - 6}" y="{y + 4:.1f}" text-anchor="end">{value:g}</text>')
+        value *= 10
+    for size in sizes:
+        x, y = place(size, low)
+        parts.append(f'<text x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{size / 1e6:,.0f}</text>')
+    return parts
+
+
+def _line(points: Sequence[tuple[float, float]], colour: str, dash: str) -> list[str]:
+    if not points:
+        return []
+    # A single point has no line that says whose it is.
+    inside = "none" if dash else colour
+    track = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    parts = [f'<polyline points="{track}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>']
+    return parts + [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" stroke="{colour}" fill="{inside}"/>' for x, y in points]
+
+
+def draw(changes: Sequence[Change], page: Path) -> None:
+    """Puts the table between the page's two marks, and the picture beside it.
+
+    Raises:
+        ValueError: the page has no such marks, or nothing was measured.
+    """
+    text = page.read_text(encoding="utf-8")
+    begin, end = text.find(BEGIN), text.find(END)
+    if not 0 <= begin < end:
+        raise ValueError(f"{page} has no {BEGIN} … {END}")
+    page.with_suffix(".svg").write_text(picture(changes), encoding="utf-8")
+    page.write_text(text[: begin + len(BEGIN)] + "\n" + table(changes) + "\n" + text[end:], encoding="utf-8")

@@ -1,0 +1,385 @@
+"""One rank of `benchmarks.pause`: so many tensors of so many bytes, trained by DDP, FSDP2, ZeRO-1 or ZeRO-3.
+
+Under `dlrover-run` it is a script with a session. With `--own DIR` it is one for torchrun: it saves every so many steps
+with what its framework has for that (`torch.save`, torch's distributed checkpoint, DeepSpeed's `save_checkpoint`), and
+begins with the newest of those. Another number of ranks then takes DeepSpeed's own conversion to universal files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, TrainingState, session
+from dalsegno.protos.contract import Variable
+from dalsegno.protos.trace import mark
+
+SAMPLES, GLOBAL_BATCH, SEED = 1 << 16, 4, 1
+# FSDP gathers so many parts of the model one by one.
+BLOCKS = 8
+
+
+class Layer(nn.Module):
+    """Two tensors, a weight and a bias; adds a little to what comes in."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * torch.tanh(self.linear(x))
+
+
+class Rows(torch.utils.data.Dataset[Tensor]):
+    """Rows of numbers, each computed from its place."""
+
+    def __init__(self, width: int) -> None:
+        self._places = torch.arange(1.0, width + 1)
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.sin(self._places * (index + 1))
+
+
+class Log:
+    """One line for each step, as `examples.history` reads them."""
+
+    def __init__(self, directory: Path, rank: int, world_size: int, epoch: int) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._file = (directory / f"rank-{rank}-epoch-{epoch}.jsonl").open("a", encoding="utf-8")
+        self._who = {"epoch": epoch, "rank": rank, "world_size": world_size, "data_epoch": 0, "sample_ids": []}
+
+    def step(self, number: int, loss: float) -> None:
+        line = {**self._who, "step": number, "loss": loss, "grad_norm": 0.0, "time": time.time()}
+        self._file.write(json.dumps(line) + "\n")
+        self._file.flush()
+
+
+def make_model(flags: argparse.Namespace) -> nn.Sequential:
+    torch.manual_seed(SEED)
+    layers = [Layer(flags.width) for _ in range(flags.layers)]
+    size = -(-flags.layers // BLOCKS)
+    return nn.Sequential(*(nn.Sequential(*layers[at : at + size]) for at in range(0, flags.layers, size)))
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def loss_of(model: Any, rows: Tensor) -> Tensor:
+    loss: Tensor = (model(rows) - rows.flip(-1)).square().mean()
+    return loss
+
+
+def shard(model: nn.Sequential) -> nn.Module:
+    """FSDP2, block by block."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model:
+        fully_shard(block)
+    fully_shard(model)
+    return model
+
+
+def configuration(flags: argparse.Namespace) -> dict[str, Any]:
+    """DeepSpeed's, without batch sizes."""
+    return {
+        "zero_optimization": {"stage": int(flags.framework.removeprefix("zero"))},
+        "zero_allow_untested_optimizer": True,
+    }
+
+
+def device() -> torch.device:
+    """This rank's card, where there is one."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    torch.cuda.set_device(found)
+    return found
+
+
+def join() -> None:
+    dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
+
+
+class Pace:
+    """Stretches steps to a least duration, as those of a model on a card are long beside what surrounds them."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._last = seconds, time.monotonic()
+
+    def wait(self) -> None:
+        rest = self._last + self._seconds - time.monotonic()
+        if rest > 0:
+            time.sleep(rest)
+        self._last = time.monotonic()
+
+
+# ---- with a session --------------------------------------------------------------------------------------------------
+
+
+def elastic(flags: argparse.Namespace) -> None:
+    """The script that `dlrover-run` runs."""
+    s = session()
+    plan = BatchPlan(GLOBAL_BATCH, s.world_size, GLOBAL_BATCH)
+    rows = Rows(flags.width)
+    sampler = ElasticSampler(len(rows), GLOBAL_BATCH, seed=SEED)
+    zero = flags.framework.startswith("zero")
+    train, accumulate, options = (_elastic_zero if zero else _elastic_torch)(flags, s, plan)
+    scale = "deepspeed" if zero else "ddp"
+    batches: Batches[Tensor] = Batches(rows, sampler, plan, s.rank, scale=scale, resume=s.resume)
+    log, pace = Log(flags.step_log, s.rank, s.world_size, s.epoch), Pace(flags.step_time)
+    for batch in s.steps(batches, max_steps=flags.steps, save_every=flags.save_every, seed=SEED, **options):
+        loss = 0.0
+        for micro in accumulate(batch):
+            loss += train(micro)
+        if not zero:
+            accumulate.step()
+        pace.wait()
+        log.step(batch.step, loss)
+
+
+def _elastic_torch(flags: argparse.Namespace, s: Any, plan: BatchPlan) -> tuple[Any, Any, dict[str, Any]]:
+    where = device()
+    join()
+    model: Any = make_model(flags).to(where)
+    mark("model built")
+    if flags.framework == "ddp":
+        optimizer = make_optimizer(model)
+        state = TrainingState(s, model=model, optimizer=optimizer)
+        state.load()
+        wrapped: Any = DistributedDataParallel(model)
+        options: dict[str, Any] = {"save": state.write}
+    else:
+        from dalsegno.elastic.trainer import fsdp
+
+        wrapped = shard(model)
+        optimizer = make_optimizer(wrapped)
+        if s.resume is not None:
+            mark("built")
+            fsdp.load(s.resume.path, wrapped, optimizer)
+            mark("loaded")
+
+        def save(path: Path) -> None:
+            for name, content in fsdp.files(wrapped, optimizer).items():
+                (path / name).parent.mkdir(parents=True, exist_ok=True)
+                torch.save(content, path / name)
+
+        options = {"save": save, "strategy": "fsdp", "any_world_size": True}
+    mark("engine built")
+
+    def train(micro: Any) -> float:
+        loss = loss_of(wrapped, micro.data.to(where))
+        micro.scale(loss).backward()
+        return float(loss.detach())
+
+    accumulate = Accumulation(wrapped, optimizer)
+    return train, _Stepping(accumulate, optimizer), options
+
+
+class _Stepping:
+    """`Accumulation`, and the optimizer's step behind it."""
+
+    def __init__(self, accumulate: Accumulation, optimizer: torch.optim.Optimizer) -> None:
+        self._accumulate, self._optimizer = accumulate, optimizer
+
+    def __call__(self, batch: Any) -> Iterator[Any]:
+        return iter(self._accumulate(batch))
+
+    def step(self) -> None:
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+
+
+def _elastic_zero(flags: argparse.Namespace, s: Any, plan: BatchPlan) -> tuple[Any, Any, dict[str, Any]]:
+    import deepspeed
+
+    from dalsegno.elastic import deepspeed as elastic_deepspeed
+
+    elastic_deepspeed.prepare()
+    model = make_model(flags)
+    mark("model built")
+    config = elastic_deepspeed.config(configuration(flags), plan, s.resume)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
+    elastic_deepspeed.restore(engine, s.resume)
+
+    def train(micro: Any) -> float:
+        loss = loss_of(engine, micro.data.to(engine.device))
+        engine.backward(micro.scale(loss))
+        engine.step()
+        return float(loss.detach())
+
+    return train, Accumulation(engine), {"save": elastic_deepspeed.save(engine)}
+
+
+# ---- with torchrun alone ---------------------------------------------------------------------------------------------
+
+
+def own(flags: argparse.Namespace) -> None:
+    """The script that torchrun runs."""
+    mark("session")
+    if flags.framework.startswith("zero"):
+        import deepspeed
+        import deepspeed.ops
+
+        # Not used under torchrun, and compiled for a minute.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo", verbose=False)
+        step, done, save = _own_zero(flags)
+    else:
+        join()
+        step, done, save = _own_torch(flags)
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    number = torch.tensor([int(time.monotonic() * 1000)], device=device())
+    dist.broadcast(number, 0)  # what `dlrover-run` calls an epoch
+    os.environ[Variable.EPOCH] = str(int(number))
+    log, pace, rows = Log(flags.step_log, rank, world_size, int(number)), Pace(flags.step_time), Rows(flags.width)
+    mark("ready")
+    for count in itertools.count(done + 1):
+        first = count * GLOBAL_BATCH % SAMPLES
+        mine = torch.stack([rows[first + place] for place in range(rank, GLOBAL_BATCH, world_size)])
+        loss = step(mine)
+        pace.wait()
+        log.step(count, loss)
+        mark("step", step=count)
+        if count % flags.save_every == 0:
+            save(count)
+
+
+Own = tuple[Callable[[Tensor], float], int, Callable[[int], None]]
+
+
+def _own_torch(flags: argparse.Namespace) -> Own:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    where = device()
+    model: Any = make_model(flags).to(where)
+    mark("model built")
+    ddp = flags.framework == "ddp"
+    wrapped: Any = DistributedDataParallel(model) if ddp else shard(model)
+    optimizer = make_optimizer(wrapped)
+    mark("built")
+    newest = flags.own / "newest"
+    done = int(newest.read_text()) if newest.exists() else 0
+    if done and ddp:
+        found = torch.load(flags.own / f"{done}.pt", map_location=where, weights_only=True)
+        model.load_state_dict(found["model"])
+        optimizer.load_state_dict(found["optimizer"])
+    elif done:
+        weights, moments = get_state_dict(wrapped, optimizer)
+        state = {"model": weights, "optimizer": moments}
+        dcp.load(state, checkpoint_id=flags.own / str(done))
+        set_state_dict(wrapped, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    if done:
+        mark("loaded")
+
+    def step(rows: Tensor) -> float:
+        loss = loss_of(wrapped, rows.to(where))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    def save(count: int) -> None:
+        if not ddp:
+            weights, moments = get_state_dict(wrapped, optimizer)
+            dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=flags.own / str(count))
+        elif dist.get_rank() == 0:
+            flags.own.mkdir(parents=True, exist_ok=True)
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, flags.own / f"{count}.pt")
+        _note(newest, count)
+
+    return step, done, save
+
+
+def _note(newest: Path, count: int) -> None:
+    """Once all have written: what to begin with."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        aside = newest.with_suffix(".new")
+        aside.write_text(str(count))
+        aside.replace(newest)
+
+
+def _own_zero(flags: argparse.Namespace) -> Own:
+    import deepspeed
+    from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY
+
+    ranks, newest = dist.get_world_size(), flags.own / "newest"
+    config = configuration(flags)
+    config |= {"train_micro_batch_size_per_gpu": GLOBAL_BATCH // ranks, "gradient_accumulation_steps": 1}
+    done = int(newest.read_text()) if newest.exists() else 0
+    tag = f"{done}"
+    if done and int((flags.own / f"{tag}.ranks").read_text()) != ranks:
+        tag = f"{done}-universal-{ranks}"
+        config["checkpoint"] = {"load_universal": True}
+        if dist.get_rank() == 0:
+            _convert(flags.own / f"{done}", flags.own / tag)
+        dist.barrier()
+        mark("converted by the script")
+    model = make_model(flags)
+    mark("model built")
+    engine, *_ = deepspeed.initialize(model=model, optimizer=make_optimizer(model), config=config)
+    mark("built")
+    if done:
+        loaded, _ = engine.load_checkpoint(str(flags.own), tag=tag)
+        assert loaded is not None
+        mark("loaded")
+
+    def step(rows: Tensor) -> float:
+        loss = loss_of(engine, rows.to(engine.device))
+        engine.backward(loss)
+        engine.step()
+        return float(loss.detach())
+
+    def save(count: int) -> None:
+        state = {UNIVERSAL_CHECKPOINT_INFO: {UNIVERSAL_CHECKPOINT_VERSION_KEY: 0.4}}
+        engine.save_checkpoint(str(flags.own), tag=str(count), client_state=state)
+        if dist.get_rank() == 0:
+            (flags.own / f"{count}.ranks").write_text(str(ranks))
+        _note(newest, count)
+
+    return step, done, save
+
+
+def _convert(source: Path, target: Path) -> None:
+    """DeepSpeed's own converter, with its own defaults."""
+    words = ["--input_folder", str(source), "--output_folder", str(target), "--inject_missing_state"]
+    subprocess.run([sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", *words], check=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--framework", choices=("ddp", "fsdp2", "zero1", "zero3"), default="ddp")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--step-time", type=float, default=0.0)
+    parser.add_argument("--step-log", type=Path, required=True)
+    parser.add_argument("--own", type=Path)
+    flags = parser.parse_args()
+    if flags.own is None:
+        elastic(flags)
+    else:
+        own(flags)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Marks of what happened when: where the time of a change goes (docs/pause.md has their names).
+
+Each process appends JSON lines to a file of its own below the directory that ``DALSEGNO_TRACE`` names; without it a
+mark costs nothing. Of steps in a row the first and the last stay, so a file grows with saves and
+changes of the world, not with steps. Standard library only.
+
+A line says ``at``, ``mark``, and what is known of ``node``, ``rank``, ``epoch`` and ``step``. ``at`` is the machine's
+monotonic clock in seconds. Times of two machines, or of two boots of one, say nothing about each other: the first part
+of a file's name says which clock it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .contract import Variable
+from .processes import boot_id
+
+__all__ = ("STEP", "Mark", "mark", "read", "trace_into")
+
+# What is marked at the end of each step.
+STEP = "step"
+# Such a line leaves room for the one that takes its place.
+_STEP_WIDTH = 160
+_SUFFIX = ".jsonl"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Mark:
+    """One moment of one process.
+
+    Attributes:
+        at: seconds of a monotonic clock, which all processes of one machine share.
+        process: who marked it; unlike a process number, never used again.
+        clock: marks with another one cannot be compared.
+        rank: -1 in an agent.
+        epoch: 0 where there is none yet.
+        step: -1 where it is not said.
+    """
+
+    at: float
+    name: str
+    process: str
+    clock: str
+    node: str = ""
+    rank: int = -1
+    epoch: int = 0
+    step: int = -1
+
+
+def mark(name: str, **facts: str | int) -> None:
+    """Notes that something has happened just now, where somebody wants to know. Any thread; never fails.
+
+    Args:
+        name: what; docs/pause.md has those that are known.
+        facts: `node`, `rank`, `epoch` where the process's environment does not say them; `step`.
+    """
+    directory = _look() if _directory is None else _directory
+    if directory:
+        at = time.monotonic()
+        _file(directory).write(at, name, facts)
+
+
+def trace_into(directory: str) -> None:
+    """From here on this process, and all that it starts, note what happens below a directory; empty: nowhere."""
+    global _directory
+    os.environ[Variable.TRACE] = _directory = directory
+
+
+# Of this process; None: nobody has looked yet. A look into the environment costs more than a mark that is not made.
+_directory: str | None = None
+
+
+def _look() -> str:
+    global _directory
+    _directory = os.environ.get(Variable.TRACE, "")
+    return _directory
+
+
+class _File:
+    """This process's own file."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+        self._lock = threading.Lock()
+        self._fd: int | None = None
+        # Where the last line begins, its length, and how many lines of steps stand at the end.
+        self._begin = self._length = self._steps = 0
+        try:
+            os.makedirs(directory, exist_ok=True)
+            clock = boot_id()[:8]
+            path = os.path.join(directory, f"{clock}-{os.getpid()}-{secrets.token_hex(4)}{_SUFFIX}")
+            self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            logger.warning("nothing is traced: %s", error)
+
+    def write(self, at: float, name: str, facts: dict[str, str | int]) -> None:
+        """Appends one line; of steps in a row the last one takes the place of the one before it."""
+        line: dict[str, Any] = {"at": round(at, 6), "mark": name, **_who(), **facts}
+        data = json.dumps(line).encode().ljust(_STEP_WIDTH if name == STEP else 0) + b"\n"
+        with self._lock:
+            if self._fd is None:
+                return
+            again = name == STEP and self._steps > 1 and len(data) == self._length
+            begin = self._begin if again else self._begin + self._length
+            try:
+                os.pwrite(self._fd, data, begin)
+            except OSError as error:
+                logger.warning("nothing more is traced: %s", error)
+                self.forget()
+                return
+            self._begin, self._length = begin, len(data)
+            self._steps = self._steps + 1 if name == STEP else 0
+
+    def forget(self) -> None:
+        """Closes it."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+_own: _File | None = None
+_making = threading.Lock()
+
+
+def _file(directory: str) -> _File:
+    global _own
+    own = _own
+    if own is not None and own.directory == directory:
+        return own
+    with _making:
+        if _own is None or _own.directory != directory:
+            _own = _File(directory)
+        return _own
+
+
+def _in_child() -> None:
+    """A forked process has a file of its own, and often another environment."""
+    global _own, _making, _directory
+    _making, _directory = threading.Lock(), None
+    own, _own = _own, None
+    if own is not None:
+        own.forget()
+
+
+os.register_at_fork(after_in_child=_in_child)
+
+
+def _who() -> dict[str, str | int]:
+    """What an agent has told this worker of itself, or torchrun has."""
+    said = os.environ
+    found: dict[str, str | int] = {"node": said[Variable.NODE]} if Variable.NODE in said else {}
+    for key, variable in (("rank", "RANK"), ("epoch", Variable.EPOCH)):
+        if said.get(variable, "").isdecimal():
+            found[key] = int(said[variable])
+    return found
+
+
+def read(directory: Path) -> list[Mark]:
+    """All marks below a directory, in order of time. A line that is no mark (its writer was killed) is passed over.
+
+    Raises:
+        OSError: the directory or a file of it cannot be read.
+    """
+    found: list[Mark] = []
+    for path in sorted(directory.glob(f"*{_SUFFIX}")):
+        found += _marks(path)
+    return sorted(found, key=lambda one: one.at)
+
+
+def _marks(path: Path) -> Iterator[Mark]:
+    clock = path.name.partition("-")[0]
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            said = json.loads(line)
+            yield Mark(
+                at=float(said["at"]),
+                name=str(said["mark"]),
+                process=path.stem,
+                clock=clock,
+                node=str(said.get("node", "")),
+                rank=int(said.get("rank", -1)),
+                epoch=int(said.get("epoch", 0)),
+                step=int(said.get("step", -1)),
+            )
+        except (ValueError, KeyError, TypeError, AttributeError):
+            continue
