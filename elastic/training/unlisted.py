@@ -7,6 +7,7 @@ for.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -34,7 +35,8 @@ class Unlisted:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._buffers = {name: (id(b), b._version, _digest(b)) for name, b in buffers(model).items()}
+        # Not by `id`: another tensor may have that once the first one is gone.
+        self._buffers = {name: (weakref.ref(b), b._version, _digest(b)) for name, b in buffers(model).items()}
         self._attributes, self._looks = _attributes(model), _LOOKS
 
     def changed_buffers(self) -> dict[str, Tensor]:
@@ -43,7 +45,8 @@ class Unlisted:
         for name, buffer in buffers(self._model).items():
             was = self._buffers.get(name)
             # Few change, and to look at all of them would take a while at each save.
-            if was is None or ((id(buffer), buffer._version) != was[:2] and _digest(buffer) != was[2]):
+            same = was is not None and was[0]() is buffer and was[1] == buffer._version
+            if was is None or (not same and _digest(buffer) != was[2]):
                 found[name] = buffer
         return found
 

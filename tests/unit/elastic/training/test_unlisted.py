@@ -85,3 +85,13 @@ def test_it_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     looked.tell()
     (line,) = caplog.messages
     assert line.startswith("Counting.calls, Counting._seen changed while the model trained, and are in no checkpoint")
+
+
+def test_a_buffer_that_was_replaced_by_one_in_its_place() -> None:
+    """Python gives the number of an object that is gone to the next one: that is not the same buffer."""
+    model = Counting()
+    looked = Unlisted(model)
+    for _ in range(200):
+        del model.warm
+        model.register_buffer("warm", torch.full((), 7.0), persistent=False)
+        assert list(looked.changed_buffers()) == ["warm"]
