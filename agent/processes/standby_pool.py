@@ -119,7 +119,11 @@ class StandbyPool:
     def _advance(self) -> None:
         """Once the imports are there, has the script run ahead; once that has got as far as it can, says so."""
         with self._lock:
-            if self._closed or self._announced or self.warm() < self._count:
+            if self._closed or self._announced:
+                return
+            if self.warm() < self._count:
+                if not any(nursery.usable for nursery in self._nurseries):
+                    self._announce()  # It was killed while scripts ran ahead. Nothing more comes of it.
                 return
             wanted = self._wanted if self._fork else ()
             nursery = self._nurseries[0]

@@ -561,3 +561,19 @@ def test_no_thread_for_it_is_no_failure(make: Make, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(threading.Timer, "start", start)
     ahead.run("import os\nprint(os.environ['RANK'])")
     assert ahead.finish() == "3\n"
+
+
+def test_a_nursery_that_is_killed_while_scripts_run_ahead_keeps_nobody_waiting(make: Make, tmp_path: Path) -> None:
+    """Others wait for this node to be warm. There is nothing left that it could wait for."""
+    ahead = make(patience=600.0)
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    ahead.script.write_text(
+        f"from posix import close, open\nclose(open({str(started)!r}, 1))\nimport signal\nsignal.pause()\n"
+    )
+    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
+    assert started.read_bytes() == b"", "it is opened, and closed"
+    os.kill(ahead.pool._nurseries[0].process.pid, signal.SIGKILL)
+    assert ahead.warm.wait(30)
+    ahead.run("import os\nprint(os.environ['RANK'])")
+    assert ahead.finish() == "3\n"
