@@ -470,17 +470,19 @@ def test_streams_are_where_the_script_has_put_them(make: Make, caplog: pytest.Lo
 
 
 def test_no_variable_is_missing_to_a_script_that_still_runs(make: Make) -> None:
-    """Its place comes while it asks again and again: it waits until it has all of it."""
+    """It asks while it is given its place, one variable after the other: it waits until it has all of them."""
     ahead = make()
     ahead.script.write_text(
-        "import os, sys, threading\nsys.setswitchinterval(1e-6)\nfound = []\n"
-        "def look():\n    found.append([os.environ.get(name) for name in ('RANK', 'WORLD_SIZE', 'MASTER_PORT')])\n"
-        "looking = [threading.Thread(target=look) for _ in range(8)]\n"
-        "[one.start() for one in looking], [one.join() for one in looking]\n"
-        "print(all(one == ['3', '4', '1'] for one in found))\n"
+        "import os, threading, time\nput, begun = os.putenv, threading.Event()\n"
+        "def slow(name, value):\n    begun.set()\n    time.sleep(0.1)\n    put(name, value)\n"
+        "os.putenv = slow\nbegun.wait()\nprint(os.environ.get('TORCHELASTIC_RESTART_COUNT'), dict(os.environ)['RANK'])\n"
     )
-    ahead.run(ahead.script.read_text())
-    assert ahead.finish({**PLACE, "MASTER_PORT": "1"}) == "True\n"
+    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
+    deadline = time.monotonic() + 60
+    while ahead.pool.warm() == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # why: there is no event for the imports alone
+    assert ahead.finish() == "1 3\n"
 
 
 # As `torch.utils.cpp_extension` and `filelock` do it, which processes of other jobs meet, too.
