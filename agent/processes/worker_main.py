@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import dataclasses
 import os
 import runpy
@@ -72,16 +71,7 @@ def _end(code: object) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    _flush_of_c()
     os._exit(status & 0xFF)
-
-
-def _flush_of_c() -> None:
-    """What native code has printed and libc still keeps, as it does for whatever is no terminal."""
-    libc = ctypes.CDLL(None)
-    for name in ("stdout", "stderr"):
-        with contextlib.suppress(ValueError):  # A C library that does not call them so.
-            libc.fflush(ctypes.c_void_p.in_dll(libc, name))
 
 
 def _set_first_path(path: str) -> None:

@@ -546,13 +546,6 @@ def test_what_native_code_writes_waits(make: Make, caplog: pytest.LogCaptureFixt
         assert ahead.finish() == "True\n"
 
 
-def test_what_native_code_prints_is_not_lost(make: Make) -> None:
-    """libc keeps it until the process ends, which is not by `exit()` here."""
-    ahead = make()
-    ahead.run("import ctypes, os\nctypes.CDLL(None).printf(b'native\\n')\nos.environ['RANK']\nprint('own')")
-    assert sorted(ahead.finish().splitlines()) == ["native", "own"]
-
-
 def test_no_thread_for_it_is_no_failure(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `ulimit -u`: the node is warm all the same, and the script starts when its place is known."""
 
