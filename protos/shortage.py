@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["CannotStartError", "crowded", "prove_room", "shortage", "starting"]
+__all__ = ["CannotStartError", "crowded", "own_cgroups", "prove_room", "shortage", "starting"]
 
 # Of Python's threads, and of those that torch starts in C++.
 _NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))
@@ -103,7 +103,7 @@ def _limits() -> Iterator[tuple[int, int, str]]:
     if allowed != resource.RLIM_INFINITY:
         used = _threads_of(os.getuid())
         yield allowed, used, f"ulimit -u: {allowed}, in use by user {os.getuid()}: {used}"
-    for directory in _own_cgroups("pids"):
+    for directory in own_cgroups("pids"):
         most, now = _number(directory / "pids.max"), _number(directory / "pids.current")
         if most is not None and now is not None:
             yield most, now, f"pids.max of the container or group {directory}: {most}, in use: {now}"
@@ -128,7 +128,7 @@ def _memory() -> str:
     allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
     if allowed != resource.RLIM_INFINITY:
         limits.append(f"ulimit -v: {allowed // 1024} kB")
-    for directory in _own_cgroups("memory"):
+    for directory in own_cgroups("memory"):
         most = _number(directory / "memory.max") or _number(directory / "memory.limit_in_bytes")
         if most is not None and most < 1 << 60:
             limits.append(f"limit of the container or group {directory}: {most // 1_000_000} MB")
@@ -139,7 +139,7 @@ def _memory() -> str:
     return "; ".join(limits) or "see ulimit -v and /proc/meminfo"
 
 
-def _own_cgroups(controller: str) -> Iterator[Path]:
+def own_cgroups(controller: str) -> Iterator[Path]:
     """The directories of this process's groups that may limit it, from its own one up."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()

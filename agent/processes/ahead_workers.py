@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
 
 from dalsegno.protos.contract import is_of_a_world
+from dalsegno.protos.shortage import starting
 
 from .nursery_client import Nursery, StandbyProcess
 from .worker_main import Assignment
@@ -81,16 +83,15 @@ class AheadWorkers:
             missing = [rank for rank in range(len(wanted)) if rank not in self._workers]
             if self._given_up or not missing:
                 return
+            started: dict[int, StandbyProcess] = {}
             try:
-                started = {rank: nursery.start_worker(wanted[rank], ahead=True) for rank in missing}
+                with starting("a thread for workers that run ahead"):
+                    self._start_timer()
+                for rank in missing:
+                    started[rank] = nursery.start_worker(wanted[rank], ahead=True)
             except OSError as error:
-                logger.warning("no worker runs ahead: %s", error)
-                return
+                logger.warning("no more workers run ahead: %s", error)
             self._workers |= {rank: (nursery, wanted[rank], worker) for rank, worker in started.items()}
-            self._stop_timer()
-            self._timer = threading.Timer(self._patience, self._out_of_patience)
-            self._timer.daemon = True
-            self._timer.start()
         for rank, worker in started.items():
             worker.when_settled(lambda rank=rank, worker=worker: self._settled(rank, worker))  # type: ignore[misc]
 
@@ -109,7 +110,8 @@ class AheadWorkers:
             late.daemon = True
             with self._lock:
                 self._late[worker] = late
-            late.start()
+            with contextlib.suppress(RuntimeError):  # No thread is to be had: it is waited for without an end.
+                late.start()
             return worker
         worker.discard()
         return None
@@ -167,6 +169,13 @@ class AheadWorkers:
         for worker in slow:
             worker.discard()
         self._on_settled()
+
+    def _start_timer(self) -> None:
+        self._stop_timer()
+        timer = threading.Timer(self._patience, self._out_of_patience)
+        timer.daemon = True
+        timer.start()
+        self._timer = timer
 
     def _stop_timer(self) -> None:
         if self._timer is not None:

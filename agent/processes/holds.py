@@ -7,6 +7,7 @@ in training. What native code does by itself is not seen, except for a card's fi
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import io
 import os
@@ -14,7 +15,8 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from types import ModuleType
 from typing import Any
 
 from .looked import Looked
@@ -28,26 +30,71 @@ _ONE_PATH = (
     *("setxattr", "removexattr"),
 )
 _TWO_PATHS = ("rename", "replace", "link", "symlink")
-_LOOKS = ("stat", "lstat", "access")
-_LISTS = ("listdir", "scandir")
+_LOOKS = ("stat", "lstat", "access", "readlink")
 _PROCESSES = (
     *("fork", "forkpty", "posix_spawn", "posix_spawnp", "system", "execv", "execve", "kill", "killpg"),
     *("sched_setaffinity", "setpriority"),
 )
 _SOCKETS = ("connect", "connect_ex", "bind", "sendto", "sendmsg")
 _PROCESS, _CONNECTION, _CARD, _GROUP = "it starts a process", "it opens a connection", "it uses a card", "its group"
-# Of other modules, where they are imported: what is called there waits in any case.
+_DATABASE, _SHARED_MEMORY = "it opens a database", "it uses shared memory"
+# Of other modules, as soon as they are imported: what is called there waits in any case. Written by native code.
 _ELSEWHERE = (
     ("_posixsubprocess", "fork_exec", _PROCESS),
+    ("_posixshmem", "shm_open", _SHARED_MEMORY),
+    ("_posixshmem", "shm_unlink", _SHARED_MEMORY),
+    *((name, "connect", _DATABASE) for name in ("_sqlite3", "sqlite3", "sqlite3.dbapi2")),
+    *((name, "open", _DATABASE) for name in ("_dbm", "_gdbm")),
+    ("h5py", "File.__init__", "it opens a file of HDF5"),
+    *((name, "serialize_file", "it writes safetensors") for name in ("safetensors", "safetensors._safetensors_rust")),
+    *((name, "serialize_file", "it writes safetensors") for name in ("safetensors.torch", "safetensors.numpy")),
+    ("torch", "save", "torch.save"),
+    ("torch.serialization", "save", "torch.save"),
     ("torch.cuda", "_lazy_init", _CARD),
     ("torch.xpu", "_lazy_init", _CARD),
     ("torch.distributed", "init_process_group", _GROUP),
     ("torch.distributed.distributed_c10d", "init_process_group", _GROUP),
+    ("torch.distributed", "TCPStore.__init__", _CONNECTION),
+    ("torch.distributed", "FileStore.__init__", "it opens a store"),
 )
-# Written by native code.
-_SAVES = (("torch", "save"), ("torch.serialization", "save"))
+# Copies of `open` in modules that may have been imported before, and names of files that native code reads.
+_COPIES = (("tarfile", "bltn_open"), ("bz2", "_builtin_open"), ("tokenize", "_builtin_open"))
+_READERS = tuple((name, "safe_open") for name in ("safetensors", "safetensors._safetensors_rust", "safetensors.torch"))
 
 _Function = Callable[..., Any]
+
+
+_NAMED = frozenset(module for module, *_ in (*_ELSEWHERE, *_COPIES, *_READERS))
+
+
+class _Imports:
+    """Tells of modules that have functions to be held, as they are imported. It finds none itself."""
+
+    def __init__(self, imported: Callable[[str], None]) -> None:
+        self._imported = imported
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name not in _NAMED:
+            return None
+        for finder in sys.meta_path:
+            spec = None if finder is self else finder.find_spec(name, path, target)
+            if spec is not None:
+                self._tell(name, spec.loader)
+                return spec
+        return None
+
+    def _tell(self, name: str, loader: Any) -> None:
+        run = getattr(loader, "exec_module", None)
+        if run is None:
+            return
+
+        def exec_module(module: ModuleType) -> None:
+            run(module)
+            if self in sys.meta_path:
+                self._imported(name)
+
+        with contextlib.suppress(AttributeError):  # A class of Python's own modules, which are imported by now.
+            loader.exec_module = exec_module
 
 
 class Holds:
@@ -62,6 +109,7 @@ class Holds:
         self._meet = meet
         self._looked = looked
         self._over = False
+        self._imports = _Imports(self._hold)
         # Where, under which name, ours, and what was there; None: a base class has it.
         self._replaced: list[tuple[Any, str, _Function, _Function | None]] = []
 
@@ -76,8 +124,8 @@ class Holds:
             self._replace(os, name, functools.partial(self._before_change, name, 2))
         for name in _LOOKS:
             self._replace(os, name, functools.partial(self._before_look, False))
-        for name in _LISTS:
-            self._replace(os, name, functools.partial(self._before_look, True))
+        self._replace(os, "listdir", functools.partial(self._before_look, True))
+        self._replace(os, "scandir", self._before_scan)
         for name in _PROCESSES:
             self._replace(os, name, self._always(_PROCESS))
         for name in _SOCKETS:
@@ -85,14 +133,29 @@ class Holds:
         self._replace(subprocess, "_fork_exec", self._always(_PROCESS))
         # Whether a module's source is still what was imported.
         self._replace(SourceFileLoader, "path_stats", lambda loader, path: self._look(path))
-        for module, name, need in _ELSEWHERE:
-            self._replace(sys.modules.get(module), name, self._always(need))
-        for module, name in _SAVES:
-            self._replace(sys.modules.get(module), name, self._always("torch.save"))
+        for module in {*_NAMED} & set(sys.modules):
+            self._hold(module)
+        sys.meta_path.insert(0, self._imports)
+
+    def _hold(self, module: str) -> None:
+        """Those of a module that is imported."""
+        holds = [(name, self._always(need)) for owner, name, need in _ELSEWHERE if owner == module]
+        holds += [(name, self._before_open) for owner, name in _COPIES if owner == module]
+        holds += [
+            (name, lambda path, *args, **options: self._look(path)) for owner, name in _READERS if owner == module
+        ]
+        for name, before in holds:
+            owner: Any = sys.modules[module]
+            *classes, last = name.split(".")
+            for one in classes:
+                owner = getattr(owner, one, None)
+            self._replace(owner, last, before)
 
     def end(self) -> None:
         """They are again what they were. One that somebody has wrapped meanwhile stays, and lets everything pass."""
         self._over = True
+        if self._imports in sys.meta_path:
+            sys.meta_path.remove(self._imports)
         for owner, name, ours, before in reversed(self._replaced):
             if owner.__dict__.get(name) is not ours:
                 continue
@@ -147,6 +210,12 @@ class Holds:
     def _before_look(self, entries: bool, path: Any = ".", *args: object, **options: object) -> None:
         if options.get("dir_fd") is None:
             self._look(path, entries=entries)
+
+    def _before_scan(self, path: Any = ".") -> None:
+        self._look(path, entries=True)
+        # Their DirEntry tells sizes and times by itself.
+        for name in self._looked.few_entries(path):
+            self._look(name)
 
     def _before_writing(self, path: Any, *, new: bool = False) -> None:
         if not isinstance(path, (str, bytes, os.PathLike)):

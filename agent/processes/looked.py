@@ -8,20 +8,31 @@ import sys
 import sysconfig
 import tempfile
 
-__all__ = ["Looked"]
+__all__ = ["Looked", "holds_a_lock"]
 
 # The functions as they are while nobody waits.
 _stat = os.stat
 _abspath = os.path.abspath
+_open = open
+_listdir = os.listdir
 # Variables that name a cache, and where caches are without them. Their libraries write them from many processes at
 # once, and look a thing up by what it is: whether it is there makes no other training.
 _CACHES = (
     *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "TORCH_EXTENSIONS_DIR"),
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "MPLCONFIGDIR", "NUMBA_CACHE_DIR"),
 )
+# What of such a directory is a cache; people have more there.
+_INSIDE = {"HF_HOME": ("hub", "datasets", "modules", "assets", "xet", "evaluate", "metrics"), "TORCH_HOME": ("hub",)}
 _DEFAULT_CACHES = ("~/.cache", "~/.triton", "~/.config/matplotlib")
-# Not the work of a training.
+# Not the work of a training, except for what people keep in shared memory. Some of it anybody may write.
 _SYSTEM = ("/proc", "/sys", "/dev")
+_SHARED_MEMORY = ("/dev/shm", "/dev/mqueue", "/dev/hugepages")
+_WRITABLE = (
+    *("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/stdout", "/dev/stderr", "/dev/fd"),
+    *("/proc/self", "/proc/thread-self"),
+)
+# As many entries of a directory are looked at each for itself, where their sizes and times come with the list.
+_FEW = 256
 # Of files and directories; a script that looks at more waits.
 _MOST = 100_000
 
@@ -34,8 +45,15 @@ def _below(path: str, roots: tuple[str, ...]) -> bool:
 
 
 def _caches() -> tuple[str, ...]:
-    named = [os.environ[name] for name in _CACHES if os.environ.get(name)]
-    return tuple(_abspath(os.path.expanduser(path)) for path in (*named, *_DEFAULT_CACHES))
+    """Those that hold nothing else: a directory that is worked in is a person's, whatever a variable calls it."""
+    named = [
+        os.path.join(os.environ[name], inside)
+        for name in _CACHES
+        for inside in _INSIDE.get(name, ("",))
+        if os.environ.get(name)
+    ]
+    paths = {_abspath(os.path.expanduser(path)) for path in (*named, *_DEFAULT_CACHES)}
+    return tuple(path for path in paths if not _below(os.getcwd(), (path,)))
 
 
 def _installed() -> tuple[str, ...]:
@@ -47,17 +65,25 @@ class Looked:
     """Prints of files and directories, taken before the script had what it asked for."""
 
     def __init__(self) -> None:
-        self._shared = (*_SYSTEM, *_caches())
-        self._passed_over = (*self._shared, *_installed())
+        caches = _caches()
+        self._shared = (*_WRITABLE, *caches)
+        self._passed_over = (*_SYSTEM, *caches, *_installed())
         # Found out by writing there, the first time.
         self._temporary = _abspath(tempfile.gettempdir())
         self._prints: dict[tuple[str, bool], _Print] = {}
 
     def is_shared(self, path: str, *, new: bool = False) -> bool:
-        """Whether anybody may write this file ahead: a cache's, compiled Python, a device, a `new` temporary one."""
+        """Whether anybody may write this file ahead: a cache's, compiled Python, a device, a temporary one.
+
+        One that must be `new` may be a lock, which others would wait for until this process has its place. Where it has
+        the name of a temporary file it is none.
+        """
         path = _abspath(path)
         shared = _below(path, self._shared) or "/__pycache__/" in path
-        return shared or (new and os.path.dirname(path) == self._temporary)
+        if not new or "/__pycache__/" in path:
+            return shared
+        temporary = os.path.basename(path).startswith(tempfile.gettempprefix())
+        return temporary and (shared or os.path.dirname(path) == self._temporary)
 
     @property
     def full(self) -> bool:
@@ -69,13 +95,28 @@ class Looked:
         if not isinstance(path, (str, bytes, os.PathLike)):
             return  # A descriptor: what it is of was looked at when it was opened.
         name = _abspath(os.fsdecode(path))
-        if (name, entries) in self._prints or _below(name, self._passed_over) or "/__pycache__/" in name:
+        if (name, entries) in self._prints or self._is_passed_over(name):
             return
         self._prints[name, entries] = _print(name, entries)
 
+    def few_entries(self, path: object) -> list[str]:
+        """The paths of what a directory holds, if that is not much."""
+        if not isinstance(path, (str, bytes, os.PathLike)) or self._is_passed_over(root := _abspath(os.fsdecode(path))):
+            return []
+        try:
+            names = _listdir(root)
+        except OSError:
+            return []
+        return [os.path.join(root, name) for name in names] if len(names) <= _FEW else []
+
+    def _is_passed_over(self, name: str) -> bool:
+        passed_over = _below(name, self._passed_over) or "/__pycache__/" in name
+        return passed_over and not _below(name, _SHARED_MEMORY)
+
     def changed(self) -> str:
         """The first path that is another one now; "": none."""
-        for (name, entries), before in self._prints.items():
+        # The script may still run, and look at more.
+        for (name, entries), before in list(self._prints.items()):
             if _print(name, entries) != before:
                 return name
         return ""
@@ -90,3 +131,14 @@ def _print(name: str, entries: bool) -> _Print:
     if stat.S_ISDIR(found.st_mode) and not entries:
         return (kind, found.st_dev, found.st_ino)
     return (kind, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+
+
+def holds_a_lock() -> bool:
+    """Whether this process has a lock on some file (proc_locks(5)), by whatever call."""
+    try:
+        with _open("/proc/locks", encoding="ascii") as file:
+            lines = [line.split() for line in file]
+    except (OSError, ValueError):
+        return False
+    # "1: FLOCK ADVISORY WRITE 7493 …"; with "->" it is one that somebody waits for.
+    return any(line[4:5] == [str(os.getpid())] and "->" not in line for line in lines)

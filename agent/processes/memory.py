@@ -6,12 +6,18 @@ import logging
 from collections.abc import Iterable
 from pathlib import Path
 
+from dalsegno.protos.shortage import own_cgroups
+
 __all__ = ["available_bytes", "has_room_beside", "is_enough", "private_bytes"]
 
 # Of what is available, beside as much again as the workers have by now: they grow, and so do the caches.
 _RESERVE = 0.5
 _MEMINFO = Path("/proc/meminfo")
-_CGROUP = Path("/sys/fs/cgroup")
+# Of control groups of version 2 and 1: the limit, what is used, and how much of that is cache.
+_LIMITS = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,14 +43,19 @@ def private_bytes(pid: int) -> int:
 
 
 def available_bytes() -> int:
-    """What can still be had: of the machine, or of the container where that is less."""
+    """What can still be had: of the machine, or of the container or job (its control groups) where that is less."""
     found = [_field(_MEMINFO, "MemAvailable:") or 0]
-    # Of version 2, as a container sees its own; the file cache counts as used there, and can be had.
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    if limit is not None and used is not None:
-        cached = _field(_CGROUP / "memory.stat", "inactive_file", unit=1) or 0
-        found.append(max(0, limit - used + cached))
+    found += [left for group in own_cgroups("memory") if (left := _left_in(group)) is not None]
     return min(found)
+
+
+def _left_in(group: Path) -> int | None:
+    """What a control group lets its processes have, its file cache included; None: it has no limit."""
+    for most, now, cache in _LIMITS:
+        limit, used = _number(group / most), _number(group / now)
+        if limit is not None and used is not None:
+            return max(0, limit - used + (_field(group / "memory.stat", cache, unit=1) or 0))
+    return None
 
 
 def _number(path: Path) -> int | None:

@@ -152,10 +152,12 @@ class StandbyProcess:
                 # It has done nothing that anybody saw.
                 self.abandoned = self.abandoned or (self._ahead and not self._unwanted)
             call = None if self.taken else self._on_news
-        # First: who waits for the end then finds what follows from it.
-        if call is not None:
-            call()
-        self._ended.set()
+        try:
+            # First: who waits for its end may look at what follows from it.
+            if call is not None:
+                call()
+        finally:
+            self._ended.set()
 
 
 class Nursery:

@@ -5,59 +5,60 @@ place where it first
 
 - reads one of the variables that tell its place (`session()` does, and `init_process_group()`), or all variables;
 - would write a file, change a directory, start a process, open a connection, or touch a card (`holds.py`);
+- has written as much as is kept (`kept_output.py`);
 - has ended well.
 
 What it writes to its streams is kept until then. What it looks at is noted (`looked.py`): where a file is another one
 by the time the place is there, the worker says so and ends, and another one is started the usual way. The same happens
-where its script fails ahead.
+where its script fails ahead, or would wait with a lock that others may want.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
-import select
 import threading
 from collections.abc import Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 from dalsegno.protos.contract import is_of_a_world
 
 from .holds import Holds
-from .looked import Looked
+from .kept_output import KeptOutput
+from .looked import Looked, holds_a_lock
 from .word import Word
 
 __all__ = ["RunAhead", "report_of"]
 
-# Bytes of output that wait in a stream; a script that writes more ahead waits, too.
-_KEPT_OUTPUT = 1 << 20
+# Seconds between looks whether the script waits for its output to be read, and that the last of that may take.
+_LOOK_AT_OUTPUT = 0.5
+_LAST_OUTPUT = 5.0
 # The kernel's first choice while nobody needs this process; the trainers beside it are not to pay for it.
 _FIRST_TO_DIE = "1000"
 _OOM_SCORE = "/proc/self/oom_score_adj"
 
 
-class _Environ(os._Environ[str]):
-    """`os.environ` while the variables of a place are not known: who asks for one, or for all, waits.
+class _Environ(os._Environ[Any]):
+    """`os.environ` or `os.environb` while the variables of a place are not known: who asks for one, or for all, waits.
 
     Meanwhile it becomes a plain one again, so its base class is called by name.
     """
 
     ahead: RunAhead
 
-    def __getitem__(self, key: str) -> str:
+    def __getitem__(self, key: Any) -> Any:
         self._meet(key)
         return os._Environ.__getitem__(self, key)
 
-    def __setitem__(self, key: str, value: str) -> None:
+    def __setitem__(self, key: Any, value: Any) -> None:
         self._meet(key)
         os._Environ.__setitem__(self, key, value)
 
-    def __delitem__(self, key: str) -> None:
+    def __delitem__(self, key: Any) -> None:
         self._meet(key)
         os._Environ.__delitem__(self, key)
 
-    def __iter__(self) -> Iterator[str]:
+    def __iter__(self) -> Iterator[Any]:
         _Environ.ahead.meet("all variables")
         return os._Environ.__iter__(self)
 
@@ -65,10 +66,19 @@ class _Environ(os._Environ[str]):
         _Environ.ahead.meet("all variables")
         return os._Environ.__len__(self)
 
+    def __repr__(self) -> str:
+        _Environ.ahead.meet("all variables")
+        return os._Environ.__repr__(self)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        _Environ.ahead.meet("all variables")
+        return object.__reduce_ex__(self, protocol)
+
     @staticmethod
     def _meet(key: object) -> None:
-        if isinstance(key, str) and is_of_a_world(key):
-            _Environ.ahead.meet(key)
+        name = os.fsdecode(key) if isinstance(key, bytes) else key
+        if isinstance(name, str) and is_of_a_world(name):
+            _Environ.ahead.meet(name)
 
 
 class RunAhead:
@@ -84,13 +94,17 @@ class RunAhead:
         self._word = word
         self._console = console
         self._placed = threading.Event()
-        self._lock = threading.Lock()
+        # A signal's handler, or a finalizer, may need the place while its thread says that it waits.
+        self._lock = threading.RLock()
         self._said = False
+        # In `meet`: its threads that need a place do nothing until it comes.
+        self._waits = False
         self._looked = Looked()
         self._holds = Holds(self.meet, self._looked)
         self._oom_score = ""
         self._thread: threading.Thread | None = None
-        self._outputs: list[tuple[int, int]] = []
+        self._outputs: list[KeptOutput] = []
+        self._environs: tuple[Any, Any] = (os.environ, os.environb)
 
     @property
     def over(self) -> bool:
@@ -99,17 +113,12 @@ class RunAhead:
 
     def begin(self) -> None:
         """From now on the script runs ahead."""
-        for stream in (1, 2):
-            reader, writer = os.pipe()
-            os.dup2(writer, stream)
-            os.close(writer)
-            with contextlib.suppress(OSError):
-                fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, _KEPT_OUTPUT)
-            self._outputs.append((stream, reader))
+        self._outputs = [KeptOutput(stream) for stream in (1, 2)]
         self._set_oom_score(_FIRST_TO_DIE)
         self._holds.begin()
         _Environ.ahead = self
-        os.environ.__class__ = _Environ
+        for environ in self._environs:
+            environ.__class__ = _Environ
         self._thread = threading.Thread(target=self._take_place, name="run-ahead", daemon=True)
         self._thread.start()
 
@@ -117,21 +126,37 @@ class RunAhead:
         """Waits for the place. `need`: what the script wants it for, for a person."""
         if self.over or threading.current_thread() is self._thread:
             return
-        with self._lock:
-            if not self._said and not self.over:
-                self._said = True
-                if not self._word.say({"parked": need}):
-                    os._exit(1)  # The script has closed what it does not know: no place would reach it.
+        self._say_parked(need)
+        self._waits = True
         self._placed.wait()
+        if self._thread is not None:
+            # It ends now: a script may fork where it is alone.
+            self._thread.join(_LAST_OUTPUT)
+
+    def _say_parked(self, need: str) -> None:
+        with self._lock:
+            if self._said or self.over:
+                return
+            if holds_a_lock():
+                # Others that want it, the workers of now among them, would wait as long as this process does.
+                self._end({"failed": f"it needs its place ({need}) while it holds a lock on a file"})
+            self._said = True
+            if not self._word.say({"parked": need}):
+                os._exit(1)  # The script has closed what it does not know: no place would reach it.
 
     def failed(self, why: str) -> None:
         """The script has ended with an error. Ends the process where nobody has given it a place yet."""
+        if self.over:
+            return
         with self._lock:
             if not self.over:
                 self._end({"failed": why})
 
     def _take_place(self) -> None:
         try:
+            while not self._said and not self._word.waits(_LOOK_AT_OUTPUT):
+                if any(output.full for output in self._outputs):
+                    self._say_parked("its output is read")
             place = self._word.hear()
             if place is None:
                 os._exit(1)  # The nursery is gone, and this process with it.
@@ -146,29 +171,17 @@ class RunAhead:
             self._end({"failed": f"{type(error).__name__}: {error}"})
 
     def _settle(self, place: dict[str, Any]) -> None:
-        environ = os.environ
-        environ.__class__ = os._Environ
+        # The script may still run. What it has written comes first, and it sees all variables of its place, or waits.
+        for output, path, console in zip(self._outputs, (place["stdout"], place["stderr"]), self._console, strict=True):
+            output.release(path, console, writes=not self._waits)
+        environ = self._environs[0]
         for name in place["drop"]:
             environ.pop(name, None)
         environ.update(place["environment"])
+        for each in self._environs:
+            each.__class__ = os._Environ
         self._holds.end()
         self._set_oom_score(self._oom_score)
-        for (stream, reader), path in zip(self._outputs, (place["stdout"], place["stderr"]), strict=True):
-            self._release(stream, reader, path)
-
-    def _release(self, stream: int, kept: int, path: str | None) -> None:
-        """Hands out what was written ahead, then lets the stream go where it belongs."""
-        if path is None:
-            target = self._console[stream - 1]
-        else:
-            target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        fcntl.fcntl(kept, fcntl.F_SETFL, os.O_NONBLOCK)
-        _pass_on(kept, target)
-        os.dup2(target, stream)
-        # What another thread has written since, into a pipe that nobody else reads.
-        _pass_on(kept, target)
-        os.close(kept)
-        os.close(target)
 
     def _set_oom_score(self, score: str) -> None:
         with contextlib.suppress(OSError), open(_OOM_SCORE, "r+", encoding="ascii") as file:
@@ -179,18 +192,6 @@ class RunAhead:
     def _end(self, message: dict[str, object]) -> NoReturn:
         self._word.say(message)
         os._exit(1)
-
-
-def _pass_on(source: int, target: int) -> None:
-    while select.select([source], [], [], 0)[0]:
-        try:
-            data = os.read(source, 1 << 16)
-        except BlockingIOError:
-            return
-        if not data:
-            return
-        while data:
-            data = data[os.write(target, data) :]
 
 
 def report_of(error: BaseException) -> str:

@@ -119,7 +119,11 @@ class StandbyPool:
     def _advance(self) -> None:
         """Once the imports are there, has the script run ahead; once that has got as far as it can, says so."""
         with self._lock:
-            if self._closed or self._announced or self.warm() < self._count:
+            if self._closed or self._announced:
+                return
+            if self.warm() < self._count:
+                if not any(nursery.usable for nursery in self._nurseries):
+                    self._announce()  # It was killed while scripts ran ahead. Nothing more comes of it.
                 return
             wanted = self._wanted if self._fork else ()
             nursery = self._nurseries[0]
@@ -147,11 +151,11 @@ class StandbyPool:
             local_rank: a worker that has run ahead under this number takes the place, if it is what is wanted.
         """
         if local_rank is not None:
-            if (worker := self._ahead.take(local_rank, assignment)) is not None:
-                return worker
             with self._lock:
                 # It starts now: what has not begun to run ahead of it would run beside it, for nothing.
                 self._wanted = ()
+            if (worker := self._ahead.take(local_rank, assignment)) is not None:
+                return worker
         while True:
             with self._lock:
                 usable = sorted((one for one in self._nurseries if one.usable), key=lambda one: not one.ready.is_set())

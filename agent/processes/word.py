@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 from typing import Any
 
@@ -39,6 +40,13 @@ class Word:
         except OSError:
             return None
         return dict(json.loads(data)) if data else None
+
+    def waits(self, seconds: float) -> bool:
+        """Whether within so many seconds there is something to hear, be it the end."""
+        try:
+            return not self._is_ours() or bool(select.select([self._fd], [], [], seconds)[0])
+        except (OSError, ValueError):
+            return True
 
     def close(self) -> None:
         """There is nothing more to say."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -147,6 +148,21 @@ NEEDS = {
     ),
     "a connection": ("socket.socket().connect_ex(('127.0.0.1', 1)); open('effect', 'w')", "it opens a connection"),
     "a server": ("socket.socket().bind(('127.0.0.1', 0)); open('effect', 'w')", "it opens a connection"),
+    "bytes": ("os.environb.get(b'RANK')", "RANK"),
+    "bytes asked for": ("os.getenvb(b'WORLD_SIZE')", "WORLD_SIZE"),
+    "shown": ("repr(os.environ)", "all variables"),
+    "copied": ("import copy; copy.deepcopy(os.environ)['RANK']", "all variables"),
+    "an archive": ("import tarfile; tarfile.open('effect', 'w')", "it writes effect"),
+    "a database": ("import sqlite3; sqlite3.connect('effect').execute('create table t (x)')", "it opens a database"),
+    "shared memory": (
+        "from multiprocessing.shared_memory import SharedMemory as M; s = M(None, True, 1); s.close(); s.unlink()",
+        "it uses shared memory",
+    ),
+    "its file": ("open('/dev/shm/dalsegno-test', 'w'); os.unlink('/dev/shm/dalsegno-test')", "it writes {shm}"),
+    "a lock": (
+        "open(os.path.join({tmp!r}, 'dalsegno-lock'), 'x'); os.unlink({tmp!r} + '/dalsegno-lock')",
+        "it writes {lock}",
+    ),
     "nothing more": ("", "RANK"),
 }
 
@@ -162,12 +178,13 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ahead]:
 def test_a_script_waits_where_it_needs_its_place(shared: Ahead, caplog: pytest.LogCaptureFixture, need: str) -> None:
     """Nothing is done before; all of it afterwards, with the place's variables; and Python is as it was."""
     caplog.set_level(logging.INFO)
-    text, reason = NEEDS[need]
+    text, reason = (part.replace("{tmp!r}", repr(tempfile.gettempdir())) for part in NEEDS[need])
     effect, here = shared.directory / "effect", shared.directory / "here"
     shared.clear()
     here.touch()
     shared.run(BODY.format(need=text))
-    assert waits(caplog) == [reason.format(cwd=shared.directory)]
+    places = {"shm": "/dev/shm/dalsegno-test", "lock": f"{tempfile.gettempdir()}/dalsegno-lock"}
+    assert waits(caplog) == [reason.format(cwd=shared.directory, **places)]
     assert not effect.is_symlink()
     assert not effect.exists()
     assert here.exists()
@@ -191,7 +208,7 @@ import of_its_own
 os.makedirs("scripts", exist_ok=True)
 open("/dev/null", "w").write("x")
 os.environ["OF_ITS_OWN"] = "1"
-cache = pathlib.Path(os.environ["HF_HOME"])
+cache = pathlib.Path(os.environ["HF_HOME"], "hub")
 cache.joinpath("lock").write_text("x")
 handle, name = tempfile.mkstemp()
 os.unlink(name) if False else os.close(handle)
@@ -205,14 +222,19 @@ os.unlink(name)
 
 def test_what_harms_nobody_is_done_ahead(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     ahead = make()
-    cache = ahead.directory / "cache"
-    cache.mkdir()
-    ahead.environment["HF_HOME"] = str(cache)
+    cache = ahead.directory / "cache" / "hub"
+    cache.mkdir(parents=True)
+    ahead.environment["HF_HOME"] = str(cache.parent)
     (ahead.script.parent / "of_its_own.py").write_text("")
     ahead.run(HARMLESS)
     assert waits(caplog) == ["RANK"]
     assert (cache / "lock").exists()
     assert ahead.finish() == "so far\n1\n"
+
+
+def repointed(link: Path) -> None:
+    link.unlink()
+    link.symlink_to("scripts")
 
 
 CHANGES = {
@@ -221,6 +243,11 @@ CHANGES = {
     "a file that is gone": ("os.path.exists('data')", lambda root: (root / "data").unlink()),
     "a directory's entries": ("os.listdir('.')", lambda root: (root / "new").write_text("")),
     "a directory walked": ("list(os.walk('scripts'))", lambda root: (root / "scripts" / "new").write_text("")),
+    "a link": ("os.readlink('link')", lambda root: repointed(root / "link")),
+    "the newest of some": (
+        "max(os.scandir('some'), key=lambda one: one.stat().st_mtime_ns)",
+        lambda root: (root / "some" / "one").write_text("other"),
+    ),
     "a module of its own": ("import helper", lambda root: (root / "scripts" / "helper.py").write_text("X = 2")),
     "the script": ("", lambda root: (root / "scripts" / "script.py").write_text("print('the new one')")),
 }
@@ -232,6 +259,9 @@ def test_what_has_changed_since_is_not_built_on(make: Make, caplog: pytest.LogCa
     look, alter = CHANGES[change]
     ahead = make()
     (ahead.directory / "data").write_text("1")
+    (ahead.directory / "link").symlink_to("data")
+    (ahead.directory / "some").mkdir()
+    (ahead.directory / "some" / "one").write_text("1")
     (ahead.script.parent / "helper.py").write_text("X = 1")
     ahead.run(f"import os\n{look}\nprint(os.environ['RANK'])")
     alter(ahead.directory)
@@ -334,11 +364,11 @@ def test_a_place_may_come_while_the_script_still_runs(make: Make, tmp_path: Path
         assert time.monotonic() < deadline
         assert worker.returncode is None
         time.sleep(0.02)  # why: the same
-    assert not ahead.warm.is_set()
     with open(go_on, "wb", buffering=0) as fifo:
         fifo.write(b"x")
         assert worker.wait(60) == 0
     assert ahead.out.read_text() == "one\ntwo 3\n"
+    assert ahead.pool._ahead._workers == {}, "no other one was started beside it"
 
 
 def test_nothing_runs_ahead_beside_a_start_that_does_not_wait(
@@ -448,3 +478,129 @@ def test_much_output_waits_with_its_script(make: Make) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.02)  # why: there is no event for the imports alone
     assert ahead.finish().split() == [str(number) for number in range(300_000)]
+
+
+STREAMS = {
+    "kept under another number": "import os\nsaved = os.dup(1)\n{wait}\nos.write(saved, b'saved\\n')",
+    "silenced": (
+        "import os\nsaved, null = os.dup(1), os.open(os.devnull, os.O_WRONLY)\nos.dup2(null, 1)\n{wait}\n"
+        "os.write(1, b'not to be seen\\n')\nos.write(saved, b'saved\\n')"
+    ),
+    "one long write": "import os\nos.write(1, b'x' * 5_000_000 + b'\\n')\n{wait}\nos.write(1, b'saved\\n')",
+}
+
+
+@pytest.mark.parametrize("how", STREAMS)
+def test_streams_are_where_the_script_has_put_them(make: Make, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    """A duplicate of its output goes on, what it has put in its place stays, and no write is cut off."""
+    ahead = make()
+    ahead.run(STREAMS[how].format(wait="os.environ['RANK']"))
+    assert waits(caplog) == ["its output is read" if how == "one long write" else "RANK"]
+    long = "x" * 5_000_000 + "\n" if how == "one long write" else ""
+    assert ahead.finish() == f"{long}saved\n"
+
+
+def test_no_variable_is_missing_to_a_script_that_still_runs(make: Make) -> None:
+    """It asks while it is given its place, one variable after the other: it waits until it has all of them."""
+    ahead = make()
+    ahead.script.write_text(
+        "import os, threading, time\nput, begun = os.putenv, threading.Event()\n"
+        "def slow(name, value):\n    begun.set()\n    time.sleep(0.1)\n    put(name, value)\n"
+        "os.putenv = slow\nbegun.wait()\n"
+        "print(os.environ.get('TORCHELASTIC_RESTART_COUNT'), dict(os.environ)['RANK'])\n"
+    )
+    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
+    deadline = time.monotonic() + 60
+    while ahead.pool.warm() == 0:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)  # why: there is no event for the imports alone
+    assert ahead.finish() == "1 3\n"
+
+
+# As `torch.utils.cpp_extension` and `filelock` do it, which processes of other jobs meet, too.
+LOCKS = {
+    "a file that must be new": ("os.open(path, os.O_CREAT | os.O_EXCL)", "it writes"),
+    "a lock on a file": ("fcntl.flock(os.open(path, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)", ""),
+}
+
+
+@pytest.mark.parametrize("how", LOCKS)
+def test_nobody_waits_for_a_lock_of_a_script_that_waits(make: Make, caplog: pytest.LogCaptureFixture, how: str) -> None:
+    """In a cache that others use: it waits before it takes it, or ends, and starts when its place is known."""
+    ahead = make()
+    lock = ahead.directory / "cache" / "lock"
+    lock.parent.mkdir()
+    ahead.environment["TORCH_EXTENSIONS_DIR"] = str(lock.parent)
+    text, reason = LOCKS[how]
+    ahead.run(f"import fcntl, os\npath = {str(lock)!r}\n{text}\nos.system('true')\nprint(os.environ['RANK'])")
+    if reason:
+        assert waits(caplog) == [f"{reason} {lock}"]
+        assert not lock.exists()
+    else:
+        assert waits(caplog) == []
+        assert any("while it holds a lock" in line for line in caplog.messages)
+        with open(lock, "w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    assert ahead.finish() == "3\n"
+
+
+def test_what_lies_beside_a_cache_is_no_cache(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    """HF_HOME is a disk on which people have their runs, too."""
+    ahead = make()
+    ahead.environment["HF_HOME"] = ahead.environment["XDG_CACHE_HOME"] = str(ahead.directory)
+    ahead.run("open('log', 'w')")
+    assert waits(caplog) == ["it writes log"]
+    assert not (ahead.directory / "log").exists()
+    ahead.finish()
+
+
+STORES = {
+    "store of torch": (
+        "torch.distributed.TCPStore('127.0.0.1', 0, 1, True, wait_for_workers=False)",
+        "it opens a connection",
+    ),
+    "store in a file": ("torch.distributed.FileStore('effect', 1).set('x', 'y')", "it opens a store"),
+    "safetensors": (
+        "import safetensors.torch as s; s.save_file(dict(x=torch.ones(1)), 'effect')",
+        "it writes safetensors",
+    ),
+}
+
+
+def test_what_native_code_writes_waits(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    ahead = make(modules=("torch", "torch.distributed"))
+    for text, reason in STORES.values():
+        caplog.clear()
+        ahead.clear()
+        ahead.run(f"import torch, torch.distributed\n{text}\nprint('__init__' in vars(torch.distributed.TCPStore))")
+        assert waits(caplog) == [reason]
+        assert not (ahead.directory / "effect").exists()
+        assert ahead.finish() == "True\n"
+
+
+def test_no_thread_for_it_is_no_failure(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under `ulimit -u`: the node is warm all the same, and the script starts when its place is known."""
+
+    def start(timer: threading.Timer) -> None:
+        raise RuntimeError("can't start new thread")
+
+    ahead = make()
+    monkeypatch.setattr(threading.Timer, "start", start)
+    ahead.run("import os\nprint(os.environ['RANK'])")
+    assert ahead.finish() == "3\n"
+
+
+def test_a_nursery_that_is_killed_while_scripts_run_ahead_keeps_nobody_waiting(make: Make, tmp_path: Path) -> None:
+    """Others wait for this node to be warm. There is nothing left that it could wait for."""
+    ahead = make(patience=600.0)
+    started = tmp_path / "started"
+    os.mkfifo(started)
+    ahead.script.write_text(
+        f"from posix import close, open\nclose(open({str(started)!r}, 1))\nimport signal\nsignal.pause()\n"
+    )
+    ahead.pool.fill(low_priority=False, ahead=[ahead.assignment()])
+    assert started.read_bytes() == b"", "it is opened, and closed"
+    os.kill(ahead.pool._nurseries[0].process.pid, signal.SIGKILL)
+    assert ahead.warm.wait(30)
+    ahead.run("import os\nprint(os.environ['RANK'])")
+    assert ahead.finish() == "3\n"

@@ -56,7 +56,7 @@ def test_the_limit_that_is_reached_is_named(monkeypatch: pytest.MonkeyPatch, tmp
     group.mkdir()
     (group / "pids.max").write_text("100\n")
     (group / "pids.current").write_text("100\n")
-    monkeypatch.setattr(shortage, "_own_cgroups", lambda controller: iter([group]))
+    monkeypatch.setattr(shortage, "own_cgroups", lambda controller: iter([group]))
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (500, 500))
     monkeypatch.setattr(shortage, "_threads_of", lambda user: 7)
     text = shortage.shortage(failed(errno.EAGAIN))
@@ -73,7 +73,7 @@ def test_the_limit_that_is_reached_is_named(monkeypatch: pytest.MonkeyPatch, tmp
 def test_own_groups_are_found() -> None:
     """Whatever this machine's are, each is a directory below the place of all."""
     for controller in ("pids", "memory"):
-        assert all(str(one).startswith("/sys/fs/cgroup") for one in shortage._own_cgroups(controller))
+        assert all(str(one).startswith("/sys/fs/cgroup") for one in shortage.own_cgroups(controller))
 
 
 def test_room_is_proven_by_threads_that_are_gone_again(monkeypatch: pytest.MonkeyPatch) -> None:

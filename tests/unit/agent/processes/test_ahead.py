@@ -70,14 +70,20 @@ def test_memory_is_measured_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> 
     assert not memory.has_room_beside([os.getpid()])
 
 
-def test_a_container_may_have_less(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
-    """A group's limit counts, without its cache, which can be had; "max" is none."""
-    root = memory.Path(tmp_path)
-    monkeypatch.setattr(memory, "_CGROUP", root)
+def test_a_container_or_a_job_may_have_less(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
+    """A group's limit counts, and those of the groups above it, without its cache, which can be had; "max" is none."""
+    root, inner = memory.Path(tmp_path), memory.Path(tmp_path) / "inner"
+    inner.mkdir()
+    monkeypatch.setattr(memory, "own_cgroups", lambda controller: iter([inner, root]))
     plain = memory.available_bytes()
     (root / "memory.max").write_text("1000\n")
     (root / "memory.current").write_text("900\n")
     (root / "memory.stat").write_text("anon 800\ninactive_file 50\n")
     assert memory.available_bytes() == 150
+    (inner / "memory.limit_in_bytes").write_text("500\n")
+    (inner / "memory.usage_in_bytes").write_text("400\n")
+    (inner / "memory.stat").write_text("inactive_file 3\ntotal_inactive_file 20\n")
+    assert memory.available_bytes() == 120
+    (inner / "memory.limit_in_bytes").unlink()
     (root / "memory.max").write_text("max\n")
     assert memory.available_bytes() > plain // 2

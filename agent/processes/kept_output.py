@@ -1,0 +1,101 @@
+"""What a script writes to a stream while it runs ahead of its place: it is kept, and comes with the place."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import threading
+import time
+
+__all__ = ["KeptOutput"]
+
+# Bytes that wait; a script that writes more ahead waits, too.
+_MOST = 1 << 20
+# Seconds without a word after which a script is taken to write nothing just now; how long that is waited for; and how
+# long a write that is under way may pause.
+_QUIET = 0.05
+_PATIENCE = 2.0
+_PAUSE = 1.0
+_READS = 64
+
+
+class KeptOutput:
+    """One stream, 1 or 2, which is a pipe until `release`.
+
+    The script may have moved it by then: its duplicates are output as well, and what it has put in its place stays.
+    """
+
+    def __init__(self, stream: int) -> None:
+        self._reader, self._writer = os.pipe()
+        os.dup2(self._writer, stream)
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(self._reader, fcntl.F_SETPIPE_SZ, _MOST)
+        os.set_blocking(self._reader, False)
+
+    @property
+    def full(self) -> bool:
+        """Who writes more waits."""
+        return not select.select([], [self._writer], [], 0)[1]
+
+    def release(self, path: str | None, console: int, *, writes: bool) -> None:
+        """Hands out what was kept, then lets the stream go to the file of this path, or to the console.
+
+        Args:
+            writes: The script may be writing just now.
+
+        Raises:
+            OSError: it cannot be written there.
+        """
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        target = os.dup(console) if path is None else os.open(path, flags, 0o666)
+        patience = time.monotonic() + _PATIENCE
+        _pass_on(self._reader, target)
+        while writes and time.monotonic() < patience and select.select([self._reader], [], [], _QUIET)[0]:
+            _pass_on(self._reader, target)
+        os.close(self._writer)
+        for fd in _duplicates(self._reader):
+            os.dup2(target, fd, inheritable=os.get_inheritable(fd))
+        # A write that is under way has still the pipe, and is not to be cut off. Nobody can begin another one.
+        while select.select([self._reader], [], [], _PAUSE)[0]:
+            if _pass_on(self._reader, target):
+                os.close(self._reader)
+                os.close(target)
+                return
+        # A process that native code has started has the pipe, too.
+        threading.Thread(target=_pass_all_on, args=(self._reader, target), name="kept-output", daemon=True).start()
+
+
+def _duplicates(reader: int) -> list[int]:
+    """The numbers under which this process can write to the pipe."""
+    found = []
+    pipe = os.fstat(reader)
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # The number with which the directory was read.
+            if int(name) != reader and os.path.samestat(os.fstat(int(name)), pipe):
+                found.append(int(name))
+    return found
+
+
+def _pass_on(source: int, target: int) -> bool:
+    """Writes what there is to read now. Returns whether that was all that there will be."""
+    for _ in range(_READS):  # There may be no end of it.
+        try:
+            data = os.read(source, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not data:
+            return True
+        while data:
+            try:
+                data = data[os.write(target, data) :]
+            except BlockingIOError:  # A console that somebody else has set so.
+                select.select([], [target], [])
+    return False
+
+
+def _pass_all_on(source: int, target: int) -> None:
+    with contextlib.suppress(OSError):
+        while not _pass_on(source, target):
+            select.select([source], [], [])
