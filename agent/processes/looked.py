@@ -36,7 +36,7 @@ _FEW = 256
 # Of files and directories; a script that looks at more waits.
 _MOST = 100_000
 
-# Existence and kind; of a file its size, time and number, too; of a directory whose entries were read, its time.
+# Existence and kind; of a file its size, times and number, too; of a directory whose entries were read, its times.
 _Print = tuple[int, ...] | None
 
 
@@ -130,7 +130,8 @@ def _print(name: str, entries: bool) -> _Print:
     kind = stat.S_IFMT(found.st_mode)
     if stat.S_ISDIR(found.st_mode) and not entries:
         return (kind, found.st_dev, found.st_ino)
-    return (kind, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
+    # `st_ctime`: a copy may have been given the size and the time of what it replaced.
+    return (kind, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
 def holds_a_lock() -> bool:

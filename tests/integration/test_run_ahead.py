@@ -239,6 +239,10 @@ def repointed(link: Path) -> None:
 
 CHANGES = {
     "a file that it read": ("open('data').read()", lambda root: (root / "data").write_text("other")),
+    "a file of the same size and time": (
+        "open('data').read()",
+        lambda root: ((root / "data").write_text("2"), os.utime(root / "data", (1, 1))),
+    ),
     "a file that was not there": ("os.path.exists('new')", lambda root: (root / "new").write_text("")),
     "a file that is gone": ("os.path.exists('data')", lambda root: (root / "data").unlink()),
     "a directory's entries": ("os.listdir('.')", lambda root: (root / "new").write_text("")),
@@ -259,6 +263,7 @@ def test_what_has_changed_since_is_not_built_on(make: Make, caplog: pytest.LogCa
     look, alter = CHANGES[change]
     ahead = make()
     (ahead.directory / "data").write_text("1")
+    os.utime(ahead.directory / "data", (1, 1))
     (ahead.directory / "link").symlink_to("data")
     (ahead.directory / "some").mkdir()
     (ahead.directory / "some" / "one").write_text("1")

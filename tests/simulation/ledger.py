@@ -186,6 +186,7 @@ class Ledger:
         if self.amnesia and not self._remembered(job):
             # The store is lost, and nobody who registered knew of the run: for this job it never was.
             self.epoch = 0
+            self.nnodes, self.limit = nnodes(job.settings), job.settings.max_nodes
             self.worlds.clear()
             self.sim.collectives.clear()
             self.failed_drains.clear()
