@@ -177,13 +177,17 @@ def expects_session(script: Script) -> bool:
     )
 
 
-def runs_ahead(script: Script) -> bool:
-    """Whether a standby worker runs it up to where it needs its place, unless a person says otherwise.
+def runs_ahead(script: Script, wanted: str) -> bool:
+    """Whether a standby worker runs it up to where it needs its place.
 
-    One with a session resumes from what that hands out; any other may look for what it saved last before it needs one.
+    Args:
+        wanted: "auto", "always" or "never". Of itself only one with a session does, which resumes from what that hands
+            out: any other may look for what it saved last before it needs its place.
     """
     # Python 3.10 has paths whose functions nothing can be put before.
-    return sys.version_info >= (3, 11) and script.adoptable and expects_session(script)
+    if sys.version_info < (3, 11) or not script.adoptable:
+        return False
+    return wanted == "always" or (wanted == "auto" and expects_session(script))
 
 
 def tells_of_a_peer(error: str) -> bool:

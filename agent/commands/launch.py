@@ -171,7 +171,7 @@ def _agent_config(
         addresses=options.master or "embedded",
         script_flag=not knows_us(script),
         expects_session=expects_session(script),
-        run_ahead=options.run_ahead == "always" or (options.run_ahead == "auto" and runs_ahead(script)),
+        run_ahead=runs_ahead(script, options.run_ahead),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from dalsegno.agent.processes import memory
 from dalsegno.agent.processes.ahead_workers import place_of
 from dalsegno.agent.processes.worker_env import job_environment
 from dalsegno.agent.processes.worker_main import Assignment
+from dalsegno.agent.script import Script, runs_ahead
 from dalsegno.protos.contract import Variable, is_of_a_world
 
 AHEAD = Assignment(["train.py", "--steps=3"], False, {"HOME": "/root", "LOCAL_RANK": "0", "RANK": "7"}, "/work")
@@ -51,6 +54,18 @@ def test_what_is_the_same_in_every_world_is_known_ahead() -> None:
     ahead |= {Variable.SOCKET, Variable.JOB_ID, Variable.NOTICES, Variable.LIFELINE}
     assert {name for name in names if not is_of_a_world(name)} == ahead
     assert all(is_of_a_world(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "ERROR_FILE", "MAX_RESTARTS"))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="nothing runs ahead on Python 3.10")
+def test_which_scripts_run_ahead(tmp_path: Path) -> None:
+    """Of themselves those with a session; none that is a program of its own."""
+    ours, other = tmp_path / "ours.py", tmp_path / "other.py"
+    ours.write_text("from dalsegno.elastic import session\n")
+    other.write_text("import torch\n")
+    scripts = [Script(sys.executable, ("-u", str(path))) for path in (ours, other)]
+    program = Script("/bin/true", ())
+    ahead = {wanted: [runs_ahead(one, wanted) for one in (*scripts, program)] for wanted in ("auto", "always", "never")}
+    assert ahead == {"auto": [True, False, False], "always": [True, True, False], "never": [False, False, False]}
 
 
 @pytest.mark.parametrize(("available", "needed", "enough"), [(150, 100, True), (149, 100, False), (0, 0, True)])
