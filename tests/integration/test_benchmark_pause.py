@@ -48,7 +48,8 @@ def test_the_parts_sum_to_the_pause(played: Played, scene: str) -> None:
 def test_a_join_has_every_part_and_loses_nothing(played: Played) -> None:
     """Nobody has forgotten a mark: what is not there is told as a part of what follows."""
     change = played.changes["join"]
-    wanted = {"noticed", "step finished", "written", "synced", "sealed", "committed", "stopped", "formed", "started"}
+    # The scripts had come to `session()` before the world was formed: standby workers run them ahead.
+    wanted = {"noticed", "step finished", "written", "synced", "sealed", "committed", "stopped", "formed"}
     wanted |= {"met", "verified", "model built", "built", "loaded", "ready", "first step"}
     assert wanted <= set(change.parts)
     assert change.lost == 0
