@@ -252,8 +252,8 @@ def _plan_of(seed: int) -> Plan:
     if plan.reshards:
         settings.universal_checkpoint = plan.other_settings.universal_checkpoint = seed % 5 == 0
     if plan.silent:
-        # Long enough for one world to be presented.
-        plan.steps, plan.step_time = 40, 1.0
+        # Long enough for one world to be presented, also where only half of the time is listened to.
+        plan.steps, plan.step_time = 70, 1.0
         plan.happenings = [(at, name) for at, name in plan.happenings if name not in UNSEEN]
     return plan
 
