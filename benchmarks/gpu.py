@@ -27,9 +27,9 @@ import torch
 
 from benchmarks.results import report
 from dalsegno.agent.processes.lifeline import Lifeline
-from dalsegno.agent.processes.standby_pool import StandbyPool
-from dalsegno.agent.processes.worker_main import Assignment
 from dalsegno.agent.script import modules_of
+from dalsegno.agent.standby.standby_pool import StandbyPool
+from dalsegno.agent.standby.worker_main import Assignment
 
 SIZES, REPEATS, SAVES = "1,10", 3, 3
 RANK = Path(__file__).with_name("gpu_rank.py")

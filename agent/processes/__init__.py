@@ -1,1 +1,1 @@
-"""Processes that the agent starts, and what they say: workers, standby workers, the keeper."""
+"""Processes that the agent answers for: what they are, which signals they get, and that none outlives it."""

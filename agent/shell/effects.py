@@ -22,10 +22,10 @@ from ..control.connection import Connector
 from ..control.master_checks import problem_of, problem_of_reply
 from ..control.master_client import Listener, MasterClient, OutboxFull
 from ..decisions import events as ev
-from ..processes.conversion_job import ConversionJob
 from ..processes.lifeline import Lifeline
-from ..processes.tcp_stores import StoreServers, node_address
 from ..storage.job_directory import JobDirectory, Storage, Survey
+from ..workers.conversion_job import ConversionJob
+from ..workers.tcp_stores import StoreServers, node_address
 from .config import AgentConfig, differences
 from .mailbox import Mailbox
 

@@ -31,15 +31,15 @@ from dalsegno.protos.trace import mark
 from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
-from ..processes.memory import has_room_beside
 from ..processes.signals import SignalWatch
-from ..processes.standby_pool import StandbyPool
-from ..processes.worker_env import Place, job_environment, place_of, worker_environment
-from ..processes.worker_link import WorkerLink
-from ..processes.worker_main import Assignment
-from ..processes.workers import WorkersContext
 from ..script import FLAG, Script, modules_of, refuses_flag, tells_of_a_peer
+from ..standby.room import has_room_beside
+from ..standby.standby_pool import StandbyPool
+from ..standby.worker_main import Assignment
 from ..storage.adoption import Adoption, Origin
+from ..workers.worker_env import Place, job_environment, place_of, worker_environment
+from ..workers.worker_link import WorkerLink
+from ..workers.workers import WorkersContext
 from .config import AgentConfig
 from .effects import Effects
 from .mailbox import Mailbox

@@ -30,8 +30,8 @@ from ..control.handshake import mismatch
 from ..decisions import events as ev
 from ..decisions import handling
 from ..processes.lifeline import Lifeline
-from ..processes.worker_env import place_of
 from ..storage.job_directory import JobDirectory
+from ..workers.worker_env import place_of
 from .config import AgentConfig
 from .console import Console, make_log_dir, set_up_logging
 from .effects import Effects

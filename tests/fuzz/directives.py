@@ -9,7 +9,7 @@ from pathlib import Path
 from dalsegno.agent.control.master_checks import problem_of
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
-from dalsegno.agent.processes.worker_env import place_of, worker_environment
+from dalsegno.agent.workers.worker_env import place_of, worker_environment
 from dalsegno.protos import control_pb2 as pb
 
 from .good_agents import Broken

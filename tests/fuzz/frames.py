@@ -26,8 +26,8 @@ from google.protobuf.message import DecodeError
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
-from dalsegno.agent.processes.worker_link import MAX_FRAME, WorkerLink
 from dalsegno.agent.shell.mailbox import Mailbox
+from dalsegno.agent.workers.worker_link import MAX_FRAME, WorkerLink
 from dalsegno.protos import control_pb2, worker_pb2
 from tests.conftest import ROOT
 

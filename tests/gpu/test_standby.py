@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.processes.lifeline import Lifeline
-from dalsegno.agent.processes.standby_pool import StandbyPool
-from dalsegno.agent.processes.worker_main import Assignment
 from dalsegno.agent.script import modules_of
+from dalsegno.agent.standby.standby_pool import StandbyPool
+from dalsegno.agent.standby.worker_main import Assignment
 from tests.gpu import scenes
 from tests.gpu.scenes import DEVICE, environment, needs_card, touches_card
 

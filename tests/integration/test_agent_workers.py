@@ -22,16 +22,17 @@ import pytest
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.processes import nursery as standby
-from dalsegno.agent.processes import standby_pool, workers
 from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.processes.proc import start_time
-from dalsegno.agent.processes.standby_pool import StandbyPool
-from dalsegno.agent.processes.worker_link import WorkerLink
-from dalsegno.agent.processes.workers import WorkersContext
 from dalsegno.agent.script import ALWAYS, Script, modules_of
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.mailbox import Mailbox
+from dalsegno.agent.standby import nursery as standby
+from dalsegno.agent.standby import standby_pool
+from dalsegno.agent.standby.standby_pool import StandbyPool
+from dalsegno.agent.workers import workers
+from dalsegno.agent.workers.worker_link import WorkerLink
+from dalsegno.agent.workers.workers import WorkersContext
 from dalsegno.protos import worker_pb2
 from tests.support.jobs.local_processes import process_state
 
@@ -48,7 +49,7 @@ if __name__ == "__main__":
         nine = pool.apply(square, (3,))
     print(json.dumps({"argv": sys.argv, "path": sys.path[0], "env": dict(os.environ), "cwd": os.getcwd(), "nine": nine,
                       "where": WHERE, "nice": os.getpriority(os.PRIO_PROCESS, 0), "pid": os.getpid(),
-                      "standby": "dalsegno.agent.processes.nursery" in sys.orig_argv,
+                      "standby": "dalsegno.agent.standby.nursery" in sys.orig_argv,
                       "file": globals().get("__file__")}))
     sys.exit(int(os.environ.get("CODE", "0")))
 """
@@ -679,7 +680,7 @@ def test_a_worker_is_signalled_under_its_own_number_only(node: Node, monkeypatch
     context.start()
     assert node.exits.get(timeout=30)[:2] == (0, 0)
     signalled: list[int] = []
-    monkeypatch.setattr("dalsegno.agent.processes.workers.kill_group", lambda pid, signum=9: signalled.append(pid))
+    monkeypatch.setattr("dalsegno.agent.workers.workers.kill_group", lambda pid, signum=9: signalled.append(pid))
     context._running[0].ended.clear()
     context.stop(0)
     assert signalled == []

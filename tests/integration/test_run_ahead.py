@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from dalsegno.agent.processes.lifeline import Lifeline
-from dalsegno.agent.processes.nursery_client import StandbyProcess
-from dalsegno.agent.processes.standby_pool import StandbyPool
-from dalsegno.agent.processes.worker_main import Assignment
+from dalsegno.agent.standby.nursery_client import StandbyProcess
+from dalsegno.agent.standby.standby_pool import StandbyPool
+from dalsegno.agent.standby.worker_main import Assignment
 
 pytestmark = [
     pytest.mark.timeout(120),

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.processes import worker_link
-from dalsegno.agent.processes.worker_link import WorkerLink
 from dalsegno.agent.shell.mailbox import MailboxFull
+from dalsegno.agent.workers import worker_link
+from dalsegno.agent.workers.worker_link import WorkerLink
 from dalsegno.elastic.rank import link
 from dalsegno.protos import worker_pb2
 from tests.conftest import ROOT

@@ -16,8 +16,6 @@ from unittest import mock
 from dalsegno.agent.control.connection import Connector
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
-from dalsegno.agent.processes import workers
-from dalsegno.agent.processes.workers import WorkersContext
 from dalsegno.agent.shell import effects
 from dalsegno.agent.shell.config import AgentConfig
 from dalsegno.agent.shell.console import Console
@@ -25,6 +23,8 @@ from dalsegno.agent.shell.effects import Effects
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.mailbox import Mailbox
 from dalsegno.agent.storage.job_directory import JobDirectory, Survey
+from dalsegno.agent.workers import workers
+from dalsegno.agent.workers.workers import WorkersContext
 from dalsegno.protos import control_pb2
 
 from . import threads

@@ -19,8 +19,8 @@ from typing import Any
 from unittest import mock
 
 from dalsegno.agent.control import client_threads, connection, master_client
-from dalsegno.agent.processes import workers
 from dalsegno.agent.shell import console, effects, elastic_agent, mailbox, outlet
+from dalsegno.agent.workers import workers
 
 from . import processes, threads
 from .threads import Kernel, running

@@ -8,10 +8,10 @@ from typing import Any
 
 from dalsegno.agent.control.master_client import MasterClient
 from dalsegno.agent.decisions import events as ev
-from dalsegno.agent.processes.workers import WorkersContext
 from dalsegno.agent.shell.effects import Effects
 from dalsegno.agent.shell.elastic_agent import ElasticAgent
 from dalsegno.agent.shell.outlet import Outlet
+from dalsegno.agent.workers.workers import WorkersContext
 from dalsegno.master.brain import brain, calls, forming, membership
 from dalsegno.master.brain import running as phases
 from dalsegno.master.brain.events import Reply

@@ -121,7 +121,7 @@ def fork_script(
 
 
 def _become_script(command: list[str], module: bool, environment: dict[str, str], output: str, cwd: str) -> None:
-    from dalsegno.agent.processes.worker_main import Assignment, become
+    from dalsegno.agent.standby.worker_main import Assignment, become
 
     console = os.open(output, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     become(Assignment(command, module, environment, cwd), (console, os.dup(console)), fresh=False)

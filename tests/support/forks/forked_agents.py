@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from .forked import PRELOADED, ROOT, Forked, take_environment
 
 DLROVER_RUN = str(Path(sysconfig.get_path("scripts")) / "dlrover-run")
-NURSERY = "dalsegno.agent.processes.nursery"
+NURSERY = "dalsegno.agent.standby.nursery"
 # Above whatever an agent or a nursery has open.
 _HIGH = 500
 _MAX_MESSAGE = 100_000
@@ -85,7 +85,7 @@ def _run_agent(command: list[str], environment: dict[str, str], files: tuple[str
     _take_arguments(command, os.path.dirname(command[0]))
     _customize()
     from dalsegno.agent.commands import dlrover_run
-    from dalsegno.agent.processes import standby_pool
+    from dalsegno.agent.standby import standby_pool
 
     standby_pool.subprocess = _Subprocess(seed)  # type: ignore[assignment]
     dlrover_run.main()
@@ -156,7 +156,7 @@ def _become_nursery(channel: socket.socket) -> NoReturn:
     sys.stdout, sys.stderr = (io.TextIOWrapper(io.FileIO(fd, "w", closefd=False), write_through=True) for fd in (1, 2))
     _take_arguments(command, os.getcwd())
     _customize()
-    from dalsegno.agent.processes import nursery
+    from dalsegno.agent.standby import nursery
 
     code: object = 1
     try:

@@ -10,7 +10,7 @@ import torch._dynamo
 import torch.distributed
 
 import dalsegno.agent.commands.dlrover_run
-import dalsegno.agent.processes.nursery
+import dalsegno.agent.standby.nursery
 import dalsegno.elastic.deepspeed.engine
 import dalsegno.elastic.training.entry
 

@@ -207,7 +207,7 @@ COMMANDS: dict[str, How] = {
     ),
     "python -m": Name(_INSIDE),
     "python -I -S": Name(_INSIDE),
-    "python -u -m dalsegno.agent.processes.nursery --channel FD …": Name(_INSIDE),
+    "python -u -m dalsegno.agent.standby.nursery --channel FD …": Name(_INSIDE),
     "python -u script.py …": Name(_INSIDE),
     "python -u -m module …": Name(_INSIDE),
     "python train.py": Elsewhere("the demo's undisturbed run", "demo"),

@@ -35,7 +35,10 @@ EXTRAS: dict[str, tuple[str, ...]] = {
 # The rooms of each package, the lowest floor first. A room imports what lies below it, never what lies above or beside.
 # What stands in none of them (`master/cli.py`) is above all; `agent/script.py` is a room by itself.
 FLOORS: dict[str, tuple[tuple[str, ...], ...]] = {
-    "agent": (("decisions", "script"), ("processes", "storage"), ("control",), ("shell",), ("commands",)),
+    "agent": (
+        *(("decisions", "script"), ("processes", "storage"), ("standby",), ("workers",)),
+        *(("control",), ("shell",), ("commands",)),
+    ),
     "elastic": (
         *(("checkpoint",), ("rank", "universal"), ("data", "saving")),
         *(("training",), ("deepspeed",), ("trainer",)),

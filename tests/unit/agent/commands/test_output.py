@@ -11,10 +11,10 @@ import pytest
 from dalsegno.agent.commands.arguments import parse
 from dalsegno.agent.commands.launch import verdict
 from dalsegno.agent.commands.status import status_lines
-from dalsegno.agent.processes.last_words import last_words
 from dalsegno.agent.script import tells_of_a_peer
 from dalsegno.agent.shell.console import Console, set_up_logging
 from dalsegno.agent.shell.outlet import Outlet
+from dalsegno.agent.workers.last_words import last_words
 from dalsegno.protos import control_pb2 as pb
 
 

@@ -16,14 +16,14 @@ from typing import Any
 import pytest
 
 from dalsegno.agent.decisions.events import ConversionUpdate, VerificationMoved
-from dalsegno.agent.processes.conversion_job import ConversionJob
 from dalsegno.agent.processes.lifeline import Lifeline
 from dalsegno.agent.processes.proc import start_time
-from dalsegno.agent.processes.standby_pool import StandbyPool
+from dalsegno.agent.standby.standby_pool import StandbyPool
 from dalsegno.agent.storage import job_directory as agent_storage
 from dalsegno.agent.storage import private
 from dalsegno.agent.storage.job_directory import JobDirectory, Storage, StorageError, Survey
 from dalsegno.agent.storage.private import NotPrivateError
+from dalsegno.agent.workers.conversion_job import ConversionJob
 from dalsegno.elastic.checkpoint import CheckpointName, Manifest, Position, Shape, describe, seal
 from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.protos import control_pb2 as pb

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.processes.step_counts import take_step_count
+from dalsegno.agent.workers.step_counts import take_step_count
 from dalsegno.elastic.rank.exchange import Boundary
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.rank.reports import Reports

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dalsegno.agent.processes.worker_env import Place, worker_environment
+from dalsegno.agent.workers.worker_env import Place, worker_environment
 from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Position
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity, from_environment

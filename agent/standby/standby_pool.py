@@ -14,11 +14,11 @@ from pathlib import Path
 
 from dalsegno.protos.shortage import starting
 
+from ..processes.lifeline import Lifeline
+from ..processes.proc import kill_group
+from ..processes.signals import held_back
 from .ahead_workers import AHEAD_PATIENCE, AheadWorkers
-from .lifeline import Lifeline
 from .nursery_client import Nursery, StandbyProcess
-from .proc import kill_group
-from .signals import held_back
 from .worker_main import Assignment
 
 __all__ = ["StandbyPool"]
@@ -196,7 +196,7 @@ class StandbyPool:
         # PDEATHSIG fires when the spawning thread ends; only the main thread lives as long as the agent.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         command = [
-            *(self._python, "-u", "-m", "dalsegno.agent.processes.nursery"),
+            *(self._python, "-u", "-m", "dalsegno.agent.standby.nursery"),
             *("--channel", str(theirs.fileno())),
             *("--console", *map(str, console)),
             *("--parent", str(parent)),

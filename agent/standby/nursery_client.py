@@ -11,9 +11,9 @@ import subprocess
 import threading
 from collections.abc import Callable
 
-from .lifeline import Lifeline
+from ..processes.lifeline import Lifeline
+from ..processes.proc import kill_group
 from .nursery import receive, send
-from .proc import kill_group
 from .worker_main import Assignment
 
 __all__ = ["Nursery", "StandbyProcess"]

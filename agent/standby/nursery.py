@@ -1,6 +1,6 @@
 """The nursery: a process that has imported the heavy modules once, and forks a worker whenever one is wanted.
 
-Executed as `python -u -m dalsegno.agent.processes.nursery --channel FD …` by `standby_pool`. Over the channel (a
+Executed as `python -u -m dalsegno.agent.standby.nursery --channel FD …` by `standby_pool`. Over the channel (a
 socket, JSON messages behind four bytes of length) it says what it has imported, takes `{"start": ID, …assignment}`, and
 tells `{"started": ID, "pid": PID}` and later `{"exited": ID, "code": STATUS}` (negative for a signal). In between comes
 what a worker says itself, as `{"of": ID, …}`: `"imports"` if its script imports `dalsegno.elastic`, where `session()`

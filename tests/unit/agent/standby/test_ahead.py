@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from dalsegno.agent.processes import memory
-from dalsegno.agent.processes.ahead_workers import place_of
-from dalsegno.agent.processes.worker_env import job_environment
-from dalsegno.agent.processes.worker_main import Assignment
 from dalsegno.agent.script import Script, runs_ahead
+from dalsegno.agent.standby import room
+from dalsegno.agent.standby.ahead_workers import place_of
+from dalsegno.agent.standby.worker_main import Assignment
+from dalsegno.agent.workers.worker_env import job_environment
 from dalsegno.protos.contract import Variable, is_of_a_world
 
 AHEAD = Assignment(["train.py", "--steps=3"], False, {"HOME": "/root", "LOCAL_RANK": "0", "RANK": "7"}, "/work")
@@ -70,35 +70,35 @@ def test_which_scripts_run_ahead(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("available", "needed", "enough"), [(150, 100, True), (149, 100, False), (0, 0, True)])
 def test_a_reserve_is_left(available: int, needed: int, enough: bool) -> None:
-    assert memory.is_enough(available, needed) is enough
+    assert room.is_enough(available, needed) is enough
 
 
 def test_memory_is_measured_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = memory.private_bytes(os.getpid())
-    assert 1 << 20 < own < memory.available_bytes() * 100
+    own = room.private_bytes(os.getpid())
+    assert 1 << 20 < own < room.available_bytes() * 100
     held = bytearray(64 << 20)
     held[:: 1 << 12] = b"x" * len(held[:: 1 << 12])
-    assert memory.private_bytes(os.getpid()) > own + (32 << 20)
-    assert memory.private_bytes(2**22 + 1) == 0
-    assert memory.has_room_beside([])
-    monkeypatch.setattr(memory, "available_bytes", lambda: own)
-    assert not memory.has_room_beside([os.getpid()])
+    assert room.private_bytes(os.getpid()) > own + (32 << 20)
+    assert room.private_bytes(2**22 + 1) == 0
+    assert room.has_room_beside([])
+    monkeypatch.setattr(room, "available_bytes", lambda: own)
+    assert not room.has_room_beside([os.getpid()])
 
 
 def test_a_container_or_a_job_may_have_less(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
     """A group's limit counts, and those of the groups above it, without its cache, which can be had; "max" is none."""
-    root, inner = memory.Path(tmp_path), memory.Path(tmp_path) / "inner"
+    root, inner = room.Path(tmp_path), room.Path(tmp_path) / "inner"
     inner.mkdir()
-    monkeypatch.setattr(memory, "own_cgroups", lambda controller: iter([inner, root]))
-    plain = memory.available_bytes()
+    monkeypatch.setattr(room, "own_cgroups", lambda controller: iter([inner, root]))
+    plain = room.available_bytes()
     (root / "memory.max").write_text("1000\n")
     (root / "memory.current").write_text("900\n")
     (root / "memory.stat").write_text("anon 800\ninactive_file 50\n")
-    assert memory.available_bytes() == 150
+    assert room.available_bytes() == 150
     (inner / "memory.limit_in_bytes").write_text("500\n")
     (inner / "memory.usage_in_bytes").write_text("400\n")
     (inner / "memory.stat").write_text("inactive_file 3\ntotal_inactive_file 20\n")
-    assert memory.available_bytes() == 120
+    assert room.available_bytes() == 120
     (inner / "memory.limit_in_bytes").unlink()
     (root / "memory.max").write_text("max\n")
-    assert memory.available_bytes() > plain // 2
+    assert room.available_bytes() > plain // 2

@@ -24,15 +24,15 @@ from torch.numa.binding import NumaOptions
 
 from dalsegno.protos.shortage import starting
 
+from ..processes.lifeline import Lifeline
+from ..processes.proc import kill_group, start_time
 from ..script import Script
+from ..standby.nursery import CANNOT_START
+from ..standby.nursery_client import StandbyProcess
+from ..standby.standby_pool import StandbyPool
+from ..standby.worker_main import Assignment
 from .last_words import error_message, last_words
-from .lifeline import Lifeline
-from .nursery import CANNOT_START
-from .nursery_client import StandbyProcess
-from .proc import kill_group, start_time
-from .standby_pool import StandbyPool
 from .worker_link import WorkerLink
-from .worker_main import Assignment
 
 __all__ = ["WorkersContext"]
 

@@ -20,10 +20,10 @@ from dalsegno.protos import control_pb2
 from dalsegno.protos.shortage import starting
 
 from ..decisions.events import ConversionUpdate
-from .lifeline import Lifeline
-from .nursery_client import StandbyProcess
-from .proc import kill_group
-from .worker_main import Assignment
+from ..processes.lifeline import Lifeline
+from ..processes.proc import kill_group
+from ..standby.nursery_client import StandbyProcess
+from ..standby.worker_main import Assignment
 
 __all__ = ["ConversionJob"]
 

@@ -31,7 +31,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 from dalsegno.protos.contract import FRAME
 
 from ..decisions.worker_checks import checked, one_line
-from .proc import belongs_to
+from ..processes.proc import belongs_to
 from .step_counts import take_step_count
 
 __all__ = ["MAX_FRAME", "WorkerLink"]
