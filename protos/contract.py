@@ -36,27 +36,28 @@ EXIT_LEFT_UNSAVED = 76
 WORKER_DRAINED = 83
 WORKER_BAD_CHECKPOINT = 84
 
-# Versions of control.proto (agent and master) and of worker.proto (worker and agent). Raised when an older peer would
-# misunderstand a newer one; a master answers UNIMPLEMENTED to a newer agent. Of control.proto 2: a world names only the
-# place of who is told of it.
+# Versions of control.proto (agent and master) and of worker.proto (worker and agent). They are raised when an older
+# peer would misunderstand a newer one; a master answers UNIMPLEMENTED to a newer agent. Since version 2 of
+# control.proto a world names only the place of the node that gets the message.
 CONTROL_PROTOCOL = 2
 WORKER_PROTOCOL = 1
-# What stands before each message on a socket between processes of one node: its length in bytes.
+# The header of each message on a socket between processes of one node: the message's length in bytes.
 FRAME = struct.Struct(">I")
 
 
-# The number of the last step that a rank has made, in a file beside its agent's socket: it outlives the process.
+# Content of the file in which a rank notes its last step. The file lies beside the agent's socket and outlives the
+# rank.
 STEP_COUNT = struct.Struct("<Q")
 
 
 def step_count_name(epoch: int, rank: int) -> str:
-    """That file's name."""
+    """Name of the file in which a rank notes its last step (see `STEP_COUNT`)."""
     return f"steps-{epoch}-{rank}"
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What all agents of a job must agree on, and what holds where nothing is said: `Settings` of control.proto.
+    """What all agents of a job must agree on, with the defaults: `Settings` of control.proto.
 
     Each is a flag of `dlrover-run`; min and max are --nnodes. Durations in seconds; negative is "auto" or "for ever".
     """
@@ -73,13 +74,13 @@ class JobSettings:
     wait_for_nodes: float = -1.0
     quiet_time: float = 1.0
     max_restarts: int = 3
-    # Universal files at each change of shape, also where ranks could re-shard; agents hand scripts the flag then.
+    # Make universal files at each change of shape, even where ranks could re-shard, and give scripts the flag.
     universal_checkpoint: bool = False
     keep_checkpoints: int = 3
 
     @classmethod
     def names(cls) -> tuple[str, ...]:
-        """All of them, in the order of the fields."""
+        """Names of all settings, in the order of the fields."""
         return tuple(field.name for field in fields(cls))
 
 
@@ -89,7 +90,8 @@ class Variable:
     # What a person may set.
     TOKEN = "DALSEGNO_TOKEN"
     MASTER = "DLROVER_MASTER_ADDR"
-    # Before the capitals of a flag's name: of dlrover-run, of dlrover-master.
+    # Prefixes of variables that stand for flags, followed by the flag's name in capitals: of dlrover-run, of
+    # dlrover-master.
     FLAG = "PET_"
     MASTER_FLAG = "DALSEGNO_MASTER_"
     # What an agent gives its workers.
@@ -104,7 +106,7 @@ class Variable:
     MAX_NODES = "DALSEGNO_MAX_NODES"
     STALL_TIMEOUT = "DALSEGNO_STALL_TIMEOUT"
     NOTICES = "DALSEGNO_NOTICES"
-    # The resume point: empty where the run begins; its universal form where there is one.
+    # The resume point, empty if the run begins; and its universal form, if there is one.
     RESUME_NAME = "DALSEGNO_RESUME_NAME"
     RESUME_DIGEST = "DALSEGNO_RESUME_DIGEST"
     RESUME_DIR = "DALSEGNO_RESUME_DIR"
@@ -114,13 +116,13 @@ class Variable:
     UNIVERSAL_DIR = "DALSEGNO_UNIVERSAL_DIR"
     # What every process of an agent carries, so that its keeper knows it.
     LIFELINE = "DALSEGNO_LIFELINE"
-    # Where all of them note what happens when (`trace`).
+    # Directory in which all processes note what happens when (`trace`).
     TRACE = "DALSEGNO_TRACE"
-    # Where `dalsegno doctor` wants to read what a session found.
+    # File in which a session notes what it found, for `dalsegno doctor`.
     DOCTOR = "DALSEGNO_DOCTOR"
 
 
-# What a worker's place in a world is told with, beside `TORCHELASTIC_…`.
+# The variables that tell a worker its place in a world, beside `TORCHELASTIC_…`.
 _OF_A_WORLD = frozenset(
     {
         *("RANK", "WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_WORLD_SIZE"),

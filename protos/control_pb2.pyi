@@ -85,11 +85,11 @@ class _EndingEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     ENDING_TOGETHER: _Ending.ValueType  # 0
     """All of them at once, as always."""
     ENDING_WRITE: _Ending.ValueType  # 1
-    """A leaver's notice is over, and nobody waits for it any more. Each rank writes its part, and goes."""
+    """A leaver's notice is over, and nobody waits for it any more. Each rank writes its part and exits."""
     ENDING_WAIT: _Ending.ValueType  # 2
-    """The same, and then the first rank of this node waits for the other nodes."""
+    """As ENDING_WRITE; then the first rank of this node waits for the other nodes."""
     ENDING_SEAL: _Ending.ValueType  # 3
-    """They have all gone: it seals the checkpoint if every rank's part is there."""
+    """The other nodes have all gone. The first rank of this node seals the checkpoint if every rank's part is there."""
 
 class Ending(_Ending, metaclass=_EndingEnumTypeWrapper):
     """How the ranks end the save of a drain."""
@@ -97,11 +97,11 @@ class Ending(_Ending, metaclass=_EndingEnumTypeWrapper):
 ENDING_TOGETHER: Ending.ValueType  # 0
 """All of them at once, as always."""
 ENDING_WRITE: Ending.ValueType  # 1
-"""A leaver's notice is over, and nobody waits for it any more. Each rank writes its part, and goes."""
+"""A leaver's notice is over, and nobody waits for it any more. Each rank writes its part and exits."""
 ENDING_WAIT: Ending.ValueType  # 2
-"""The same, and then the first rank of this node waits for the other nodes."""
+"""As ENDING_WRITE; then the first rank of this node waits for the other nodes."""
 ENDING_SEAL: Ending.ValueType  # 3
-"""They have all gone: it seals the checkpoint if every rank's part is there."""
+"""The other nodes have all gone. The first rank of this node seals the checkpoint if every rank's part is there."""
 global___Ending = Ending
 
 class _FailureKind:
@@ -116,11 +116,11 @@ class _FailureKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     FAILURE_KIND_STALL: _FailureKind.ValueType  # 2
     """The workers make no steps any more."""
     FAILURE_KIND_PEER: _FailureKind.ValueType  # 3
-    """The cause is on another node, which reports it: the workers' own collectives broke, or a peer could not load the
+    """The cause is on another node, which reports it: a collective of the workers broke, or a peer could not load the
     resume point. Never counted against the budget by itself.
     """
     FAILURE_KIND_REFUSED: _FailureKind.ValueType  # 4
-    """All ranks know, and agree, that they must not train this: another start would come to the same."""
+    """All ranks agree that they must not train this. Another start would end in the same way."""
 
 class FailureKind(_FailureKind, metaclass=_FailureKindEnumTypeWrapper): ...
 
@@ -130,11 +130,11 @@ FAILURE_KIND_WORKER: FailureKind.ValueType  # 1
 FAILURE_KIND_STALL: FailureKind.ValueType  # 2
 """The workers make no steps any more."""
 FAILURE_KIND_PEER: FailureKind.ValueType  # 3
-"""The cause is on another node, which reports it: the workers' own collectives broke, or a peer could not load the
+"""The cause is on another node, which reports it: a collective of the workers broke, or a peer could not load the
 resume point. Never counted against the budget by itself.
 """
 FAILURE_KIND_REFUSED: FailureKind.ValueType  # 4
-"""All ranks know, and agree, that they must not train this: another start would come to the same."""
+"""All ranks agree that they must not train this. Another start would end in the same way."""
 global___FailureKind = FailureKind
 
 class _ConversionState:
@@ -151,7 +151,7 @@ class _ConversionStateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper
     CONVERSION_STATE_ENVIRONMENT: _ConversionState.ValueType  # 4
     """Disk, memory, a stall, or a converter error on a source that verifies."""
     CONVERSION_STATE_IMPOSSIBLE: _ConversionState.ValueType  # 5
-    """The source verifies and has no universal form: no machine can convert it, now or later."""
+    """The source verifies, but it has no universal form: no machine can convert it, now or later."""
 
 class ConversionState(_ConversionState, metaclass=_ConversionStateEnumTypeWrapper): ...
 
@@ -163,7 +163,7 @@ CONVERSION_STATE_SOURCE_BAD: ConversionState.ValueType  # 3
 CONVERSION_STATE_ENVIRONMENT: ConversionState.ValueType  # 4
 """Disk, memory, a stall, or a converter error on a source that verifies."""
 CONVERSION_STATE_IMPOSSIBLE: ConversionState.ValueType  # 5
-"""The source verifies and has no universal form: no machine can convert it, now or later."""
+"""The source verifies, but it has no universal form: no machine can convert it, now or later."""
 global___ConversionState = ConversionState
 
 @typing.final
@@ -189,7 +189,7 @@ class Caller(google.protobuf.message.Message):
     """Grows by one with every changing call of an incarnation; a repeat carries the same number."""
     protocol: builtins.int
     secret: builtins.bytes
-    """As this incarnation registered it: other nodes may learn the incarnation, never this."""
+    """The secret that this incarnation registered. Other nodes may learn the incarnation, never the secret."""
     def __init__(
         self,
         *,
@@ -227,11 +227,12 @@ global___Ack = Ack
 
 @typing.final
 class Pace(google.protobuf.message.Message):
-    """How long to wait until the next heartbeat or progress report when nothing but time or the step has moved on. The more
-    agents, the longer; 0: as the agent likes.
+    """How long an agent waits until the next heartbeat or progress report when nothing but time or the step has moved on.
+    The wait grows with the number of agents; 0: the agent chooses.
 
-    Heartbeats are sent at the beginning of a slot, early by less than its length: those of many agents then come together,
-    and the master wakes up once for all of them. The next slot begins in slot_in_seconds, and then every slot_seconds.
+    An agent sends its heartbeat at the beginning of a slot, less than one slot before it would be due. The heartbeats of
+    many agents then arrive together, and the master wakes up once for all of them. The next slot begins in
+    slot_in_seconds, and then one begins every slot_seconds.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -291,7 +292,7 @@ class Settings(google.protobuf.message.Message):
     quiet_time: builtins.float
     max_restarts: builtins.int
     universal_checkpoint: builtins.bool
-    """Universal files are made at each change of shape, also where ranks could re-shard; scripts are handed
+    """Universal files are made at each change of shape, even where ranks could re-shard. Scripts get the flag
     --universal-checkpoint when they resume from them.
     """
     keep_checkpoints: builtins.int
@@ -355,7 +356,7 @@ class Position(google.protobuf.message.Message):
     SAMPLES_FIELD_NUMBER: builtins.int
     data_epoch: builtins.int
     samples: builtins.int
-    """Global count consumed in this data epoch."""
+    """Samples consumed in this data epoch, by all ranks together."""
     def __init__(
         self,
         *,
@@ -413,22 +414,22 @@ class Checkpoint(google.protobuf.message.Message):
     run_id: builtins.str
     step: builtins.int
     epoch: builtins.int
-    """The epoch that wrote it (of the source, for a later form)."""
+    """The epoch that wrote it; for a later form, the epoch that wrote its source."""
     form: global___Form.ValueType
     bytes: builtins.int
     min_nodes: builtins.int
     max_nodes: builtins.int
     generation: builtins.int
     metric: builtins.float
-    """The value of the run's tracked metric, where it has one."""
+    """The value of the metric that the run tracks, if it tracks one."""
     largest_file: builtins.int
     """Bytes of its largest file; 0: not known."""
     best: builtins.str
-    """Name of the best checkpoint of the run as of this one (it may be this one); empty where no metric is tracked."""
+    """Name of the run's best checkpoint as of this one (it may be this one); empty if the run tracks no metric."""
     keep: builtins.int
-    """How many of the run's checkpoints stay, 0: all; not there where the script leaves it to the job's settings."""
+    """How many of the run's checkpoints are kept, 0: all; absent if the script leaves this to the job's settings."""
     no_universal_form: builtins.bool
-    """None of its files is one that a conversion could read: it has no universal form."""
+    """It has no universal form: a conversion could read none of its files."""
     @property
     def ref(self) -> global___CheckpointRef: ...
     @property
@@ -441,7 +442,7 @@ class Checkpoint(google.protobuf.message.Message):
 
     @property
     def resumed_from(self) -> global___CheckpointRef:
-        """The resume point of the epoch that wrote it: the lineage can be read back."""
+        """The resume point of the epoch that wrote it, from which the lineage can be read back."""
 
     def __init__(
         self,
@@ -530,13 +531,13 @@ class RegisterRequest(google.protobuf.message.Message):
 
     @property
     def known_settings(self) -> global___Settings:
-        """The job's settings as a master told them to this agent last; absent for a new agent. `settings` is what its own
-        command line says.
+        """The job's settings as a master last told them to this agent; absent for a new agent. `settings` is what the agent's
+        own command line says.
         """
 
     @property
     def process(self) -> global___Process:
-        """Where this agent's process lives; absent from an older agent, or where it cannot be told."""
+        """This agent's process; absent if the agent is older, or cannot tell."""
 
     def __init__(
         self,
@@ -567,7 +568,7 @@ global___RegisterRequest = RegisterRequest
 
 @typing.final
 class Process(google.protobuf.message.Message):
-    """One process for good: numbers are reused, but not by a process of the same machine, boot and start."""
+    """Identifies one process for good: process numbers are reused, but never with the same machine, boot and start time."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -577,7 +578,7 @@ class Process(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     START_TIME_FIELD_NUMBER: builtins.int
     machine: builtins.str
-    """A digest of what identifies the machine, which no other machine knows."""
+    """A digest of what identifies the machine. No other machine can compute it."""
     boot_id: builtins.str
     pid_ns: builtins.str
     """The namespace of `pid`, as the kernel names it."""
@@ -611,7 +612,7 @@ class RegisterReply(google.protobuf.message.Message):
     node: builtins.str
     run_id: builtins.str
     remark: builtins.str
-    """What the agent should tell its person about this registration; mostly empty."""
+    """What the agent should tell its user about this registration; mostly empty."""
     @property
     def settings(self) -> global___Settings:
         """The settings in force: the job's, not the caller's."""
@@ -731,7 +732,7 @@ class Directive(google.protobuf.message.Message):
 
     @property
     def sight(self) -> global___CheckpointRef:
-        """A committed checkpoint that only its committer has seen: this agent should look, and say ReportSighted."""
+        """A committed checkpoint that only its committer has seen. This agent should look for it, and call ReportSighted."""
 
     def __init__(
         self,
@@ -771,11 +772,11 @@ class Wait(google.protobuf.message.Message):
     reason: builtins.str
     """One line for a person; empty when there is nothing to say."""
     round: builtins.int
-    """A Join is wanted from this newcomer for this round, workers untouched (it has none)."""
+    """The round for which this newcomer should send a Join. It has no workers to stop."""
     @property
     def look_for(self) -> global___CheckpointRef:
-        """The resume point of the open world, or of the next one. The Join tells whether it is in sight; where it is not,
-        another one follows when it comes into sight.
+        """The resume point of the open world, or of the next one. The Join says whether this node sees it. If not, another
+        Join follows when it does.
         """
 
     def __init__(
@@ -803,7 +804,7 @@ class Gather(google.protobuf.message.Message):
     """Why the round has not opened yet, for a person."""
     @property
     def resume(self) -> global___CheckpointRef:
-        """What the new world will start from; the Join answers whether it is in sight."""
+        """What the new world will start from. The Join says whether this node sees it."""
 
     def __init__(
         self,
@@ -867,7 +868,7 @@ class World(google.protobuf.message.Message):
     world_size: builtins.int
     @property
     def members(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Member]:
-        """No longer filled in: a directive of 1,000 nodes would be as long as the world is large. See `place`."""
+        """No longer filled in, because a directive would grow with the world. See `place`."""
 
     @property
     def resume(self) -> global___ResumePoint:
@@ -875,7 +876,7 @@ class World(google.protobuf.message.Message):
 
     @property
     def place(self) -> global___Place:
-        """Of the node that is told of this world."""
+        """The place of the node that gets this message."""
 
     def __init__(
         self,
@@ -965,7 +966,7 @@ class Drain(google.protobuf.message.Message):
     reason: builtins.str
     ending: global___Ending.ValueType
     all_leave: builtins.bool
-    """Nobody stays who could complete the save without this node: the others that still save have a notice, too."""
+    """No node stays that could complete the save without this one: all others that still save are leaving, too."""
     @property
     def run(self) -> global___World: ...
     def __init__(
@@ -1115,12 +1116,12 @@ class JoinRequest(google.protobuf.message.Message):
     LAST_STEP_FIELD_NUMBER: builtins.int
     round: builtins.int
     store_host: builtins.str
-    """Where this agent serves a store that no world has used yet."""
+    """Address of a store that this agent serves and that no world has used yet."""
     store_port: builtins.int
     probe: builtins.str
     last_step: builtins.int
-    """The last step that a rank of this node made in the caller's epoch, counted when they had ended; absent: not known.
-    Progress is told now and then only.
+    """The last step that a rank of this node made in the caller's epoch, read after the workers had ended; absent: not
+    known. Progress reports come too seldom to tell.
     """
     @property
     def caller(self) -> global___Caller: ...
@@ -1130,7 +1131,7 @@ class JoinRequest(google.protobuf.message.Message):
 
     @property
     def inventory(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Checkpoint]:
-        """What the master may not know yet, or asked for: `resume`, if it is in sight, and what was sealed by the last opened
+        """What the master asked for or may not know yet: `resume`, if it is in sight, and what was sealed by the last opened
         epoch or later. At most 256, the newest.
         """
 
@@ -1241,20 +1242,22 @@ class ProgressRequest(google.protobuf.message.Message):
     longest: builtins.float
     """Seconds of the longest step, save or evaluation seen."""
     saved_bytes: builtins.int
-    """What the saves of this epoch have written, synced and summed on this node so far, bytes; it only grows within an
-    epoch. So a slow save is told from a stuck one.
+    """Bytes that the saves of this epoch have written, synced and checksummed on this node so far. The number only grows
+    within an epoch, which tells a slow save from a stuck one.
     """
     training_ended: builtins.bool
-    """The training reached its end on a rank of this node: what its script does from here on makes no steps."""
+    """The training reached its end on a rank of this node. What its script does from here on makes no steps."""
     beats: builtins.int
-    """Signs of life of this node's ranks between their steps, of an evaluation for one; they only grow within an epoch."""
+    """Counts signs of life that this node's ranks give between steps, for instance in an evaluation. It only grows within
+    an epoch.
+    """
     written_bytes: builtins.int
-    """Size of what the save that is under way has written so far, bytes, as this node sees it; 0: none is under way."""
+    """Bytes that the save under way has written so far, as this node sees it; 0: none is under way."""
     expects_session: builtins.bool
     """A worker of this node has imported `dalsegno.elastic`: it may call session(), however late."""
     cold: builtins.bool
-    """The standby workers that are to follow those of this epoch are not ready yet: they import what the script needs, or
-    run it ahead. A growth waits for them.
+    """The standby workers for the next epoch are not ready yet: they still import what the script needs, or run it ahead.
+    A growth waits for them.
     """
     @property
     def caller(self) -> global___Caller: ...
@@ -1308,7 +1311,7 @@ class DrainedRequest(google.protobuf.message.Message):
     def caller(self) -> global___Caller: ...
     @property
     def checkpoint(self) -> global___CheckpointRef:
-        """What the drain saved; empty where the script cannot save."""
+        """What the drain saved; empty if the script cannot save."""
 
     def __init__(
         self,
@@ -1331,8 +1334,8 @@ class SaveFailedRequest(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     reason: builtins.str
     step: builtins.int
-    """The boundary at which the ranks had agreed to stop. It tells of which drain this speaks: a report may be late, and
-    a drain may have begun at an agent, so that the master knows no other name of it. 0: an older agent.
+    """The step boundary at which the ranks had agreed to stop; 0: an older agent. It identifies the drain: a report may
+    be late, and a drain that began at an agent has no other name that the master knows.
     """
     @property
     def caller(self) -> global___Caller: ...
@@ -1409,7 +1412,7 @@ class CommitRequest(google.protobuf.message.Message):
     lease: builtins.int
     """The conversion lease, for a universal form."""
     seconds: builtins.float
-    """How long the ranks took to save it; 0: not known."""
+    """How long the ranks took to save it, in seconds; 0: not known."""
     @property
     def caller(self) -> global___Caller: ...
     @property
@@ -1464,7 +1467,9 @@ class ConversionReport(google.protobuf.message.Message):
     files_total: builtins.int
     message: builtins.str
     bytes_done: builtins.int
-    """What this lease has read, written and synced so far, bytes; it only grows. So a slow disk is told from a stuck one."""
+    """Bytes that this lease has read, written and synced so far. The number only grows, which tells a slow disk from a
+    stuck one.
+    """
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1528,13 +1533,13 @@ class VerificationReport(google.protobuf.message.Message):
     intact: builtins.bool
     message: builtins.str
     inconclusive: builtins.bool
-    """This node's file system failed, which says nothing about the checkpoint; `intact` has no meaning then."""
+    """This node's file system failed, which says nothing about the checkpoint. `intact` then has no meaning."""
     working: builtins.bool
-    """No verdict yet, only a sign that it moves. `inconclusive` goes with it: who does not know this field concludes
-    nothing.
+    """The verification is still under way: this is a sign of life, not a verdict. `inconclusive` is then set too, so that
+    a master that does not know this field concludes nothing.
     """
     bytes_done: builtins.int
-    """What this verification has read so far, bytes; it only grows."""
+    """Bytes that this verification has read so far. The number only grows."""
     @property
     def caller(self) -> global___Caller: ...
     def __init__(
@@ -1646,7 +1651,7 @@ global___NodeStatus = NodeStatus
 
 @typing.final
 class EpochRecord(google.protobuf.message.Message):
-    """One opened world and what opening it cost."""
+    """One opened world, and what it cost to open it."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1674,9 +1679,9 @@ class EpochRecord(google.protobuf.message.Message):
     first_step: builtins.int
     last_step: builtins.int
     unheard: builtins.bool
-    """Nobody has told of its steps: `first_step` and `last_step` say nothing."""
+    """No node has reported a step of this world: `first_step` and `last_step` have no meaning."""
     lost_more: builtins.bool
-    """Nobody has told of the last steps of the world before: `lost_steps` is the least that it can be."""
+    """No node has reported the last steps of the world before: at least `lost_steps` were lost."""
     def __init__(
         self,
         *,
@@ -1724,9 +1729,9 @@ class StatusReply(google.protobuf.message.Message):
     step: builtins.int
     loss: builtins.float
     limit: builtins.int
-    """The most nodes that the world may have, below the settings' max_nodes; 0: none was set."""
+    """The most nodes that the world may have, if that is fewer than the settings' max_nodes; 0: no such limit was set."""
     unheard: builtins.bool
-    """Nobody has told of a step of the open epoch: `step` is what it began from, and `loss` says nothing."""
+    """No node has reported a step of the open epoch: `step` is the step that it began from, and `loss` has no meaning."""
     @property
     def nodes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___NodeStatus]: ...
     @property
@@ -1766,10 +1771,10 @@ class ScaleRequest(google.protobuf.message.Message):
     PROTOCOL_FIELD_NUMBER: builtins.int
     NODES_FIELD_NUMBER: builtins.int
     job_id: builtins.str
-    """Empty: whatever job the master runs."""
+    """Empty: the job that the master runs."""
     protocol: builtins.int
     nodes: builtins.int
-    """max_nodes: no limit any more."""
+    """max_nodes removes the limit."""
     def __init__(
         self,
         *,
@@ -1790,9 +1795,9 @@ class ScaleReply(google.protobuf.message.Message):
     NODES_FIELD_NUMBER: builtins.int
     generation: builtins.int
     limit: builtins.int
-    """In force now."""
+    """The limit in force now."""
     nodes: builtins.int
-    """Of the last opened world; it changes later."""
+    """Nodes of the last opened world, which changes only later."""
     def __init__(
         self,
         *,

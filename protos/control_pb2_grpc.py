@@ -180,7 +180,7 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportWarm(self, request, context):
-        """The standby workers of this node have imported what they need.
+        """The standby workers of this node are warm: they have imported what they need.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -228,7 +228,8 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportConversion(self, request, context):
-        """Progress, success ("ready", after CommitCheckpoint of the new form) or typed failure of a lease.
+        """How a lease's conversion stands: progress, success ("ready", after CommitCheckpoint of the new form) or a typed
+        failure.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -242,21 +243,21 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ReportVerification(self, request, context):
-        """Progress, or the verdict.
+        """How a verification stands: progress, or the verdict.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportSighted(self, request, context):
-        """This node has a checkpoint in sight that another one committed: only then it makes older ones go.
+        """This node sees a checkpoint that another node committed. Older checkpoints are deleted only after that.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ReportPruned(self, request, context):
-        """Files of retired checkpoints were deleted.
+        """The files of these retired checkpoints were deleted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -270,8 +271,8 @@ class ControlServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Scale(self, request, context):
-        """For people and tools: how many nodes the world may have, from min to max. A larger one is drained, and its last nodes
-        stay as spares. FAILED_PRECONDITION when the job has ended, or no agent has come yet.
+        """For people and tools: sets how many nodes the world may have, from min to max. A larger world is drained, and its
+        last nodes become spares. FAILED_PRECONDITION when the job has ended, or when no agent has registered yet.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -70,7 +70,7 @@ class ControlStub:
         dalsegno.protos.control_pb2.WarmRequest,
         dalsegno.protos.control_pb2.Ack,
     ]
-    """The standby workers of this node have imported what they need."""
+    """The standby workers of this node are warm: they have imported what they need."""
 
     ReportDrained: grpc.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.DrainedRequest,
@@ -111,7 +111,9 @@ class ControlStub:
         dalsegno.protos.control_pb2.ConversionReport,
         dalsegno.protos.control_pb2.Ack,
     ]
-    """Progress, success ("ready", after CommitCheckpoint of the new form) or typed failure of a lease."""
+    """How a lease's conversion stands: progress, success ("ready", after CommitCheckpoint of the new form) or a typed
+    failure.
+    """
 
     ReportBadCheckpoint: grpc.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.BadCheckpointRequest,
@@ -123,19 +125,19 @@ class ControlStub:
         dalsegno.protos.control_pb2.VerificationReport,
         dalsegno.protos.control_pb2.Ack,
     ]
-    """Progress, or the verdict."""
+    """How a verification stands: progress, or the verdict."""
 
     ReportSighted: grpc.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.SightedRequest,
         dalsegno.protos.control_pb2.Ack,
     ]
-    """This node has a checkpoint in sight that another one committed: only then it makes older ones go."""
+    """This node sees a checkpoint that another node committed. Older checkpoints are deleted only after that."""
 
     ReportPruned: grpc.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.PrunedRequest,
         dalsegno.protos.control_pb2.Ack,
     ]
-    """Files of retired checkpoints were deleted."""
+    """The files of these retired checkpoints were deleted."""
 
     GetStatus: grpc.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.StatusRequest,
@@ -147,8 +149,8 @@ class ControlStub:
         dalsegno.protos.control_pb2.ScaleRequest,
         dalsegno.protos.control_pb2.ScaleReply,
     ]
-    """For people and tools: how many nodes the world may have, from min to max. A larger one is drained, and its last nodes
-    stay as spares. FAILED_PRECONDITION when the job has ended, or no agent has come yet.
+    """For people and tools: sets how many nodes the world may have, from min to max. A larger world is drained, and its
+    last nodes become spares. FAILED_PRECONDITION when the job has ended, or when no agent has registered yet.
     """
 
 class ControlAsyncStub:
@@ -190,7 +192,7 @@ class ControlAsyncStub:
         dalsegno.protos.control_pb2.WarmRequest,
         dalsegno.protos.control_pb2.Ack,
     ]
-    """The standby workers of this node have imported what they need."""
+    """The standby workers of this node are warm: they have imported what they need."""
 
     ReportDrained: grpc.aio.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.DrainedRequest,
@@ -231,7 +233,9 @@ class ControlAsyncStub:
         dalsegno.protos.control_pb2.ConversionReport,
         dalsegno.protos.control_pb2.Ack,
     ]
-    """Progress, success ("ready", after CommitCheckpoint of the new form) or typed failure of a lease."""
+    """How a lease's conversion stands: progress, success ("ready", after CommitCheckpoint of the new form) or a typed
+    failure.
+    """
 
     ReportBadCheckpoint: grpc.aio.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.BadCheckpointRequest,
@@ -243,19 +247,19 @@ class ControlAsyncStub:
         dalsegno.protos.control_pb2.VerificationReport,
         dalsegno.protos.control_pb2.Ack,
     ]
-    """Progress, or the verdict."""
+    """How a verification stands: progress, or the verdict."""
 
     ReportSighted: grpc.aio.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.SightedRequest,
         dalsegno.protos.control_pb2.Ack,
     ]
-    """This node has a checkpoint in sight that another one committed: only then it makes older ones go."""
+    """This node sees a checkpoint that another node committed. Older checkpoints are deleted only after that."""
 
     ReportPruned: grpc.aio.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.PrunedRequest,
         dalsegno.protos.control_pb2.Ack,
     ]
-    """Files of retired checkpoints were deleted."""
+    """The files of these retired checkpoints were deleted."""
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.StatusRequest,
@@ -267,8 +271,8 @@ class ControlAsyncStub:
         dalsegno.protos.control_pb2.ScaleRequest,
         dalsegno.protos.control_pb2.ScaleReply,
     ]
-    """For people and tools: how many nodes the world may have, from min to max. A larger one is drained, and its last nodes
-    stay as spares. FAILED_PRECONDITION when the job has ended, or no agent has come yet.
+    """For people and tools: sets how many nodes the world may have, from min to max. A larger world is drained, and its
+    last nodes become spares. FAILED_PRECONDITION when the job has ended, or when no agent has registered yet.
     """
 
 class ControlServicer(metaclass=abc.ABCMeta):
@@ -324,7 +328,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: dalsegno.protos.control_pb2.WarmRequest,
         context: _ServicerContext,
     ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
-        """The standby workers of this node have imported what they need."""
+        """The standby workers of this node are warm: they have imported what they need."""
 
     @abc.abstractmethod
     def ReportDrained(
@@ -379,7 +383,9 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: dalsegno.protos.control_pb2.ConversionReport,
         context: _ServicerContext,
     ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
-        """Progress, success ("ready", after CommitCheckpoint of the new form) or typed failure of a lease."""
+        """How a lease's conversion stands: progress, success ("ready", after CommitCheckpoint of the new form) or a typed
+        failure.
+        """
 
     @abc.abstractmethod
     def ReportBadCheckpoint(
@@ -395,7 +401,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: dalsegno.protos.control_pb2.VerificationReport,
         context: _ServicerContext,
     ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
-        """Progress, or the verdict."""
+        """How a verification stands: progress, or the verdict."""
 
     @abc.abstractmethod
     def ReportSighted(
@@ -403,7 +409,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: dalsegno.protos.control_pb2.SightedRequest,
         context: _ServicerContext,
     ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
-        """This node has a checkpoint in sight that another one committed: only then it makes older ones go."""
+        """This node sees a checkpoint that another node committed. Older checkpoints are deleted only after that."""
 
     @abc.abstractmethod
     def ReportPruned(
@@ -411,7 +417,7 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: dalsegno.protos.control_pb2.PrunedRequest,
         context: _ServicerContext,
     ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
-        """Files of retired checkpoints were deleted."""
+        """The files of these retired checkpoints were deleted."""
 
     @abc.abstractmethod
     def GetStatus(
@@ -427,8 +433,8 @@ class ControlServicer(metaclass=abc.ABCMeta):
         request: dalsegno.protos.control_pb2.ScaleRequest,
         context: _ServicerContext,
     ) -> typing.Union[dalsegno.protos.control_pb2.ScaleReply, collections.abc.Awaitable[dalsegno.protos.control_pb2.ScaleReply]]:
-        """For people and tools: how many nodes the world may have, from min to max. A larger one is drained, and its last nodes
-        stay as spares. FAILED_PRECONDITION when the job has ended, or no agent has come yet.
+        """For people and tools: sets how many nodes the world may have, from min to max. A larger world is drained, and its
+        last nodes become spares. FAILED_PRECONDITION when the job has ended, or when no agent has registered yet.
         """
 
 def add_ControlServicer_to_server(servicer: ControlServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

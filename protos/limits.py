@@ -1,4 +1,4 @@
-"""How much one message may carry: what its sender keeps to and its receiver holds it to."""
+"""How much one message may carry. Senders keep to these limits, and receivers enforce them."""
 
 __all__ = ("MESSAGE_BYTES", "MOST_CHECKPOINTS", "MOST_FINISHED_RUNS", "MOST_UNUSABLE")
 
@@ -8,5 +8,5 @@ MOST_CHECKPOINTS = 256
 MOST_UNUSABLE = 16
 # Finished runs in one `RegisterRequest`.
 MOST_FINISHED_RUNS = 256
-# Of one request to the master. An inventory of that many entries has less than half of it.
+# Bytes of one request to the master. A full inventory takes less than half of them.
 MESSAGE_BYTES = 1 << 20

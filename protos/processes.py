@@ -1,4 +1,4 @@
-"""Which process is which, as this machine's kernel says it: for agents, and for the master that hears of them.
+"""Identifies processes by what this machine's kernel says of them, for agents and for the master.
 
 Standard library only.
 """
@@ -32,7 +32,7 @@ _OUTSIDE = "pid:[4026531836]"
 
 
 class Status(NamedTuple):
-    """Of one process.
+    """State and start time of one process.
 
     Attributes:
         state: one letter of proc(5): "R", "S", "T" stopped, "Z" zombie, ...
@@ -49,7 +49,7 @@ class Status(NamedTuple):
 
 @dataclass(frozen=True)
 class Process:
-    """One for good, as `control_pb2.Process`."""
+    """Identifies one process for good, as `control_pb2.Process`."""
 
     machine: str
     boot_id: str
@@ -59,7 +59,7 @@ class Process:
 
 
 class Booted(Protocol):
-    """What says on which machine it lives or lived, and under which of its boots."""
+    """Anything that says on which machine it lives or lived, and during which boot."""
 
     @property
     def machine(self) -> str: ...
@@ -68,7 +68,7 @@ class Booted(Protocol):
 
 
 class Identity(Booted, Protocol):
-    """`Process`, or the message."""
+    """A `Process`, or the message `control_pb2.Process`."""
 
     @property
     def pid_ns(self) -> str: ...
@@ -100,7 +100,7 @@ def boot_id() -> str:
 
 
 def namespace(kind: str) -> str:
-    """Of this process, as the kernel names it (namespaces(7)); empty where it does not say."""
+    """Name of a namespace of this process, as the kernel gives it (namespaces(7)); empty if it gives none."""
     try:
         return os.readlink(f"/proc/self/ns/{kind}")
     except OSError:
@@ -108,7 +108,7 @@ def namespace(kind: str) -> str:
 
 
 def machine() -> str:
-    """A digest of what stays the same over the boots of this machine, and which no other machine has (machine-id(5)).
+    """A digest that no other machine has, and that stays the same over the boots of this one (machine-id(5)).
 
     Empty in a container, whose files say nothing of the machine under it.
     """
@@ -118,25 +118,25 @@ def machine() -> str:
         return ""
     if len(number) != 32 or namespace("pid") != _OUTSIDE:
         return ""
-    # The number itself is to be kept secret. Copies of one disk have the same, but hardly the same name.
+    # The number itself must be kept secret. Copies of one disk have the same number, but hardly the same host name.
     return hashlib.sha256(f"dalsegno {number} {socket.gethostname()}".encode()).hexdigest()
 
 
 def own_process() -> Process:
-    """This one, and where it lives."""
+    """Identity of the calling process."""
     status = status_of(os.getpid())
     started = status.started if status is not None else 0
     return Process(machine(), boot_id(), namespace("pid"), os.getpid(), started)
 
 
 def is_of_earlier_boot(recorded: Booted, here: Booted) -> bool:
-    """Whether the machine that both are of was started anew between them: nothing lives through that."""
+    """Whether both are of the same machine, and it has booted between them. No process outlives a boot."""
     same_machine = bool(recorded.machine) and recorded.machine == here.machine
     return same_machine and bool(recorded.boot_id and here.boot_id) and recorded.boot_id != here.boot_id
 
 
 def is_gone(recorded: Identity, here: Identity) -> bool:
-    """Whether a process is provably gone, as `here`, this process, can see. What it cannot see may live."""
+    """Whether a process is provably gone, as seen from `here`, the calling process. What it cannot see may live."""
     if recorded.boot_id != here.boot_id:
         return is_of_earlier_boot(recorded, here)
     seen = bool(recorded.pid_ns) and recorded.pid_ns == here.pid_ns

@@ -16,12 +16,12 @@ from pathlib import Path
 
 __all__ = ["CannotStartError", "crowded", "own_cgroups", "prove_room", "shortage", "starting"]
 
-# Of Python's threads, and of those that torch starts in C++.
+# What errors say when no thread can be started: Python's, and torch's (in C++).
 _NO_THREAD = ("can't start new thread", os.strerror(errno.EAGAIN))
-# Threads that a process of ours has at least, beside gRPC's one for each core, and what it has of those at most.
+# Threads that a process of ours has at least, beside gRPC's, of which there is one for each core up to a limit.
 _OURS = 14
 _MOST_OF_GRPC = 16
-# With fewer left a process may end in libraries that do not say why.
+# If fewer processes and threads are left, a process may end in a library that does not say why.
 _FEW = 32
 _CGROUPS = Path("/sys/fs/cgroup")
 
@@ -47,12 +47,12 @@ def starting(what: str) -> Iterator[None]:
 
 
 def prove_room() -> None:
-    """Proves that the threads of a process of ours can be started, by starting so many for a moment.
+    """Proves that a process of ours can start its threads, by starting as many for a moment.
 
-    gRPC's own pool, with a thread for each core, ends the process without a word where it cannot have them.
+    gRPC ends the process without a word if its own pool, a thread for each core, cannot be started.
 
     Raises:
-        RuntimeError: they cannot; see `shortage`.
+        RuntimeError: they cannot be started; see `shortage`.
     """
     end = threading.Event()
     started = []
@@ -68,7 +68,7 @@ def prove_room() -> None:
 
 
 def shortage(error: BaseException) -> str:
-    """What was used up when this error came, and what to do, for a person; empty where it is about something else."""
+    """What was used up when this error came, and what to do, for a person; empty if it is another kind of error."""
     if isinstance(error, CannotStartError):
         return str(error)
     number = error.errno if isinstance(error, OSError) else None
@@ -85,20 +85,20 @@ def shortage(error: BaseException) -> str:
 
 
 def crowded() -> str:
-    """What may be why a process ended at its start: hardly any more are allowed. Empty where there is room."""
+    """Says that hardly any more processes are allowed, a possible cause of an early end; empty if there is room."""
     tight = [text for most, used, text in _limits() if used + _FEW > most]
     return f"hardly any more processes and threads are allowed here ({'; '.join(tight)})" if tight else ""
 
 
 def _processes() -> str:
-    """Which limit it can have been: those that are reached, or all that there are."""
+    """The limits that can have been the cause: those that are reached, or else all."""
     limits = list(_limits())
     reached = [text for most, used, text in limits if used >= most]
     return "; ".join(reached or [text for _, _, text in limits] or ["see sysctl kernel.threads-max and kernel.pid_max"])
 
 
 def _limits() -> Iterator[tuple[int, int, str]]:
-    """Of processes and threads: how many may be, how many there are, and what a person calls it."""
+    """The limits on processes and threads: how many are allowed, how many there are, and a text for people."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     if allowed != resource.RLIM_INFINITY:
         used = _threads_of(os.getuid())
@@ -110,7 +110,7 @@ def _limits() -> Iterator[tuple[int, int, str]]:
 
 
 def _threads_of(user: int) -> int:
-    """What counts for `ulimit -u`: all threads of all processes of a user, as far as they can be seen."""
+    """All threads of a user's processes, as far as they can be seen: what `ulimit -u` counts."""
     count = 0
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
@@ -140,7 +140,7 @@ def _memory() -> str:
 
 
 def own_cgroups(controller: str) -> Iterator[Path]:
-    """The directories of this process's groups that may limit it, from its own one up."""
+    """The cgroup directories that may limit this process, from its own one up."""
     try:
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError):
@@ -156,7 +156,7 @@ def own_cgroups(controller: str) -> Iterator[Path]:
 
 
 def _number(path: Path) -> int | None:
-    """What a limit's file says; None: no limit, or none that can be read."""
+    """The number in a limit's file; None: no limit, or none that can be read."""
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):

@@ -6,23 +6,23 @@ from collections.abc import Iterable
 
 __all__ = ("LONGEST_NAME", "few", "name_problem", "one_line", "text_problem")
 
-# Characters. Longer reasons help nobody; a traceback's last line fits in.
+# Characters of a line. A longer reason helps nobody; a traceback's last line fits.
 LONGEST_LINE = 1000
-# Of names; characters.
+# Characters of a name.
 LONGEST_NAME = 200
-# How many of a list are named.
+# How many names of a list are printed.
 _NAMED = 3
 
 
 def one_line(text: str, longest: int = LONGEST_LINE) -> str:
-    """The same as one line of at most `longest` printable characters.
+    """The text as one line of at most `longest` printable characters.
 
-    White space of any kind becomes a space. What else cannot be printed (escape sequences that move a cursor or colour
-    a terminal, marks that turn the direction of the text around) is shown as Python writes it: `\\x1b`.
+    White space of any kind becomes a space. Any other character that cannot be printed (escape sequences that move a
+    cursor or colour a terminal, marks that reverse the direction of the text) is shown as Python writes it: `\\x1b`.
     """
     if len(text) <= longest and text.isprintable():
         return text
-    # No more of it than can be needed: it may be megabytes long.
+    # The text may be megabytes long: look at no more than can be needed.
     words = " ".join(text[: 2 * longest].split())
     line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in words)
     return line if len(line) <= longest and len(text) <= 2 * longest else line[: longest - 1] + "…"
@@ -36,7 +36,7 @@ def few(names: Iterable[str]) -> str:
 
 
 def text_problem(value: str | bytes, longest: int = LONGEST_NAME) -> str:
-    """What is wrong with something short that may stand in a log; empty where nothing is."""
+    """What is wrong with a short text that is to stand in a log; empty if nothing is."""
     if len(value) > longest:
         return f"is {len(value)} long, at most {longest} are taken"
     if isinstance(value, str) and not value.isprintable():
@@ -45,7 +45,7 @@ def text_problem(value: str | bytes, longest: int = LONGEST_NAME) -> str:
 
 
 def name_problem(value: str) -> str:
-    """The same for the name of a node, a host, an incarnation: it may stand in a path."""
+    """What is wrong with a name of a node, host or incarnation, which may stand in a path; empty if nothing is."""
     if problem := text_problem(value):
         return problem
     if "/" in value or "\\" in value or ".." in value or value != value.strip():

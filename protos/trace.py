@@ -1,8 +1,8 @@
 """Marks of what happened when: where the time of a change goes (docs/pause.md has their names).
 
-Each process appends JSON lines to a file of its own below the directory that ``DALSEGNO_TRACE`` names; without it a
-mark costs nothing. Of steps in a row the first and the last stay, so a file grows with saves and
-changes of the world, not with steps. Standard library only.
+Each process appends JSON lines to a file of its own below the directory that ``DALSEGNO_TRACE`` names. Without that
+variable a mark costs nothing. Of several steps in a row only the first and the last are kept, so a file grows with
+saves and changes of the world, not with steps. Standard library only.
 
 A line says ``at``, ``mark``, and what is known of ``node``, ``rank``, ``epoch`` and ``step``. ``at`` is the machine's
 monotonic clock in seconds. Times of two machines, or of two boots of one, say nothing about each other: the first part
@@ -27,9 +27,9 @@ from .processes import boot_id
 
 __all__ = ("STEP", "Mark", "mark", "read", "trace_into")
 
-# What is marked at the end of each step.
+# The mark at the end of each step.
 STEP = "step"
-# Such a line leaves room for the one that takes its place.
+# Lines of steps are padded to this width, so that a later one can take the place of an earlier one.
 _STEP_WIDTH = 160
 _SUFFIX = ".jsonl"
 
@@ -45,8 +45,8 @@ class Mark:
         process: who marked it; unlike a process number, never used again.
         clock: marks with another one cannot be compared.
         rank: -1 in an agent.
-        epoch: 0 where there is none yet.
-        step: -1 where it is not said.
+        epoch: 0 if there is none yet.
+        step: -1 if it is not known.
     """
 
     at: float
@@ -60,11 +60,11 @@ class Mark:
 
 
 def mark(name: str, **facts: str | int) -> None:
-    """Notes that something has happened just now, where somebody wants to know. Any thread; never fails.
+    """Notes that something has happened just now, if marks are wanted. Any thread may call it; it never fails.
 
     Args:
-        name: what; docs/pause.md has those that are known.
-        facts: `node`, `rank`, `epoch` where the process's environment does not say them; `step`.
+        name: what happened; docs/pause.md lists the names.
+        facts: `step`; and `node`, `rank`, `epoch` if the process's environment does not say them.
     """
     directory = _look() if _directory is None else _directory
     if directory:
@@ -73,12 +73,13 @@ def mark(name: str, **facts: str | int) -> None:
 
 
 def trace_into(directory: str) -> None:
-    """From here on this process, and all that it starts, note what happens below a directory; empty: nowhere."""
+    """Makes this process, and all that it starts, note marks below a directory from here on; empty: nowhere."""
     global _directory
     os.environ[Variable.TRACE] = _directory = directory
 
 
-# Of this process; None: nobody has looked yet. A look into the environment costs more than a mark that is not made.
+# Where this process notes its marks; None: not looked up yet. It is kept because looking into the environment costs
+# more than everything else that an unwanted mark costs.
 _directory: str | None = None
 
 
@@ -89,7 +90,7 @@ def _look() -> str:
 
 
 class _File:
-    """This process's own file."""
+    """The file to which this process writes its marks."""
 
     def __init__(self, directory: str) -> None:
         self.directory = directory
@@ -106,7 +107,7 @@ class _File:
             logger.warning("nothing is traced: %s", error)
 
     def write(self, at: float, name: str, facts: dict[str, str | int]) -> None:
-        """Appends one line; of steps in a row the last one takes the place of the one before it."""
+        """Appends one line. From the third step in a row on, a step takes the place of the one before it."""
         line: dict[str, Any] = {"at": round(at, 6), "mark": name, **_who(), **facts}
         data = json.dumps(line).encode().ljust(_STEP_WIDTH if name == STEP else 0) + b"\n"
         with self._lock:
@@ -124,7 +125,7 @@ class _File:
             self._steps = self._steps + 1 if name == STEP else 0
 
     def forget(self) -> None:
-        """Closes it."""
+        """Closes the file."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None
@@ -146,7 +147,7 @@ def _file(directory: str) -> _File:
 
 
 def _in_child() -> None:
-    """A forked process has a file of its own, and often another environment."""
+    """Makes a forked process begin a file of its own; its environment may differ, too."""
     global _own, _making, _directory
     _making, _directory = threading.Lock(), None
     own, _own = _own, None
@@ -158,7 +159,7 @@ os.register_at_fork(after_in_child=_in_child)
 
 
 def _who() -> dict[str, str | int]:
-    """What an agent has told this worker of itself, or torchrun has."""
+    """Node, rank and epoch, as far as an agent or torchrun has put them into this worker's environment."""
     said = os.environ
     found: dict[str, str | int] = {"node": said[Variable.NODE]} if Variable.NODE in said else {}
     for key, variable in (("rank", "RANK"), ("epoch", Variable.EPOCH)):
@@ -168,7 +169,7 @@ def _who() -> dict[str, str | int]:
 
 
 def read(directory: Path) -> list[Mark]:
-    """All marks below a directory, in order of time. A line that is no mark (its writer was killed) is passed over.
+    """All marks below a directory, in order of time. A torn line, whose writer was killed, is skipped.
 
     Raises:
         OSError: the directory or a file of it cannot be read.

@@ -82,7 +82,7 @@ class ToWorker(google.protobuf.message.Message):
     master_seen: builtins.bool
     """The agent has heard the master lately."""
     ending: builtins.int
-    """As dalsegno.control.v1.Ending: how the save of a drain ends."""
+    """How the save of a drain ends, as dalsegno.control.v1.Ending."""
     def __init__(
         self,
         *,
@@ -139,7 +139,7 @@ class Progress(google.protobuf.message.Message):
     anyone_sees_master: builtins.bool
     """Some rank of the world can hear the master (from the exchange)."""
     beats: builtins.int
-    """Signs of life between two steps, of an evaluation for one; they only grow within an epoch."""
+    """Counts signs of life between two steps, for instance in an evaluation. It only grows within an epoch."""
     def __init__(
         self,
         *,
@@ -156,7 +156,7 @@ global___Progress = Progress
 
 @typing.final
 class Saving(google.protobuf.message.Message):
-    """A save is in flight; repeated as it goes on."""
+    """A save is in flight. Sent again and again while it goes on."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -165,9 +165,11 @@ class Saving(google.protobuf.message.Message):
     WRITTEN_FIELD_NUMBER: builtins.int
     name: builtins.str
     bytes: builtins.int
-    """Written, synced or summed by this rank; it only grows while the name is the same."""
+    """Bytes written, synced or checksummed by this rank. The number only grows while the name is the same."""
     written: builtins.int
-    """Size of the checkpoint's files so far, as this rank sees them, at least 1; 0: this part of the save is over."""
+    """Bytes of the checkpoint's files so far, as this rank sees them, at least 1; 0: this rank's part of the save is
+    over.
+    """
     def __init__(
         self,
         *,
@@ -181,8 +183,8 @@ global___Saving = Saving
 
 @typing.final
 class Sealed(google.protobuf.message.Message):
-    """Sent by the rank that sealed it, mostly rank 0: the manifest is written. Its bytes are on the disk; the agent reads it
-    there.
+    """A checkpoint's manifest is durable on the disk, where the agent reads it. Sent by the rank that sealed the
+    checkpoint, mostly rank 0.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -195,7 +197,7 @@ class Sealed(google.protobuf.message.Message):
     digest: builtins.str
     step: builtins.int
     seconds: builtins.float
-    """From the beginning of the save; 0: not known."""
+    """Seconds from the beginning of the save; 0: not known."""
     def __init__(
         self,
         *,
@@ -219,7 +221,7 @@ class SaveFailed(google.protobuf.message.Message):
     name: builtins.str
     reason: builtins.str
     drain: builtins.bool
-    """It was the drain's save."""
+    """The save was a drain's."""
     step: builtins.int
     """The step boundary that was to be saved."""
     def __init__(
@@ -321,8 +323,8 @@ global___BadCheckpoint = BadCheckpoint
 
 @typing.final
 class Refused(google.protobuf.message.Message):
-    """All ranks say it before they end: what they were given must not be trained, and another start would come to the same.
-    It holds while this rank makes no step.
+    """All ranks send this before they end: what they were given must not be trained, and another start would end in the
+    same way. It holds as long as this rank makes no step.
     """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
@@ -341,7 +343,9 @@ global___Refused = Refused
 
 @typing.final
 class PeerLost(google.protobuf.message.Message):
-    """A connection to another rank broke, and this rank ends of it: the cause is elsewhere. It holds while it makes no step."""
+    """A connection to another rank broke, and this rank ends because of that: the cause is elsewhere. It holds as long as
+    this rank makes no step.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
