@@ -40,9 +40,9 @@ class Tracked:
     """What the run wants to be best at.
 
     Attributes:
-        metric: Its name, for people and to notice that another one is tracked now.
+        metric: Its name, for people and for noticing that another metric is tracked now.
         mode: ``"min"``: smaller is better; ``"max"``: larger is.
-        min_delta: By how much a value must be better than the best; 0: by anything.
+        min_delta: How much better than the best a value must be; 0: any improvement counts.
     """
 
     metric: str
@@ -58,7 +58,7 @@ class Tracked:
             )
 
     def improves(self, value: float | None, best: Best | None) -> bool:
-        """Whether a checkpoint with ``value`` would be the best. A value that is no finite number never is."""
+        """Whether a checkpoint with ``value`` would be the best. A value that is not a finite number never is."""
         if value is None or not math.isfinite(value):
             return False
         if best is None or (best.metric, best.mode) != (self.metric, self.mode):

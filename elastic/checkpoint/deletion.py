@@ -15,13 +15,13 @@ log = logging.getLogger(__name__)
 
 
 def delete(directory: Path) -> None:
-    """Deletes one checkpoint's directory; one that is not there is done already.
+    """Deletes one checkpoint's directory. Nothing happens if it is gone already.
 
-    Mark and manifest go first, so that what an interrupted deletion leaves is not sealed, and nobody's loss. Of a link
-    to a directory the link goes, and what it leads to stays.
+    Mark and manifest go first. So what an interrupted deletion leaves is not sealed, and nobody misses it. A link to a
+    directory is removed itself; what it points to stays.
 
     Raises:
-        OSError: The file system refused, in the first place where it did; all else is gone.
+        OSError: The file system refused a deletion; this is the first such error. Everything else is deleted.
     """
     if os.path.islink(directory):
         directory.unlink(missing_ok=True)
@@ -33,7 +33,7 @@ def delete(directory: Path) -> None:
         return
     try:
         unmark(directory)
-        # Never sealed, gone already, or no file at all, and then no seal either.
+        # It was never sealed, is gone already, or is no file at all: then there is no seal either.
         with contextlib.suppress(FileNotFoundError, IsADirectoryError):
             os.unlink(MANIFEST, dir_fd=descriptor)
             os.fsync(descriptor)
@@ -42,11 +42,11 @@ def delete(directory: Path) -> None:
     failures: list[BaseException] = []
 
     def failed(function: object, path: str, failure: tuple[type[BaseException], BaseException, object]) -> None:
-        # Another deleter was quicker: what it took is gone as wanted.
+        # Another process deleted this first.
         if not issubclass(failure[0], FileNotFoundError):
             failures.append(failure[1])
 
-    # Goes on after what fails; where a link was put in the place of a directory meanwhile, that fails too.
+    # Goes on after a failure. It also fails where somebody has meanwhile put a link in place of a directory.
     shutil.rmtree(directory, onerror=failed)
     if failures:
         raise failures[0]

@@ -1,14 +1,14 @@
 """Making many files durable at once, where the kernel can do that and says what failed.
 
 ``fsync`` makes one file durable, and each call has the disk write its journal. ``syncfs`` (Linux) does it for all of a
-file system, names in directories included, in about the time that one of them takes. Three things make it no matter of
-course, see `at_once`:
+file system, names in directories included, in about the time of one ``fsync``. Three things limit its use, see
+`at_once`:
 
-- Since Linux 5.8 it reports bytes that could not be written back, *once for each descriptor*, and only what failed
-  after that was opened. So a `FileSystem` is opened before the first file is written.
-- Only file systems whose data goes straight to a disk of this machine keep that promise. NFS, FUSE, Lustre and the like
+- Since Linux 5.8 it reports bytes that could not be written back, but *once for each descriptor*, and only failures
+  after that descriptor was opened. So a `FileSystem` is opened before the first file is written.
+- Only file systems whose data goes straight to a disk of this machine report reliably. NFS, FUSE, Lustre and the like
   may write back elsewhere, or later; an overlay does not pass on what the file system below it has noted.
-- It waits for what others have written there, too.
+- It also waits for what other processes have written to the same file system.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ import re
 from pathlib import Path
 from types import TracebackType
 
-# What statfs(2) calls those that are asked. (ext2 and ext3 have ext4's number.)
+# The numbers in statfs(2) of the file systems whose reports are reliable. (ext2 and ext3 have ext4's number.)
 TELLING = {0xEF53: "ext4", 0x58465342: "xfs", 0x9123683E: "btrfs", 0x01021994: "tmpfs"}
-# The first Linux whose syncfs tells of bytes that could not be written back (commit 735e4ae5ba28).
+# The first Linux whose syncfs reports bytes that could not be written back (commit 735e4ae5ba28).
 FIRST_LINUX = (5, 8)
-# A sync of its own costs a file about what writing so many bytes costs: measured on ext4, see docs/conversion.md.
+# Syncing a file by itself costs about as much as writing this many bytes: measured on ext4, see docs/conversion.md.
 BYTES_PER_SYNC = 256 << 10
-# However many files there are, the one sync must not take as long as what never ends: nothing is heard from inside it.
+# The most bytes of other processes that one sync may wait for. Nothing is heard while it runs, so it must end soon.
 MOST_OF_OTHERS = 1 << 30
-# Fewer are synced one by one, several at a time: nothing is gained.
+# Fewer files than this are synced one by one, several at a time: one sync of all would save nothing.
 FEWEST = 16
 
 _MEMINFO = Path("/proc/meminfo")
@@ -39,8 +39,8 @@ def at_once(files: int, others: int) -> bool:
     """Whether one sync of the whole file system is cheaper than one of each file.
 
     Args:
-        files: So many are to be made durable.
-        others: Bytes of others that wait to be written, for which the one sync waits, too.
+        files: How many files are to be made durable.
+        others: Bytes of other processes that wait to be written. The sync waits for them, too.
     """
     return files >= FEWEST and others <= min(files * BYTES_PER_SYNC, MOST_OF_OTHERS)
 
@@ -49,15 +49,15 @@ def tells(kind: int, release: str) -> bool:
     """Whether ``syncfs`` reports all that could not be made durable.
 
     Args:
-        kind: The file system's, as in ``statfs``.
-        release: Linux's, as ``uname -r`` says it.
+        kind: The file system's type, as in ``statfs``.
+        release: The Linux release, as ``uname -r`` prints it.
     """
     version = re.match(r"(\d+)\.(\d+)", release)
     return kind in TELLING and version is not None and tuple(map(int, version.groups())) >= FIRST_LINUX
 
 
 def unwritten() -> int:
-    """Bytes that this machine has in memory and not on a disk yet; 0 where it does not say."""
+    """Bytes that this machine has in memory and not on a disk yet; 0 if it does not say."""
     try:
         found = _UNWRITTEN.findall(_MEMINFO.read_bytes())
     except OSError:
@@ -69,10 +69,10 @@ class FileSystem:
     """The file system of a directory, to be made durable as a whole. A context manager.
 
     Args:
-        directory: Is there. Nothing that is to be made durable has been written to it yet.
+        directory: It exists. Nothing that is to be made durable has been written to it yet.
 
     Attributes:
-        tells: `sync` may be called. Where it is False each file needs an ``fsync`` of its own.
+        tells: Whether `sync` may be called. If it is False, each file needs an ``fsync`` of its own.
 
     Raises:
         OSError: The directory cannot be opened.
@@ -95,10 +95,10 @@ class FileSystem:
             self._descriptor = -1
 
     def sync(self) -> None:
-        """Makes all files and names durable that were there when it was called.
+        """Makes all files and names durable that existed when it was called.
 
         Raises:
-            OSError: Something that was written since this was made, by whomever, is lost. It is said once.
+            OSError: Something that any process has written since this object was made is lost. It is reported once.
         """
         assert self.tells
         assert _syncfs is not None
@@ -108,12 +108,12 @@ class FileSystem:
 
 
 def _may_ask() -> bool:
-    """Whether the call is there, and no sandbox forbids it: it then gets as far as to find no such descriptor."""
+    """Whether ``syncfs`` exists and no sandbox forbids it: a call then gets as far as rejecting the descriptor."""
     return _syncfs is not None and _syncfs(-1) != 0 and ctypes.get_errno() == errno.EBADF
 
 
 def _kind(descriptor: int) -> int:
-    """``f_type`` of ``fstatfs``, which comes first in its structure; 0: not known."""
+    """``f_type`` of ``fstatfs``, the first field of its structure; 0: not known."""
     answer = (ctypes.c_long * 64)()  # much more than the structure has
     if _fstatfs is None or _fstatfs(descriptor, ctypes.byref(answer)) != 0:
         return 0

@@ -30,11 +30,11 @@ CANNOT = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, 
 
 
 class Meter:
-    """Adds up the bytes that several threads move, and tells of the sum now and then.
+    """Adds up the bytes that several threads move, and reports the sum from time to time.
 
     Args:
         tell: called with the sum, on one of those threads, one call at a time.
-        every: seconds between two calls, at least; the first comes that long after the meter was made.
+        every: least number of seconds between two calls, and from the meter's making to the first call.
     """
 
     def __init__(self, tell: Callable[[int], None], every: float) -> None:
@@ -44,7 +44,7 @@ class Meter:
         self._lock = Lock()
 
     def __call__(self, count: int) -> None:
-        """``count`` bytes were moved."""
+        """Adds ``count`` bytes that were moved."""
         with self._lock:
             self._sum += count
             now = time.monotonic()
@@ -82,11 +82,11 @@ def checksum(root: Path, path: str, *, moved: Callable[[int], None] = lambda cou
     Args:
         root: The checkpoint's directory.
         path: The file, relative to it.
-        moved: Told how many bytes were read just now.
+        moved: Called with the number of bytes that were read just now.
 
     Raises:
         CheckpointDamaged: MISSING_FILE, NOT_A_FILE.
-        OSError: What the file system says otherwise.
+        OSError: The file system failed in another way.
     """
     digest = xxhash.xxh3_128()
     size = 0
@@ -116,9 +116,9 @@ def _sync(root: Path, path: str, moved: Callable[[int], None]) -> None:
 
 
 def write_problem(directory: Path, size: int = 1 << 20) -> str:
-    """Why ``size`` bytes cannot be written below ``directory``; empty where they can.
+    """Why ``size`` bytes cannot be written below ``directory``; empty if they can.
 
-    For telling a person: libraries that write by themselves hide what the file system said.
+    It serves to tell a person: libraries that write by themselves hide what the file system said.
     """
     try:
         with tempfile.TemporaryFile(dir=directory if directory.is_dir() else directory.parent) as file:
@@ -141,9 +141,9 @@ def checksums(
 
     Args:
         root, paths: See ``checksum``.
-        threads: So many are read at once.
-        sync: Also make them durable (fsync), as many at once, while they are read: what is summed is what was written.
-        moved: Told of bytes that were synced or read just now, on those threads.
+        threads: How many files are read at once.
+        sync: Also make the files durable (fsync) while they are read, so that the checksum is of what was written.
+        moved: Called with the number of bytes that were synced or read just now, on the threads that do it.
     """
     wanted = list(paths)
     with (
@@ -169,8 +169,8 @@ def fsync_directory(directory: Path) -> None:
 def fsync_tree(directory: Path) -> None:
     """Makes the names in ``directory``, in all directories below it, and its own name durable.
 
-    Many in one call, where that can be. It is told of what failed before it was made as well: a file system that could
-    not write down a name takes no further ones, and so no manifest.
+    One call makes all of them durable if that is possible. That call also reports earlier failures: a file system that
+    could not record a name takes no further names, and so no manifest.
     """
     names = [Path(current) for current, _, _ in os.walk(directory)]
     with FileSystem(directory) as system:
@@ -184,16 +184,16 @@ def fsync_tree(directory: Path) -> None:
 
 
 def write_exclusive(path: Path, data: bytes, *, lasting: bool = True) -> None:
-    """Creates ``path`` with ``data``. What could not be written whole is taken away again.
+    """Creates ``path`` with ``data``. If the data cannot be written whole, the file is removed again.
 
     Args:
         path: The file.
         data: Its content.
-        lasting: Make it durable. False: somebody else will, with others.
+        lasting: Make it durable. False: the caller does that later, for many files at once.
 
     Raises:
-        FileExistsError: It is there already.
-        OSError: What the file system says otherwise, ENOSPC for one.
+        FileExistsError: It exists already.
+        OSError: The file system failed in another way, for instance with ENOSPC.
     """
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
@@ -216,7 +216,7 @@ def replace_file(path: Path, text: bytes, *, lasting: bool = True) -> None:
         text: Its content.
         lasting: Make that durable. False: after a power cut the old content may be there again, and whole.
     """
-    # Of this call alone: other nodes do the same at the same time, and in containers with the same process id.
+    # A name of this call's own: other nodes do the same at the same time, and containers may have the same process id.
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     write_exclusive(temporary, text)
     move_over(temporary, path)
@@ -237,7 +237,7 @@ def place_file(source: Path, target: Path) -> None:
     except FileExistsError:
         raise
     except OSError:
-        # Across file systems, or one without links (some FUSE mounts, SMB).
+        # The names are on two file systems, or on one without links (some FUSE mounts, SMB).
         with open(source, "rb") as reader, open(target, "xb") as writer:
             shutil.copyfileobj(reader, writer, 4 << 20)
             writer.flush()
@@ -245,7 +245,7 @@ def place_file(source: Path, target: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copies one file; where the file system can, both then share what neither has written over.
+    """Copies one file. Where the file system can, the copy shares its blocks until one of them is written to.
 
     Raises:
         FileExistsError: ``target`` is there already.
@@ -262,10 +262,10 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def move_over(aside: Path, path: Path) -> None:
-    """Puts the small JSON file ``aside`` in the place of ``path``, durable as it was.
+    """Puts the small JSON file ``aside`` in the place of ``path``, as durable as ``aside`` is.
 
-    Where the mount cannot rename, ``path`` is written over where it lies, in one write and padded to the old length, so
-    that a reader sees half of each at worst, and reads again.
+    Where the mount cannot rename, ``path`` is overwritten in place, in one write and padded to the old length. At worst
+    a reader then sees half of each, and reads again.
     """
     try:
         os.replace(aside, path)
@@ -280,13 +280,13 @@ def move_over(aside: Path, path: Path) -> None:
 
 
 def publish(aside: Path, path: Path) -> None:
-    """Gives the small file ``aside`` the name ``path`` too, unless somebody else's is there.
+    """Gives the small file ``aside`` the name ``path`` too, unless that name is taken.
 
-    Where the mount has no links, it is made under that name and then written at once: a reader that finds it empty
+    Where the mount has no links, a file is created under that name and written at once. A reader that finds it empty
     looks again.
 
     Raises:
-        FileExistsError: Somebody else's came first.
+        FileExistsError: Another process took the name first.
     """
     try:
         os.link(aside, path)

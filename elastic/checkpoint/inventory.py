@@ -1,4 +1,4 @@
-"""What checkpoints are there: the answer that an agent gives with ``Register`` and ``Join``."""
+"""Lists a run's checkpoints: what an agent reports with ``Register`` and ``Join``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .reading import NotRegular, size_of_regular
 
 @dataclass(frozen=True)
 class Unsealed:
-    """What has a checkpoint's name and is not one: still being written, given up, damaged, or not to be read.
+    """An entry with a checkpoint's name that is no sealed checkpoint: unfinished, given up, damaged or unreadable.
 
     Attributes:
         name, reason: For a person.
-        damaged: It has been sealed once: it has the mark, something is in the place of its manifest, or files are not
-            what that says.
-        unreadable: It is a directory in which the file system lets nobody read, which says nothing about the
+        damaged: It has been sealed once: it has the mark, or something else stands in place of its manifest, or its
+            files are not those of the manifest.
+        unreadable: It is a directory that the file system does not let us read. That says nothing about the
             checkpoint.
     """
 
@@ -33,7 +33,7 @@ class Unsealed:
 
 @dataclass(frozen=True)
 class Inventory:
-    """One look at a run's directory: sealed checkpoints from old to new (later forms after their source)."""
+    """What one look at a run's directory found: sealed checkpoints from old to new, each before its later forms."""
 
     sealed: tuple[Manifest, ...]
     unsealed: tuple[Unsealed, ...]
@@ -44,11 +44,11 @@ def inspect(run_dir: Path, *, check_sizes: bool = True) -> Inventory:
 
     Args:
         run_dir: The run's directory; one that does not exist is empty.
-        check_sizes: Also want every listed file there with its size. False answers only "is a manifest in sight",
-            which is what a node must see of a *recorded* checkpoint; whether its content is sound is for ``verify``.
+        check_sizes: Also require that every listed file is there with its size. False only answers whether a manifest
+            is in sight, which is what a node must see of a *recorded* checkpoint; ``verify`` checks the content.
 
     Raises:
-        OSError: The directory is there but cannot be read.
+        OSError: The directory exists but cannot be read.
     """
     try:
         names = sorted(filter(is_checkpoint_name, os.listdir(run_dir)))
@@ -65,7 +65,7 @@ def inspect(run_dir: Path, *, check_sizes: bool = True) -> Inventory:
             damaged = name in known or os.path.lexists(run_dir / name / MANIFEST)
             unsealed.append(Unsealed(name, str(error), damaged))
         except OSError as error:
-            # Each stands by itself: whatever one of them is, the others count.
+            # Each entry is judged by itself: a bad one does not hide the others.
             unsealed.append(Unsealed(name, str(error), unreadable=os.path.isdir(run_dir / name)))
         else:
             sealed.append(manifest)

@@ -15,7 +15,7 @@ SEALED = ".sealed"
 SHARDED, UNIVERSAL, WEIGHTS = "sharded", "universal", "weights"
 FORMS = (SHARDED, UNIVERSAL, WEIGHTS)
 
-# 18 digits: what every part of the program can count on from.
+# The largest number in a name: 18 digits, which every part of the program can handle.
 MAX_NUMBER = 10**18 - 1
 _NUMBER = r"(0|[1-9][0-9]{0,17})"
 _NAME = re.compile(rf"step-{_NUMBER}\.e{_NUMBER}\.{_NUMBER}(?:\.({UNIVERSAL}|{WEIGHTS})\.{_NUMBER})?", re.ASCII)
@@ -77,7 +77,7 @@ class CheckpointName:
 
     @property
     def age(self) -> tuple[int, int, int]:
-        """Sort key: the newest is the one of the highest epoch, then step, then attempt."""
+        """Sort key: the newest checkpoint has the highest epoch, then step, then attempt."""
         return self.epoch, self.step, self.attempt
 
 

@@ -1,4 +1,4 @@
-"""The manifest that seals a checkpoint: what it is, and every file of it with size and checksum.
+"""The manifest that seals a checkpoint: what it is, and every file in it with size and checksum.
 
 Canonical JSON (sorted keys, no spaces, UTF-8, one newline at the end), and behind all other keys its own ``checksum``.
 The SHA-256 of those bytes is the checkpoint's *digest*, the only thing about it that the master must remember.
@@ -30,11 +30,11 @@ VERSION = 2
 READABLE = (1, VERSION)
 # A manifest of a 10,000-file checkpoint has about 1.5 MB; anything far beyond is not a manifest.
 MAX_BYTES = 64 << 20
-# What messages carry: a signed and an unsigned number; a name.
+# The largest signed and unsigned numbers, and the longest name, that messages carry.
 MAX_COUNT, MAX_SMALL = (1 << 63) - 1, (1 << 32) - 1
 MAX_TEXT = 256
 
-# Each rank of DeepSpeed's engine writes one; a universal form is made of them, and of nothing else.
+# Each rank of a DeepSpeed engine writes one of these; a universal form is made of nothing else.
 _CONVERTED = "_optim_states.pt"
 _PROTO_FORMS = {
     SHARDED: control_pb2.FORM_SHARDED,
@@ -42,7 +42,7 @@ _PROTO_FORMS = {
     WEIGHTS: control_pb2.FORM_WEIGHTS,
 }
 _T = TypeVar("_T")
-# What stands between everything else and the checksum, and behind that.
+# What stands between the other keys and the checksum, and what stands after the checksum.
 _SUM_BEGINS, _SUM_ENDS = b',"checksum":"', b'"}\n'
 
 
@@ -54,8 +54,8 @@ class Shape:
         world_size: Number of ranks.
         strategy: ``"ddp"``, ``"deepspeed-zero-0"`` … ``"deepspeed-zero-3"``, or a name of the script's own.
         any_world_size: Loads at any world size as it is.
-        reshards: Loads at any world size without a conversion, each rank taking its ranges of what others saved. Left
-            out of the manifest where it is false.
+        reshards: Loads at any world size without a conversion, because each rank takes its ranges of what others saved.
+            Left out of the manifest if false.
     """
 
     world_size: int
@@ -88,8 +88,8 @@ class Order:
     Attributes:
         seed, global_batch_size, shuffle: The sampler's.
         length: Samples in the data set; 0: not known.
-        version: The way in which an order is made of them (``permutation``); a run goes on in the one that it began in.
-            Left out of the manifest where it is 1.
+        version: How the order is computed (see ``permutation``). A run keeps the version that it began with. Left out
+            of the manifest if it is 1.
     """
 
     seed: int
@@ -101,15 +101,16 @@ class Order:
 
 @dataclass(frozen=True)
 class Cut:
-    """What moves the loss curve besides the order, in how its batches become gradients. A run that resumes must agree.
+    """How batches become gradients, which shapes the loss curve besides the order. A run that resumes must agree.
 
     Attributes:
         tokens: The loss is a mean over tokens; False: over samples.
-        drop_last: Short last batches are left out; False where there are none.
-        micro_batch_size: Largest of the micro-batches that are the same at every world size; None: the world cuts.
-        pad, seed: Of those: rows that short ones are filled up with; of what is random in them (None: not set).
-        samples: Names of a few samples, and a short text of what is in each, by which data are known again. Left out of
-            the manifest where there are none.
+        drop_last: Short last batches are left out; False if there are none.
+        micro_batch_size: Size of the largest fixed micro-batch, the same at every world size; None: not fixed.
+        pad, seed: For fixed micro-batches: whether short ones are filled up with rows, and the seed of what is random
+            in them (None: not set).
+        samples: Names of a few samples, each with a short text that describes its content, by which the same data are
+            recognised. Left out of the manifest if there are none.
     """
 
     tokens: bool
@@ -133,7 +134,7 @@ class Ref:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """One file: path relative to the checkpoint with forward slashes, bytes, xxh3-128 in lower-case hex."""
+    """One file: path relative to the checkpoint with forward slashes, size in bytes, xxh3-128 in lower-case hex."""
 
     path: str
     size: int
@@ -160,11 +161,11 @@ class Manifest:
     max_nodes: int
     metric: float | None
     files: tuple[FileEntry, ...]
-    # Left out where no metric is tracked.
+    # Left out if no metric is tracked.
     best: Best | None = None
-    # How many of the run's checkpoints stay, where the script says so; left out where it does not.
+    # How many of the run's checkpoints are kept, if the script says so; left out if it does not.
     keep: int | None = None
-    # Left out where the data are not cut by a batch plan, as in manifests of earlier versions.
+    # Left out if no batch plan cuts the data, and in manifests of earlier versions.
     cut: Cut | None = None
     version: int = VERSION
 
@@ -238,7 +239,7 @@ class Manifest:
         """Parses canonical bytes.
 
         Raises:
-            ValueError: Anything but a canonical manifest of a version that we know.
+            ValueError: It is not a canonical manifest of a version that we know.
         """
         _check_sum(data)
         try:
@@ -248,7 +249,7 @@ class Manifest:
         if isinstance(raw, dict):
             raw.pop("checksum", None)
         manifest = _parse(raw)
-        # One manifest has one spelling: so a torn or edited file cannot pass as a sealed one.
+        # A manifest has exactly one spelling, so a torn or edited file cannot pass as a sealed one.
         if manifest.to_bytes() != data:
             raise ValueError("not in canonical form")
         return manifest
@@ -259,7 +260,7 @@ class Manifest:
 
         Raises:
             CheckpointDamaged: It is missing, torn, no file, or belongs to another directory.
-            OSError: The file system says no, which says nothing about the checkpoint.
+            OSError: The file system failed, which says nothing about the checkpoint.
         """
         try:
             manifest = cls.from_bytes(read_regular(Path(directory) / MANIFEST, MAX_BYTES))
@@ -274,7 +275,7 @@ class Manifest:
         return manifest
 
     def to_proto(self) -> control_pb2.Checkpoint:
-        """The same as a message; the list of files becomes its total size and that of the largest."""
+        """The same as a message, which has the files' total size and the largest file's size in place of their list."""
         return control_pb2.Checkpoint(
             ref=self.ref.to_proto(),
             run_id=self.run_id,
@@ -298,7 +299,7 @@ class Manifest:
 
 
 def _check_sum(data: bytes) -> None:
-    """Nothing of a manifest that was changed is parsed; one of version 1 has no checksum."""
+    """Checks the checksum before anything is parsed, so that nothing of a changed manifest is. Version 1 has none."""
     summed, found, rest = data.rpartition(_SUM_BEGINS)
     if found and rest != xxhash.xxh3_128_hexdigest(summed).encode() + _SUM_ENDS:
         raise ValueError("its checksum is not that of its content")

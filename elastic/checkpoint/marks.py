@@ -1,4 +1,4 @@
-"""What was sealed once: an empty file of a checkpoint's name beside it, in ``.sealed``.
+"""Marks of what was sealed once: an empty file with the checkpoint's name in the directory ``.sealed`` beside it.
 
 A save that was given up leaves a directory without a manifest, which is deleted once the run has gone on without it. If
 there is a mark, the directory is a checkpoint that has lost its manifest, by accident or by somebody's hand. All its
@@ -19,12 +19,12 @@ from .layout import SEALED
 
 log = logging.getLogger(__name__)
 
-# Nothing there, or something else: a file, a link.
+# Errors when there is nothing, or something that is no directory: a file, a link.
 _NONE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def mark(directory: Path) -> None:
-    """Notes that ``directory`` is sealed. Where that cannot be, it is done without."""
+    """Notes that ``directory`` is sealed. If that fails, the checkpoint goes without a mark."""
     try:
         with contextlib.suppress(FileExistsError):
             os.mkdir(directory.parent / SEALED)
@@ -37,10 +37,10 @@ def mark(directory: Path) -> None:
 
 
 def unmark(directory: Path) -> None:
-    """What is left of ``directory`` from here on was deleted on purpose.
+    """Notes that ``directory`` is deleted on purpose, so that its remains are not taken for a damaged checkpoint.
 
     Raises:
-        OSError: The file system says no.
+        OSError: The file system failed.
     """
     with _opened(directory.parent) as marks, contextlib.suppress(FileNotFoundError):
         if marks is not None:
@@ -48,10 +48,10 @@ def unmark(directory: Path) -> None:
 
 
 def marked(run_dir: Path) -> frozenset[str]:
-    """Names of all that was sealed in a run's directory and not deleted since.
+    """Names of everything in a run's directory that was sealed and has not been deleted since.
 
     Raises:
-        OSError: They cannot be read.
+        OSError: The marks cannot be read.
     """
     with _opened(run_dir) as marks:
         return frozenset() if marks is None else frozenset(os.listdir(marks))

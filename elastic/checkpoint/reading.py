@@ -1,6 +1,6 @@
-"""Opening what lies in a checkpoint directory, where anything may lie: pipes, links, files without end.
+"""Opens what lies in a checkpoint directory, where anything may lie: pipes, links, files without end.
 
-Nothing here follows a link in the last part of a path, waits for whoever writes a pipe, or reads without a bound.
+Nothing here follows a link in the last part of a path, waits for the writer of a pipe, or reads without a bound.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ def open_regular(path: Path) -> int:
 
     Raises:
         FileNotFoundError: Nothing is there.
-        NotRegular: Something else is.
-        OSError: The file system says no.
+        NotRegular: Something other than a regular file is there.
+        OSError: The file system failed in another way.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags)
     except OSError as error:
-        # A link, or a socket. (A loop of links further up says ELOOP too.)
+        # It is a link or a socket. (A loop of links in the directories of the path is ELOOP, too.)
         if (error.errno == errno.ELOOP and os.path.islink(path)) or error.errno == errno.ENXIO:
             raise NotRegular(path) from error
         raise
@@ -50,8 +50,8 @@ def read_regular(path: Path, limit: int) -> bytes:
     Raises:
         ValueError: It has more.
         FileNotFoundError: Nothing is there.
-        NotRegular: Something else is.
-        OSError: The file system says no.
+        NotRegular: Something other than a regular file is there.
+        OSError: The file system failed in another way.
     """
     with open(open_regular(path), "rb") as file:
         if os.fstat(file.fileno()).st_size > limit:
@@ -63,12 +63,12 @@ def read_regular(path: Path, limit: int) -> bytes:
 
 
 def size_of_regular(path: Path) -> int:
-    """Bytes of a regular file, not opened.
+    """Size of a regular file in bytes. The file is not opened.
 
     Raises:
         FileNotFoundError: Nothing is there.
-        NotRegular: Something else is.
-        OSError: The file system says no.
+        NotRegular: Something other than a regular file is there.
+        OSError: The file system failed in another way.
     """
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):

@@ -1,6 +1,6 @@
-"""Which checkpoints of a run without a master may go. Pure: the caller logs and deletes.
+"""Which checkpoints of a run without a master may be deleted. Pure: the caller logs and deletes.
 
-Under a master its record decides (``master/brain/checkpoints.py``), by the same rules.
+Under a master the master's record decides (``master/brain/checkpoints.py``), by the same rules.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from .manifest import Manifest
 
 @dataclass(frozen=True)
 class Retirement:
-    """What may be deleted now, names of directories with later forms before their source.
+    """What may be deleted now: names of directories, with later forms before their source.
 
     Attributes:
-        old: Beyond the last that are kept.
+        old: Older than the last ones that are kept.
         left: Steps that the run has made again since it went back to an earlier checkpoint.
     """
 
@@ -26,7 +26,7 @@ class Retirement:
 
 
 def lineage(found: Iterable[Manifest]) -> list[Manifest]:
-    """The newest lineage of sharded checkpoints, oldest first: read back from resume point to resume point."""
+    """The newest lineage of sharded checkpoints, oldest first, followed back from resume point to resume point."""
     attempts: dict[tuple[int, int], Manifest] = {}
     for manifest in sorted(found, key=lambda manifest: manifest.parsed_name.age):
         if manifest.form == SHARDED:
@@ -47,15 +47,15 @@ def lineage(found: Iterable[Manifest]) -> list[Manifest]:
 def retirable(
     found: Sequence[Manifest], keep: int, in_use: Iterable[str] = (), damaged: Collection[str] = ()
 ) -> Retirement:
-    """What may go once the newest checkpoint of ``found`` is sealed.
+    """What may be deleted once the newest checkpoint of ``found`` is sealed.
 
-    Stays, whatever ``keep`` says: the newest, what is ``in_use`` (names), and what was best as of any that stays. Where
-    fewer than ``keep`` of the lineage are sound, nothing older goes.
+    Whatever ``keep`` says, three kinds stay: the newest, those in ``in_use``, and those that a checkpoint that stays
+    names as best. If fewer than ``keep`` of the lineage are sound, nothing older is deleted.
 
     Args:
         found: All sealed checkpoints of the run.
         keep: How many of the newest lineage stay; 0: all.
-        in_use: A resume point, the source of a conversion or of an upload.
+        in_use: Names of a resume point, or of the source of a conversion or an upload.
         damaged: Names of those that do not count as kept.
     """
     chain = lineage(found)

@@ -14,15 +14,15 @@ from .marks import mark
 
 
 def describe(directory: Path, *, threads: int = THREADS, sync: bool = True) -> tuple[FileEntry, ...]:
-    """Entries of all files in ``directory``, sorted by path, made durable on the way unless ``sync`` is False."""
+    """Entries of all files in ``directory``, sorted by path. Makes the files durable unless ``sync`` is False."""
     return tuple(checksums(directory, list_files(directory), threads=threads, sync=sync))
 
 
 def seal(directory: Path, manifest: Manifest) -> str:
     """Writes ``MANIFEST.json``, after which ``directory`` is never changed again.
 
-    The files must be durable already (``describe`` does that). Order: names below the directory, then the manifest,
-    then the directory and its parent; so a manifest that survives a power cut speaks of files that survived too.
+    The files must be durable already (``describe`` does that). The order is: names below the directory, then the
+    manifest, then the directory and its parent. So if a manifest survives a power cut, its files have survived too.
 
     Returns:
         The digest.

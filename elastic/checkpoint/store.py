@@ -1,7 +1,7 @@
-"""The directory of one run: what is there, the next name, deletion on order, and copies for people.
+"""The directory of one run: its checkpoints, the next name, deletion on order, and copies for people.
 
-Under a master its record is the pointer and nothing here decides. Alone, ``LocalLock`` is the authority: whoever holds
-it is the one process (rank 0) that may name, seal and prune in the directory.
+Under a master the master's record is the pointer, and nothing here decides. Without one ``LocalLock`` is the authority:
+only the process that holds it (rank 0) may name, seal and prune in the directory.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class DirectoryInUse(RuntimeError):
 
 
 class LocalLock:
-    """The right to write in a directory that no master watches over. Goes with the process that holds it."""
+    """The right to write in a directory that no master watches over. It ends with the process that holds it."""
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / LOCK
@@ -40,7 +40,7 @@ class LocalLock:
         """Takes the lock or fails at once.
 
         Raises:
-            DirectoryInUse: Somebody else holds it.
+            DirectoryInUse: Another process holds it.
             OSError: The lock file cannot be made.
         """
         self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -94,7 +94,7 @@ class CheckpointStore:
         return found[-1] if found else None
 
     def next_name(self, step: int, epoch: int) -> CheckpointName:
-        """A name that nobody has used: the attempt after the highest one on disk, sealed or not."""
+        """A name that nobody has used: its attempt follows the highest one on disk, sealed or not."""
         attempts = [
             parsed.attempt
             for parsed in map(CheckpointName.parse, filter(is_checkpoint_name, self._names()))
@@ -103,26 +103,26 @@ class CheckpointStore:
         return CheckpointName(step, epoch, max(attempts, default=0) + 1)
 
     def next_epoch(self) -> int:
-        """Above every epoch in the directory; 0 in an empty one. For runs without a master, which has its own count."""
+        """Higher than every epoch in the directory; 0 if it is empty. For runs without a master, which would count."""
         names = [CheckpointName.parse(name) for name in self._names() if is_checkpoint_name(name)]
         return max((name.epoch + 1 for name in names), default=0)
 
     def never_sealed(self, before_epoch: int) -> list[str]:
         """Directories without a manifest whose epoch is below ``before_epoch``: saves and forms that were given up.
 
-        One that cannot be looked into is none of them, and neither is what a link leads to, or what was sealed once.
+        A directory that cannot be read is left out, and so are links and what was sealed once.
 
         Raises:
-            OSError: It cannot be read what was sealed.
+            OSError: The marks of what was sealed cannot be read.
         """
         sealed = marked(self.run_dir)
         return [name for name in self._without_manifest(before_epoch) if name not in sealed]
 
     def lost_manifest(self, before_epoch: int) -> list[str]:
-        """Those that were sealed, and have no manifest any more: see ``marks``.
+        """Names of what was sealed and has no manifest any more: see ``marks``.
 
         Raises:
-            OSError: It cannot be read what was sealed.
+            OSError: The marks of what was sealed cannot be read.
         """
         sealed = marked(self.run_dir)
         return [name for name in self._without_manifest(before_epoch) if name in sealed]
@@ -133,14 +133,14 @@ class CheckpointStore:
         return sorted(name for name in old if self._has_no_manifest(self.run_dir / name))
 
     def prune(self, names: Iterable[str]) -> dict[str, OSError]:
-        """Deletes exactly the given checkpoints, see ``delete``; one that is not there is done already.
+        """Deletes exactly the given checkpoints, see ``delete``. One that is gone already counts as deleted.
 
         Returns:
-            What could not be deleted, by name. A checkpoint is not touched when a form of it that was named before it
-            could not: without its source nobody could tell what that is.
+            What could not be deleted, by name. If a form was named before its source and could not be deleted, the
+            source stays: without it nobody could tell what the form is.
 
         Raises:
-            ValueError: A name that is not a checkpoint's; nothing was deleted.
+            ValueError: A name is not a checkpoint's; nothing was deleted.
         """
         failures: dict[str, OSError] = {}
         for path in [self.path(name) for name in names]:
@@ -158,14 +158,14 @@ class CheckpointStore:
         self._note(LATEST, {"name": manifest.name, "digest": manifest.digest, "step": manifest.step})
 
     def write_best(self, best: Best | None) -> None:
-        """Notes the best checkpoint in ``best.json``, or that there is none: a copy for people, as ``latest.json``."""
+        """Notes the best checkpoint, or that there is none, in ``best.json``: a copy for people, as ``latest.json``."""
         if best is None:
             (self.run_dir / BEST).unlink(missing_ok=True)
         else:
             self._note(BEST, asdict(best))
 
     def mark_finished(self, step: int, head: Manifest | None) -> None:
-        """Writes ``FINISHED.json``: the run reached its end with ``step`` steps."""
+        """Writes ``FINISHED.json``, which says that the run reached its end with ``step`` steps."""
         self._note(FINISHED, {"step": step, "name": head and head.name, "digest": head and head.digest})
 
     @property
@@ -193,5 +193,5 @@ class CheckpointStore:
     def _note(self, name: str, content: dict[str, object]) -> None:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         text = json.dumps(content, sort_keys=True).encode() + b"\n"
-        # The others are for people, and written while a drain waits.
+        # The other files are for people, and they are written while a drain waits.
         replace_file(self.run_dir / name, text, lasting=name == FINISHED)

@@ -1,4 +1,4 @@
-"""Does a checkpoint still hold what was sealed? Listing and sizes are cheap; checksums read every byte."""
+"""Checks whether a checkpoint still holds what was sealed. Listing and sizes are cheap; checksums read every byte."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .reading import NotRegular, size_of_regular
 
 
 def read_sealed(directory: Path, digest: str) -> Manifest:
-    """Reads the manifest of ``directory`` and holds it against the recorded ``digest``.
+    """Reads the manifest of ``directory`` and compares its digest with the recorded ``digest``.
 
     Raises:
         CheckpointDamaged: MANIFEST or DIGEST.
@@ -65,7 +65,7 @@ def verify_files(
 ) -> None:
     """Reads the given files and compares size and checksum: one rank's part of a shared verification.
 
-    ``moved`` is told, on the threads that read, how many bytes were read just now.
+    ``moved`` is called on the threads that read, with the number of bytes that were read just now.
 
     Raises:
         CheckpointDamaged: The first culprit in the order of ``entries``.
@@ -94,8 +94,8 @@ def verify(
     """Checks everything: the listing, every size, every byte. ``moved``: see ``verify_files``.
 
     Raises:
-        CheckpointDamaged: What is wrong first.
-        OSError: The file system fails otherwise; that says nothing about the checkpoint.
+        CheckpointDamaged: The first damage that was found.
+        OSError: The file system failed in another way, which says nothing about the checkpoint.
     """
     verify_listing(directory, manifest)
     verify_files(directory, manifest.files, threads=threads, moved=moved)
