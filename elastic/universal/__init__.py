@@ -1,12 +1,12 @@
 """Universal checkpoints: the form of a DeepSpeed ZeRO checkpoint that loads at any world size.
 
-``convert`` makes that of a run's checkpoint, ``convert_directory`` that of any. Both work in this process;
-``python -m dalsegno.elastic.universal`` is one of its own, which is how an agent does it. Importing this package
-imports neither torch nor DeepSpeed; converting does.
+``convert`` makes the universal form of a run's checkpoint, ``convert_directory`` that of any DeepSpeed checkpoint. Both
+work in the calling process; ``python -m dalsegno.elastic.universal`` does the same in a process of its own, as agents
+do. Importing this package imports neither torch nor DeepSpeed; converting does.
 
-What a failure means is in its type: ``SourceBad`` (the checkpoint is damaged), ``EnvironmentFailed`` (this machine
-could not do it with a source that verifies) or ``Impossible`` (no machine can). A target that is not sealed holds
-nothing but finished files that the next lease may take over.
+A failure's type says what it means: ``SourceBad`` (the checkpoint is damaged), ``EnvironmentFailed`` (the source
+verifies, but this machine could not do it) or ``Impossible`` (no machine can). A target that is not sealed holds only
+finished files, which the next lease may take over.
 """
 
 from .conversion import Watch, Wish, convert

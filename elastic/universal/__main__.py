@@ -1,16 +1,16 @@
 """``python -m dalsegno.elastic.universal --source DIR --target DIR [--earlier DIR ...]``: one conversion.
 
-Standard output carries one JSON object per line and nothing else: ``{"bytes_total"}`` once it is known (about),
+Standard output carries one JSON object per line and nothing else: ``{"bytes_total"}`` (approximate) once it is known,
 ``{"files_done", "files_total"}`` after each file, ``{"bytes_done"}`` (read, written and synced) every second while
 bytes move, and last ``{"state", "message"}`` with state READY, SOURCE_BAD, ENVIRONMENT or IMPOSSIBLE. Exit codes: 0,
 65, 74, 69 (2: bad usage).
 
-With ``--anywhere`` source and target may be any directories, and a target that was begun is gone on with
-(``dalsegno convert``); without it both are a run's checkpoints, and the target is a lease's own.
+With ``--anywhere`` source and target may be any directories, and an unfinished target is continued (``dalsegno
+convert``). Without it both are a run's checkpoints, and the target is the lease's own.
 
-With ``--standby`` in place of the directories the process imports what it needs, says ``{"state": "WARM"}`` and waits
-for one line on standard input, a JSON object with ``source``, ``target`` and, if wanted, ``earlier`` (a list) and
-``digest``; end of file instead of a line: it was not needed, exit code 0.
+With ``--standby`` in place of the directories the process imports what it needs, prints ``{"state": "WARM"}`` and waits
+for one line on standard input: a JSON object with ``source``, ``target`` and, if wanted, ``earlier`` (a list) and
+``digest``. If it reads the end of the file instead, it was not needed and exits with 0.
 
 The process ends when its parent does.
 """
@@ -93,7 +93,7 @@ def _convert(options: argparse.Namespace, wish: Wish, say: _Lines) -> str:
 
 
 class _Lines:
-    """The standard output, as JSON lines of ours alone: what libraries print goes to standard error. Thread-safe."""
+    """Standard output, reserved for our JSON lines: what libraries print goes to standard error. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -107,8 +107,8 @@ class _Lines:
 
 
 def _receive_order(options: argparse.Namespace, say: _Lines) -> bool:
-    """Fills ``options`` from standard input, once warm; False: there will be no order."""
-    from . import check, forms, source, streaming  # noqa: F401 (what takes seconds to import)
+    """Reads the order from standard input into ``options`` once warm; False: no order will come."""
+    from . import check, forms, source, streaming  # noqa: F401 (imported now because that takes seconds)
 
     say(state="WARM")
     line = sys.stdin.readline()
@@ -122,7 +122,7 @@ def _receive_order(options: argparse.Namespace, say: _Lines) -> bool:
 
 
 def _end_with_parent() -> None:
-    """Ends this process at once when the parent is gone, whichever way it went.
+    """Ends this process at once when its parent is gone, however the parent ended.
 
     In addition to the agent's keeper. Not PR_SET_PDEATHSIG: that fires when the parent's *thread* ends.
     """
@@ -131,7 +131,7 @@ def _end_with_parent() -> None:
     try:
         parent = os.pidfd_open(os.getppid())
     except OSError:
-        return  # a kernel without pidfds, or a parent out of our sight (another PID namespace): the keeper is left
+        return  # no pidfds in this kernel, or the parent is in another PID namespace: only the keeper is left
 
     def watch() -> None:
         poller = select.poll()
@@ -143,6 +143,6 @@ def _end_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    # It runs beside trainings, and its libraries look for cards where there are any.
+    # It runs beside trainings, and its libraries would look for accelerators.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     sys.exit(main())

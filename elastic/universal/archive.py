@@ -1,7 +1,7 @@
-"""What a file of ``torch.save`` says that it holds, held against what it can hold, before any of it is unpacked.
+"""Checks what a file of ``torch.save`` claims to hold against its size, before any of it is unpacked.
 
-``torch.save`` packs nothing: each record lies in the file as it is in memory. Torch unpacks what somebody else has
-packed, and two megabytes become gigabytes.
+``torch.save`` compresses nothing: each record lies in the file as it is in memory. But torch unpacks what somebody else
+has compressed, and two megabytes become gigabytes.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ _ZIP = b"PK\x03\x04"
 
 
 class Packed(RuntimeError):
-    """The file says that it holds more than it can."""
+    """The file claims to hold more than it can."""
 
 
 def refuse_packed(path: Path) -> None:
-    """Reads the archive's directory and nothing else. Files of torch's older formats, which are no archives, may pass.
+    """Reads only the archive's directory. Files of torch's older formats, which are no archives, may pass.
 
     Raises:
-        Packed: Records are compressed, or larger together than the file.
-        RuntimeError: It is no whole archive.
+        Packed: Records are compressed, or together larger than the file.
+        RuntimeError: The archive is not whole.
         OSError: It cannot be read.
     """
     with open(path, "rb") as file:

@@ -1,4 +1,4 @@
-"""Is a universal checkpoint complete? Nothing is sealed before."""
+"""Checks that a universal checkpoint is complete, before it is sealed."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .loading import load
 
 
 def check_complete(target: Path, form: Form, *, trusted: Collection[str] = ()) -> None:
-    """Checks that every expected file is there, and has the right number of values where it is not `trusted`.
+    """Checks that every expected file is there, and that files outside `trusted` have the right number of values.
 
     Args:
         target: The directory.
         form: What must be in it.
-        trusted: Files that were written just now, value by value.
+        trusted: Files that this conversion has just written, value by value.
 
     Raises:
         EnvironmentFailed: The converter left something out.

@@ -20,19 +20,19 @@ from .layout import engine_directory
 Progress = Callable[[int, int], None]
 """Called with (files done, files in total), from any thread, one call at a time."""
 Moved = Callable[[int], None]
-"""Called with the number of bytes that were read, written or synced just now, from any thread, several at a time."""
+"""Called with the number of bytes read, written or synced just now, from any thread, several calls at a time."""
 Planned = Callable[[int], None]
-"""Called once with the number of bytes that will be moved, about."""
+"""Called once with the approximate number of bytes that will be moved."""
 
 
 @dataclass(frozen=True)
 class Watch:
-    """Hears how a conversion gets on.
+    """Callbacks that tell how a conversion gets on.
 
     Attributes:
         progress: Called after every file.
-        moved: Called with bytes as they are read, written or synced.
-        planned: Called with their sum, about, before the first file is written.
+        moved: Called with the number of bytes read, written or synced just now.
+        planned: Called with their approximate sum before the first file is written.
     """
 
     progress: Progress = lambda done, total: None
@@ -42,13 +42,13 @@ class Watch:
 
 @dataclass(frozen=True)
 class Wish:
-    """What a conversion shall make, and how.
+    """What a conversion should make, and how.
 
     Attributes:
         effort: Threads and memory.
-        stage: The ZeRO stage that will load the files, where it is not the one that saved: 1 and 2 load one form, 3
-            another.
-        reset_optimizer: Leave out what the optimizer has gathered: it will start anew.
+        stage: The ZeRO stage that will load the files, if it differs from the one that saved: stages 1 and 2 load one
+            form, stage 3 another.
+        reset_optimizer: Leave out the optimizer's state, so that it starts anew.
         upstream: Use DeepSpeed's converter even where ours can do it.
         allow: Classes (``"module.Name"``) that may be unpickled besides those of the closed list.
     """
@@ -65,7 +65,7 @@ class Wish:
 
     @property
     def plain(self) -> bool:
-        """Whether the result is what everybody expects of the universal form of a source."""
+        """Whether the result is the source's normal universal form."""
         return self.stage is None and not self.reset_optimizer
 
 
@@ -80,23 +80,23 @@ def convert(
 ) -> Manifest:
     """Makes the universal form of a sharded ZeRO checkpoint of a run and seals it.
 
-    DeepSpeed's own converter, where it is needed, runs in a working directory of its own and changes the process's
-    meanwhile: give it a process of its own (``python -m dalsegno.elastic.universal``).
+    DeepSpeed's own converter, if it is needed, runs in a working directory of its own, and the process's working
+    directory changes meanwhile. Give it a process of its own (``python -m dalsegno.elastic.universal``).
 
     Args:
-        source: The sealed sharded checkpoint. Only read.
-        target: Directory of this lease, named ``<source>.universal.<lease>``, not there yet.
+        source: The sealed sharded checkpoint. It is only read.
+        target: Directory of this lease, named ``<source>.universal.<lease>``. It must not exist.
         earlier: Directories of earlier leases; their finished files are verified and linked.
-        digest: The source's recorded digest; None: whatever its manifest says.
-        wish: How; what a run's universal form is, is not open to wishes.
-        watch: Told of files and bytes. No step that is not told of touches more than about one file.
+        digest: The source's recorded digest; None: accept the digest that its manifest gives.
+        wish: How to do it. It cannot change what a run's universal form is.
+        watch: Hears of files and bytes. Between two calls no more than about one file is touched.
 
     Returns:
         The manifest that seals ``target``.
 
     Raises:
         SourceBad: The source is damaged or incomplete.
-        EnvironmentFailed: Anything else that kept the source, which verifies, from being converted.
+        EnvironmentFailed: The source verifies, but something else kept it from being converted.
     """
     source, target, wish, watch = Path(source), Path(target), wish or Wish(), watch or Watch()
     if not wish.plain:
@@ -120,7 +120,7 @@ def convert(
 
 @contextmanager
 def typed_failures() -> Iterator[None]:
-    """Whatever fails inside fails as a `ConversionError` that says what it means for the source."""
+    """Turns every failure inside into a `ConversionError`, whose type says what it means for the source."""
     try:
         yield
     except ConversionError:
@@ -135,11 +135,11 @@ def typed_failures() -> Iterator[None]:
 
 
 def verified(source: Path, digest: str | None, moved: Moved) -> Manifest:
-    """The manifest of a sealed sharded checkpoint that is what its manifest says, byte by byte.
+    """The manifest of a sealed sharded checkpoint, after every byte was verified against it.
 
     Raises:
-        SourceBad: It is not.
-        EnvironmentFailed: It is not a sharded checkpoint, or not in sight.
+        SourceBad: The checkpoint does not verify.
+        EnvironmentFailed: It is not a sharded checkpoint, or it is not in sight.
     """
     try:
         manifest = Manifest.read(source)
@@ -162,8 +162,8 @@ def produce(
     """Makes what ``journal`` does not list yet, and checks that nothing is missing.
 
     Args:
-        source: The sharded checkpoint, or where DeepSpeed's files of it lie.
-        entries: Its files, by path from there; those of model states are wanted.
+        source: The sharded checkpoint, or the directory in it that has DeepSpeed's files.
+        entries: The source's files by relative path, at least those of model states.
         target: The directory to write, which holds what ``journal`` lists.
         journal: Notes each file.
         wish: What to make.
@@ -176,7 +176,7 @@ def produce(
         ConversionError: See `convert`.
         OSError: The file system says no.
     """
-    # Torch is imported only here: damage is told without it, and an agent imports this package without it.
+    # Torch is imported only here. Damage must be reported without it, and agents import this package without it.
     from .check import check_complete
     from .forms import Form
     from .layout import Unsupported
@@ -208,7 +208,7 @@ def produce(
 
 
 def engine_part(source: Path, entries: Mapping[str, FileEntry]) -> tuple[Path, Mapping[str, FileEntry]]:
-    """Where DeepSpeed's files lie, and those of ``entries`` that lie there, by their paths from there on."""
+    """The directory of DeepSpeed's files, and those of ``entries`` in it, by paths relative to it."""
     found = engine_directory(source)
     if found == source:
         return source, entries

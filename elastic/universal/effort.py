@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 THREADS = 4
 MEMORY_BYTES = 16 << 20
-# A thread's buffers (values, the same in another type, what they are compared with), and what comes and goes.
+# Each thread's buffers (values, converted values, values to compare with) and short-lived memory.
 _SHARES = 4
 _SMALLEST_PIECE, _LARGEST_PIECE = 4 << 10, 4 << 20
 _PAGE = 4096
@@ -18,7 +18,7 @@ class Effort:
 
     Attributes:
         threads: Parameters that are worked on at the same time.
-        memory: Bytes of buffers, all threads together. What Python and torch themselves take comes on top.
+        memory: Bytes of buffers for all threads together. What Python and torch need themselves comes on top.
     """
 
     threads: int = THREADS
@@ -33,5 +33,5 @@ class Effort:
 
     @property
     def piece(self) -> int:
-        """Bytes of values that a thread handles at once: whole pages."""
+        """Bytes of values that a thread handles at once, in whole pages."""
         return min(_LARGEST_PIECE, self.memory // self.threads // _SHARES // _PAGE * _PAGE)

@@ -31,7 +31,7 @@ class EnvironmentFailed(ConversionError):
 
 
 class Impossible(EnvironmentFailed):
-    """What was saved has no universal form: no machine makes one of it, now or later."""
+    """What was saved has no universal form: no machine can make one, now or later."""
 
     exit_code = EXIT_IMPOSSIBLE
     state = "IMPOSSIBLE"

@@ -1,7 +1,7 @@
 """What a universal checkpoint consists of: DeepSpeed's loaders of stages 1 and 2 and of stage 3 want different files.
 
-Made for its own stage, a checkpoint's universal form is that of DeepSpeed's converter. Made for the other, it is what
-the other stage's loader reads: the same values, wrapped as it wants them.
+The universal form for the stage that saved is the one that DeepSpeed's converter makes. The form for the other stages
+is what their loader reads: the same values, wrapped as it expects them.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .source import ADAM_STATES, COMMON_STATE, FP32, Parameter, Source
 ZERO = "zero"
 PARAM = "param"
 NUMBERS = "dalsegno_numbers"
-"""In the common state: what an optimizer counts besides its step, by parameter. DeepSpeed's loaders pass over it."""
+"""Key in the common state: what an optimizer counts besides its step, by parameter. DeepSpeed's loaders ignore it."""
 _MODEL_STAGE_1_2 = "mp_rank_00_model_states.pt"
 _MODEL_STAGE_3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _PADDINGS = "group_paddings"
 _OPTIMIZER_STATE_DICT, _PARAM_GROUPS = "optimizer_state_dict", "param_groups"
-# Of stages 1 and 2: what lies in the parameters' own files.
+# For stages 1 and 2: what lies in the parameters' own files.
 _SHARDED = ("base_optimizer_state", "param_slice_mappings", "single_partition_of_fp32_groups")
 # What both kinds of optimizer have in common.
 _GLOBAL = ("loss_scaler", "dynamic_loss_scale", "overflow", "partition_count")
@@ -62,9 +62,9 @@ class Form:
 
     @cached_property
     def unpartitioned(self) -> Mapping[str, Tensor]:
-        """What stages 1 and 2 save and the optimizer does not know: frozen parameters, buffers, names of tied weights.
+        """What stages 1 and 2 save and no optimizer owns: frozen parameters, buffers, names of tied weights.
 
-        The files are DeepSpeed's; none of its loaders reads them.
+        DeepSpeed's converter makes these files; none of its loaders reads them.
         """
         if self.source.stage == 3 or self.stage == 3:
             return {}
@@ -74,7 +74,7 @@ class Form:
 
     @cached_property
     def steps(self) -> Mapping[str, Any]:
-        """The optimizer's step by parameter, which stages 1 and 2 keep in files of their own."""
+        """The optimizer's step by parameter, which has files of its own for stages 1 and 2."""
         if self.stage == 3:
             return {}
         steps = {name: self._step(parameter.group) for name, parameter in self.source.parameters.items()}
@@ -82,14 +82,14 @@ class Form:
 
     @property
     def model_files(self) -> Mapping[str, str]:
-        """Files of model states, taken over as they are: path in the universal form, and name in the source."""
+        """Files of model states, which are taken over unchanged: path in the universal form, and name in the source."""
         names = {name: name for name in self.source.model_files}
         wanted = _MODEL_STAGE_3 if self.stage == 3 else _MODEL_STAGE_1_2
         return {wanted: self.source.model_files[0], **names}
 
     @property
     def nbytes(self) -> int:
-        """Bytes of values in the files that are written, which is almost all of what they have."""
+        """Bytes of values in the files that are written: almost all of their size."""
         flat = self.source.flat[0]
         total = 0
         for parameter in self.source.parameters.values():
@@ -118,14 +118,14 @@ class Form:
         if self.stage < 3:
             version = self.source.model["ds_version"]
             return {**state, "zero_stage": ZeroStageEnum.gradients, "ds_version": version, _PARAM_GROUPS: groups}
-        # Some optimizers count in the group; stage 3's loader looks here.
+        # Some optimizers count steps in the group; stage 3's loader looks here.
         scalars = {group: {"step": groups[0].get("step", 0), **values} for group, values in self._scalars().items()}
         inner = {"state": scalars, _PARAM_GROUPS: groups}
         return {**state, "zero_stage": ZeroStageEnum.weights, _OPTIMIZER_STATE_DICT: inner, _PARAM_GROUPS: groups}
 
     def _own_state_1_2(self) -> dict[str, Any]:
         state = {key: value for key, value in self.source.optimizer.items() if key not in _SHARDED}
-        if state.get(_PADDINGS):  # of rank 0's partitions, which are no more
+        if state.get(_PADDINGS):  # paddings of rank 0's partitions, which no longer exist
             state[_PADDINGS] = [0] * len(state[_PADDINGS])
         return {**state, _PARAM_GROUPS: self._groups()}
 
@@ -136,7 +136,7 @@ class Form:
         return {**state, _OPTIMIZER_STATE_DICT: inner, _PARAM_GROUPS: groups}
 
     def _scalars(self) -> dict[int, dict[str, Any]]:
-        """By (sub-)group what is not partitioned: stage 3's loader wants a step there."""
+        """What is not partitioned, by (sub-)group: stage 3's loader wants a step there."""
         gathered = {} if self.source.reset else self.source.inner["state"]
         scalars: dict[int, dict[str, Any]] = {
             group: {key: value for key, value in values.items() if not isinstance(value, Tensor) or value.dim() == 0}
@@ -147,7 +147,7 @@ class Form:
 
     def _groups(self) -> list[Mapping[str, Any]]:
         groups = self.source.parameter_groups
-        # Some optimizers count in the group.
+        # Some optimizers count steps in the group.
         return [{**group, "step": 0} if self.source.reset and "step" in group else group for group in groups]
 
     def _step(self, group: int) -> Any:

@@ -1,9 +1,9 @@
 """What one conversion lease has finished, so that the next lease need not do it again.
 
-``JOURNAL.jsonl`` in the lease's own directory: the first line names the source's digest,
-every further line is one finished file with size and checksum, written after the file itself was made durable. A
-journalled file is never opened for writing again, so a later lease may link to it. The journal is removed before the
-directory is sealed. Whoever writes a directory holds a lock on its journal.
+``JOURNAL.jsonl`` lies in the lease's own directory. Its first line names the source's digest. Every further line is one
+finished file with size and checksum, written after the file was made durable. A journalled file is never opened for
+writing again, so a later lease may link to it. The journal is removed before the directory is sealed. The process that
+writes the directory holds a lock on its journal.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ MAX_BYTES = 64 << 20
 
 
 class ForeignJournal(ValueError):
-    """A journal of the conversion of another source."""
+    """The journal belongs to the conversion of another source."""
 
 
 class Journal:
     """The journal of the conversion that owns ``directory``. Thread-safe."""
 
     def __init__(self, directory: Path, *, source_digest: str, resume: bool = False) -> None:
-        """Creates the journal, or opens the one that is there.
+        """Creates the journal, or opens an existing one.
 
         Args:
-            directory: What is written.
-            source_digest: What it is made from.
-            resume: Go on where a conversion was killed: what it finished is in `recovered` and, until `restart`, in
-                nobody's way. False: there must be no journal, as each lease has a directory of its own.
+            directory: The directory that the conversion writes.
+            source_digest: Digest of the conversion's source.
+            resume: Continue a conversion that was killed. Its finished files are in `recovered`; the journal keeps them
+                until `restart`. False: there must be no journal, because each lease has a directory of its own.
 
         Raises:
-            FileExistsError: There is one, and there must not be.
+            FileExistsError: There is a journal, and ``resume`` is False.
             BlockingIOError: The conversion that writes there is alive.
-            ValueError: It is of a conversion of something else.
+            ValueError: The journal belongs to the conversion of something else.
             OSError: The file system says no.
         """
         self._path = directory / JOURNAL
@@ -68,7 +68,7 @@ class Journal:
             raise
 
     def restart(self, entries: Sequence[FileEntry]) -> None:
-        """Begins anew with ``entries``, which are finished."""
+        """Begins a new journal with ``entries``, which are finished."""
         self._file.truncate(0)
         self._write(self._header)
         for entry in entries:
@@ -93,21 +93,21 @@ class Journal:
             self._entries[entry.path] = entry
 
     def remove(self) -> None:
-        """Takes the journal away: the directory is about to be sealed."""
+        """Removes the journal, because the directory is about to be sealed."""
         self._file.close()
         self._path.unlink()
 
     def _write(self, record: Mapping[str, object]) -> None:
-        # Not made durable: what a power cut takes from it is only made anew, and what it leaves is verified.
+        # Not made durable: lines that a power cut takes only mean more work, and those that it leaves are verified.
         self._file.write(json.dumps(record, sort_keys=True) + "\n")
         self._file.flush()
 
 
 def finished_files(directory: Path, source_digest: str) -> tuple[FileEntry, ...]:
-    """The files that another lease says it finished: from its manifest if it came to that, else from its journal.
+    """The files that another lease says it finished: from its manifest if it has one, else from its journal.
 
-    A torn last line is what a killed lease leaves behind and ends the list. A directory that is gone, or that was made
-    from another source, has nothing to offer.
+    The list ends at a torn last line, which a killed lease may leave behind. A directory that is gone, or that was made
+    from another source, yields no files.
     """
     try:
         manifest = Manifest.read(directory)
@@ -157,7 +157,7 @@ def take_over(
 ) -> int:
     """Links (or copies) the verified finished files of earlier leases into ``target``.
 
-    ``moved`` is told how many bytes were read just now, on any of ``threads`` threads.
+    ``moved`` is called on any of ``threads`` threads with the number of bytes that were read just now.
 
     Returns:
         How many files need not be made again.
@@ -170,7 +170,7 @@ def take_over(
         try:
             verify_files(directory, [entry], threads=1, moved=moved)
         except (CheckpointDamaged, OSError):
-            return  # made anew below: a file that does not verify is simply not finished
+            return  # made anew later: a file that does not verify counts as unfinished
         place_file(directory / entry.path, target / entry.path)
         if not os.path.samefile(directory / entry.path, target / entry.path):
             verify_files(target, [entry], threads=1, moved=moved)
@@ -188,7 +188,7 @@ def take_over(
 def keep_finished(
     journal: Journal, target: Path, *, threads: int = 1, moved: Callable[[int], None] = lambda count: None
 ) -> int:
-    """Goes on in a directory whose conversion was killed: keeps what it finished and verifies, deletes all else.
+    """Continues in a directory whose conversion was killed: keeps finished files that verify, deletes all else.
 
     Returns:
         How many files need not be made again.
@@ -222,20 +222,20 @@ def _lock_file(descriptor: int) -> None:
     except BlockingIOError:
         raise
     except OSError as error:
-        # Without locks there is still O_EXCL: two that write one directory meet at the first file.
+        # Without locks O_EXCL still protects: of two processes that write one directory, one fails at its next file.
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS, errno.EINVAL):
             raise
 
 
 def is_written(directory: Path) -> bool:
-    """Whether a conversion that is alive writes ``directory``."""
+    """Whether a living conversion writes ``directory``."""
     try:
         with open(open_regular(directory / JOURNAL), "rb") as file:
-            # A shared one: some network file systems give no other to who only reads.
+            # A shared lock: some network file systems grant no exclusive one on a file that is open for reading only.
             fcntl.flock(file.fileno(), fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:  # no journal, or no locks, and then nobody can tell
+    except OSError:  # no journal; or no locks, and then nobody can tell
         return False
     return False
 

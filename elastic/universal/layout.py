@@ -38,14 +38,14 @@ class Files:
 
 
 def engine_directory(directory: Path) -> Path:
-    """Where DeepSpeed's files of a checkpoint lie.
+    """The directory that holds DeepSpeed's files of a checkpoint.
 
     Args:
-        directory: The checkpoint: as DeepSpeed makes it, or a trainer's that has an engine save below its own files
-            (Hugging Face's ``checkpoint-<n>/global_step<n>/``, or that one's inside).
+        directory: The checkpoint: as DeepSpeed makes it, or a trainer's with an engine's save below its own files
+            (Hugging Face's ``checkpoint-<n>/global_step<n>/``, given as either of the two directories).
 
     Returns:
-        ``directory`` itself, also where there are none; or the one below that holds them.
+        The directory below ``directory`` that holds the files, or ``directory`` itself, also if there are none.
 
     Raises:
         OSError: The file system says no.
@@ -61,7 +61,7 @@ def find_files(directory: Path) -> Files:
 
     Raises:
         SourceBad: Files without which there is nothing to convert are missing.
-        Impossible: It is another framework's, or DeepSpeed's files are further down: see `engine_directory`.
+        Impossible: It is another framework's, or DeepSpeed's files lie in a directory below: see `engine_directory`.
         Unsupported: There are files of model-parallel ranks, pipeline stages or experts.
         OSError: The file system says no.
     """
@@ -77,7 +77,8 @@ def find_files(directory: Path) -> Files:
             raise Unsupported(f"{name}: tensor or pipeline parallelism")
         (optimizer if name.endswith("_optim_states.pt") else model)[int(found[1] or 0)] = name
     if not model and not optimizer:
-        # Not DeepSpeed's, or its engine's below the files of a trainer: nothing is missing, and nobody can convert it.
+        # Another framework's, or a trainer's with the engine's files below: nothing is missing, but nobody can convert
+        # it.
         below = sorted({path.parent.name for path in directory.glob("*/*_model_states.pt")})
         where = f", they are in {', '.join(below)}" if below else ""
         raise Impossible(
@@ -92,11 +93,11 @@ def find_files(directory: Path) -> Files:
 
 
 def refuse_layout(model: Mapping[str, Any]) -> None:
-    """Looks in the model states for what the files' names do not tell.
+    """Checks in the model states what the files' names do not tell.
 
     Raises:
         Unsupported: Only DeepSpeed's own converter knows this layout.
-        Impossible: Nobody does; DeepSpeed's converter makes wrong files of it, or none.
+        Impossible: No converter knows it; DeepSpeed's makes wrong files of it, or none.
     """
     refuse_unconvertible(model)
     if int(model.get("mp_world_size") or 1) > 1:
@@ -106,19 +107,19 @@ def refuse_layout(model: Mapping[str, Any]) -> None:
     if not isinstance(model.get("param_shapes"), list) or not isinstance(model.get("module"), Mapping):
         raise Unsupported("model states of a pipeline")
     if described := described_parameters(model):
-        # Padded vocabularies, fused weights: the converter has to act on them at any size.
+        # Padded vocabularies, fused weights: a converter must treat them specially at any size.
         raise Unsupported(f"parameters are described by {described}")
 
 
 def described_parameters(model: Mapping[str, Any]) -> list[str]:
-    """What the model states tell a converter about how parameters are split: kinds of patterns, sorted."""
+    """How the model states describe the splitting of parameters: kinds of patterns, sorted."""
     return sorted(
         key for key, value in (model.get(_UNIVERSAL_INFO) or {}).items() if key != _UNIVERSAL_VERSION and value
     )
 
 
 def refuse_unconvertible(model: Mapping[str, Any]) -> None:
-    """Raises Impossible for a layout that no converter makes right files of."""
+    """Raises Impossible for a layout of which every converter makes wrong files."""
     zero = (model.get("ds_config") or {}).get("zero_optimization") or {}
     if zero.get("round_robin_gradients"):
         raise Impossible(

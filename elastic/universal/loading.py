@@ -53,7 +53,7 @@ def load(path: Path, *, mmap: bool = False, seen: Callable[[torch.UntypedStorage
 
 
 def _our_classes() -> Any:
-    """Those of the list that are not allowed already: leaving torch's context takes away what it was given."""
+    """Those of our list that are not allowed yet: when torch's context ends, it takes away all that it was given."""
     there = torch.serialization.get_safe_globals()
     return torch.serialization.safe_globals([found for found in SAFE_CLASSES if found not in there])
 
@@ -66,7 +66,7 @@ def allowing(names: Sequence[str]) -> Iterator[None]:
         names: ``"module.Class"``; they are imported.
 
     Raises:
-        EnvironmentFailed: One cannot be imported.
+        EnvironmentFailed: A name cannot be imported, or is no class.
     """
     classes: list[Any] = []
     for name in names:
@@ -84,9 +84,9 @@ def allowing(names: Sequence[str]) -> Iterator[None]:
 
 @contextmanager
 def only_safe_loading() -> Iterator[None]:
-    """Makes every ``torch.load`` of this process one with ``weights_only`` and our list: DeepSpeed's own loads say no.
+    """Makes every ``torch.load`` of this process use ``weights_only`` and our list, against DeepSpeed's own wishes.
 
-    For as long as the context lasts. Torch reads the variable at each load; nothing of DeepSpeed is replaced.
+    This holds as long as the context lasts. Torch reads the variable at each load; nothing of DeepSpeed is replaced.
     """
     before = os.environ.get(_FORCE)
     os.environ[_FORCE] = "1"
@@ -101,7 +101,7 @@ def only_safe_loading() -> Iterator[None]:
 
 
 def describe_refusal(file: str, error: Exception) -> str:
-    """One line about objects that are not loaded from checkpoints, for an UnpicklingError of torch's."""
+    """One line for torch's UnpicklingError: which objects are not loaded from checkpoints."""
     found = _REFUSED.search(str(error))
     what = found[1] if found else "something"
     return f"{file} holds {what}, which is not on the list of what is loaded from checkpoints"

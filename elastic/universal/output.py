@@ -15,9 +15,9 @@ from .journal import Journal
 from .records import Frame
 from .syncing import Syncing
 
-# What one write hands over. Larger ones make the page cache take larger blocks of memory, and on a virtual machine
-# those are the ones that nobody has touched yet: measured on Linux 6.18, 256 KiB and more cost up to four times as much
-# then. Smaller ones than 64 KiB cost system calls.
+# Bytes of one write. With larger writes the page cache takes larger blocks of memory, and on a virtual machine those
+# are blocks that nobody has touched yet: on Linux 6.18 writes of 256 KiB and more were measured to cost up to four
+# times as much. Writes below 64 KiB cost too many system calls.
 WRITE_BYTES = 128 << 10
 
 
@@ -28,10 +28,10 @@ class Output:
 
     Args:
         target: The directory.
-        journal: This conversion's journal; files that it lists already are not made again.
+        journal: This conversion's journal; files that it lists are not made again.
         done: Called after every file, on any thread.
-        moved: Called with the bytes that were written or synced just now, on any thread.
-        expected: Files that will be written, about.
+        moved: Called with the number of bytes written or synced just now, on any thread.
+        expected: Approximate number of files that will be written.
 
     Raises:
         OSError: The directory cannot be opened.
@@ -55,7 +55,7 @@ class Output:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        # What is queued is made durable even after an error: the next lease need not make it again.
+        # Queued files are made durable even after an error, so that the next lease need not make them again.
         failed = self._syncing.close()
         if error is None and failed is not None:
             raise failed
@@ -75,7 +75,7 @@ class Output:
         with self._create(path) as file:
             if around.nbytes <= WRITE_BYTES:  # one call to the system for a small file
                 whole = bytearray(around.head)
-                for piece in pieces:  # they come in one buffer
+                for piece in pieces:  # they share one buffer
                     whole += piece
                 file.write(whole + around.tail)
             else:
@@ -99,7 +99,7 @@ class Output:
             file.write(data)
 
     def link(self, path: str, source: Path, entry: FileEntry) -> None:
-        """Takes a file as it is; ``entry`` describes it."""
+        """Takes over a file unchanged; ``entry`` describes it."""
         if self.has(path):
             return
         place_file(source, self._target / path)
@@ -126,9 +126,9 @@ class Output:
 
 
 class _Hashing:
-    """A file that is only ever appended to, with the checksum of what went by.
+    """A file that is only appended to, with a running checksum of its content.
 
-    As a context manager it hands the open file on to ``finish``, or closes it after an error.
+    As a context manager it hands the open file to ``finish``, or closes it after an error.
     """
 
     def __init__(self, descriptor: int, moved: Callable[[int], None], finish: Callable[[_Hashing], None]) -> None:
@@ -152,14 +152,14 @@ class _Hashing:
         rest = memoryview(data).cast("B")
         self._hash.update(rest)
         while rest:
-            # Up to a boundary in the file: writes that begin and end within a page cost the kernel more.
+            # End at a page boundary of the file: writes that begin or end within a page cost the kernel more.
             part = rest[: WRITE_BYTES - self.size % WRITE_BYTES]
             self._append(part)
             rest = rest[len(part) :]
 
     def _append(self, part: memoryview) -> None:
         self.size += len(part)
-        while part:  # a file may take less than it was given
+        while part:  # one write may take less than it was given
             count = os.write(self.descriptor, part)
             part = part[count:]
             self._moved(count)

@@ -1,7 +1,7 @@
-"""Files of ``torch.save``: where a tensor's bytes lie in one, and what surrounds the bytes of one that is to be made.
+"""Files of ``torch.save``: where a tensor's bytes lie in one, and what surrounds the bytes in a new one.
 
-Such a file is a zip archive without compression, each storage a record with its bytes as they are in memory. So a range
-of a tensor can be read without mapping or loading the rest, and a file can be written without ever holding its tensor.
+Such a file is a zip archive without compression. Each storage is a record with its bytes as they are in memory. So a
+range of a tensor can be read without mapping or loading the rest, and a file can be written without holding its tensor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _BYTE_ORDER = "byteorder"
 
 
 class NotInPieces(Exception):
-    """A file that torch loads and that cannot be read in pieces: of an old format or of a machine with other bytes."""
+    """Torch can load the file, but it cannot be read in pieces: an old format, or another machine's byte order."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,9 @@ class TorchFile:
 
     Attributes:
         path: Where it is.
-        content: What was saved. Its tensors are memory-mapped: what is touched of one counts as this process's memory.
-        descriptor: The open file; -1 once it was closed.
+        content: What was saved. Its tensors are memory-mapped: pages of them that are touched count as this process's
+            memory.
+        descriptor: The open file; -1 once it is closed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -96,13 +97,13 @@ class TorchFile:
         self.close()
 
     def close(self) -> None:
-        """Nothing is read in pieces any more; ``content`` stays mapped."""
+        """Closes the file: pieces can no longer be read. ``content`` stays mapped."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def extent(self, tensor: Tensor, start: int = 0, numel: int | None = None) -> Extent:
-        """Where elements ``[start, start + numel)`` of a `dense` tensor of ``content`` lie, in the order of storage."""
+        """The bytes of elements ``[start, start + numel)`` of a `dense` tensor of ``content``, in storage order."""
         count = tensor.numel() - start if numel is None else numel
         if count == 0:
             return Extent(self, 0, 0)
@@ -111,7 +112,7 @@ class TorchFile:
 
 
 def dense(tensor: Tensor) -> bool:
-    """Whether the tensor's elements lie side by side, in whatever order of its dimensions."""
+    """Whether the tensor's elements lie side by side, in any order of its dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -121,9 +122,9 @@ def dense(tensor: Tensor) -> bool:
 
 
 def _mapping_base(path: Path, descriptor: int, mapped: list[tuple[int, int]]) -> int:
-    """The address at which torch mapped the file: it hands out parts of the mapping and does not tell where it begins.
+    """The address at which torch mapped the file. Torch hands out parts of the mapping, but not its beginning.
 
-    Found by holding the addresses of *all* storages against the places of all records: one address fits, or none.
+    The addresses of *all* storages are compared with the places of all records: one base address fits, or none.
     """
     records = sorted((start, size) for start, size in _storage_records(path, descriptor) if size > 0)
     storages = sorted({(address, size) for address, size in mapped if size > 0})
@@ -142,7 +143,7 @@ def _storage_records(path: Path, descriptor: int) -> list[tuple[int, int]]:
         header = os.pread(descriptor, _LOCAL_HEADER.size, info.header_offset)
         start = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
         parts = info.filename.split("/")
-        # Read without zipfile, which wants a checksum that torch may have left out.
+        # Not read with zipfile, which wants a checksum that torch may have left out.
         if parts[1:] == [_BYTE_ORDER] and os.pread(descriptor, info.file_size, start).decode() != sys.byteorder:
             raise NotInPieces(f"{path.name} was saved on a machine with another order of bytes")
         if len(parts) == 3 and parts[1] == "data":
@@ -156,7 +157,7 @@ class Frame:
 
     Attributes:
         head: What comes before the tensor's bytes.
-        nbytes: How many those are.
+        nbytes: Number of the tensor's bytes.
         tail: What comes after them.
     """
 
@@ -180,13 +181,13 @@ def frame(
         shape: The tensor's shape.
         dtype: The tensor's dtype.
         stride: In elements; None: contiguous. The tensor must be `dense`.
-        key: The tensor's key in a dictionary; None: the tensor is all there is.
-        cat_dim: DeepSpeed's entry before the tensor; None: none.
+        key: The tensor's key in a dictionary; None: the content is the bare tensor.
+        cat_dim: DeepSpeed's entry before the tensor; None: no such entry.
 
-    The archive's own checksums are left out, as ``set_crc32_options(False)`` does: they would be of other bytes, and
-    torch never looks at them.
+    The archive's own checksums are left out, as ``set_crc32_options(False)`` does: they would not be of the values that
+    are written, and torch never reads them.
     """
-    # Never touched, so it costs addresses and no memory.
+    # The storage is never touched, so it takes addresses but no memory.
     tensor = torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
     content: Any = tensor if key is None else {key: tensor}
     if key is not None and cat_dim is not None:
@@ -197,7 +198,7 @@ def frame(
     return Frame(bytes(recorder.head), recorder.left_out, bytes(recorder.tail))
 
 
-# The option is a thread's own since torch 2.13 and the process's before: set where it is used, by one at a time.
+# The option belongs to a thread since torch 2.13, and to the process before: set it at each use, one thread at a time.
 _crc32 = threading.Lock()
 
 
@@ -213,7 +214,7 @@ def _without_crc32() -> Iterator[None]:
 
 
 class _Recorder(io.RawIOBase):
-    """A file that keeps what is written before and after the one place that is left out."""
+    """A file that keeps what is written before and after the one region that is skipped."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,13 +30,13 @@ from .records import Extent, NotInPieces, TorchFile
 
 FP32 = "fp32"
 ADAM_STATES = ("exp_avg", "exp_avg_sq")
-"""What DeepSpeed's loader of stage 3 reads, no more and no less."""
+"""What DeepSpeed's loader of stage 3 reads, neither more nor less."""
 COMMON_STATE = "optimizer_state.pt"
-"""The file beside the parameters' directories."""
+"""Name of the file beside the parameters' directories."""
 _OTHER_FILES = 1024
-"""Files, sockets and pipes that a training process may have open besides."""
+"""Files, sockets and pipes that a training process may have open beside ours."""
 OPTIMIZER_NOTE = "dalsegno_optimizer"
-"""In the model states: whose optimizer it is, and that `elastic.deepspeed` will load whatever it gathers."""
+"""Key in the model states: it says that `elastic.deepspeed` will load them, whatever state the optimizer has."""
 _ANEW = "to go on with a new optimizer: dalsegno convert --reset-optimizer"
 
 
@@ -73,13 +73,13 @@ class Source:
         parameters: All parameters that the optimizer knows, by name.
         flat: ``flat[rank][group][state]``: 1-D tensors, memory-mapped; ``state`` is ``"fp32"`` or an optimizer state's
             name.
-        steps: ``steps[rank][group]``: the optimizer's step, None where it counts none.
-        numbers: ``numbers[rank][group]``: what else it counts, by name.
+        steps: ``steps[rank][group]``: the optimizer's step, None if it counts none.
+        numbers: ``numbers[rank][group]``: what the optimizer counts besides its step, by name.
         optimizer: Rank 0's optimizer dictionary, as in its file.
         model: Rank 0's model states, as in their file, memory-mapped.
         model_files: Names of all model-state files, rank 0's first.
-        reset: What the optimizer had gathered is left out.
-        ours: `elastic.deepspeed` will load it, which takes what any optimizer gathers.
+        reset: The optimizer's state is left out.
+        ours: `elastic.deepspeed` will load it, which accepts any optimizer's state.
         files: The ranks' optimizer files and rank 0's model states, open.
     """
 
@@ -102,15 +102,15 @@ class Source:
         self.close()
 
     def close(self) -> None:
-        """Closes its files. What is mapped stays mapped for as long as tensors of it are in use."""
+        """Closes the files. Mappings last as long as tensors that use them."""
         for file in self.files:
             file.close()
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Names of the states that are written for every parameter, ``"fp32"`` first; what `flat` lacks is zeros."""
+        """Names of the states written for every parameter, ``"fp32"`` first; a state that `flat` lacks is zeros."""
         gathered = tuple(self.flat[0][0])
-        # A stock DeepSpeed's loader of stage 3 wants Adam's moments of any optimizer.
+        # A stock DeepSpeed's loader of stage 3 wants Adam's moments for any optimizer.
         wants_moments = self.stage == 3 and gathered == (FP32,) and (self.adam or not self.ours)
         return (FP32, *ADAM_STATES) if wants_moments or (self.reset and self.adam) else gathered
 
@@ -127,12 +127,12 @@ class Source:
 
     @property
     def inner(self) -> Mapping[str, Any]:
-        """The ``state_dict`` of the optimizer below DeepSpeed's, of rank 0."""
+        """Rank 0's ``state_dict`` of the optimizer that DeepSpeed's wraps."""
         inner: Mapping[str, Any] = self.optimizer[_INNER[self.stage]]
         return inner
 
     def extents(self, parameter: Parameter, state: str) -> tuple[Extent, ...] | None:
-        """Where the values of one state of one parameter lie, in order; None: nowhere, they are zeros."""
+        """Where the values of one state of one parameter lie, in order; None: in no file, because they are zeros."""
         if state not in self.flat[0][parameter.group]:
             return None
         return tuple(
@@ -141,7 +141,7 @@ class Source:
         )
 
     def model_extent(self, tensor: Tensor) -> Extent:
-        """Where a dense tensor of ``model`` lies, in the order of its storage."""
+        """Where the bytes of a dense tensor of ``model`` lie, in storage order."""
         return self.files[-1].extent(tensor)
 
 
@@ -154,13 +154,14 @@ def open_source(directory: Path, *, reset_optimizer: bool = False, ours: bool = 
 
     Args:
         directory: The checkpoint.
-        reset_optimizer: Leave out what the optimizer has gathered, or lost: it will start anew.
-        ours: `elastic.deepspeed` is about to load it. Else the checkpoint's `OPTIMIZER_NOTE` says whether it will.
+        reset_optimizer: Leave out the optimizer's state, or do without a state that was lost: the optimizer starts
+            anew.
+        ours: `elastic.deepspeed` is about to load it. False: the checkpoint's `OPTIMIZER_NOTE` says whether it will.
 
     Raises:
         SourceBad: Files, ranges or states are missing or disagree.
         Unsupported: A layout that only DeepSpeed's own converter knows.
-        Impossible: A layout that nobody can convert, or classes that are not on our list.
+        Impossible: A layout that no converter knows, or classes that are not on our list.
         OSError: The file system says no.
     """
     with ExitStack() as opened:
@@ -178,7 +179,7 @@ def open_source(directory: Path, *, reset_optimizer: bool = False, ours: bool = 
 
 
 def _let_open(files: int) -> None:
-    """Raises this process's limit of open files: a shell's is usually 1024, of which it may have many times more."""
+    """Raises this process's limit of open files: a shell's is usually 1024, and the hard limit is much higher."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = files + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and wanted > soft:
@@ -214,7 +215,7 @@ def _read(
     ours: bool,
 ) -> Source:
     loaded = [file.content["optimizer_state_dict"] for file in ranks]
-    # DeepSpeed's BF16_Optimizer, which it takes for stage 1 with gradients accumulated in fp32, does not say.
+    # DeepSpeed uses its BF16_Optimizer for stage 1 with gradients accumulated in fp32. That one does not say its stage.
     stage = int(loaded[0].get("zero_stage", 1))
     if stage == 3 and len(found.model) != len(ranks):
         raise SourceBad(f"{len(ranks)} ranks saved, {len(found.model)} files of model states are there")
@@ -301,7 +302,7 @@ def _check(source: Source) -> None:
                     continue
                 if state == FP32:
                     raise SourceBad(f"{parameter.name}: rank {piece.rank} has too few values of {state}")
-                # Nothing is missing: an optimizer in 8 bits has one scale for a block.
+                # Nothing is missing: an 8-bit optimizer has one scale for a whole block.
                 raise Impossible(
                     f"the optimizer's {state} is not one value for each weight: it loads at no other number of ranks"
                 )
@@ -350,7 +351,7 @@ def _check_states(source: Source) -> None:
 
 
 def _check_numbers(source: Source) -> None:
-    """What the optimizer counts besides its step must be of all ranks alike, and there must be a place for it."""
+    """Checks that what the optimizer counts besides its step is alike on all ranks, and has a place in the files."""
     counted = sorted({key for groups in source.numbers for numbers in groups for key in numbers})
     if counted and not source.ours:
         raise Impossible(

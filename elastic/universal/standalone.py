@@ -1,8 +1,8 @@
 """A conversion that a person asks for: of any DeepSpeed checkpoint, into any directory.
 
-The directory is written in place. Killed, the same call goes on where it was: finished files that verify are kept. The
-last file written is `COMPLETE`, which lists all others with their checksums; where the names are those of a run's
-checkpoints it is the manifest instead, so that the run knows it.
+The directory is written in place. If the conversion is killed, the same call continues it: finished files that verify
+are kept. The last file written is `COMPLETE`, which lists all others with their checksums. If the names are those of a
+run's checkpoints, it is a manifest instead, so that the run knows the directory.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ def convert_directory(
 ) -> tuple[FileEntry, ...]:
     """Makes the universal form of a sharded ZeRO checkpoint in ``target``.
 
-    DeepSpeed's own converter, where it is needed, changes the process's working directory meanwhile: give it a process
-    of its own (``python -m dalsegno.elastic.universal``).
+    DeepSpeed's own converter, if it is needed, changes the process's working directory meanwhile. Give it a process of
+    its own (``python -m dalsegno.elastic.universal``).
 
     Args:
-        source: A directory that DeepSpeed's ``save_checkpoint`` made. Only read. What seals it, if anything does, is
-            verified first.
-        target: Not there, empty, or the beginning of the same conversion.
+        source: A directory that DeepSpeed's ``save_checkpoint`` made. It is only read. If it is sealed, it is verified
+            first.
+        target: It does not exist, or is empty, or holds the beginning of the same conversion.
         wish: What to make, and how.
         watch: Hears how it gets on.
-        latest: Let ``latest_universal`` beside ``target`` name it, which DeepSpeed reads where it is given no tag.
+        latest: Let ``latest_universal`` beside ``target`` name it. DeepSpeed reads that file if it is given no tag.
 
     Returns:
-        The files of ``target``; none where it was complete already.
+        The files of ``target``; none if it was complete already.
 
     Raises:
         SourceBad: The source is damaged or incomplete.
-        EnvironmentFailed: Anything else, and ``target`` is in use for something else.
+        EnvironmentFailed: Anything else failed, or ``target`` holds something else.
     """
     source, target, wish, watch = Path(source), Path(target), wish or Wish(), watch or Watch()
     with typed_failures():
@@ -84,14 +84,14 @@ def _journal(target: Path, name: str) -> Journal:
 
 
 def _model_files(source: Path, wish: Wish, watch: Watch) -> Mapping[str, FileEntry]:
-    """Model states are taken over as they are; nothing vouches for these, so their checksums are taken now."""
+    """Entries of the model states, which are taken over unchanged. No manifest vouches for them: checksum them now."""
     names = sorted(path.name for path in source.glob("*_model_states.pt"))
     found = checksums(source, names, threads=wish.effort.threads, moved=watch.moved)
     return {entry.path: entry for entry in found}
 
 
 def _made_from(source: Path, manifest: Manifest | None, wish: Wish) -> str:
-    """What a beginning must have been made from to be gone on with."""
+    """Identifies what a conversion is made from. Only the beginning of the same conversion is continued."""
     if manifest is not None:
         origin = manifest.digest
     else:
@@ -105,10 +105,10 @@ def _made_from(source: Path, manifest: Manifest | None, wish: Wish) -> str:
 
 
 def _is_complete(target: Path, name: str) -> bool:
-    """Whether the same conversion came to its end before.
+    """Whether the same conversion has completed before.
 
     Raises:
-        EnvironmentFailed: Another one did.
+        EnvironmentFailed: Another conversion has.
     """
     try:
         made_from = json.loads((target / COMPLETE).read_bytes())["source"]

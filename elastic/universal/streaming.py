@@ -2,8 +2,8 @@
 
 Values go through a few buffers, in pieces, so that memory depends on neither the model's size nor that of its largest
 parameter. The files are those that ``ds_to_universal`` makes, tensor by tensor (``zero/<name>/<state>.pt``,
-``step.pt``, ``zero/optimizer_state.pt``, model states), and load with a stock DeepSpeed. Two differences in what they
-weigh: stage 3's ``optimizer_state.pt`` leaves out rank 0's own partition, which DeepSpeed's converter copies and its
+``step.pt``, ``zero/optimizer_state.pt``, model states), and load with a stock DeepSpeed. Their sizes differ in two
+points: stage 3's ``optimizer_state.pt`` leaves out rank 0's own partition, which DeepSpeed's converter copies and its
 loader never reads; and model states are linked, not copied.
 """
 
@@ -30,9 +30,10 @@ from .source import COMMON_STATE, FP32, Parameter, Source
 
 
 class _Buffers(threading.local):
-    """Each thread's own: for values, for the same in another type, and for what those are compared with.
+    """One thread's buffers: for values, for converted values, and for values to compare with.
 
-    Made once: tensors that come and go in these sizes leave the heap in pieces, several times what they need.
+    They are made once, because tensors of these sizes that come and go fragment the heap to several times what they
+    need.
     """
 
     def __init__(self, size: int) -> None:
@@ -47,9 +48,9 @@ def write(
     Args:
         source: The opened checkpoint.
         directory: Its directory.
-        entries: What is known of its model-state files, by name.
-        output: Where to.
-        form: What the files shall be.
+        entries: The entries of its model-state files that are known, by name.
+        output: Where the files are written.
+        form: What the files are to be.
         effort: Threads and memory.
 
     Raises:
@@ -63,7 +64,7 @@ def write(
             tasks.append((parameter.numel, _task(_write_state, source, parameter, state, output, form, buffers)))
     for name, value in form.unpartitioned.items():
         tasks.append((value.numel(), _task(_write_unpartitioned, source, name, value, output, buffers)))
-    tasks.sort(key=lambda task: -task[0])  # large ones first: the last thread to finish then has little left to do
+    tasks.sort(key=lambda task: -task[0])  # large ones first, so that no thread is left with a large one at the end
     with _one_thread_each():
         _run([task for _, task in tasks], effort.threads)
         _write_steps(output, form)
@@ -87,7 +88,7 @@ def _run(tasks: Sequence[Callable[[], None]], threads: int) -> None:
 
 
 def _write_steps(output: Output, form: Form) -> None:
-    """A file for each parameter, and few different ones: all parameters of a group have made the same steps."""
+    """Writes a file for each parameter. Contents repeat, because all parameters of a group have made the same steps."""
     saved: dict[int, bytes] = {}
     for name, step in form.steps.items():
         if id(step) not in saved:
@@ -96,7 +97,7 @@ def _write_steps(output: Output, form: Form) -> None:
 
 
 def _saved(content: Any) -> bytes:
-    """What ``torch.save`` makes of ``content``, which is small."""
+    """The bytes that ``torch.save`` makes of ``content``, which is small."""
     file = io.BytesIO()
     torch.save(content, file)
     return file.getvalue()
@@ -113,7 +114,7 @@ def _write_state(
     around = form.frame(parameter, like.dtype)
     model: Tensor | None = source.model["module"].get(parameter.name) if state == FP32 and source.stage < 3 else None
     room = buffers.values
-    if model is not None:  # whose values may be wider and have to fit as many
+    if model is not None:  # its values may be wider, and as many must fit
         room = room[: len(room) // max(1, model.element_size() // like.element_size())]
     pieces = zeros(around.nbytes, room) if extents is None else read(extents, room)
     if model is not None:
@@ -122,15 +123,15 @@ def _write_state(
 
 
 def _write_unpartitioned(source: Source, name: str, value: Tensor, output: Output, buffers: _Buffers) -> None:
-    """What no optimizer owns: frozen parameters, buffers, names of tied weights; as fp32, as DeepSpeed's converter."""
+    """Writes what no optimizer owns as fp32, as DeepSpeed's converter does: frozen parameters, buffers, tied names."""
     path = f"{ZERO}/{name}/{FP32}.pt"
     if output.has(path):
         return
     if not dense(value) or value.is_complex():
-        # Every other element of something, or one element for many: rare, and never a large parameter.
+        # A view with gaps, or one element shown many times: rare, and never a large parameter.
         output.put(path, _saved({PARAM: value.float()}))
         return
-    # The order in storage stays as it is, as it does with ``value.float()``.
+    # The storage order is kept, as ``value.float()`` keeps it.
     around = frame(tuple(value.shape), torch.float32, stride=tuple(value.stride()), key=PARAM)
     wide = max(1, 4 // value.element_size())
     pieces = read([source.model_extent(value)], buffers.values[: len(buffers.values) // wide])
@@ -140,7 +141,7 @@ def _write_unpartitioned(source: Source, name: str, value: Tensor, output: Outpu
 
 
 def read(extents: Iterable[Extent], buffer: memoryview) -> Iterator[memoryview]:
-    """The bytes of all ``extents``, one after the other, in pieces that fill ``buffer`` (the last one may not)."""
+    """The bytes of all ``extents``, one after the other, in pieces that fill ``buffer`` (except perhaps the last)."""
     filled = 0
     for extent in extents:
         done = 0
@@ -156,14 +157,14 @@ def read(extents: Iterable[Extent], buffer: memoryview) -> Iterator[memoryview]:
 
 
 def zeros(nbytes: int, buffer: memoryview) -> Iterator[memoryview]:
-    """So many bytes of zeros, in pieces: a state that an optimizer has not gathered yet."""
+    """``nbytes`` zero bytes, in pieces: a state that an optimizer does not have yet."""
     buffer[:] = bytes(len(buffer))
     for start in range(0, nbytes, len(buffer)):
         yield buffer[: min(len(buffer), nbytes - start)]
 
 
 def converted(piece: memoryview, dtype: torch.dtype, other: torch.dtype, buffer: memoryview) -> memoryview:
-    """The values of ``piece``, which are of ``dtype``, as ``other``, in ``buffer``."""
+    """The values of ``piece``, which have ``dtype``, converted to ``other``, in ``buffer``."""
     values = torch.frombuffer(piece, dtype=dtype)
     result = buffer[: values.numel() * other.itemsize]
     torch.frombuffer(result, dtype=other).copy_(values)
@@ -178,10 +179,10 @@ def _compared(
     dtype: torch.dtype,
     buffers: _Buffers,
 ) -> Iterator[memoryview]:
-    """Passes fp32 weights on, each piece once it was held against the model states: they are two copies of one thing.
+    """Passes fp32 weights on after each piece was compared with the model states: both are copies of the same values.
 
     Raises:
-        SourceBad: They differ: the optimizer's partitions do not belong to this model.
+        SourceBad: They differ, so the optimizer's partitions do not belong to this model.
     """
     extent = source.model_extent(model) if model.is_contiguous() else None
     start = 0
@@ -208,7 +209,7 @@ def _equal_with_nan(one: Tensor, two: Tensor) -> bool:
 
 @contextmanager
 def _one_thread_each() -> Iterator[None]:
-    """Our threads share the cores already."""
+    """Runs torch with one thread: our own threads already share the cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,8 +1,8 @@
-"""Makes files durable behind the back of those who write them, so that writing the next one need not wait for the disk.
+"""Makes files durable in the background, so that writing the next file need not wait for the disk.
 
-Many at once where that can be, see `checkpoint.durability`: what has come in while the disk was at work is its next
-batch. Elsewhere each by itself, several at a time, with its file held open until then: whoever opens it anew may not
-hear any more of what failed.
+Many files are synced at once if that is possible, see `checkpoint.durability`: the files that arrive while the disk is
+at work form the next batch. Otherwise each file is synced by itself, several at a time, and stays open until then,
+because errors may not be reported to a descriptor that is opened later.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from ..checkpoint import FileEntry
 from ..checkpoint.durability import FileSystem, at_once, unwritten
 
 THREADS = 4
-# Files that wait to be made durable each by itself, at most: each is open, and a disk that is slower than we are must
-# slow us down.
+# The most files that wait for a sync of their own. Each of them is open, and a disk that is slower than the writers
+# must slow them down.
 BACKLOG = 64
-# Of those that are synced at once: a batch is full with so many bytes or files, and as many again may wait. So nothing
-# larger happens without a word to who watches, and what a killed conversion has to make anew is bounded.
+# Bounds of a batch that is synced at once. A full batch may be syncing while another one fills. The bounds keep the
+# silence during a sync short, and limit what a killed conversion has to make anew.
 BATCH_BYTES, BATCH_FILES = 128 << 20, 2048
-# What came in first waits so long for company, seconds.
+# Seconds that the first file of a batch waits for others.
 LINGER_SECONDS = 0.25
-# Others may begin to write, and end: looked at so often, seconds.
+# Seconds between two looks at whether other processes write to the same disk.
 LOOK_SECONDS = 1.0
 
 
 class Syncing:
-    """Of the files of one directory. Everything but the constructor may be called from several threads.
+    """Makes the files of one directory durable. Everything but the constructor may be called from several threads.
 
     Args:
-        directory: Is there, and none of the files is.
-        expected: So many files will come, about.
+        directory: It exists, and none of the files does.
+        expected: Approximate number of files that will come.
         durable: Called with each file once it is durable, on threads of this object.
 
     Raises:
@@ -46,7 +46,7 @@ class Syncing:
         self._system = FileSystem(directory)
         self._expected, self._durable = expected, durable
         self._changed = Condition()
-        # Under it:
+        # Guarded by it:
         self._batch: list[FileEntry] = []
         self._batch_bytes = self._syncing_bytes = 0
         self._batch_began = 0.0
@@ -60,10 +60,10 @@ class Syncing:
         self._thread.start()
 
     def add(self, descriptor: int, entry: FileEntry) -> None:
-        """Takes over an open file that is complete. Waits while too many wait for the disk.
+        """Takes over an open file that is complete. Waits if too many files wait for the disk.
 
         Raises:
-            OSError: One that came before could not be made durable; this one is closed.
+            OSError: An earlier file could not be made durable; this one is closed.
         """
         if not self._is_at_once():
             self._room.acquire()
@@ -73,7 +73,7 @@ class Syncing:
                 raise self._error
             self._pool.submit(self._sync_one, descriptor, entry)
             return
-        # Its bytes are in the kernel's hands: nobody needs it open.
+        # The kernel has its bytes, so it need not stay open.
         os.close(descriptor)
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not self._is_full())
@@ -86,7 +86,7 @@ class Syncing:
             self._changed.notify_all()
 
     def close(self) -> BaseException | None:
-        """Waits until every file is durable, or cannot be. Returns what was wrong first."""
+        """Waits until every file is durable, or cannot be. Returns the first error."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -135,7 +135,7 @@ class Syncing:
                     self._failed(error)
 
     def _next(self) -> list[FileEntry]:
-        """What is to be made durable now; nothing at the end."""
+        """The files to make durable now; none at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._batch or self._closed)
             while not self._closed and not self._is_full():

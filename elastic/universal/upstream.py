@@ -1,10 +1,10 @@
 """DeepSpeed's own converter, behind guards.
 
-Used for layouts that the streaming converter does not cover. What is guarded against, each reproduced with 0.19.8: a
-reused output directory (stale ``tmp/`` corrupts silently), ``[`` and ``+`` in a path (files dropped, an exception), a
-trailing slash (``latest_universal`` in the wrong place), pool workers that outlive a killed parent (here it runs
-without a pool), layouts that it converts wrongly (``round_robin_gradients``), moments that it leaves out without a word
-(so with ``[`` in a parameter's name), and pickles that run what they like.
+Used for layouts that the streaming converter does not cover. These faults of 0.19.8 were reproduced, and are guarded
+against: a reused output directory (stale ``tmp/`` corrupts silently), ``[`` and ``+`` in a path (files dropped, an
+exception), a trailing slash (``latest_universal`` in the wrong place), pool workers that outlive a killed parent (here
+it runs without a pool), layouts that it converts wrongly (``round_robin_gradients``), moments that it silently leaves
+out (for instance with ``[`` in a parameter's name), and pickles that run any code.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from .loading import describe_refusal, load, only_safe_loading
 from .source import ADAM_STATES, COMMON_STATE, FP32
 
 WORK = ".work"
-# Seconds between two looks at how much there is: a walk over all files, perhaps of a network disk.
+# Seconds between two looks at how much was written: each walks over all files, perhaps on a network disk.
 LOOK_EVERY = 5.0
 
 
 def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda count: None) -> Path:
-    """Converts ``source`` in a working directory inside ``target``, and checks what came of it.
+    """Converts ``source`` in a working directory inside ``target``, and checks the result.
 
-    Changes the process's working directory and how it loads files while it runs: meant for a process of its own.
+    While it runs it changes the process's working directory and how the process loads files. Run it in its own process.
 
     Args:
         source: A sharded checkpoint of DeepSpeed.
         target: The lease's directory; a working directory in it is made anew.
-        moved: Told, on a thread, by how many bytes the working directory has grown.
+        moved: Called on a thread with the number of bytes by which the working directory has grown.
 
     Returns:
         The directory that holds the converter's output, in ``target / WORK``; the caller moves files out of it by link
@@ -50,7 +50,7 @@ def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda coun
 
     Raises:
         SourceBad: It has no files of DeepSpeed's.
-        EnvironmentFailed: The converter cannot do it, or left something out.
+        EnvironmentFailed: The converter cannot convert it, or left something out.
         OSError: The file system says no.
     """
     from deepspeed.checkpoint import ds_to_universal
@@ -70,7 +70,7 @@ def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda coun
         num_extract_workers=1,
         num_merge_workers=1,
         keep_temp_folder=False,
-        # Strictly, a pattern of parameters that have no shards would pass for a misspelt one.
+        # Strictly, the converter would take a pattern of parameters without shards for a misspelt one.
         strict=not any(map(_unsharded, models)),
         inject_missing_state=True,
     )
@@ -88,7 +88,7 @@ def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda coun
 
 
 def _present(source: Path, place: Path) -> None:
-    """Shows ``source`` at ``place``; where the mount has no symbolic links, its files one by one."""
+    """Shows ``source`` at ``place``, as one link or, where the mount has no symbolic links, file by file."""
     try:
         os.symlink(source, place, target_is_directory=True)
     except OSError as error:
@@ -104,7 +104,7 @@ def clear(target: Path) -> None:
 
 
 def _refuse_packed(source: Path) -> None:
-    """Of the files that DeepSpeed loads by itself."""
+    """Refuses compressed archives among the files that DeepSpeed loads by itself."""
     for path in sorted(path for path in source.rglob("*.pt") if path.is_file()):
         try:
             refuse_packed(path)
@@ -113,7 +113,7 @@ def _refuse_packed(source: Path) -> None:
 
 
 def _model_states(source: Path) -> list[Mapping[str, Any]]:
-    """All files of model states; none of a layout that the converter makes wrong files of."""
+    """All files of model states. Refuses layouts of which the converter makes wrong files."""
     models: list[Mapping[str, Any]] = []
     for path in sorted(source.glob("*mp_rank_*_model_states.pt")):
         try:
@@ -129,7 +129,7 @@ def _model_states(source: Path) -> list[Mapping[str, Any]]:
     if not models:
         raise SourceBad(f"no files of DeepSpeed's model states (*_model_states.pt) in {source.name}")
     names = [_names(model) for model in models]
-    # Ranks of tensor parallelism describe the same parameters; stages of a pipeline each their own.
+    # Ranks of tensor parallelism describe the same parameters; each stage of a pipeline describes its own.
     tensor_parallel = any(names[0] and other == names[0] for other in names[1:])
     if tensor_parallel and int(models[0].get("mp_world_size") or 1) > 1 and not described_parameters(models[0]):
         raise Impossible(
@@ -193,7 +193,7 @@ def _compare(name: str, weights: Tensor, own: Tensor) -> None:
 
 @contextmanager
 def _watched(directory: Path, moved: Callable[[int], None]) -> Iterator[None]:
-    """DeepSpeed's converter says nothing while it works: what it writes is seen from the outside."""
+    """Reports how much DeepSpeed's converter has written, which says nothing itself, by looking at the directory."""
     stop = threading.Event()
 
     def watch() -> None:
@@ -214,7 +214,7 @@ def _watched(directory: Path, moved: Callable[[int], None]) -> Iterator[None]:
 
 
 def _size_of(directory: Path) -> int:
-    """Bytes in all files below; what is taken away meanwhile does not count."""
+    """Bytes in all files below a directory; files that vanish meanwhile do not count."""
     total = 0
     for current, _, names in os.walk(directory):
         for name in names:

@@ -1,4 +1,4 @@
-"""Ranges of parameters' values, wherever they lie: in universal files, or still in the shards of those who saved."""
+"""Ranges of parameters' values, wherever they lie: in universal files, or still in the shards of the saving ranks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .source import FP32
 
 STEP = "step"
 _EXPERT = "is_expert_param"
-# How many files of values stay mapped.
+# How many files of values stay mapped at once.
 _OPEN = 16
 
 
 class Values(Protocol):
-    """What a rank of any world reads its own ranges from. Names and states are those of universal files."""
+    """The source from which a rank of any world reads its own ranges. Names and states are those of universal files."""
 
     def states(self, name: str) -> frozenset[str]:
-        """What there is of a parameter: ``"fp32"``, the optimizer's states, and ``"step"`` where that is by parameter.
+        """The states of a parameter: ``"fp32"``, the optimizer's states, and ``"step"`` if steps are kept by parameter.
 
         Raises:
             RuntimeError: It is not in the checkpoint.
@@ -35,20 +35,20 @@ class Values(Protocol):
         """Number of elements of a parameter."""
 
     def dtype(self, name: str, state: str) -> torch.dtype:
-        """Of one state, as saved."""
+        """Dtype of one state, as saved."""
 
     def read(self, name: str, state: str, start: int, target: Tensor) -> None:
         """Fills ``target``, 1-D, with elements ``[start, start + len(target))``; converts to its dtype and device."""
 
     def step(self, name: str) -> Any:
-        """How many steps the optimizer had made."""
+        """The number of steps that the optimizer had made."""
 
     def expert(self, name: str) -> bool:
-        """Whether it is dealt out among experts, which only DeepSpeed's own loader can do."""
+        """Whether the parameter is divided among experts, which only DeepSpeed's own loader can handle."""
 
 
 class UniversalValues:
-    """Those of universal files.
+    """Values in universal files.
 
     Args:
         directory: The checkpoint's ``zero/``.
@@ -57,7 +57,7 @@ class UniversalValues:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._content = lru_cache(maxsize=_OPEN)(self._load)
-        # Asked for every state of a parameter, at stage 3 one state of all of them after the other.
+        # These are asked for every state of a parameter; at stage 3, for one state of all parameters after the other.
         self.states, self._layout = cache(self._list), cache(self._describe)
 
     def size(self, name: str) -> int:
@@ -82,12 +82,12 @@ class UniversalValues:
         return found
 
     def _describe(self, name: str) -> tuple[int, bool]:
-        """Number of elements, and whether it is dealt out among experts."""
+        """Number of elements, and whether the parameter is divided among experts."""
         content = self._content(name, FP32)
         return self._flat(name, FP32).numel(), isinstance(content, Mapping) and bool(content.get(_EXPERT))
 
     def _flat(self, name: str, state: str) -> Tensor:
-        """Stage 3's files are bare tensors, the others wrap them in a dictionary."""
+        """One state's values, 1-D. Stage 3's files are bare tensors, the others wrap them in a dictionary."""
         content = self._content(name, state)
         value: Tensor = content[PARAM] if isinstance(content, Mapping) else content
         return value.reshape(-1)
@@ -101,10 +101,10 @@ class UniversalValues:
 
 
 class ShardedValues:
-    """Those that no conversion has touched: each is read from where the ranks of the saving world have left it.
+    """Values that no conversion has touched: each is read from where the ranks of the saving world have left it.
 
     Args:
-        form: What the universal files would be. Its source stays open for as long as this is used.
+        form: The universal form that would be made. Its source stays open as long as this object is used.
     """
 
     def __init__(self, form: Form) -> None:
@@ -137,7 +137,7 @@ class ShardedValues:
 
 
 def fill(target: Tensor, extents: Iterable[Extent], start: int, dtype: torch.dtype) -> None:
-    """Reads elements ``[start, start + len(target))`` of values that lie in ``extents``, one after the other."""
+    """Fills ``target`` with elements ``[start, start + len(target))`` of the values in ``extents``, taken in order."""
     if target.device.type != "cpu" or target.dtype != dtype or not target.is_contiguous():
         values = torch.empty(target.shape, dtype=dtype, device="cpu")
         fill(values, extents, start, dtype)
