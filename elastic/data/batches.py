@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# What Batches itself says to the DataLoader, and what to use instead.
+# Options of the DataLoader that Batches sets itself, and what to use instead.
 _OWN_OPTIONS = {
     "batch_size": "BatchPlan says how many",
     "batch_sampler": "the order is the ElasticSampler's",
@@ -42,10 +42,10 @@ _OWN_OPTIONS = {
 }
 
 
-# How often a sample is looked at, and for how many seconds; the second where it is not what it should be.
+# How often a sample is looked at, and for how many seconds at most; the second pair if a look finds a difference.
 _AT_ONCE, _PATIENT = (2, 1.0), (12, 20.0)
 
-# What people call what the order has.
+# What people call the fields of an order.
 _IN_ORDER = {"seed": "seed of the order", "length": "length of the data set", "version": "version of the order"}
 
 
@@ -59,11 +59,11 @@ class Batch(Generic[T]):
         sample_ids: This rank's real samples.
         position: Where the global batch begins.
         position_after: The run's position once this step is done.
-        handed_out: Micro-batches that ``micro_batches`` has given so far.
+        handed_out: How many micro-batches ``micro_batches`` has yielded so far.
         scale: ``"ddp"`` or ``"deepspeed"``: what the factors are made for.
-        abandoned: The loop over ``micro_batches`` was left before it came to its end.
-        trained: All of its micro-batches were computed: the run stands behind it.
-        scaled: The ``loss_scale`` of one of them was asked for.
+        abandoned: The loop over ``micro_batches`` was left before its end.
+        trained: All of its micro-batches were computed, and the sampler stands behind it.
+        scaled: The ``loss_scale`` of one of its micro-batches was asked for.
         trained_by: The `Accumulation` that goes through it; None: there is none.
     """
 
@@ -84,15 +84,15 @@ class Batch(Generic[T]):
 
     @property
     def tokens(self) -> int:
-        """Real tokens of the whole global batch, with token means; else 0, as before ``micro_batches`` has begun.
+        """Real tokens of the whole global batch, with token means; else 0, and 0 before ``micro_batches`` has begun.
 
-        They are summed while the first forward pass computes; whoever asks before waits for that.
+        They are summed over the ranks while the first forward pass computes; asking earlier waits for the sum.
         """
         return 0 if self._total is None else self._total.value
 
     @property
     def made_by(self) -> Batches[T] | None:
-        """Whose it is."""
+        """The `Batches` that made it."""
         return self._owner
 
     @property
@@ -102,24 +102,24 @@ class Batch(Generic[T]):
 
     @property
     def cut(self) -> tuple[tuple[Slice, T], ...]:
-        """This rank's slices in order with their data, for what must see all of a step before it computes any of it."""
+        """This rank's slices in order with their data, for code that must see a whole step before it computes."""
         return tuple((part.slice, data) for part, data in self._parts)
 
     @property
     def micro_batches(self) -> Iterator[MicroBatch[T]]:
-        """The micro-batches in order. With token means all ranks must begin it in the same step.
+        """The micro-batches in order. With token means all ranks must begin this loop in the same step.
 
-        Once it has come to its end the step counts as trained: the sampler then stands at ``position_after``.
+        When the loop ends, the step counts as trained: the sampler then stands at ``position_after``.
         """
         if self._owner is None:
             raise RuntimeError("this batch was not made by Batches")
         return self._owner.micro_batches(self, self._parts)
 
     def check_complete(self) -> None:
-        """The step is over: were all of its micro-batches computed?
+        """Checks at the end of the step that all of its micro-batches were computed.
 
         Raises:
-            RuntimeError: No: the gradient would be that of a part of the global batch.
+            RuntimeError: They were not: the gradient would be that of a part of the global batch.
         """
         missing = self.handed_out < self.accumulation
         if missing or self.abandoned:
@@ -133,7 +133,7 @@ class Batch(Generic[T]):
 
 
 def batch_in(item: Any) -> Batch[Any] | None:
-    """The `Batch` that a loop was handed, also with something beside it (``enumerate``, ``zip``); None: it is none."""
+    """The `Batch` that a loop got, alone or beside something else (``enumerate``, ``zip``); None: there is none."""
     parts = item if isinstance(item, tuple | list) else (item,)
     return next((part for part in parts if isinstance(part, Batch)), None)
 
@@ -154,43 +154,45 @@ class _Total:
 class Batches(Generic[T]):
     """Iterates over ``Batch`` objects from the sampler's position on.
 
-    The sampler stands where the *training* stands: it moves once a batch's micro-batches are all computed. What
-    DataLoader workers fetch ahead does not count. So ``sampler.state_dict()``, taken between two steps, goes on with
-    the next batch, and so does iterating once more.
+    The sampler stands where the *training* stands: it moves once a batch's micro-batches are all computed, whatever
+    DataLoader workers have fetched ahead. So ``sampler.state_dict()``, taken between two steps, continues with the next
+    batch, and so does a new iteration.
 
-    With a ``fixed_micro_batch`` plan and a seed, whatever is random is the same at every world size: the generators are
-    set from (seed, step, number) before every micro-batch, from (seed, data epoch, sample) while a map-style data set
-    makes a sample, and from (seed, data epoch, first sample) while ``collate`` works.
+    With a ``fixed_micro_batch`` plan and a seed, randomness is the same at every world size. The generators are set
+    from (seed, step, number) before every micro-batch, from (seed, data epoch, sample) while a map-style data set makes
+    a sample, and from (seed, data epoch, first sample) while ``collate`` works.
 
     Args:
-        dataset: Map-style (``__getitem__``), or iterable. An iterable one has its own order (a sampler with
-            ``shuffle=False``) and must give the same samples on every rank; it is read as a whole by each rank and each
-            of its DataLoader workers, and its ``set_epoch(data_epoch)`` and ``skip(n)`` are used where it has them.
-            Without ``skip``, a resumed run reads what it does not need.
+        dataset: Map-style (``__getitem__``), or iterable. An iterable one has its own order (give the sampler
+            ``shuffle=False``) and must give the same samples on every rank. Each rank and each of its DataLoader
+            workers reads all of it. If it has ``set_epoch(data_epoch)`` and ``skip(n)``, they are used; without
+            ``skip`` a resumed run reads the samples that it skips.
         sampler: The order and where to begin.
         plan: Which rank computes what. Its global batch size must be the sampler's.
         rank: This rank's number in the data-parallel group.
-        collate: Makes ``data`` of a list of samples; default: torch's.
+        collate: Makes ``data`` from a list of samples; default: torch's.
         scale: ``"ddp"`` (also for FSDP) or ``"deepspeed"``, see ``BatchPlan.loss_scale``.
-        resume: Begin after this checkpoint: its position and step, its order and cut compared. Anything with
-            ``position``, ``step``, ``manifest.order`` and ``manifest.cut``; None: at the sampler's position, step 1.
+        resume: Begin after this checkpoint, at its position and step. Its order and cut must agree with these. Anything
+            with ``position``, ``step``, ``manifest.order`` and ``manifest.cut``; None: begin at the sampler's position,
+            step 1.
         data_epochs: Stop before this data epoch; None: never.
-        seed: See above.
-        count_tokens: For token means: real tokens in ``data``. Factors are then by tokens instead of samples. With a
-            plan that pads it is called with the rows' mask as second argument, and must not count the others.
-        reduce: For token means: sums a number over all ranks (``session.sum``, which is begun before the first forward
-            pass and waited for behind it; another function is called before).
+        seed: The seed of fixed micro-batches, see above.
+        count_tokens: For token means: counts the real tokens in ``data``. Factors are then by tokens instead of
+            samples. With a plan that pads it gets the rows' mask as second argument, and must count only the rows of
+            the mask.
+        reduce: For token means: sums a number over all ranks. ``session.sum`` runs beside the first forward pass; any
+            other function is called before it.
         loader_options: For ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
-        check_data: A few samples are looked at before the first step: all ranks must have the same data, and those that
-            the checkpoint's run had. False: nothing is looked at, and nobody would notice.
+        check_data: Look at a few samples before the first step, and compare them between the ranks and with those of
+            the checkpoint's run. False: different data are not noticed.
 
     Raises:
-        ValueError: Sizes that disagree, a position in another order, a checkpoint whose batches were cut otherwise or
-            that has no position, ``count_tokens`` without ``reduce``, an iterable data set that is to be shuffled, or a
-            loader option that would change the order.
+        ValueError: Sizes disagree, the position is in another order, the checkpoint has no position or its batches were
+            cut in another way, ``count_tokens`` has no ``reduce``, an iterable data set is to be shuffled, or a loader
+            option would change the order.
 
     Attributes:
-        cut: What moves the curve besides the order, for the manifest of checkpoints.
+        cut: How batches become gradients, for the manifest of checkpoints.
     """
 
     def __init__(
@@ -240,18 +242,18 @@ class Batches(Generic[T]):
         self._left = self._count_left()
         self._said = False
         self._check_data, self._checked = check_data, not check_data
-        # What was seen of the data, and the reading that was begun with that, where the training stood.
+        # What was seen of the data, and the iterator that was begun for that at the training's position.
         self._seen: list[Seen] = []
         self._begun: tuple[Position, int, Iterator[tuple[Part, T]]] | None = None
 
     @property
     def order(self) -> Order:
-        """For the manifest of checkpoints."""
+        """The order of samples, for the manifest of checkpoints."""
         return self._sampler.order
 
     @property
     def alike(self) -> dict[str, Any]:
-        """What all ranks must have alike, by name, for ``Session.compare``; ``steps`` compares it by itself."""
+        """What must be alike on all ranks, by name, for ``Session.compare``; ``steps`` compares it by itself."""
         order = asdict(self.order)
         del order["global_batch_size"]
         return {
@@ -267,17 +269,17 @@ class Batches(Generic[T]):
         }
 
     def check_samples(self, session: Any, max_steps: int | None = None) -> None:
-        """Before the first step: all ranks have the same data, and those that the checkpoint's run had. Collective.
+        """Checks before the first step that all ranks have the same data, those of the checkpoint's run. Collective.
 
-        A few samples say so, see `looking`. ``steps`` does it by itself, once; a loop of one's own may, before it
-        iterates. From then on `cut` carries what was seen.
+        It compares a few samples, see `looking`. ``steps`` calls this once by itself; your own loop may call it before
+        it iterates. From then on `cut` carries what was seen.
 
         Args:
-            session: The process's.
-            max_steps: Steps of the whole run. If it is at its end nothing is looked at.
+            session: This process's session.
+            max_steps: Steps of the whole run. If the run has reached them, nothing is looked at.
 
         Raises:
-            Unlike: A ValueError: the data are others. On all ranks.
+            Unlike: A ValueError: the data differ. On all ranks.
         """
         if self._checked or self._left == 0 or (max_steps is not None and session.step >= max_steps):
             return
@@ -301,19 +303,19 @@ class Batches(Generic[T]):
         self.cut = replace(self.cut, samples=tuple(sorted(merged(told, saved).items())))
 
     def _look(self, *, patient: bool) -> dict[str, Any]:
-        """What this rank sees, as plain values; begins to read where the training stands."""
+        """What this rank sees, as plain values. It begins to read at the training's position."""
         place, step, length = self._sampler.position, self._steps_done + 1, self.order.length
         ids = tuple(sorted({0, length // 2, length - 1})) if length else (0, 1, 2)
         look = Look(ids, *(_PATIENT if patient else _AT_ONCE), place.data_epoch if self._loading.has_epochs else 0)
         try:
             seen, parts = self._loading.look(place, self._generator(step), look)
-        except Exception as error:  # it is raised again where the training reads these data
+        except Exception as error:  # it comes again when the training reads these data
             log.debug("the data could not be looked at", exc_info=error)
             return {"prints": {}, "varies": patient, "draws": False}
         if not patient:
             self._begun, self._seen = (place, step, parts), seen
         prints: dict[str, str] = {}
-        # Of a stream each reader has its own, now and before.
+        # Each reader of a stream sees samples of its own, so the names carry the reader, then and now.
         every = [*self._seen, *seen] if self._loading.is_stream else seen
         for one in every:
             prints = {**one.prints, **prints}
@@ -326,19 +328,19 @@ class Batches(Generic[T]):
         }
 
     def _generator(self, step: int) -> torch.Generator:
-        # The loader draws its workers' seed from a generator of its own: the global one must run on bit-exactly.
+        # The loader draws its workers' seed from this generator, because the global one must run on bit-exactly.
         return torch.Generator().manual_seed(rng.derive("loader", self.order.seed, step, self._rank))
 
     @property
     def position(self) -> Position:
-        """Where the training stands: the sampler's."""
+        """Where the training stands: the sampler's position."""
         return self._sampler.position
 
     @property
     def left(self) -> int | None:
         """Batches not handed out yet, alike on all ranks; None: without end.
 
-        Of an iterable data set without a length only this is known, with ``data_epochs``: 0, or 1 for at least one.
+        For an iterable data set without a length, and with ``data_epochs``, it is 0, or 1 for at least one.
         """
         return self._left
 
@@ -386,7 +388,7 @@ class Batches(Generic[T]):
                 () if part.slice.filler else part.sample_ids,
                 part.slice.n,
                 part.slice.number,
-                # A slice without a real token has nothing to learn from, whatever the others have.
+                # A slice without a real token has nothing to learn from, whatever the other slices have.
                 functools.partial(self._loss_scale, batch, weight) if weight else 0.0,
                 is_last=index == len(parts) - 1,
                 rows=part.slice.rows,
@@ -408,7 +410,7 @@ class Batches(Generic[T]):
         return self._plan.loss_scale(float(weight), float(total), self._scale)
 
     def _say_unscaled(self, batch: Batch[T]) -> None:
-        """Once, and on one rank: a script may have divided its loss by itself, but most have forgotten it."""
+        """Warns once, on one rank: a script may divide its loss by itself, but most have forgotten the factor."""
         plan = self._plan
         if batch.scaled or self._said or self._rank or plan.accumulation * plan.world_size == 1:
             return
@@ -423,13 +425,13 @@ class Batches(Generic[T]):
         )
 
     def trained(self, batch: Batch[T]) -> None:
-        """All of ``batch`` is computed: that is where the training stands now."""
+        """Notes that all of ``batch`` is computed: the training now stands behind it."""
         batch.trained = True
         self._steps_done = batch.step
         self._sampler.seek(batch.position_after)
 
     def _tokens(self, batch: Batch[T], parts: list[tuple[Part, T]]) -> list[int] | None:
-        """Real tokens of each part, and begins to sum all ranks'; None without token means. Collective."""
+        """Real tokens of each part; None without token means. Begins to sum those of all ranks. Collective."""
         if self._count_tokens is None or self._reduce is None:
             return None
         found = []
@@ -452,7 +454,7 @@ class Batches(Generic[T]):
 
 
 def _check_place(resume: Any) -> None:
-    """Nobody has said where in the data the checkpoint's run stood: from their beginning, samples would come twice."""
+    """Refuses a checkpoint without a position: from the beginning of the data, samples would be trained twice."""
     if resume.step > 0 and resume.manifest.order is None and resume.position == Position():
         raise ValueError(
             f"the checkpoint of step {resume.step} has no place in the data, so Batches cannot go on there: save with "
@@ -461,7 +463,7 @@ def _check_place(resume: Any) -> None:
 
 
 def _begun(reduce: Callable[[float], float], value: int) -> Any:
-    """Begins a sum, if it is the session's; else it is made now."""
+    """Begins a sum if ``reduce`` is the session's; any other function is called at once."""
     start = getattr(getattr(reduce, "__self__", None), "start_sum", None)
     return Done([round(reduce(float(value)))]) if start is None else start(value)
 

@@ -1,12 +1,12 @@
 """Sums and counts over batches and ranks, and only then ratios: never a mean of means.
 
     counts = Counts(device)
-    for batch in shard:                                  # this rank's, of any size, perhaps none
+    for batch in shard:                                  # this rank's batches, of any size, perhaps none
         counts.add({"loss": (losses.sum(), len(losses)), "hits": (output == wanted).sum()})
     metrics = counts.reduce().metrics()
 
-Everything is added up in float64 on the device without waiting for it: counts are exact below 2**53, and one read at
-the end is the only synchronisation.
+Everything is added up in float64 on the device, without waiting for the device. Counts are exact below 2**53. The one
+read at the end is the only synchronisation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _RATIO, _COUNT = "ratio", "count"
 
 
 class _Entry(NamedTuple):
-    """How one name is laid out: a ratio is two numbers, a count has the shape that it was given with."""
+    """Layout of one name's numbers: a ratio has two, a count has the shape that was added."""
 
     kind: str
     shape: tuple[int, ...]
@@ -36,7 +36,7 @@ class _Entry(NamedTuple):
 
 
 class Totals:
-    """What was summed over all batches and ranks, on the CPU. Holds nothing if there was nothing.
+    """Sums over all batches and ranks, on the CPU; empty if nothing was added.
 
     Attributes:
         ratios: Name -> (total, count).
@@ -47,19 +47,19 @@ class Totals:
         self.ratios, self.counts = dict(ratios), dict(counts)
 
     def metrics(self) -> dict[str, float]:
-        """Ratios as total / count, and counts of one number as they are. A ratio over nothing is left out."""
+        """Ratios as total / count, and counts that are one number as they are. A ratio over nothing is left out."""
         found = {name: total / count for name, (total, count) in self.ratios.items() if count}
         found.update({name: float(value.item()) for name, value in self.counts.items() if value.numel() == 1})
         return found
 
 
 class Counts:
-    """Adds up what batches give.
+    """Adds up what is measured of batches.
 
     Args:
-        device: Where tensors are added up, and reduced if the group works there. Never guessed from what comes: a rank
-            may have only plain numbers, or nothing.
-        group: Over whose ranks `reduce` sums; None: the default group, where there is one.
+        device: Where tensors are added up, and reduced if the group works there. It is not guessed from what is added,
+            because a rank may add only plain numbers, or nothing.
+        group: The group over whose ranks `reduce` sums; None: the default group, if there is one.
     """
 
     def __init__(self, device: torch.device | str = "cpu", group: Any = None) -> None:
@@ -71,13 +71,13 @@ class Counts:
         """Adds one batch.
 
         Args:
-            measured: Name -> ``(total, count)`` for a ratio; both are numbers or tensors, of which all elements are
-                summed, so ``(losses, mask)`` does. Or name -> a count: a number, or a tensor whose shape is the same
-                each time (hits per class, a confusion matrix). Totals, not means: a mean over the batch would make
+            measured: Name -> ``(total, count)`` for a ratio. Both are numbers, or tensors whose elements are all
+                summed, so ``(losses, mask)`` is one. Or name -> a count: a number, or a tensor of the same shape each
+                time (hits per class, a confusion matrix). Give totals, not means: a mean over the batch would make
                 small batches count as much as large ones.
 
         Raises:
-            ValueError: A name comes as something else than before.
+            ValueError: A name was added as another kind or shape before.
             TypeError: A value is neither a number nor a real tensor.
         """
         for name, value in measured.items():
@@ -92,10 +92,10 @@ class Counts:
                 into += self._float64(part, whole=entry.kind == _RATIO)
 
     def reduce(self) -> Totals:
-        """Sums over the ranks. Collective: all ranks make the same calls, whatever they have added, if anything.
+        """Sums over the ranks. Collective: all ranks must call it, even a rank that has added nothing.
 
         Raises:
-            ValueError: Ranks have added different things under one name. On all ranks.
+            ValueError: Ranks have added different things under one name. Raised on all ranks.
         """
         entries = self._agree()
         names = sorted(entries)
@@ -120,12 +120,12 @@ class Counts:
     def _float64(self, value: Value, *, whole: bool) -> Tensor | float:
         if not isinstance(value, Tensor):
             return float(value)
-        # To the CPU it would give memory that is not filled yet.
+        # A copy to the CPU that does not wait would return memory that is not filled yet.
         value = value.detach().to(self._device, non_blocking=self._device.type != "cpu")
         return value.sum(dtype=torch.float64) if whole else value.flatten().to(torch.float64)
 
     def _agree(self) -> dict[str, _Entry]:
-        """The names of all ranks: two gathers of host values, also where this rank has none."""
+        """The names of all ranks, also of those that this rank lacks: two gathers of host values."""
         mine = [[name, entry.kind, list(entry.shape)] for name, entry in self._entries.items()]
         agreed: dict[str, _Entry] = {}
         for rank, theirs in enumerate(self._gather(mine)):
@@ -165,9 +165,9 @@ class Counts:
 
 
 def collective_device(device: torch.device, group: Any = None) -> torch.device:
-    """Where a tensor must be for the group's collectives: on the CPU if it can be, else on ``device``.
+    """Where a tensor must be for the group's collectives: on the CPU if the group works there, else on ``device``.
 
-    Where the group works on neither (NCCL, and a device that is the CPU), on the current one of its kind.
+    If the group works on neither (NCCL, and ``device`` is the CPU), it is the current device of the group's kind.
     """
     kinds = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
     if "cpu" in kinds:
@@ -176,7 +176,7 @@ def collective_device(device: torch.device, group: Any = None) -> torch.device:
 
 
 def sum_over_ranks(values: Sequence[Tensor | float], device: torch.device) -> list[float]:
-    """Numbers summed over the default group's ranks in float64, where there is one. Collective; one synchronisation."""
+    """Numbers summed in float64 over the default group's ranks, if there is one. Collective; one synchronisation."""
     parts = [v.detach().to(torch.float64) if isinstance(v, Tensor) else v for v in values]
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [float(part) for part in parts]

@@ -2,7 +2,7 @@
 
     def measure(model, batch):
         losses = cross_entropy(model(batch.x), batch.y, reduction="none")
-        return {"loss": (losses, len(losses))}           # a total and what it is over; see Counts.add
+        return {"loss": (losses, len(losses))}           # a total and its count; see Counts.add
 
     metrics = Evaluator(dataset, measure, batch_size=64).run(model)
 
@@ -30,12 +30,12 @@ _OWN_OPTIONS = ("batch_size", "batch_sampler", "sampler", "shuffle", "drop_last"
 
 
 class Interrupted(Exception):
-    """The evaluation was given up on all ranks, because ``interrupt`` said so."""
+    """The evaluation was abandoned on all ranks, because ``interrupt`` said so."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """One rank's part of one round, as positions in the data set. A filler has none of its own and counts for nothing.
+    """One rank's part of one round, as positions in the data set. A filler is empty, and its result does not count.
 
     Attributes:
         start: First position.
@@ -64,22 +64,22 @@ def shares(size: int, batch_size: int, world_size: int, rank: int) -> Share:
 
 
 class Evaluator:
-    """Runs a model over a data set, all ranks together, and gives metrics.
+    """Runs a model over a data set on all ranks together, and returns metrics.
 
-    The data set is cut into rounds of one batch per rank, and all ranks make as many forward passes, which are
-    collectives of their own in a sharded model: where the last round has nothing for a rank, it computes a sample that
-    another one has, and discards the result.
+    The data set is cut into rounds of one batch per rank. All ranks make the same number of forward passes, because
+    these contain collectives in a sharded model. A rank that has no samples in the last round computes a sample of
+    another rank, and discards the result.
 
     Args:
         dataset: Map-style, or iterable. An iterable one must give the same samples on every rank.
-        measure: ``measure(model, data)`` gives totals and counts of one batch, see `Counts.add`. It runs without
+        measure: ``measure(model, data)`` returns totals and counts of one batch, see `Counts.add`. It runs without
             gradients and with the model in evaluation mode.
-        batch_size: Samples that one forward pass has at most.
-        collate: Makes ``data`` of a list of samples; default: torch's.
-        finish: Makes metrics of the summed `Totals`, for what is no plain ratio (a perplexity, an F1 score); default:
-            `Totals.metrics`.
+        batch_size: The most samples of one forward pass.
+        collate: Makes ``data`` from a list of samples; default: torch's.
+        finish: Makes metrics from the summed `Totals`, for those that are no plain ratio (a perplexity, an F1 score);
+            default: `Totals.metrics`.
         loader_options: For ``torch.utils.data.DataLoader``: ``num_workers``, ``pin_memory``, ….
-        interrupt_every: Batches between two questions to ``interrupt``, see `run`.
+        interrupt_every: Number of batches between two calls of ``interrupt``, see `run`.
 
     Raises:
         ValueError: A size below 1, or a loader option that would change what is measured.
@@ -116,22 +116,22 @@ class Evaluator:
         interrupt: Callable[[], bool] | None = None,
         busy: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """Evaluates. Collective over the default process group, where there is one.
+        """Evaluates. Collective over the default process group, if there is one.
 
-        The model's training mode, module by module, and the random generators are afterwards what they were before;
-        inside, the generators are seeded, so that a second run gives the same.
+        Afterwards the model's training mode, module by module, and the random generators are what they were before.
+        During the run the generators are seeded, so that a second run gives the same result.
 
         Args:
-            model: What ``measure`` is given.
-            device: Where batches are moved and totals are summed; default: where the model is.
-            interrupt: Asked now and then on all ranks; must give the same answer on all.
+            model: The model that ``measure`` gets.
+            device: Where batches are moved and totals are summed; default: the model's device.
+            interrupt: Called from time to time on all ranks; must return the same on all of them.
             busy: Called with every batch (``session.busy``).
 
         Returns:
-            Metrics, the same on every rank; nothing if there are no samples.
+            Metrics, the same on every rank; empty if there are no samples.
 
         Raises:
-            Interrupted: ``interrupt`` gave True.
+            Interrupted: ``interrupt`` returned True.
         """
         where = _device_of(model) if device is None else torch.device(device)
         rank, world_size = _place()
@@ -147,12 +147,12 @@ class Evaluator:
         return dict(self._finish(totals)) if _anything(totals := counts.reduce()) else {}
 
     def _batches(self, rank: int, world_size: int) -> Iterator[tuple[Any, bool]]:
-        """This rank's batches, as many as every other rank's, and whether each is a filler."""
+        """This rank's batches, as many as on every other rank, each with whether it is a filler."""
         if _is_iterable(self._dataset):
             yield from self._of_iterable(rank, world_size)
             return
         deal = _Deal(len(self._dataset), self._batch_size, world_size, rank)
-        # A generator of its own: the loader would draw its workers' seed from the training's.
+        # A generator of its own, because the loader would draw its workers' seed from the training's.
         generator = torch.Generator().manual_seed(rng.derive("evaluation-loader"))
         loader = DataLoader(
             self._dataset, batch_sampler=deal, collate_fn=self._collate, generator=generator, **self._options
@@ -161,7 +161,7 @@ class Evaluator:
             yield data, share.filler
 
     def _of_iterable(self, rank: int, world_size: int) -> Iterator[tuple[Any, bool]]:
-        """Every rank reads the whole stream, so that all know alike where it ends."""
+        """The same for an iterable data set. Every rank reads the whole stream, so that all know where it ends."""
         samples = iter(self._dataset)
         first: list[Any] = []
         while gathered := list(islice(samples, self._batch_size * world_size)):
@@ -171,7 +171,7 @@ class Evaluator:
 
 
 class _Deal:
-    """The indices of this rank's batches, made when they are asked for. A filler is sample 0."""
+    """The indices of this rank's batches, computed when asked for. A filler is sample 0."""
 
     def __init__(self, length: int, batch_size: int, world_size: int, rank: int) -> None:
         self._length, self._batch_size, self._world_size, self._rank = length, batch_size, world_size, rank
@@ -185,7 +185,7 @@ class _Deal:
             yield [0] if share.filler else list(range(share.start, share.stop))
 
     def shares(self) -> Iterator[Share]:
-        """One for each round."""
+        """This rank's share of each round."""
         step = self._batch_size * self._world_size
         for begin in range(0, self._length, step):
             share = shares(min(step, self._length - begin), self._batch_size, self._world_size, self._rank)
@@ -193,9 +193,9 @@ class _Deal:
 
 
 def to_device(data: Any, device: torch.device) -> Any:
-    """``data`` with every tensor in it on ``device``, also in dicts, lists and tuples, and what else has ``to``."""
+    """``data`` with every tensor on ``device``, also those in dicts, lists and tuples, and anything that has ``to``."""
     if isinstance(data, Tensor):
-        # To the CPU it would give memory that is not filled yet.
+        # A copy to the CPU that does not wait would return memory that is not filled yet.
         return data.to(device, non_blocking=device.type != "cpu")
     if isinstance(data, dict):
         return {key: to_device(value, device) for key, value in data.items()}

@@ -1,7 +1,7 @@
-"""Makes micro-batches of data sets, in the training process or in a DataLoader's workers.
+"""Makes micro-batches from data sets, in the training process or in a DataLoader's workers.
 
-Map-style data sets are asked for the samples of this rank alone. An iterable one is read as a whole by every rank, and
-by each of its workers, which make only the micro-batches that are theirs: what is expensive belongs in ``collate``.
+Map-style data sets are asked only for this rank's samples. Every rank reads all of an iterable one, and so does each of
+its workers, but each worker makes only its own micro-batches: put expensive work into ``collate``.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class Part:
     Attributes:
         slice: Its place in the global batch.
         total: Real samples of the whole global batch.
-        sample_ids: What it computes, without padding; of an iterable data set, numbers in the order of its data epoch.
+        sample_ids: The samples that it computes, without padding; for an iterable data set, numbers in the order of its
+            data epoch.
         position: Where the global batch begins.
-        position_after: Where the next one begins.
+        position_after: Where the next global batch begins.
     """
 
     slice: Slice
@@ -48,11 +49,11 @@ class Part:
 
 @dataclass(frozen=True)
 class Maker(Generic[T]):
-    """Turns samples into what a micro-batch computes.
+    """Turns samples into the data of a micro-batch.
 
     Attributes:
-        collate: Makes a micro-batch of a list of samples; None: torch's.
-        seed: With it, what ``collate`` draws from the global generators depends on the micro-batch alone.
+        collate: Makes a micro-batch from a list of samples; None: torch's.
+        seed: If given, what ``collate`` draws from the global generators depends on the micro-batch alone.
         worker_seed: The seed of the generators in a DataLoader's worker, if there is no ``seed``.
     """
 
@@ -61,7 +62,7 @@ class Maker(Generic[T]):
     worker_seed: int = 0
 
     def settle(self, part: Part) -> None:
-        """In a worker, what is drawn for ``part`` depends on where that lies, not on when the worker was started."""
+        """Seeds a worker's generators for ``part`` from its position, so that the worker's start does not matter."""
         if self.seed is None and get_worker_info() is not None:
             place = part.position
             rng.seed_cpu(rng.derive("worker", self.worker_seed, place.data_epoch, place.samples, part.slice.number))
@@ -77,7 +78,7 @@ class Maker(Generic[T]):
 
 
 def is_iterable(dataset: object) -> bool:
-    """It can be read from the beginning only."""
+    """Whether it can only be read from the beginning."""
     return isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
 
 
@@ -86,15 +87,15 @@ class Loading(Generic[T]):
 
     Args:
         dataset: Map-style or iterable.
-        sampler: The order; where to begin is said at each start.
-        plan, rank: The plan, and the rank whose part this is.
+        sampler: The order; each start gives a position to begin at.
+        plan, rank: The plan, and the rank whose parts these are.
         maker: See `Maker`.
         data_epochs: Stop before this data epoch; None: never.
         options: For ``torch.utils.data.DataLoader``.
 
     Attributes:
         is_stream: The data set is iterable.
-        has_epochs: Its samples may be others in another data epoch.
+        has_epochs: Its samples may differ between data epochs.
     """
 
     def __init__(
@@ -116,19 +117,19 @@ class Loading(Generic[T]):
 
         Args:
             position: Where a batch begins.
-            generator: Workers' seeds are drawn from it.
+            generator: The generator from which workers' seeds are drawn.
         """
         asked: deque[Part] = deque()
         return self._parts(begun(self._read(position, generator, asked)), asked)
 
     def look(self, position: Position, generator: Any, look: Look) -> tuple[list[Seen], Iterator[tuple[Part, T]]]:
-        """What whoever reads the data sees of them, and the same as ``start``, which is begun with that.
+        """What each reader of the data sees of them, and the iterator of ``start``, which begins with that look.
 
-        In the training process nothing may be opened that processes for reading, which come later, must not share.
+        The training process must not open anything here that its reading processes, which start later, must not share.
         """
         asked: deque[Part] = deque()
         reading = begun(self._read(position, generator, asked, look))
-        # Each process that reads an iterable data set begins with what it has seen of it.
+        # Each process that reads an iterable data set first yields what it has seen of it.
         readers = max(1, self._options.get("num_workers", 0)) if is_iterable(self._dataset) else 1
         return list(islice(reading, readers)), self._parts(reading, asked)
 
@@ -137,7 +138,7 @@ class Loading(Generic[T]):
             yield from reading
             return
         for data in reading:
-            # Data come in the order in which they were asked for, also from many workers.
+            # Data come in the order in which they were requested, also from several workers.
             yield asked.popleft(), data
 
     def _read(
@@ -152,7 +153,7 @@ class Loading(Generic[T]):
         return self._loader(Fetcher(self._dataset, self._maker), generator, sampler=ask)
 
     def _loader(self, dataset: Any, generator: Any, **options: Any) -> DataLoader[Any]:
-        # batch_size=None: what the data set gives is a micro-batch already.
+        # batch_size=None, because each item of the data set is a micro-batch already.
         return DataLoader(
             dataset, batch_size=None, collate_fn=_as_is, generator=generator, **{**self._options, **options}
         )
@@ -170,7 +171,7 @@ class Loading(Generic[T]):
 
 
 def begun(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Its iterator. What torch draws with our generator then is on the CPU, wherever the script makes its tensors."""
+    """The loader's iterator. What torch then draws with our generator is on the CPU, whatever the script's default."""
     with torch.device("cpu"):
         return iter(loader)
 
@@ -205,9 +206,9 @@ class Fetcher(Dataset["T | Seen"]):
 
 
 class Stream(IterableDataset["tuple[Part, T] | Seen"]):
-    """An iterable data set as micro-batches: worker k of n makes every n-th one of this rank, counted from k.
+    """An iterable data set as micro-batches: worker k of n makes every n-th one of this rank, starting with number k.
 
-    DataLoader takes from its workers in turn, so together they are in order.
+    DataLoader takes from its workers in turn, so their micro-batches come in order.
     """
 
     def __init__(
@@ -222,7 +223,7 @@ class Stream(IterableDataset["tuple[Part, T] | Seen"]):
         look: Look | None = None,
     ) -> None:
         self.dataset, self.maker = dataset, maker
-        # What is seen of the first samples that are read, as nobody may be able to read them twice.
+        # What is seen of the first samples is noted while they are read, because many data sets cannot be read twice.
         self._looked_at, self._seen = 0 if look is None else len(look.sample_ids), Seen()
         self._order, self._drop_last = sampler.order, sampler.drop_last
         self._plan, self._rank, self._start, self._data_epochs = plan, rank, start, data_epochs
@@ -266,12 +267,12 @@ class Stream(IterableDataset["tuple[Part, T] | Seen"]):
         return [] if self._drop_last and len(samples) < size else samples
 
     def _read(self, position: Position) -> Iterator[Any]:
-        """The samples of a data epoch from ``position`` on; its length is compared where it is known."""
+        """The samples of a data epoch from ``position`` on. The epoch's length is checked if it is known."""
         dataset, count = self.dataset, position.samples
         if hasattr(dataset, "set_epoch"):
             dataset.set_epoch(position.data_epoch)
         skip = getattr(dataset, "skip", None)
-        # Hugging Face's, of one that is shuffled, gives another order, and not all samples.
+        # A shuffled data set of Hugging Face's would then give another order, and not all samples.
         if count and callable(skip) and type(dataset).__module__.partition(".")[0] != "datasets":
             source = iter(skip(count))
         else:

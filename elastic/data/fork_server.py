@@ -1,4 +1,4 @@
-"""Imported by multiprocessing's fork server only: it passes over notices; what it forks does not."""
+"""Imported by multiprocessing's fork server only. The server ignores notices; the processes that it forks do not."""
 
 from __future__ import annotations
 

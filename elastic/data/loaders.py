@@ -1,9 +1,9 @@
-"""Keeps DataLoader processes alive through a notice that reaches the whole process group.
+"""Keeps DataLoader processes alive when a notice is sent to the whole process group.
 
-One of them that dies of SIGTERM fails the step in which its parent was about to save. Torch has no hook for what such
-a process does first, so its loop is replaced by one that begins with ours; where a version of torch has no such loop,
-nothing changes. Fork, spawn and forkserver are the same to it. Of the fork server, which dies of SIGTERM as well,
-the modules that it imports first are told.
+If one of them dies of SIGTERM, the step fails in which its parent was about to save. Torch has no hook for the start of
+such a process, so its loop is replaced by one that begins with ours. If a version of torch has no such loop, nothing
+changes. This works with fork, spawn and forkserver. The fork server would die of SIGTERM as well, so it is told which
+module to import first.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ log = logging.getLogger(__name__)
 
 _WORKER = "torch.utils.data._utils.worker"
 _SERVER = "dalsegno.elastic.data.fork_server"
-# Torch's own loop, where it has been replaced in this process.
+# Torch's own loop, if it has been replaced in this process.
 _torchs: list[Callable[..., None]] = []
 
 
 def shield_loaders() -> None:
-    """DataLoader processes started from now on pass over notices; only their parent ends them."""
+    """Makes DataLoader processes that start from now on ignore notices: only their parent ends them."""
     worker = importlib.import_module(_WORKER)
     plain = getattr(worker, "_worker_loop", None)
     if plain is None:
@@ -46,16 +46,16 @@ def shield_loaders() -> None:
 
 
 def loop(*arguments: Any, **options: Any) -> None:
-    """A DataLoader process: torch's, out of the way of notices."""
+    """The loop of a DataLoader process: torch's, shielded from notices."""
     pass_over(noticed())
     plain = _torchs[0] if _torchs else importlib.import_module(_WORKER)._worker_loop
     plain(*arguments, **options)
 
 
 def pass_over(signals: Sequence[signal.Signals]) -> None:
-    """From now on these signals end this process only when its parent sent them, as ``terminate()`` does.
+    """From now on these signals end this process only if its parent sent them, as ``terminate()`` does.
 
-    They are blocked rather than ignored, because only who waits for a blocked one is told who sent it.
+    They are blocked rather than ignored, because only a process that waits for a blocked signal learns who sent it.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     parent = multiprocessing.parent_process()
@@ -64,7 +64,7 @@ def pass_over(signals: Sequence[signal.Signals]) -> None:
     plain = subprocess.Popen._execute_child  # type: ignore[attr-defined]
 
     def execute(self: Any, *arguments: Any, **options: Any) -> Any:
-        # A program would keep the mask for good, and could not be terminated.
+        # A program would inherit the mask for good, and could not be terminated.
         with _unblocked(signals):
             return plain(self, *arguments, **options)
 

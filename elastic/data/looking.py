@@ -1,7 +1,7 @@
-"""A look at a few samples before the first step, by whoever reads the data in training, for `same_data`.
+"""A look at a few samples before the first step, by the process that reads the data in training, for `same_data`.
 
-Each sample is read more than once, with other seeds each time, which are the same on all ranks and in all starts. A
-sample that differs between two readings is random, and compared with nothing.
+Each sample is read more than once with different seeds, which are the same on all ranks and in all starts. If two
+readings of a sample differ, the sample is random, and is not compared.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from .prints import print_of
 
 log = logging.getLogger(__name__)
 
-# How far generators of its own are looked for in a data set, and in how many things of one container.
+# How deep a data set, and how many items of one container, are searched for its own random generators.
 _DEPTH, _ITEMS = 6, 64
 
 
 @dataclass(frozen=True)
 class Look:
-    """What to look at, in the place of a micro-batch.
+    """What to look at, sent in place of a micro-batch.
 
     Attributes:
-        sample_ids: Which samples of a map-style data set; of an iterable one the first are read.
+        sample_ids: Which samples of a map-style data set to look at; of an iterable one the first are read.
         reads: How often each is read.
-        seconds: No other is begun after so long.
-        data_epoch: In which the samples are what they are; 0 where they are the same in all.
+        seconds: After so many seconds no further sample is begun.
+        data_epoch: The data epoch of the samples; 0 if they are the same in all.
     """
 
     sample_ids: tuple[int, ...]
@@ -48,10 +48,10 @@ class Seen:
     """What was found.
 
     Attributes:
-        prints: Prints of the samples that are the same in each reading, by what to call them.
+        prints: Prints by name of the samples that are the same in each reading.
         draws: The data set draws random numbers while it makes a sample.
-        varies: Some sample was not the same in each reading: then no print is kept.
-        own: Such a sample drew from a generator of its own: no known one had moved.
+        varies: Some sample was not the same in each reading; then no print is kept.
+        own: Such a sample drew from a generator of its own, because no known one had moved.
     """
 
     prints: dict[str, str] = field(default_factory=dict)
@@ -61,17 +61,17 @@ class Seen:
 
 
 def name_of(sample: int, data_epoch: int = 0) -> str:
-    """What to call a sample, for people and in manifests."""
+    """A sample's name, for people and in manifests."""
     return f"sample {sample}" + (f" of data epoch {data_epoch}" if data_epoch else "")
 
 
 def look_at(dataset: Any, read: Callable[[int], Any], look: Look) -> Seen:
-    """Looks, and leaves all random generators that are known as they were.
+    """Looks at samples, and leaves all known random generators as they were.
 
     Args:
-        dataset: Whose generators of its own are kept.
-        read: Reads one sample of it.
-        look: Which ones.
+        dataset: The data set, whose own generators are restored.
+        read: Reads one of its samples.
+        look: Which samples.
     """
     seen, until = Seen(), time.monotonic() + look.seconds
     with _kept(dataset):
@@ -85,7 +85,7 @@ def look_at(dataset: Any, read: Callable[[int], Any], look: Look) -> Seen:
                         before = rng.cpu_state()
                         found.add(print_of(read(index)))
                         seen.draws |= not _same(before, rng.cpu_state())
-                except Exception as error:  # whatever it is, it is raised where the training reads that sample
+                except Exception as error:  # it comes again when the training reads that sample
                     log.debug("sample %d could not be looked at", index, exc_info=error)
                     return seen
             if len(found) > 1:
@@ -104,7 +104,7 @@ def _same(one: tuple[Any, torch.Tensor, Any], other: tuple[Any, torch.Tensor, An
 
 @contextmanager
 def _kept(dataset: Any) -> Iterator[None]:
-    """Puts back generators of the data set's own, and the card's: training begins with them as they are."""
+    """Restores the data set's own generators and the card's, so that training begins with them unchanged."""
     states: list[tuple[Callable[[Any], Any], Any]] = [_state_of(found) for found in _generators(dataset, 0, set())]
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append((torch.cuda.set_rng_state, torch.cuda.get_rng_state()))
@@ -131,7 +131,7 @@ def _state_of(generator: Any) -> tuple[Callable[[Any], Any], Any]:
 
 
 def _generators(thing: Any, depth: int, known: set[int]) -> Iterator[Any]:
-    """Random generators that a data set, or what is in it (another data set, a transform), holds."""
+    """Random generators that a data set holds, itself or in its parts (another data set, a transform)."""
     if depth > _DEPTH or id(thing) in known:
         return
     known.add(id(thing))

@@ -1,4 +1,4 @@
-"""One forward and backward pass: what it computes, which of its rows count, and with what factor."""
+"""One forward and backward pass: its data, which rows count, and with what factor."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ T = TypeVar("T")
 
 @dataclass
 class MicroBatch(Generic[T]):
-    """What one forward and backward pass computes.
+    """The data of one forward and backward pass.
 
     Attributes:
-        data: What the collate function made of the samples.
+        data: What the collate function made from the samples.
         sample_ids: Its own real samples; none for a filler.
         n: Their number. They are the first n rows.
         number: Number of the micro-batch in the global batch.
-        factor: The `loss_scale`, or what gives it, once, when it is asked for.
-        is_last: The last one of this rank's step: gradients are to be synchronised in its backward pass.
+        factor: The `loss_scale`, or a function that returns it, called once when it is asked for.
+        is_last: The last one of this rank's step: gradients must be synchronised in its backward pass.
         rows: Rows in ``data``; more than n in a filler, and in a short micro-batch of a plan with ``pad``.
         tokens: With token means: its real tokens; else None.
         padded: The plan pads: `scale` then takes the loss of each row, unless it is a mean over tokens.
-        batch: That it is a part of, which notes that a `loss_scale` was asked for.
+        batch: The batch that it is a part of. The batch notes that a `loss_scale` was asked for.
     """
 
     data: T
@@ -47,10 +47,10 @@ class MicroBatch(Generic[T]):
 
     @property
     def loss_scale(self) -> float:
-        """Multiply the mean loss of the n real rows by it.
+        """The factor by which to multiply the mean loss of the n real rows.
 
-        With token means it is known when all ranks' tokens are summed, which goes on while the first forward pass
-        computes: ask for it behind that, as `scale` does.
+        With token means it is known once all ranks' tokens are summed, which happens while the first forward pass
+        computes. Ask for it after that pass, as `scale` does.
         """
         self._note_scaled()
         if callable(self.factor):
@@ -59,32 +59,32 @@ class MicroBatch(Generic[T]):
 
     @property
     def silent(self) -> bool:
-        """Its `loss_scale` is 0: it counts for nothing. Known without waiting."""
+        """Whether its `loss_scale` is 0, so that it counts for nothing. Known without waiting."""
         return not callable(self.factor) and self.factor == 0.0
 
     @property
     def filler(self) -> bool:
-        """It repeats samples that another slice owns, so that this rank takes part; it must count for nothing."""
+        """Whether it repeats samples of another slice, only so that this rank takes part; it must count for nothing."""
         return self.n == 0
 
     @property
     def mask(self) -> Tensor:
-        """Which rows count: booleans of shape (rows,), on the CPU."""
+        """A mask of the rows that count: booleans of shape (rows,), on the CPU."""
         return torch.arange(self.rows) < self.n
 
     def guard(self, values: Tensor, fill: float = 0.0) -> Tensor:
-        """``values`` with ``fill`` in the rows that do not count; backwards these rows get zeros, whatever comes.
+        """``values`` with ``fill`` in the rows that do not count. In the backward pass these rows get zero gradients.
 
-        Both are replaced, not multiplied by 0, so that no NaN passes. With padding, put the model's output through it:
-        whatever the loss makes of those rows is then dropped. (What the model makes of them is what it makes of their
-        micro-batch's first row, which they repeat.)
+        Both are replaced, not multiplied by 0, so that no NaN passes. With padding, pass the model's output through
+        this, so that whatever the loss makes of those rows is dropped. (The model itself gets real data in them: they
+        repeat the first row of their micro-batch.)
 
         Args:
             values: Shape (rows, …).
-            fill: What takes the place of those rows.
+            fill: The value for those rows.
 
         Raises:
-            ValueError: Another number of rows.
+            ValueError: ``values`` has another number of rows.
         """
         if values.dim() < 1 or len(values) != self.rows:
             raise ValueError(f"this micro-batch has {self.rows} rows, not a tensor of shape {tuple(values.shape)}")
@@ -94,30 +94,30 @@ class MicroBatch(Generic[T]):
         return values.masked_fill(aside.reshape(-1, *[1] * (values.dim() - 1)), fill)
 
     def mean(self, losses: Tensor) -> Tensor:
-        """The mean of ``losses``, shape (rows,), over the rows that count, whatever is in the others; 0 for a filler.
+        """The mean of ``losses``, shape (rows,), over the rows that count; 0 for a filler. Other rows have no effect.
 
         Raises:
-            ValueError: Another shape.
+            ValueError: ``losses`` has another shape.
         """
         if losses.dim() != 1:
             raise ValueError(f"one loss for each of {self.rows} rows is wanted, not a tensor of {tuple(losses.shape)}")
         return self.guard(losses).sum() / max(1, self.n)
 
     def scale(self, loss: Tensor, parameters: Iterable[Tensor] = ()) -> Tensor:
-        """``loss * loss_scale``, and nothing at all where the factor is 0, even if the loss is NaN or infinite.
+        """``loss * loss_scale``; exactly 0 with zero gradients if the factor is 0, even if the loss is NaN or infinite.
 
-        That is a filler, or with token means a slice without a real token, whose mean is 0 / 0.
+        The factor is 0 for a filler and, with token means, for a slice without a real token, whose mean is 0 / 0.
 
         Args:
             loss: The mean loss of the real rows (or with token means of the real tokens), a scalar. Or the loss of each
                 row, shape (rows,), of which the mean is taken here.
-            parameters: The model's. With them the gradients of such a slice are zeroed one by one, so that even an
-                infinite derivative inside the model leaves no NaN (``0 * inf``); `Accumulation` does it by itself.
-                Without either only the loss is guarded.
+            parameters: The model's. If they are given, the gradients of such a slice are zeroed one by one, so that
+                even an infinite derivative inside the model leaves no NaN (``0 * inf``); `Accumulation` does that by
+                itself. Without both, only the loss is guarded.
 
         Raises:
-            ValueError: ``loss`` has neither shape, is a scalar where a plan with ``pad`` needs the rows, or has rows
-                where a mean over tokens is wanted.
+            ValueError: ``loss`` has neither shape, or is a scalar although a plan with ``pad`` needs the rows, or has
+                rows although a mean over tokens is wanted.
         """
         self._check(loss)
         self._note_scaled()
@@ -127,13 +127,13 @@ class MicroBatch(Generic[T]):
         return torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0).sum() * 0.0
 
     def zero_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Whatever gradient reaches ``parameters`` until the next micro-batch is replaced by zeros."""
+        """Replaces every gradient that reaches ``parameters`` until the next micro-batch by zeros."""
         for parameter in parameters:
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_hook(torch.zeros_like))  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Its backward pass is over: takes away the hooks that it put on parameters."""
+        """Ends its backward pass: removes the hooks that it has put on parameters."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

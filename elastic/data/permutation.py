@@ -4,10 +4,10 @@ A balanced Feistel network over the smallest domain of 4^k numbers that holds th
 range (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). The domain is less than four times the
 length, so a walk takes fewer than four rounds on average. Not for secrets: the round function is a mixer, not a cipher.
 
-Over a few numbers such a network is a poor shuffle: its round functions have few values to choose from, and all its
-permutations are even ones (with 5 or 6 numbers left of 16, a chi-square over whole orders sees it after some 10,000
+Over few numbers such a network shuffles poorly: its round functions have few values to choose from, and all its
+permutations are even (with 5 or 6 numbers out of 16, a chi-square test over whole orders notices after some 10,000
 seeds). So up to `TABLE_LENGTH` the order is a table, shuffled as by Durstenfeld (CACM 7, 1964). The order is a format:
-`version` 1 is the network at every length, and runs that began in it go on in it.
+`version` 1 is the network at every length, and runs that began with it keep it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ MAX_LENGTH = 1 << 62
 _MASK = (1 << 64) - 1
 _STIRS = ((np.uint64(30), np.uint64(0xBF58476D1CE4E5B9)), (np.uint64(27), np.uint64(0x94D049BB133111EB)))
 _LAST_SHIFT = np.uint64(31)
-# Up to so many numbers, one by one is quicker than together: numpy's calls cost as much as 20 to 30 numbers.
+# Up to so many numbers one by one is quicker than together: numpy's calls cost as much as 20 to 30 numbers.
 _FEW = 24
-# A window is computed in pieces of this many where all of it is wanted.
+# A whole window is computed in pieces of this many numbers.
 _PIECE = 1 << 16
 
 Numbers = npt.NDArray[np.uint64]
 
 
 def version_for(length: int) -> int:
-    """The oldest version whose order of ``length`` is that of the newest one."""
+    """The oldest version that orders ``length`` as the newest one does."""
     return VERSION if length <= TABLE_LENGTH else 1
 
 
@@ -44,9 +44,9 @@ class Permutation:
 
     Args:
         length: Size of the range, 1 to 2^62.
-        key: Whatever fixes the order; its text is hashed, so equal tuples of plain values give equal orders on every
+        key: What fixes the order. Its text is hashed, so equal tuples of plain values give equal orders on every
             machine and Python version.
-        version: Which way of making an order.
+        version: How the order is computed.
 
     Raises:
         ValueError: ``length`` or ``version`` is out of range.
@@ -100,7 +100,7 @@ class Permutation:
         return result
 
     def window(self, start: int, stop: int) -> Window:
-        """The same as a sequence that computes only what is asked of it.
+        """The same as a sequence that computes an index when it is asked for.
 
         Raises:
             IndexError: The window leaves ``range(length)``.
@@ -110,7 +110,7 @@ class Permutation:
         return Window(self, start, stop)
 
     def _walk(self, value: int) -> int:
-        """On from a number of the domain to the first that is within the length."""
+        """Encrypts a number of the domain again and again until the result is within the length."""
         while value >= self.length:
             value = self._encrypt(value)
         return value
@@ -124,7 +124,7 @@ class Permutation:
         return (left << half) | right
 
     def _encrypt_all(self, values: Numbers) -> Numbers:
-        """The same for each of ``values``, uint64, which wrap by themselves."""
+        """The same for each of ``values``, whose type, uint64, wraps by itself."""
         half, low = np.uint64(self._half), np.uint64((1 << self._half) - 1)
         left, right = values >> half, values & low
         mixed, shifted = np.empty_like(values), np.empty_like(values)

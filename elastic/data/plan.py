@@ -16,9 +16,9 @@ class Slice:
         number: Number of the micro-batch in the global batch; slices are numbered over all ranks.
         start: First position.
         stop: One past the last.
-        filler: No sample was left for it: it computes the first slice again, with factor 0. That is one sample, or with
-            fixed micro-batches as many as a slice has, for what cannot compute a single one (BatchNorm).
-        padding: Rows beyond those positions, which repeat the first one and count for nothing.
+        filler: No sample was left for it: it computes the first slice again, with factor 0. It has one sample or, with
+            fixed micro-batches, as many as a slice has, because BatchNorm cannot compute a single one.
+        padding: Rows beyond those positions, which repeat the first row and do not count.
     """
 
     number: int
@@ -34,7 +34,7 @@ class Slice:
 
     @property
     def rows(self) -> int:
-        """Rows that are computed, whether they count or not."""
+        """Rows that are computed, including those that do not count."""
         return self.stop - self.start + self.padding
 
 
@@ -42,20 +42,20 @@ class Slice:
 class BatchPlan:
     """Cuts global batches of ``global_batch_size`` (G) samples for ``world_size`` (W) ranks.
 
-    Every rank makes the same number of micro-steps, the fewest that keep a slice at or below ``max_micro_batch_size``
-    (m) samples: ``a = ceil(G / (W m))``, ``b = ceil(G / (a W))``. The samples are dealt in slices that differ by at
-    most one, so no row is padded.
+    Every rank makes the same number of micro-steps, the fewest that keep each slice at or below
+    ``max_micro_batch_size`` (m) samples: ``a = ceil(G / (W m))``, ``b = ceil(G / (a W))``. The sizes of the slices
+    differ by at most one, so no row is padded.
 
     Attributes:
         global_batch_size: G, samples per optimizer step.
         world_size: W, data-parallel ranks.
         max_micro_batch_size: m, samples that one forward and backward pass may have.
-        fixed_micro_batch: The cut is the same at every world size (``ceil(G / m)`` micro-batches, of a short last batch
-            fewer), and the world decides only who computes which: then also what depends on the micro-batch as a whole
-            gives the same curve, such as dropout, BatchNorm in training, or an auxiliary loss over a micro-batch's
-            tokens.
+        fixed_micro_batch: The cut is the same at every world size (``ceil(G / m)`` micro-batches, fewer for a short
+            last batch), and the world only decides who computes which. Then the curve also stays the same for what
+            depends on the micro-batch as a whole: dropout, BatchNorm in training, an auxiliary loss over a
+            micro-batch's tokens.
         pad: Every micro-batch has b rows, for graphs of static shape: short ones repeat their first sample, in rows
-            that count for nothing (``MicroBatch.mask``).
+            that do not count (``MicroBatch.mask``).
 
     Raises:
         ValueError: A size below 1.
@@ -73,7 +73,7 @@ class BatchPlan:
 
     @property
     def accumulation(self) -> int:
-        """a: micro-batches of every rank in every step, short last batches included."""
+        """a: micro-batches of every rank in every step, also for short last batches."""
         return -(-self.global_batch_size // (self.world_size * self.max_micro_batch_size))
 
     @property
@@ -83,9 +83,9 @@ class BatchPlan:
 
     @property
     def alike(self) -> dict[str, Any]:
-        """What all ranks must have alike, by name, see ``Session.compare``.
+        """What must be alike on all ranks, by name, see ``Session.compare``.
 
-        What other values of ``max_micro_batch_size`` come to is compared, not the value: devices may differ.
+        ``max_micro_batch_size`` itself is not compared, only the cut that comes of it, because devices may differ.
         """
         return {
             "global_batch_size": self.global_batch_size,
@@ -97,7 +97,7 @@ class BatchPlan:
         }
 
     def cut(self, order: Order, *, drop_last: bool, tokens: bool, seed: int | None) -> Cut:
-        """What of all this moves the loss curve, for manifests.
+        """What shapes the loss curve in all this, for manifests.
 
         Args:
             order: The order of the samples.
@@ -130,7 +130,8 @@ class BatchPlan:
         total = self.global_batch_size if size is None else size
         if not 0 <= rank < self.world_size or not 1 <= total <= self.global_batch_size:
             raise ValueError(f"rank {rank} of {self.world_size}, {total} of {self.global_batch_size} samples")
-        # Fixed ones stay as large as they are: a short batch has fewer, not some of a single row, as BatchNorm needs.
+        # Fixed micro-batches keep their size: a short batch has fewer of them, rather than some of a single row
+        # (BatchNorm).
         slices = -(-total // self.micro_batch_size) if self.fixed_micro_batch else self._slices
         short, longer = divmod(total, slices)
         rows = self.micro_batch_size if self.pad else 0
@@ -145,7 +146,7 @@ class BatchPlan:
         return tuple(found)
 
     def loss_scale(self, n: float, total: float, scale: str = "ddp") -> float:
-        """The factor of a slice's mean loss that makes the ranks' averaged gradients the mean over the global batch.
+        """The factor for a slice's mean loss that makes the ranks' averaged gradients the mean over the global batch.
 
         Args:
             n: Real samples (or tokens) of the slice.
@@ -153,7 +154,7 @@ class BatchPlan:
             scale: ``"ddp"`` averages over W ranks, as FSDP does; ``"deepspeed"`` divides by the micro-steps as well.
 
         Raises:
-            ValueError: Another ``scale``.
+            ValueError: ``scale`` is something else.
         """
         if scale not in ("ddp", "deepspeed"):
             raise ValueError(f"scale is 'ddp' (also for FSDP and a single process) or 'deepspeed', not {scale!r}")

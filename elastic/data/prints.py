@@ -1,7 +1,7 @@
-"""Prints of samples: short texts by which two readings of one sample are told from those of two samples.
+"""Prints of samples: short texts that tell two readings of one sample from readings of two samples.
 
-Words, whole numbers and shapes count exactly. A few sums stand for other numbers, because these are not the same bits
-everywhere: processors round differently, and so do versions of a decoder. Pure but for a device's copy.
+Words, whole numbers and shapes must be equal. Other numbers are represented by a few sums, because their bits are not
+the same everywhere: processors round differently, and so do versions of a decoder. Pure but for a device's copy.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ import xxhash
 from torch import Tensor
 
 _VERSION = "1"
-# So many numbers of an array, and so many arrays of a sample, are summed up.
+# The most numbers of an array, and the most arrays of a sample, that are summed up.
 _NUMBERS, _ARRAYS = 1 << 16, 8
 _SUMS = 4
-# Relative to the root mean square: up to here it is rounding; from there on it is another sample.
+# Differences relative to the root mean square: up to the first it is rounding; from the second on, another sample.
 _ROUNDING, _ANOTHER = 1e-3, 0.05
 _DEEPEST = 16
-# Whole numbers that decoders make: pixels, sound.
+# Types of whole numbers that decoders make: pixels, sound.
 _DECODED = (torch.uint8, torch.int8, torch.int16)
 
 
 class Likeness(enum.IntEnum):
-    """Of two prints."""
+    """How alike two prints are."""
 
     SAME = 0
     CLOSE = 1
@@ -37,7 +37,7 @@ class Likeness(enum.IntEnum):
 
 
 def print_of(sample: Any) -> str:
-    """What is known of a sample: lists, dictionaries, arrays, plain values, images; of other things their kind."""
+    """The print of a sample: of lists, dictionaries, arrays, plain values, images; of other things only their kind."""
     exact, sums = xxhash.xxh3_64(), list[str]()
     for value in _leaves(sample, 0):
         if not isinstance(value, Tensor):
@@ -52,7 +52,7 @@ def print_of(sample: Any) -> str:
 
 
 def likeness(one: str, other: str) -> Likeness:
-    """Whether two prints may be those of one sample. Prints of an unknown version may."""
+    """Whether two prints may be of one sample. Prints of an unknown version always may."""
     if one == other or not all(text.startswith(f"{_VERSION} ") for text in (one, other)):
         return Likeness.SAME
     ours, theirs = one.split(" ")[1:], other.split(" ")[1:]
@@ -71,7 +71,7 @@ def _likeness(one: str, other: str) -> Likeness:
 
 
 def _sums(value: Tensor) -> list[float]:
-    """Root mean square, and sums with signs that look random, of the same size."""
+    """Root mean square, and sums of the same size with signs that look random."""
     flat = torch.view_as_real(value).reshape(-1) if value.is_complex() else value.reshape(-1)
     flat = flat[:: len(flat) // _NUMBERS + 1].to(torch.float64).nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)
     number = max(1, len(flat))
@@ -107,7 +107,7 @@ def _leaves(value: Any, depth: int) -> Iterator[Tensor | bytes]:
 
 
 def _array(value: Any) -> Tensor | None:
-    """A tensor, an array of NumPy's, an image, a float or a list of numbers, as a tensor; None: it is none of these."""
+    """A tensor, a NumPy array, an image, a float or a list of numbers, as a tensor; None: it is none of these."""
     numpy = sys.modules.get("numpy")
     if isinstance(value, Tensor):
         plain = value.layout is torch.strided and not value.is_quantized and value.device.type != "meta"
@@ -117,7 +117,7 @@ def _array(value: Any) -> Tensor | None:
     if type(value) is list and value and all(type(item) is int or type(item) is float for item in value):
         try:
             return torch.tensor(value)
-        except (RuntimeError, OverflowError):  # whole numbers that do not fit
+        except (RuntimeError, OverflowError):  # numbers too large for it
             return None
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic) and value.dtype.kind in "biufc":
         try:
@@ -136,4 +136,4 @@ def _plain(value: Any) -> bytes:
         return b"str " + (os.path.basename(value) if path else value).encode(errors="surrogatepass")
     if isinstance(value, bytes | int | bool | None):
         return repr(value).encode()
-    return f"a {type(value).__name__}".encode()  # others may show where in memory they lie
+    return f"a {type(value).__name__}".encode()  # the text of other things may contain their address in memory

@@ -1,7 +1,7 @@
-"""Whether all ranks have the same data, and those that the checkpoint's run had: a few samples say so. Pure.
+"""Compares a few samples: do all ranks have the same data, and are they those of the checkpoint's run? Pure.
 
-A data set in another order (a directory as the system lists it, a shuffle without a seed), or of another file, has the
-same length, so nothing else would tell. Ranks would train the same samples, and a new start would train some again.
+A data set in another order (a directory in the system's order, a shuffle without a seed), or from another file, may
+have the same length, so nothing else would notice. Ranks would train the same samples, and a restart would repeat some.
 """
 
 from __future__ import annotations
@@ -11,17 +11,17 @@ from typing import Any, NamedTuple
 
 from .prints import Likeness, likeness
 
-# Prints that a checkpoint carries.
+# The most prints that a checkpoint carries.
 MOST = 8
 ALLOW = "where that is meant, say check_data=False"
 
 
 class Found(NamedTuple):
-    """What a comparison came to.
+    """The result of a comparison.
 
     Attributes:
-        likeness: That of the samples that are the least alike.
-        text: What is said of them; "": nothing.
+        likeness: That of the least alike samples.
+        text: A message about them; "": nothing to say.
     """
 
     likeness: Likeness
@@ -32,7 +32,7 @@ def compared(told: Sequence[Mapping[str, Any]], saved: Mapping[str, str], checkp
     """Compares what the ranks have seen with each other, and with what a checkpoint says.
 
     Args:
-        told: Of each rank ``prints`` by name, and whether some sample ``varies``: then nothing is compared.
+        told: For each rank ``prints`` by name, and whether some sample ``varies``: then nothing is compared.
         saved: The checkpoint's prints.
         checkpoint: Its name.
     """
@@ -52,7 +52,7 @@ def compared(told: Sequence[Mapping[str, Any]], saved: Mapping[str, str], checkp
 
 
 def merged(told: Sequence[Mapping[str, Any]], saved: Mapping[str, str]) -> dict[str, str]:
-    """What the next checkpoints say: what the run began with, and else what the first rank that has it says."""
+    """The prints for the next checkpoints: those that the run began with, else those of the first rank that has any."""
     if any(one["varies"] for one in told):
         return dict(saved)
     found: dict[str, str] = {}
@@ -83,7 +83,7 @@ def _between_starts(how: Likeness, name: str, checkpoint: str) -> str:
 
 
 def of_a_stream(text: str) -> str:
-    """What is said where an iterable data set is not the same on all ranks, nor when it is read once more."""
+    """The message if an iterable data set is not the same on all ranks, nor when it is read once more."""
     return (
         f"{text.partition(',')[0]}, nor when it is read once more: right if samples are augmented at random; where it "
         "shuffles, give it a seed that all ranks have, else samples are trained twice or never"

@@ -12,7 +12,7 @@ from .permutation import VERSION as NEWEST_ORDER
 from .permutation import Permutation, version_for
 
 STATE_VERSION = 2
-# What a state of version 1, which did not say so, has no key for.
+# Defaults of keys that a state of version 1 does not have.
 _SINCE_VERSION_2 = {"version": 1, "order_version": 1}
 _COMPARED = ("seed", "length", "global_batch_size", "shuffle")
 
@@ -21,7 +21,7 @@ def check_order(saved: Order, ours: Order) -> None:
     """Compares a checkpoint's order of samples with this run's.
 
     Raises:
-        ValueError: They differ, with the names and values that do.
+        ValueError: They differ; the message names the fields and their values.
     """
     wrong = [
         f"{name} was {getattr(saved, name)} and is {getattr(ours, name)}"
@@ -35,14 +35,14 @@ def check_order(saved: Order, ours: Order) -> None:
 
 
 def check_cut(saved: Cut | None, ours: Cut) -> None:
-    """Compares how a checkpoint's run made gradients of its batches with how this one does.
+    """Compares how a checkpoint's run turned batches into gradients with how this run does.
 
-    What only rounds otherwise is not compared: without fixed micro-batches, where the world cuts.
+    Without fixed micro-batches the world decides the cut. That changes only the rounding, so it is not compared.
 
     Raises:
-        ValueError: The curve would be another one, with the names and values that differ.
+        ValueError: The curve would be another one; the message names the fields and their values.
     """
-    if saved is None:  # a manifest of before
+    if saved is None:  # an older manifest
         return
     pairs: list[tuple[str, Any, Any]] = [
         ("the mean is over tokens", saved.tokens, ours.tokens),
@@ -66,9 +66,9 @@ class GlobalBatch:
     """The samples of one optimizer step, over all ranks.
 
     Attributes:
-        sample_ids: Indices into the data set, in order; computed when they are asked for.
+        sample_ids: Indices into the data set, in order; computed when asked for.
         position: Where the batch begins.
-        position_after: Where the next one begins.
+        position_after: Where the next batch begins.
     """
 
     sample_ids: Sequence[int]
@@ -80,18 +80,18 @@ class ElasticSampler:
     """Deals the data set in global batches; its state is one position, and seeking is O(1).
 
     Global batch ``k`` of a data epoch is positions ``[k * G, (k + 1) * G)`` of the epoch's order. The last one is short
-    where G does not divide the length, or left out with ``drop_last``.
+    if G does not divide the length, or is left out with ``drop_last``.
 
     Args:
-        length: Number of samples in the data set. None: not known, for an iterable data set, which has an order of its
-            own (``shuffle=False``) and says itself where a data epoch ends.
+        length: Number of samples in the data set. None: not known, for an iterable data set, which has its own order
+            (``shuffle=False``) and itself says where a data epoch ends.
         global_batch_size: G, samples per optimizer step over all ranks.
-        seed: Fixes the order together with the data epoch and the length.
-        shuffle: False: the order of the data set.
+        seed: Fixes the order, together with the data epoch and the length.
+        shuffle: False: keep the order of the data set.
         drop_last: Leave out a short last batch of a data epoch.
 
     Raises:
-        ValueError: A size below 1, no whole batch in the data set with ``drop_last``, or a shuffle without a length.
+        ValueError: A size below 1, no whole batch in the data set with ``drop_last``, or shuffling without a length.
     """
 
     def __init__(
@@ -103,7 +103,8 @@ class ElasticSampler:
         shuffle: bool = True,
         drop_last: bool = False,
     ) -> None:
-        # Numbers of numpy compare equal and are written otherwise: they would make another order, and no JSON.
+        # numpy's numbers compare equal but print differently: the order would be another one, and JSON could not hold
+        # them.
         length = None if length is None else index(length)
         global_batch_size, seed = index(global_batch_size), index(seed)
         if (length is not None and length < 1) or global_batch_size < 1:
@@ -120,7 +121,7 @@ class ElasticSampler:
 
     @property
     def batches_per_data_epoch(self) -> int:
-        """Whole batches, and the short one that is not dropped.
+        """Number of whole batches, plus the short one unless it is dropped.
 
         Raises:
             ValueError: The length is not known.
@@ -148,7 +149,7 @@ class ElasticSampler:
         return GlobalBatch(ids, position, after)
 
     def check_position(self, position: Position) -> None:
-        """Is it one at which a batch begins?
+        """Checks that a batch begins at this position.
 
         Raises:
             ValueError: It is not.
@@ -170,13 +171,13 @@ class ElasticSampler:
         """Goes to ``position``, in O(1).
 
         Raises:
-            ValueError: It is not the beginning of a batch.
+            ValueError: No batch begins there.
         """
         self.check_position(position)
         self.position = position
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, and what it is a position in: plain values, for JSON or ``torch.save`` alike."""
+        """The position, and the order to which it belongs: plain values, for JSON and ``torch.save`` alike."""
         return {
             "version": STATE_VERSION,
             "data_epoch": self.position.data_epoch,
@@ -190,11 +191,11 @@ class ElasticSampler:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse of ``state_dict``, also for states of every earlier version, whose order goes on.
+        """The inverse of ``state_dict``. States of every earlier version are accepted, and their order is kept.
 
         Raises:
-            ValueError: The state belongs to another order: samples would be repeated or missed. Or it is of a newer
-                version, or none of ours.
+            ValueError: The state belongs to another order, so samples would be repeated or missed; or a newer version
+                wrote it; or it is no such state.
         """
         state = {**_SINCE_VERSION_2, **state}
         if state["version"] != 1 and state["version"] != STATE_VERSION:
@@ -216,10 +217,10 @@ class ElasticSampler:
         self.seek(Position(state["data_epoch"], state["samples"]))
 
     def adopt_order(self, saved: Order) -> None:
-        """Compares with the order that a checkpoint was written in, and goes on in its version.
+        """Compares the order with the one that a checkpoint was written in, and adopts that one's version.
 
         Raises:
-            ValueError: They differ, with the names and values that do; or its version is a newer one.
+            ValueError: They differ (the message names the fields and their values), or the version is newer than ours.
         """
         check_order(saved, self.order)
         if not 1 <= saved.version <= NEWEST_ORDER:
@@ -234,7 +235,8 @@ class ElasticSampler:
         found = self._permutations.get(data_epoch)
         if found is None:
             found = Permutation(self.order.length, self.order.seed, data_epoch, version=self.order.version)
-            # Two, because a batch being fetched may lie in the next data epoch while the present one is still read.
+            # Two entries, because a batch being fetched may lie in the next data epoch while the present one is still
+            # read.
             while len(self._permutations) > 1:
                 self._permutations.pop(next(iter(self._permutations)))
             self._permutations[data_epoch] = found

@@ -1,1 +1,1 @@
-"""One rank: who it is, how it speaks to its agent and to the other ranks."""
+"""One rank: who it is, and how it speaks to its agent and to the other ranks."""

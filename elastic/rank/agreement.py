@@ -1,7 +1,7 @@
 """What must be alike on all ranks of a world, compared once, before the first step.
 
 A rank with another seed, plan or cadence does not fail by itself: it trains samples that others train too, or waits in
-another collective than they do. So all ranks say what they were told, and if that differs all end with the same line.
+another collective than they do. So all ranks say what they were given, and if that differs all end with the same line.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from .collective import Collective
 
 PART = "part"
-"""Under this name a rank says ``[number, of]``: which of the parts that a global batch is dealt in is its own."""
-# As many values of one thing, ranks of one value, and things that differ, are named in the line.
+"""Under this name a rank says ``[number, of]``: which part of each global batch is its own, and of how many parts."""
+# How many values of one thing, ranks of one value, and differing things the line names at most.
 FEW = 4
 
 
 class Refusal(ValueError):
-    """No rank may train this, and no other start would come to anything else. All have it, with the same line."""
+    """No rank may train this, and another start would end the same way. Raised on all ranks, with the same line."""
 
 
 class Unlike(Refusal):
@@ -27,7 +27,7 @@ class Unlike(Refusal):
 
 
 class Trouble(RuntimeError):
-    """Some rank cannot begin, and another start may. All have it, with the same line."""
+    """Some rank cannot begin, but another start may succeed. Raised on all ranks, with the same line."""
 
 
 def agree(
@@ -38,23 +38,23 @@ def agree(
     final: bool = True,
     patience: float | None = None,
 ) -> None:
-    """Compares what the ranks were told. Collective: one gather.
+    """Compares what the ranks were given. Collective: one gather.
 
-    Whichever of these meetings of all ranks a rank is in, a problem that one brings to it is known to all, and no rank
-    goes on from it: a rank may bring its problem to the next one that the others come to.
+    If one rank brings a problem to such a meeting of all ranks, all learn of it and none goes on. It need not be the
+    same meeting for all: a rank may bring its problem to the next one that the others come to.
 
     Args:
         collective: The session's group.
-        alike: By name; plain JSON values. What some rank does not mention is not compared.
-        problem: What this rank alone has found, for which none may begin.
-        final: No other start would find anything else.
-        patience: Seconds that the others may take to come; default: as long as the group has.
+        alike: What must be alike, by name; plain JSON values. What some rank does not mention is not compared.
+        problem: Something that this rank alone has found, because of which no rank may begin.
+        final: Another start would find the same problem.
+        patience: Seconds that the others may take to come; default: the group's own timeout.
 
     Raises:
-        Unlike: Something differs, or no rank has some part of the data.
-        Refusal: Some rank has a problem.
-        Trouble: The same, if it is not final.
-        RuntimeError: A rank ended before it came here. (Each of them on all ranks.)
+        Unlike: Something differs, or some part of the data belongs to no rank.
+        Refusal: Some rank has a problem that is final.
+        Trouble: Some rank has a problem that is not final.
+        RuntimeError: A rank ended before it came here. (Each of these is raised on all ranks.)
     """
     said = {"alike": dict(alike), "problem": problem, "final": final}
     try:
@@ -70,7 +70,7 @@ def agree(
         raise Unlike(missing)
     problems = [(rank, answer) for rank, answer in enumerate(answers) if answer["problem"]]
     if problems:
-        # Of several, one that no restart mends.
+        # If there are several problems, prefer one that no restart mends.
         rank, answer = min(problems, key=lambda one: not one[1]["final"])
         line = f"{answer['problem']} (rank {rank})" if len(answers) > 1 else answer["problem"]
         raise Refusal(line) if answer["final"] else Trouble(line)
@@ -80,7 +80,7 @@ def differences(told: Sequence[Mapping[str, Any]]) -> list[str]:
     """What differs, with its values and on which ranks.
 
     Args:
-        told: What each rank was told, in order.
+        told: What each rank was given, in order of the ranks.
     """
     names = [name for name in told[0] if name != PART and all(name in one for one in told)]
     return [
@@ -91,7 +91,7 @@ def differences(told: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def missing_part(told: Sequence[Mapping[str, Any]]) -> str | None:
-    """Says it where the ranks' parts are not together the whole of every global batch, each as often as the others."""
+    """A message if the ranks' parts together are not the whole of every global batch, each part equally often."""
     parts = [one[PART] for one in told if one.get(PART) is not None]
     if len(parts) < len(told):
         return None

@@ -1,8 +1,8 @@
 """The session's own group on the CPU: a few numbers and texts between all ranks, apart from the training's groups.
 
-It stands on the store that torchrun (or the agent) named in the environment, not on the default process group, so it is
-there before a script initialises that one and whatever backend it chooses. Only the main thread may call anything here:
-collectives from two threads would pair up differently on different ranks.
+It uses the store that torchrun (or the agent) named in the environment, not the default process group. So it works
+before a script initialises that one, with whatever backend. Only the main thread may call anything here: collectives
+from two threads would pair up differently on different ranks.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
 
-# A peer that dies closes its sockets, which ends a wait at once; this bounds the wait for one that only hangs.
+# When a peer dies, its sockets close and a wait ends at once. This timeout, in seconds, is for a peer that only hangs.
 TIMEOUT = 1800.0
-# When it is looked whether a connection to a peer is closed, in seconds after each other.
+# Seconds before the first, second, ... check whether a connection to a peer is closed.
 PEER_LOOKS = (0.0, 0.02, 0.08)
-# No message of ours has it, so nobody ever answers.
+# A tag that no message of ours has, so that nobody ever answers.
 PEER_TAG = 0x5E6
-# How often a collective is looked at that somebody may call off: at first, and at last, seconds.
+# Seconds between two looks at a collective that somebody may call off: at first, and at most.
 FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.001, 0.1
 
 
 class PeerLost(RuntimeError):
-    """A peer is gone, or is not waited for any more. Only inside ``Collective.unless``."""
+    """A peer is gone, or is no longer waited for. Raised only inside ``Collective.unless``."""
 
 
 class Pending(Protocol):
@@ -66,25 +66,25 @@ class Collective(Protocol):
         """Every rank's ``message`` (plain JSON values), in rank order, on every rank.
 
         Args:
-            patience: Seconds that it may take; after that the group cannot be used any more. Default: the group's own.
+            patience: Seconds that it may take; after that the group is unusable. Default: the group's own timeout.
         """
         ...
 
     def barrier(self) -> None: ...
 
     def unless(self, gone: Callable[[], bool]) -> AbstractContextManager[None]:
-        """Inside, a collective raises ``PeerLost`` where a peer is gone: its connection closed, or ``gone()``."""
+        """Inside, a collective raises ``PeerLost`` if a peer is gone: its connection is closed, or ``gone()``."""
         ...
 
     def has_lost_a_peer(self) -> bool:
-        """Whether the connection to some peer is closed. Not collective; the group is of no use afterwards."""
+        """Whether the connection to some peer is closed. Not collective; the group is unusable afterwards."""
         ...
 
     def close(self) -> None: ...
 
 
 class Done:
-    """One that is over."""
+    """A reduction that is over."""
 
     def __init__(self, values: Sequence[int]) -> None:
         self._values = list(values)
@@ -130,12 +130,12 @@ class Solo:
 
 
 class GlooCollective:
-    """A gloo group of all ranks, connected at the first use, and again at the first one after ``close``.
+    """A gloo group of all ranks. It connects at the first use, and at the first use after ``close``.
 
     Args:
         rank: As in ``RANK``.
         world_size: As in ``WORLD_SIZE``.
-        epoch: Keeps keys of different epochs apart where a store outlives one.
+        epoch: Keeps keys of different epochs apart if a store outlives one.
         timeout: Seconds that any one operation may take.
     """
 
@@ -167,7 +167,7 @@ class GlooCollective:
         )
 
     def broadcast(self, message: Any) -> Any:
-        # Messages are short, so the one gather that everybody takes part in is as good as a real broadcast.
+        # Messages are short, so one gather of all ranks is as good as a real broadcast.
         return self.gather(message if self.rank == 0 else None)[0]
 
     def gather(self, message: Any, *, patience: float | None = None) -> list[Any]:
@@ -192,33 +192,33 @@ class GlooCollective:
             self._gone = None
 
     def has_lost_a_peer(self) -> bool:
-        """Asks each peer for a message that nobody sends: gloo refuses that at once where nobody could."""
+        """Asks each peer for a message that nobody sends: gloo refuses that at once if the connection is closed."""
         import torch
 
-        # Another group's connection to the same peer may have been seen to close a moment before ours is.
+        # Another group's connection to the same peer may be seen closed a moment before ours is.
         for pause in PEER_LOOKS if self._group is not None else ():
             threading.Event().wait(pause)
             for distance in range(1, self.world_size):
                 peer = (self.rank + distance) % self.world_size
                 try:
-                    # Kept: nobody waits for it, and its end would.
+                    # Kept, because destroying it would wait for its end, and nobody else does.
                     self._asked.append(self._group.recv([torch.zeros(1, device="cpu")], peer, PEER_TAG))
                 except RuntimeError:
                     return True
         return False
 
     def channel(self) -> Any:
-        """A connection to this world's store of its own, under names that only this use of it has."""
+        """A connection of its own to this world's store, with names that only this use of it has."""
         import torch.distributed as dist
 
         self._connected()
         return dist.PrefixStore(f"dalsegno/{self._epoch}/{self._left}/hurry", self._store.clone())  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Leaves the group. Call ``barrier`` before: a peer in the middle of something would see its connection go.
+        """Leaves the group. Call ``barrier`` before, or a peer that is still in a collective sees its connection go.
 
-        Its threads are joined here. One that still had to take the interpreter's lock while Python ends would abort the
-        process (exit code -6, "terminate called without an active exception").
+        The group's threads are joined here. A thread that still needed the interpreter's lock while Python ends would
+        abort the process (exit code -6, "terminate called without an active exception").
         """
         self._group = None
         self._store = None
@@ -252,7 +252,7 @@ class GlooCollective:
         while not work.is_completed():
             if gone():
                 raise PeerLost("its notice is over")
-            # It can be waited for, or for somebody's word, and for both only so.
+            # Gloo's work can be waited for, and ``gone`` can be asked, but both only in turn.
             threading.Event().wait(pause)
             pause = min(2 * pause, LAST_LOOK_SECONDS)
         try:
@@ -271,7 +271,8 @@ class GlooCollective:
             store, rank, world_size = next(iter(rendezvous("env://", timeout=self._timeout)))
             if (rank, world_size) != (self.rank, self.world_size):
                 raise RuntimeError(f"rank {rank} of {world_size} in the environment, the session is {self.rank}")
-            # After a run's end ranks may meet again, for a last sum; the store still has the addresses of before.
+            # After a run's end ranks may meet again, for a last sum; the store still has the addresses of the group
+            # before.
             prefixed = dist.PrefixStore(f"dalsegno/{self._epoch}/{self._left}", store)  # type: ignore[attr-defined]
             self._store = store
             self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, self._timeout)

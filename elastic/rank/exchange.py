@@ -1,9 +1,10 @@
 """The one small vector by which all ranks act at the same step boundary.
 
-Issued when an optimizer step begins and waited for when it ends, so its cost hides behind the step. It travels every k
-steps, where k comes with it: the smallest that any rank proposes to keep exchanges about 50 ms apart. In between no
-rank learns anything new, so each rank says with it how many batches it has ahead, and the next exchange comes before
-the first one runs out: nobody enters a step that a peer has no data for. A drain does not wait for it: see `hurry`.
+It is issued when an optimizer step begins and waited for when the step ends, so the step hides its cost. It travels
+every k steps. It carries k: the smallest number that any rank proposes to keep exchanges about 50 ms apart. Between two
+exchanges no rank learns anything new. So each rank also says how many batches it has ahead, and the next exchange comes
+before the first rank runs out: nobody enters a step for which a peer has no data. A drain does not wait for an
+exchange: see `hurry`.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Boundary:
 
     Attributes:
         step: The step that ended.
-        exchanged: Whether the vector travelled with this step. If not, the rest is False; a drain may come without it.
+        exchanged: Whether the vector travelled with this step. If not, the other flags are False, except perhaps drain.
         drain: Some rank was told to save here and stop.
         save_failed: Some rank could not write its part of a save in flight.
         end: Some rank has no next batch.
@@ -41,7 +42,7 @@ class Boundary:
 
 @dataclass(frozen=True)
 class Flags:
-    """One rank's part of the vector, apart from what the exchange knows itself."""
+    """One rank's part of the vector, apart from what `Exchange` itself adds."""
 
     drain: bool = False
     save_failed: bool = False
@@ -53,7 +54,7 @@ class Exchange:
 
     Args:
         collective: The session's group.
-        interval: Seconds that exchanges should be apart.
+        interval: Seconds that two exchanges should be apart.
     """
 
     def __init__(self, collective: Collective, *, interval: float = INTERVAL_SECONDS) -> None:
@@ -65,7 +66,7 @@ class Exchange:
         self._seconds: float | None = None
 
     def meet(self, ahead: int) -> int:
-        """Before the first step: the number of batches that every rank has, so that nobody begins alone."""
+        """Before the first step: the least number of batches that any rank has, so that nobody begins a step alone."""
         return -self._collective.max([-ahead])[0]
 
     def begin(self, step: int, flags: Flags, ahead: int) -> None:
@@ -73,11 +74,11 @@ class Exchange:
 
         Args:
             step: One more than the step before.
-            flags: What this rank has to say.
+            flags: What this rank has to tell the others.
             ahead: Batches that this rank has after this step's.
 
         Raises:
-            RuntimeError: The step before was not ended.
+            RuntimeError: The step before has not ended.
         """
         if self._step is not None:
             raise RuntimeError(f"step {step} begins before step {self._step} has ended")
@@ -94,7 +95,7 @@ class Exchange:
         """Ends the step and says what all ranks agreed on.
 
         Args:
-            seconds: What the step took on this rank; the next proposal for k comes from it.
+            seconds: How long the step took on this rank, from which the next k is proposed.
 
         Raises:
             RuntimeError: No step has begun.
@@ -102,7 +103,7 @@ class Exchange:
         if self._step is None:
             raise RuntimeError("no step has begun")
         step, self._step = self._step, None
-        # Quick to shorten the distance, slow to stretch it: one short step must not postpone the next exchange.
+        # Shorten the distance quickly and stretch it slowly: one short step must not postpone the next exchange.
         old = self._seconds
         self._seconds = seconds if old is None else max(seconds, 0.5 * (old + seconds))
         hurried = self._hurry is not None and self._hurry.end()
@@ -114,17 +115,17 @@ class Exchange:
         return Boundary(step, True, bool(drain) or hurried, bool(save_failed), ahead == 0, bool(master_seen))
 
     def abandon(self) -> None:
-        """Gives up the step that has begun: the script left its loop in the middle. The next one exchanges anew."""
+        """Gives up the step that has begun, because the script left its loop. The next step exchanges anew."""
         self._step, self._pending, self._next = None, None, None
 
     def close(self) -> None:
-        """No step begins any more."""
+        """Ends the exchange: no further step begins."""
         if self._hurry is not None:
             self._hurry.close()
 
     @property
     def under_way(self) -> bool:
-        """A step has begun and not ended."""
+        """Whether a step has begun and not ended."""
         return self._step is not None
 
     def _propose(self) -> int:

@@ -15,7 +15,7 @@ EXIT_BAD_CHECKPOINT = WORKER_BAD_CHECKPOINT
 
 
 class Drained(SystemExit):
-    """The run was saved at the agreed boundary and this process must go, unfinished. Exit code 83."""
+    """The run was saved at the agreed boundary, and this process must end, unfinished. Exit code 83."""
 
     def __init__(self) -> None:
         super().__init__(EXIT_DRAINED)
@@ -29,23 +29,23 @@ class BadResumePoint(SystemExit):
 
 
 class _Exit:
-    """The exit code that was decided; whatever the script makes of the exception, the process ends with it."""
+    """The exit code that was decided. The process ends with it whatever the script does with the exception."""
 
     code: int | None = None
 
 
 def insist(code: int) -> None:
-    """From now on this process ends with ``code``, even if the script swallows the exception or fails while it ends."""
+    """Makes this process end with ``code``, even if the script swallows the exception or fails while it ends."""
     if _Exit.code is None:
-        # Registered now and so run first at exit, before handlers that could end the process otherwise.
+        # Registered last, so it runs first at exit, before handlers that could end the process in another way.
         atexit.register(_end)
     _Exit.code = code
 
 
 def _end() -> NoReturn:
-    """Does what Python would still do that others can notice, then leaves without running C++ destructors.
+    """Does what Python would still do that others can notice, then exits without running C++ destructors.
 
-    Collective libraries abort in them now and then (exit code -6 instead of ours).
+    Destructors of collective libraries abort now and then (exit code -6 instead of ours).
     """
     utilities = sys.modules.get("multiprocessing.util")
     try:

@@ -3,9 +3,9 @@
 Exchanges are k steps apart, and k comes from the pace so far. If steps of 2 ms become steps of 2 s, the next exchange
 is a minute away, and a leaver has less time than that. So a rank that is told to drain calls the others over the store
 of this world. Each rank has a thread that only waits for such a call. The thread answers at once with the step that its
-rank is in, whatever the rank itself is waiting for, and the rank does not end that step before it knows all answers.
-The boundary is the end of the latest of these steps: no rank has ended it, and all know of it before they do. This
-costs nothing while nobody calls.
+rank is in, whatever the rank itself is waiting for. The rank then does not end that step before it knows all answers.
+The boundary is the end of the latest of these steps: no rank has ended it yet, and all learn of it before they do. All
+this costs nothing while nobody calls.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from typing import Any, Protocol
 
 log = logging.getLogger(__name__)
 
-# Seconds in which all must have answered; else the call comes to nothing, and the next exchange carries the flag.
+# Seconds in which all must answer. Otherwise the call has no effect, and the next exchange carries the flag.
 PATIENCE = 10.0
-# Seconds that the thread waits for a call before it waits again.
+# Seconds of one wait for a call; after each the thread waits again.
 _LONG = 86400.0
 _CLOSE_SECONDS = 5.0
 _NOTHING = -1
@@ -40,13 +40,13 @@ class Channel(Protocol):
 
 
 class Ballot:
-    """What one rank knows of the call. Pure; whoever shares it between threads locks it.
+    """What one rank knows of the call. Pure; to share it between threads, lock it.
 
     Attributes:
-        round: Calls that are over.
-        step: The rank is in it, or begins with it.
-        answered: It has said so, and must not end the step before it knows of the boundary.
-        boundary: All act when they end this step; None: not known.
+        round: Number of calls that are over.
+        step: The step that the rank is in, or begins with.
+        answered: The rank has answered with that step, and must not end it before it knows the boundary.
+        boundary: The step at whose end all act; None: not known.
     """
 
     def __init__(self) -> None:
@@ -60,11 +60,11 @@ class Ballot:
 
     @property
     def waits(self) -> bool:
-        """The step must not end yet."""
+        """Whether the step must not end yet."""
         return self.answered and self.boundary is None
 
     def end(self) -> bool:
-        """The rank ends its step; whether all ranks act here."""
+        """The rank ends its step. Returns whether all ranks act at this boundary."""
         assert not self.waits
         here = self.boundary is not None and self.step >= self.boundary
         self.step += 1
@@ -73,12 +73,12 @@ class Ballot:
         return here
 
     def answer(self) -> int:
-        """The call was heard: the step that is not ended before all have answered."""
+        """A call was heard. Returns the rank's step, which does not end before all have answered."""
         self.answered = True
         return self.step
 
     def decide(self, boundary: int) -> None:
-        """All have answered, and the latest step is this one; below 0: not all have, in time."""
+        """All have answered and the latest step is ``boundary``; below 0: some have not answered in time."""
         if boundary < 0:
             self._close()
         else:
@@ -89,12 +89,12 @@ class Ballot:
 
 
 class Hurry:
-    """One rank's end of the channel. All but the thread's own is for the main thread.
+    """One rank's end of the channel. For the main thread, except the methods that its own thread runs.
 
     Args:
         rank, world_size: The session's.
-        mine: For the main thread.
-        waiting: Another connection to the same store, for the thread.
+        mine: The main thread's connection to the store.
+        waiting: The thread's own connection to the same store.
     """
 
     def __init__(self, rank: int, world_size: int, mine: Channel, waiting: Channel) -> None:
@@ -104,7 +104,7 @@ class Hurry:
         self._closing, self._failed = False, ""
         self._thread = threading.Thread(target=self._run, name="dalsegno-hurry", daemon=True)
         self._thread.start()
-        # A thread that has to come back while Python ends would abort the process.
+        # A thread that needs the interpreter while Python ends would abort the process.
         atexit.register(self.close)
 
     def begin(self, step: int, *, call: bool) -> None:
@@ -112,7 +112,7 @@ class Hurry:
 
         Args:
             step: Its number.
-            call: This rank was told to drain, and no exchange says so in this step.
+            call: This rank was told to drain, and no exchange in this step says so.
         """
         with self._changed:
             self._ballot.begin(step)
@@ -128,10 +128,10 @@ class Hurry:
                 log.warning("the other ranks cannot be told to hurry: %s", error)
 
     def end(self) -> bool:
-        """The main thread ends the step: whether all ranks drain at this boundary.
+        """The main thread ends the step. Returns whether all ranks drain at this boundary.
 
         Raises:
-            RuntimeError: The store is gone, and with it what the others have agreed on.
+            RuntimeError: The store is gone, so what the others have agreed on cannot be known.
         """
         with self._changed:
             self._changed.wait_for(lambda: not self._ballot.waits or bool(self._failed), 3 * PATIENCE)
@@ -167,7 +167,7 @@ class Hurry:
             log.debug("nobody hurries this rank any more", exc_info=error)
 
     def _hear(self, number: int) -> None:
-        """Waits for one call, and sees it through."""
+        """Waits for one call, and handles it to its end."""
         store = self._waiting
         store.wait([_ear(number, self._rank)], timedelta(seconds=_LONG))
         if self._closing:
@@ -182,7 +182,7 @@ class Hurry:
         with self._changed:
             self._ballot.decide(boundary)
             self._changed.notify_all()
-            # The next call is of the next round.
+            # The next call belongs to the next round.
             self._changed.wait_for(lambda: self._ballot.round > number or self._closing)
 
     def _boundary(self, number: int) -> int:
@@ -190,7 +190,8 @@ class Hurry:
         try:
             self._waiting.wait([key], timedelta(seconds=PATIENCE))
         except RuntimeError:
-            # Some rank has not answered. The first to come here decides for all: it may be that very answer.
+            # Some rank has not answered. The first rank to get here decides for all, and a late answer may itself be
+            # first.
             return int(self._waiting.compare_set(key, "", str(_NOTHING)))
         return int(self._waiting.get(key))
 
@@ -200,7 +201,7 @@ def _ear(number: int, rank: int) -> str:
 
 
 def open_hurry(collective: Any) -> Hurry | None:
-    """A channel beside a collective that has a store; None without."""
+    """A channel beside a collective that has a store; None if it has none."""
     channel = getattr(collective, "channel", None)
     if channel is None:
         return None

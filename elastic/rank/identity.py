@@ -1,4 +1,4 @@
-"""Who this worker is, as its environment says (``docs/contracts.md``)."""
+"""Who this worker is, read from its environment (``docs/contracts.md``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..checkpoint import SHARDED, UNIVERSAL, Ref
 
 @dataclass(frozen=True)
 class ResumeOrder:
-    """What the agent handed out to start from."""
+    """The resume point that the agent gave."""
 
     source: Ref
     form: str
@@ -23,12 +23,12 @@ class ResumeOrder:
 
 @dataclass(frozen=True)
 class Identity:
-    """One worker.
+    """Identity of one worker.
 
     Attributes:
-        socket: The agent's; None outside ``dlrover-run``.
-        run_dir: Where checkpoints are; None where nothing can be saved.
-        stall_timeout: Seconds in which nothing moves, after which a disk counts as stuck; 0: never.
+        socket: The agent's socket; None outside ``dlrover-run``.
+        run_dir: Where checkpoints are; None if nothing can be saved.
+        stall_timeout: Seconds without any movement after which a disk counts as stuck; 0: never.
         resume: None: from step 0 (or, outside ``dlrover-run``, not known yet).
     """
 
@@ -50,7 +50,7 @@ class Identity:
 
     @property
     def alone(self) -> bool:
-        """No agent: plain python or torchrun."""
+        """Whether there is no agent: plain python or torchrun."""
         return self.socket is None
 
 
@@ -59,10 +59,10 @@ def from_environment(environ: Mapping[str, str] = os.environ, checkpoint_dir: Pa
 
     Args:
         environ: The variables.
-        checkpoint_dir: The run's directory outside ``dlrover-run``; ignored under an agent, which has its own.
+        checkpoint_dir: The run's directory outside ``dlrover-run``; ignored under an agent, which gives its own.
 
     Raises:
-        RuntimeError: A variable that belongs to the set is missing or is not a number.
+        RuntimeError: A required variable is missing, or is not a number.
     """
     rank, world_size, local_rank, local_world_size = (_number(environ, key, default) for key, default in _TORCHRUN)
     socket = environ.get(Variable.SOCKET)

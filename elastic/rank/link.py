@@ -1,7 +1,7 @@
 """The worker's end of its agent's Unix socket (``protos/worker.proto``).
 
-A daemon thread reads and keeps three facts, nothing more. Sending is the callers' own; a dead agent costs a warning and
-nothing else, because the node's keeper is about to end this process anyway.
+A daemon thread reads and keeps three facts, nothing more. Callers send on their own threads. A dead agent costs only a
+warning, because the node's keeper is about to end this process anyway.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Link:
         hello: Sent first.
 
     Raises:
-        OSError: The agent cannot be reached; without it this process must not train.
+        OSError: The agent cannot be reached; without an agent this process must not train.
     """
 
     def __init__(self, path: str, hello: worker_pb2.Hello) -> None:
@@ -51,7 +51,7 @@ class Link:
         except OSError:
             self._socket.close()
             raise
-        # A forked DataLoader process must not keep the connection open when this process is gone.
+        # A forked DataLoader process must not keep the connection open after this process has gone.
         this = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: _forget(this()))
         self._reader = threading.Thread(target=self._read, name="dalsegno-link", daemon=True)
@@ -59,17 +59,17 @@ class Link:
 
     @property
     def drain(self) -> bool:
-        """The agent wants the run saved and stopped at the next agreed boundary."""
+        """Whether the agent wants the run saved and stopped at the next agreed boundary."""
         return self._drain
 
     @property
     def master_seen(self) -> bool:
-        """The agent has heard the master lately."""
+        """Whether the agent has heard the master lately."""
         return self._master_seen
 
     @property
     def ending(self) -> int:
-        """How the save of a drain ends, a ``control.Ending``."""
+        """How the save of a drain ends, as ``control.Ending``."""
         return self._ending
 
     @property
@@ -80,8 +80,8 @@ class Link:
         """Sends one frame.
 
         Args:
-            message: What to say.
-            droppable: Leave it out when the agent does not read; otherwise wait for it up to ``SEND_SECONDS``.
+            message: The message.
+            droppable: Drop the message if the agent does not read; otherwise wait for the agent up to ``SEND_SECONDS``.
         """
         data = message.SerializeToString()
         if len(data) > MAX_FRAME_BYTES:
@@ -111,7 +111,7 @@ class Link:
                 self._socket.connect(path)
                 return
             except BlockingIOError:
-                # Too many others wait to be let in; a socket that is not connected cannot be waited for.
+                # Too many others wait to be accepted, and there is no way to wait for room with an unconnected socket.
                 if time.monotonic() >= deadline:
                     raise TimeoutError(f"the agent let nobody in for {CONNECT_SECONDS:g} s") from None
                 time.sleep(CONNECT_PAUSE_SECONDS)  # why: no event tells when there is room

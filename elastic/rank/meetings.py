@@ -1,8 +1,8 @@
 """If one rank refuses to train, all ranks refuse together, and the agent is told.
 
 A rank that refused alone would leave the others waiting in the next collective until somebody kills them. So it brings
-its finding to the meeting that they come to next, and all end with the same line (`agreement`). The agent is told that
-they have agreed, because another start would end in the same way.
+its finding to the next meeting of all ranks, and all end with the same line (`agreement`). The agent is told that they
+have agreed, because another start would end in the same way.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .link import Link
 
 log = logging.getLogger(__name__)
 
-# Seconds that a rank that refuses waits for the others: they may be loading still, or wait for this one in a collective
-# of another group, where nobody can tell them.
+# Seconds that a rank that refuses waits for the others. They may still be loading, or wait for this rank in a
+# collective of another group, where nobody can tell them.
 PATIENCE = 60.0
 
 
 class Meetings:
-    """One session's.
+    """The meetings of one session.
 
     Args:
-        collective: That of all ranks.
-        link: The agent, where there is one.
+        collective: The group of all ranks.
+        link: The connection to the agent, if there is one.
 
     Attributes:
         over: The session has ended, and meets no more.
@@ -43,7 +43,7 @@ class Meetings:
         self._collective, self._link, self.over = collective, link, False
 
     def check_open(self, step: int) -> None:
-        """Raises RuntimeError behind the end, which was at that step."""
+        """Raises RuntimeError if the session has ended, and names the step at which it did."""
         if self.over:
             raise RuntimeError(
                 f"this session is over: its run was drained or finished, at step {step}, and a process trains one "
@@ -60,12 +60,12 @@ class Meetings:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What some rank refuses in this block all refuse, before they go on. Collective: ends with a meeting.
+        """If one rank refuses something in this block, all do before they go on. Collective: ends with a meeting.
 
-        For what is followed by collectives of other groups, which a rank that refuses would not come to.
+        For code that is followed by collectives of other groups, to which a rank that refuses would not come.
 
         Raises:
-            Refusal: Another rank has a mistake.
+            Refusal: Another rank has made a mistake.
         """
         with self.telling():
             yield
@@ -73,10 +73,10 @@ class Meetings:
 
     @contextmanager
     def telling(self) -> Iterator[None]:
-        """What this rank refuses in this block the others hear at their next meeting, where this one waits for them.
+        """If this rank refuses something in this block, the others hear it at their next meeting, where it waits.
 
-        A rank's own mistake (`is_mistake`) keeps its type here; the others have a `Refusal` with its text. What may
-        come from the surroundings leaves the block as it is: another start may do.
+        A rank's own mistake (`is_mistake`) keeps its type here; the others get a `Refusal` with its text. An error that
+        may come from the surroundings leaves the block as it is, because another start may succeed.
         """
         try:
             yield
@@ -88,14 +88,14 @@ class Meetings:
             raise
 
     def refused(self, line: str) -> None:
-        """All ranks end with this line, as all of them know."""
+        """Tells the agent that all ranks have agreed to end with this line."""
         if self._link is not None:
             self._link.send(worker_pb2.ToAgent(refused=worker_pb2.Refused(message=" ".join(line.split())[:4096])))
 
     def say_if_a_peer_is_lost(self) -> None:
-        """This rank ends of an error: where the connection to a peer is closed, that is what ended it.
+        """Tells the agent, when this rank ends with an error, if a closed connection to a peer may be the cause.
 
-        The first rank to fail by itself finds all connections open.
+        The rank that fails first, by itself, still finds all connections open.
         """
         if self._link is not None and self._collective.has_lost_a_peer():
             self._link.send(worker_pb2.ToAgent(peer_lost=worker_pb2.PeerLost()))
@@ -109,16 +109,16 @@ class Meetings:
         except Trouble:
             return
         except RuntimeError as alone:
-            # The group's threads would hold up the end of this process for as long as they wait.
+            # The group's threads would delay the end of this process for as long as they wait.
             insist(1)
             log.warning("the other ranks could not be told of it (%s)", alone)
 
 
 def watch_the_end(meetings: Meetings) -> None:
-    """Has the agent told why this process ends, where we know more than the error's text says.
+    """Makes sure that the agent learns why this process ends, if we know more than the error's text says.
 
-    A peer is lost; or it is a refusal of ours, wherever in the script it was raised: what is outside of a meeting
-    (``Batches`` that do not fit the checkpoint, a plan that cannot be) is the same at the next start as well.
+    Either a peer is lost, or we refuse something, wherever in the script the refusal is raised. Refusals outside a
+    meeting (``Batches`` that do not fit the checkpoint, an impossible plan) will be the same at the next start as well.
     """
     before = sys.excepthook
 
@@ -133,7 +133,7 @@ def watch_the_end(meetings: Meetings) -> None:
 
 
 def is_refusal(error: BaseException, trace: TracebackType | None) -> bool:
-    """Whether we refuse what the script gives us: a `Refusal`, or a ValueError that code of ours raises itself."""
+    """Whether we refuse what the script gives us: a `Refusal`, or a ValueError that our own code raises."""
     if isinstance(error, Refusal) or not isinstance(error, ValueError):
         return isinstance(error, Refusal)
     while trace is not None and trace.tb_next is not None:
@@ -143,12 +143,12 @@ def is_refusal(error: BaseException, trace: TracebackType | None) -> bool:
 
 
 def may_be_a_peers(error: BaseException) -> bool:
-    """Whether a collective may raise it whose peer is gone: gloo's errors are RuntimeErrors and nothing more."""
+    """Whether a collective may raise it because a peer is gone: gloo's errors are plain RuntimeErrors."""
     distributed = sys.modules.get("torch.distributed")
     known = getattr(distributed, "DistError", PeerLost)
     return type(error) is RuntimeError or isinstance(error, (PeerLost, known))
 
 
 def is_mistake(error: BaseException) -> bool:
-    """Whether it comes from what the script gives us, and not from a disk, a device, memory or another rank."""
+    """Whether the error comes from what the script gives us, not from a disk, a device, memory or another rank."""
     return isinstance(error, Exception) and not isinstance(error, (OSError, MemoryError, RuntimeError))

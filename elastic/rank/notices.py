@@ -1,8 +1,8 @@
-"""A notice to leave that reaches a worker itself: systemd, Slurm and shells signal all processes of a group alike.
+"""A notice to leave that reaches a worker directly: systemd, Slurm and shells signal all processes of a group alike.
 
-A worker with a session treats the notice as the drain flag, whoever else has heard it: the run saves at the next step
-boundary. Processes that this one forks get back the handlers that the script had, so that ``terminate()`` ends them as
-ever.
+A worker with a session treats the notice as the drain flag, no matter who else has received it: the run saves at the
+next step boundary. Processes that this one forks get back the handlers that the script had, so that ``terminate()``
+still ends them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEFAULT = "SIGTERM,SIGINT,SIGHUP,SIGQUIT"
 
 
 def noticed(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ...]:
-    """The signals that are a notice: the agent's; outside ``dlrover-run`` only SIGTERM."""
+    """The signals that count as a notice: those that the agent names; outside ``dlrover-run`` only SIGTERM."""
     if not environ.get(Variable.SOCKET):
         return (signal.SIGTERM,)
     names = environ.get(Variable.NOTICES, DEFAULT).split(",")
@@ -31,14 +31,14 @@ def noticed(environ: Mapping[str, str] = os.environ) -> tuple[signal.Signals, ..
 
 
 class Notice:
-    """Whether this process was given one. Main thread only."""
+    """Whether this process has received a notice. Main thread only."""
 
     def __init__(self) -> None:
         self.given = False
         self._before: dict[signal.Signals, Any] = {}
 
     def watch(self, signals: Sequence[signal.Signals]) -> None:
-        """Takes these signals for a notice from now on. One that is ignored (``nohup``) stays so."""
+        """Takes these signals for a notice from now on. A signal that is ignored (``nohup``) stays ignored."""
         if self._before:
             return
         if threading.current_thread() is not threading.main_thread():
@@ -48,13 +48,13 @@ class Notice:
         for number in signals:
             before = signal.getsignal(number)
             if before is not signal.SIG_IGN:
-                # None: a handler that is not Python's, which nobody could put back.
+                # None: the handler is not Python's, so nobody could put it back.
                 self._before[number] = signal.SIG_DFL if before is None else before
                 signal.signal(number, self._heard)
         os.register_at_fork(after_in_child=self.release)
 
     def release(self) -> None:
-        """Puts back what was there before, unless the script has put something else there since."""
+        """Restores the handlers that were there before, unless the script has replaced ours since."""
         before, self._before = self._before, {}
         for number, handler in before.items():
             if signal.getsignal(number) == self._heard:

@@ -13,20 +13,20 @@ import torch.distributed as dist
 
 from .remarks import remark
 
-# Tensors of both kinds, also where torch's own default is NCCL alone.
+# Backends for tensors on CPU and GPU, even though torch's own default may be NCCL alone.
 BOTH = "cpu:gloo,cuda:nccl"
-# For the ranks of one world to meet; who only hangs is the agent's business before that.
+# Time for the ranks of one world to meet. A rank that hangs is the agent's business long before that.
 TIMEOUT = timedelta(minutes=30)
 
 
 def init_process_group(device: torch.device) -> None:
-    """Initialises it, unless it is: torchrun's world, or one rank where there is no torchrun.
+    """Initialises the group unless it is initialised: torchrun's world, or one rank without torchrun.
 
-    NCCL works between ranks on cards of their own. Where two ranks have the same card it refuses to; then gloo takes
-    its place, and one line says so.
+    NCCL needs a card of its own for each rank. It refuses if two ranks have the same card; then gloo takes its place,
+    and one line says so.
 
     Args:
-        device: Where this rank computes. A card is bound to the group, whose communicator is made at once.
+        device: Where this rank computes. A card is bound to the group, whose communicator is created at once.
     """
     if dist.is_initialized():
         return
@@ -39,31 +39,31 @@ def init_process_group(device: torch.device) -> None:
 
 
 def init_alone(backend: str | None = None) -> None:
-    """Of one rank: no port to choose and nobody to meet, the store is in this process.
+    """Initialises a group of one rank, with the store in this process: no port to choose, nobody to meet.
 
     Args:
-        backend: Of ``torch.distributed``; None: its default.
+        backend: As in ``torch.distributed``; None: its default.
     """
     store = dist.HashStore()  # type: ignore[attr-defined]  # public, though torch's __init__ does not list it
     dist.init_process_group(backend, store=store, rank=0, world_size=1)
 
 
 def settle_device() -> None:
-    """Waits until this process's card has done what it was asked for: a peer's may be waiting for it in a collective.
+    """Waits until this process's card has finished its work: a peer may be waiting for it in a collective.
 
-    Nothing where CUDA is not in use.
+    Does nothing if CUDA is not in use.
     """
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
 def shared_cards(store: Any, rank: int, world_size: int, card: str) -> bool:
-    """Whether two ranks of this world have the same card; all ranks get the same answer, rank 0 says it. Collective.
+    """Whether two ranks of this world have the same card. Rank 0 decides, so all ranks get the same answer. Collective.
 
     Args:
-        store: Of ``torch.distributed``, of this world alone.
-        rank, world_size: In it.
-        card: What no other card is called.
+        store: A ``torch.distributed`` store that only this world uses.
+        rank, world_size: This rank's place in the world.
+        card: A name that no other card has.
     """
     store.set(f"card/{rank}", card)
     if rank == 0:
@@ -95,13 +95,13 @@ def _init_on_cards(device: torch.device) -> None:
 
 
 def _name(device: torch.device) -> str:
-    """What no other card is called; where torch does not say it, as none that another process could share."""
+    """A name that no other card has; if torch gives none, a name that no other process has."""
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     return f"{socket.gethostname()}/{os.getpid()}" if uuid is None else str(uuid)
 
 
 def _backend(device: torch.device, *, shared: bool) -> str | None:
-    """What torch would choose by itself goes by the machine, not by where this training computes."""
+    """The backend for where this training computes; torch would choose one by what the machine has."""
     if device.type == "cpu" or shared:
         return "gloo"
     return BOTH if device.type == "cuda" else None

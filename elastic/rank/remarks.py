@@ -1,4 +1,4 @@
-"""Remarks: lines about things that people should know of their training, and that are no mistakes."""
+"""Remarks: lines about a training that people should know and that are not errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 
 
 def remark(text: str, *values: object) -> None:
-    """One line in the log and, under ``dlrover-run``, on its console: that shows what workers print, not what they log.
+    """Writes one line to the log and, under ``dlrover-run``, to the console, which shows only what workers print.
 
     Args:
         text, values: As for ``logging``.

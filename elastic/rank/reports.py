@@ -1,4 +1,4 @@
-"""What a rank tells its agent of its steps, and of what lies between them."""
+"""What a rank tells its agent about its steps, and about the time between them."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from .exchange import Boundary
 from .link import Link
 from .step_count import StepCount
 
-# A rank reports this often at most, apart from boundaries that the ranks agreed something at.
+# Least seconds between two reports of a rank, except at boundaries at which the ranks agreed on something.
 PROGRESS_SECONDS = 0.05
-# What lies between two steps is told of less often.
+# Least seconds between two signs of life between steps.
 BUSY_SECONDS = 0.5
 
 
 class Reports:
-    """One session's.
+    """The reports of one session.
 
     Args:
-        link: The agent; None: nobody is told.
-        count: Of the steps, for the agent.
+        link: The connection to the agent; None: nothing is reported.
+        count: The count of steps that the agent reads.
 
     Attributes:
         loss: The present step's loss, for people.
@@ -40,27 +40,27 @@ class Reports:
         self._mark = self._heard = time.monotonic()
 
     def lap(self) -> float:
-        """Something ended: a step; or a save, with what came between the step and it. Seconds since the one before."""
+        """A step has ended, or a save and what came between the step and it. Returns the seconds since the last lap."""
         before, self._mark = self._mark, time.monotonic()
         self._sign(self._mark)
         return self._mark - before
 
     def step(self, boundary: Boundary, seconds: float) -> None:
-        """A step is done, which took so long."""
+        """A step is done that took so many seconds."""
         if self._count is not None:
             self._count.set(boundary.step)
         trace.mark(trace.STEP, step=boundary.step)
         first, now = self._told == 0.0, time.monotonic()
         if first or boundary.exchanged or now - self._told >= PROGRESS_SECONDS:
             self._told = now
-            if boundary.exchanged:  # In between nothing is heard of it.
+            if boundary.exchanged:  # in between nothing is known of it
                 self._master_seen = boundary.master_seen
             self.send(self._progress(boundary.step, seconds), droppable=not first)
         if boundary.drain:
             self.send(worker_pb2.ToAgent(draining=worker_pb2.Draining(step=boundary.step)))
 
     def busy(self, step: int) -> None:
-        """A sign of life after ``step``."""
+        """Sends a sign of life after ``step``."""
         self._beats += 1
         now = time.monotonic()
         self._sign(now)
@@ -69,12 +69,12 @@ class Reports:
             self.send(self._progress(step, 0.0), droppable=True)
 
     def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
-        """Tells it something; what can be left out is when the agent does not read."""
+        """Sends a message to the agent. A droppable one is dropped if the agent does not read."""
         if self._link is not None:
             self._link.send(message, droppable=droppable)
 
     def _sign(self, now: float) -> None:
-        """Something is heard of this rank, after the longest silence or a shorter one."""
+        """Notes a sign of this rank, and how long the silence before it was if that is the longest."""
         self._longest, self._heard = max(self._longest, now - self._heard), now
 
     def _progress(self, step: int, seconds: float) -> worker_pb2.ToAgent:

@@ -1,7 +1,7 @@
 """Random number generators across saves and changes of the world.
 
 While the world stays the same, each rank's generators run on bit-exactly from the saved state. When it changes there is
-no state to go on from, so they are seeded anew from (seed, step, rank). With fixed micro-batches they are set before
+no state to continue from, so they are seeded anew from (seed, step, rank). With fixed micro-batches they are set before
 every micro-batch from (seed, step, number of the micro-batch), at every world size, and nothing depends on the ranks.
 """
 
@@ -28,13 +28,13 @@ def derive(*parts: int | str) -> int:
 
 
 def seed_all(value: int) -> None:
-    """Sets the generators of Python, torch (CPU and the current device), and numpy where it is in use."""
+    """Sets the generators of Python, torch (CPU and current device), and numpy if it is in use."""
     torch.manual_seed(value)
     seed_cpu(value)
 
 
 def seed_cpu(value: int) -> None:
-    """The same without torch.manual_seed, which would seed the devices as well: their generators are the training's."""
+    """Sets the generators on the CPU only. torch.manual_seed would also seed the devices, which belong to training."""
     random.seed(value)
     torch.default_generator.manual_seed(value)
     numpy = sys.modules.get("numpy")
@@ -43,23 +43,23 @@ def seed_cpu(value: int) -> None:
 
 
 def seed_rank(seed: int, step: int, rank: int) -> None:
-    """At the start of a run, and where the world has changed."""
+    """Seeds a rank at the start of a run, and after the world has changed."""
     seed_all(derive("rank", seed, step, rank))
 
 
 def seed_micro_batch(seed: int, step: int, number: int) -> None:
-    """Before every micro-batch with ``fixed_micro_batch``."""
+    """Seeds before every micro-batch with ``fixed_micro_batch``."""
     seed_all(derive("micro-batch", seed, step, number))
 
 
 def sample_generator(seed: int, data_epoch: int, sample: int) -> torch.Generator:
-    """A generator for random augmentation of one sample, whoever computes it and whenever."""
+    """A generator for random augmentation of one sample, the same wherever and whenever the sample is computed."""
     return torch.Generator().manual_seed(derive("sample", seed, data_epoch, sample))
 
 
 @contextmanager
 def aside(*parts: int | str) -> Iterator[None]:
-    """Inside, the generators on the CPU draw from a seed made of ``parts``; after it they stand where they stood."""
+    """Inside, the generators on the CPU draw from a seed made of ``parts``; afterwards their state is what it was."""
     before = cpu_state()
     seed_cpu(derive(*parts))
     try:
@@ -69,7 +69,7 @@ def aside(*parts: int | str) -> Iterator[None]:
 
 
 def cpu_state() -> tuple[Any, torch.Tensor, Any]:
-    """The states of the generators on the CPU: Python's, torch's, NumPy's where it is in use."""
+    """The states of the generators on the CPU: Python's, torch's, and NumPy's if it is in use."""
     numpy = sys.modules.get("numpy")
     return random.getstate(), torch.get_rng_state(), None if numpy is None else numpy.random.get_state()
 
@@ -88,13 +88,13 @@ def file_name(rank: int) -> str:
 
 
 def capture() -> bytes:
-    """The state of all generators as JSON text; of the devices', that of the current card, where CUDA is in use."""
+    """The state of all generators as JSON text, including the current card's if CUDA is in use."""
     version, internal, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(internal), gauss],
         "torch": torch.get_rng_state().numpy().tobytes().hex(),
     }
-    # Asking the generator starts CUDA, and the state of all cards would take a context on each of them.
+    # Asking for a card's generator starts CUDA, and asking all cards would create a context on each of them.
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes().hex()
     numpy = sys.modules.get("numpy")
@@ -105,7 +105,7 @@ def capture() -> bytes:
 
 
 def restore(data: bytes) -> None:
-    """Puts back what ``capture`` saved, bit by bit. What it did not save stays as it is: a card's, from a run on CPUs.
+    """Restores what ``capture`` saved, bit by bit. What it did not save is left alone: a card, after a run on CPUs.
 
     Raises:
         ValueError: ``data`` is not such a state.

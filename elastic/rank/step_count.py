@@ -1,7 +1,7 @@
-"""How many steps this rank has made, where its agent finds it behind its end, however that comes.
+"""Counts this rank's steps where its agent finds the number after the rank's end, however it ends.
 
-Progress is told now and then, so what is told lacks the last steps where they take milliseconds. This is written with
-each step, into memory that outlives the process: it costs no system call.
+Progress is reported only now and then, so reports lack the last steps if steps take milliseconds. This count is written
+with each step, into memory that outlives the process: it costs no system call.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ log = logging.getLogger(__name__)
 
 
 class StepCount:
-    """One rank's, beside its agent's socket.
+    """One rank's count, in a file beside its agent's socket.
 
     Args:
         socket: The agent's, from ``DALSEGNO_SOCKET``.
-        epoch, rank: Whose.
-        step: What it begins from.
+        epoch, rank: The epoch and the rank that it counts for.
+        step: The step that the rank begins from.
     """
 
     def __init__(self, socket: str, epoch: int, rank: int, step: int) -> None:
@@ -34,7 +34,7 @@ class StepCount:
         try:
             descriptor = os.open(path, flags, 0o600)
             try:
-                # Written, not only made longer: a full disk is found here, and not by a signal in the middle of a step.
+                # Written, not only extended: so a full disk is found here, and not by a signal in the middle of a step.
                 os.write(descriptor, STEP_COUNT.pack(step))
                 self._memory = mmap.mmap(descriptor, STEP_COUNT.size)
             finally:
@@ -43,13 +43,13 @@ class StepCount:
             log.debug("steps are told, and not counted in %s: %s", path, error)
 
     def set(self, step: int) -> None:
-        """The last step that is done."""
+        """Notes the last step that is done."""
         if self._memory is not None:
             STEP_COUNT.pack_into(self._memory, 0, step)
 
 
 def count_steps(identity: Identity, step: int) -> StepCount | None:
-    """The present process's, which begins behind ``step``; None where no agent asks for it."""
+    """The count of the present process, which begins after ``step``; None if no agent asks for one."""
     if identity.socket is None or not os.path.isabs(identity.socket):
         return None
     return StepCount(identity.socket, identity.epoch, identity.rank, step)
