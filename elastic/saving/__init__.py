@@ -1,1 +1,1 @@
-"""Saving as one act of all ranks, and where to go on."""
+"""Saving as one act of all ranks, and the choice of where to resume."""

@@ -1,8 +1,8 @@
-"""The end of a drain's save when a leaver is gone before it is complete: what the others have of it is not lost.
+"""How a drain's save ends if a leaver is gone before it is complete, so that the others' parts are not lost.
 
-No collective works any more. Each rank that is left finishes its own part and goes, apart from one: the first rank of
-the node that the master names waits until the others are gone, and seals the checkpoint if every rank's part is there.
-A rank's random generators are the last that it writes, so their file proves the rest.
+No collective works any more. Each remaining rank finishes its own part and exits, except one: the first rank of the
+node that the master names waits until the others are gone, and seals the checkpoint if every rank's part is there. Each
+rank writes the file of its random generators last, so that file proves that its part is whole.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# A peer is gone: so long it may take until it is known whether that was a leaver, whose end the master sees by a clock
-# of its own, seconds. After a crash the agent ends this process before.
+# Seconds that a rank waits, after a peer is gone, to learn whether that was a leaver. The master sees a leaver's end by
+# a clock of its own. After a crash the agent ends this process earlier.
 WORD_SECONDS = 30.0
-# For the other nodes, which still write: the master gives them up before (--stall-timeout).
+# Seconds to wait for the other nodes, which still write. The master gives them up earlier (--stall-timeout).
 OTHERS_SECONDS = 1800.0
 LOOK_SECONDS = 0.1
-# Of --stall-timeout: so long a disk may move nothing before the save fails, so that steps are made before the master
+# Part of --stall-timeout after which a disk that moves nothing makes the save fail. Steps then go on before the master
 # takes the ranks for stuck.
 PATIENCE_SHARE = 0.75
 
 
 def has_to_seal(link: Link, local_rank: int, lost: PeerLost) -> bool:
-    """Waits for what the master makes of it. False: others see to the checkpoint, and this rank goes.
+    """Waits for the master's decision. False: others complete the checkpoint, and this rank exits.
 
     Raises:
         PeerLost: ``lost``: nobody has said that a leaver is gone, so this is a crash.
@@ -56,15 +56,15 @@ def has_to_seal(link: Link, local_rank: int, lost: PeerLost) -> bool:
 
 
 def agree_to_go(collective: Collective, wanted: bool, *, saved: bool) -> tuple[bool, bool]:
-    """Behind a drain's save: whether all ranks go (some rank still wants that), and whether nobody is waited for.
+    """After a drain's save: whether all ranks exit (some rank still wants that), and whether nobody is waited for.
 
-    A leaver may be gone as soon as its work is ``saved``, and then this rank goes as well. Collective.
+    A leaver may be gone as soon as its work is ``saved``; then this rank exits as well. Collective.
 
     Raises:
         RuntimeError: A peer is gone, and nothing is saved.
     """
     try:
-        # What is not saved would be lost with this rank, too: then a peer that is gone is a failure.
+        # If nothing is saved, work would be lost with this rank, too, so a lost peer is a failure.
         with collective.unless(lambda: False) if saved else nullcontext():
             return bool(collective.max([int(wanted)])[0]), False
     except PeerLost as lost:
@@ -77,15 +77,15 @@ def _await(holds: Callable[[], bool], seconds: float, link: Link, lost: PeerLost
     while not holds():
         if not link.alive or time.monotonic() >= deadline:
             raise lost
-        # The thread that reads the agent's words keeps them, and wakes nobody.
+        # The thread that reads the agent's messages stores them, and wakes nobody.
         threading.Event().wait(LOOK_SECONDS)
 
 
 def missing_parts(path: Path, world_size: int, beside: Iterable[int] = ()) -> list[int]:
-    """The ranks whose part is not there as a whole, now that all other nodes are done.
+    """The ranks whose part is not wholly there, once all other nodes are done.
 
-    Those ``beside`` this one may still be writing: if one of them fails, the agent ends them all. What another machine
-    wrote may come into sight late.
+    Ranks ``beside`` this one, on the same node, may still be writing: if one of them fails, the agent ends them all.
+    Files of another machine may come into sight late.
     """
     deadline = time.monotonic() + OTHERS_SECONDS
     while not all(_is_whole(path / rng.file_name(rank)) for rank in beside) and time.monotonic() < deadline:
@@ -108,14 +108,14 @@ def _is_whole(state: Path) -> bool:
 
 
 def all_files(path: Path, known: Iterable[FileEntry], moved: Callable[[int], None]) -> tuple[FileEntry, ...]:
-    """Every file of the checkpoint, durable; ``known`` are so already."""
+    """Entries of every file of the checkpoint, all of them durable; those of ``known`` are durable already."""
     entries = {entry.path: entry for entry in known}
     rest = [file for file in list_files(path) if file not in entries]
     return tuple(sorted([*entries.values(), *checksums(path, rest, sync=True, moved=moved)], key=lambda one: one.path))
 
 
 def seal_once(path: Path, manifest: Manifest) -> Manifest:
-    """Seals it, unless another thread or rank has just done so. What it says of it counts then."""
+    """Seals the checkpoint, unless another thread or rank has just done so. Returns the manifest that is in force."""
     try:
         seal(path, manifest)
     except FileExistsError:
@@ -124,10 +124,10 @@ def seal_once(path: Path, manifest: Manifest) -> Manifest:
 
 
 def unless_stuck(work: Callable[[], T], count: Count, patience: float) -> T:
-    """Does ``work``, as long as bytes move at least every ``patience`` seconds; 0: however long it takes.
+    """Runs ``work`` as long as bytes move at least every ``patience`` seconds; 0: without a limit.
 
     Raises:
-        TimeoutError: They do not. The work is left to itself.
+        TimeoutError: No byte moved for that long. ``work`` runs on by itself.
     """
     if patience <= 0:
         return work()
@@ -138,7 +138,7 @@ def unless_stuck(work: Callable[[], T], count: Count, patience: float) -> T:
     def run() -> None:
         try:
             result.append(work())
-        # Whatever it is, it is the caller's.
+        # Every error is passed on to the caller.
         except BaseException as error:
             errors.append(error)
         finally:

@@ -5,11 +5,11 @@
 
     for batch in s.steps(batches, save=background(state), save_every=100): ...
 
-The training waits while ``state`` is copied to host memory, and no longer (from a card it is copied behind the
-training's back, which goes on with the state copied). A thread of each rank writes this rank's
-files, then a file of what it wrote, with checksums; rank 0's thread seals the checkpoint when all of these are there.
-No thread makes a collective: that a rank could not write is told with the steps' own exchange, and what became of the
-save is settled by all main threads together, before the next save, a drain, or the end.
+The training waits only while ``state`` is copied to host memory. (A copy from a card runs beside the training, and
+still shows the state of this moment.) A thread of each rank writes this rank's files, then a file that lists them with
+checksums. Rank 0's thread seals the checkpoint when the lists of all ranks are there. No thread takes part in a
+collective: that a rank could not write is told with the steps' own exchange, and all main threads settle the result of
+the save together, before the next save, a drain, or the end.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from .saving_reports import Count
 log = logging.getLogger(__name__)
 
 PARTS = "parts"
-# Rank 0 looks for the other ranks' files this often at first, and at last, seconds.
+# Seconds between two looks of rank 0 for the other ranks' files: at first, and at most.
 FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.02, 1.0
-# Between two tries to seal where another machine's files are not in sight yet, seconds.
+# Seconds between two tries to seal while another machine's files are not in sight yet.
 SIGHT_PAUSES = (0.2, 0.5, 1.0, 3.0, 6.0)
-# After the script has left its loop without a word, the other ranks have so long to write something more, seconds.
+# Seconds that the other ranks have to write something more after the script has left its loop without a word.
 LAST_WORDS_SECONDS = 30.0
 STUCK = "the disk has not answered for {:.0f} s (as --stall-timeout allows)"
 
 
 @dataclass(frozen=True)
 class Background:
-    """Marks what ``save=`` is given as a state that is written in the background. Made by ``background``."""
+    """Marks the argument of ``save=`` as a state that is written in the background. Made by ``background``."""
 
     state: Callable[[], Mapping[str, Any]]
 
@@ -57,8 +57,9 @@ def background(state: Callable[[], Mapping[str, Any]]) -> Background:
     """For ``save=``: writes what ``state`` returns while the training goes on.
 
     Args:
-        state: Called on every rank when a save is due. Returns this rank's files: path below the checkpoint (with "/")
-            to what ``torch.save`` shall write there; ``bytes`` are written as they are. No two ranks write the same.
+        state: Called on every rank when a save is due. Returns this rank's files: a path below the checkpoint (with
+            "/") and what ``torch.save`` is to write there; ``bytes`` are written as they are. No two ranks write the
+            same path.
 
     Not for DeepSpeed, whose engine writes by itself.
     """
@@ -66,7 +67,7 @@ def background(state: Callable[[], Mapping[str, Any]]) -> Background:
 
 
 def part_name(rank: int) -> str:
-    """Path of what a rank says it wrote, relative to the checkpoint."""
+    """Path, relative to the checkpoint, of the list of files that a rank wrote."""
     return f"{PARTS}/rank-{rank}.json"
 
 
@@ -81,17 +82,17 @@ def check_paths(files: Mapping[str, Any]) -> None:
 
 
 class Flight:
-    """One rank's part of one save that is under way. Everything here is called by the main thread, unless it says so.
+    """One rank's part of one save under way. The main thread calls all methods here, unless they say otherwise.
 
     Args:
         path: The checkpoint's directory, which exists.
-        rank, world_size: Of the session.
-        files: What this rank writes, copied already, or being copied.
-        copied: Waits on the thread until it is.
+        rank, world_size: The session's.
+        files: What this rank writes, already copied or being copied.
+        copied: Waits on the thread until the copy is complete.
         seal: Rank 0: called on its thread when all parts are there; returns the digest.
-        done: The bytes that the thread has written.
+        done: Counts the bytes that the thread has written.
         patience: Seconds without a byte after which this rank's part has failed; 0: never.
-        reports: Entered while the thread is at work.
+        reports: A context that is entered while the thread is at work.
     """
 
     def __init__(
@@ -119,11 +120,11 @@ class Flight:
 
     @property
     def failed(self) -> bool:
-        """This rank could not do its part."""
+        """Whether this rank could not do its part."""
         return self._over.is_set() and self._error is not None
 
     def written(self) -> Exception | None:
-        """Waits until this rank's files are written; why they could not be."""
+        """Waits until this rank's files are written. Returns the error if they could not be."""
         while not self._written.wait(LAST_LOOK_SECONDS):
             if 0 < self._patience <= self._done.still():
                 self._stuck = TimeoutError(STUCK.format(self._patience))
@@ -131,7 +132,7 @@ class Flight:
         return self._stuck or self._error
 
     def sealed(self) -> tuple[str, Exception | None]:
-        """Waits until the thread has ended. Rank 0 gets the digest, or why it could not be sealed."""
+        """Waits until the thread has ended. Rank 0 gets the digest, or the error if it could not seal."""
         self._thread.join()
         return self._digest, self._error
 
@@ -140,18 +141,18 @@ class Flight:
         return self._over.wait(seconds)
 
     def cancel(self) -> None:
-        """Some rank failed: nothing is sealed any more. Waits until the thread has ended, unless the disk is stuck."""
+        """Called if some rank failed: nothing is sealed any more. Waits for the thread unless the disk is stuck."""
         self._cancelled.set()
         if self._stuck is None:
             self._thread.join()
 
-    # On the thread.
+    # The methods below run on the thread.
 
     def _run(self) -> None:
         try:
             with self._reports:
                 self._work()
-        # Whatever it is, the main thread must hear of it, and with it the other ranks.
+        # The main thread must hear of every error, and through it the other ranks.
         except Exception as error:
             self._error = error
         finally:
@@ -176,7 +177,7 @@ class Flight:
                 return self._seal(entries)
             except CheckpointDamaged as damaged:
                 log.debug("not all of %s is in sight yet: %s", self._path.name, damaged)
-            # What another machine wrote comes into sight over NFS without an event.
+            # No event tells when another machine's files come into sight over NFS.
             self._cancelled.wait(pause)
         return self._seal(entries)
 
@@ -187,11 +188,11 @@ class Flight:
             if isinstance(value, bytes):
                 file.write(value)
             else:
-                torch.save(value, file)  # type: ignore[arg-type]  # all that it calls are write and flush
+                torch.save(value, file)  # type: ignore[arg-type]  # it only calls write and flush
             return FileEntry(path, file.size, file.finish())
 
     def _gather_parts(self) -> tuple[FileEntry, ...] | None:
-        """Every file of every rank, once all ranks have said what they wrote; None where one never will."""
+        """Entries of every rank's files, once all ranks have listed theirs; None if some rank never will."""
         found: dict[int, list[FileEntry]] = {}
         pause, changed = FIRST_LOOK_SECONDS, time.monotonic()
         while True:
@@ -204,16 +205,16 @@ class Flight:
                 entries = [entry for part in found.values() for entry in part]
                 return tuple(sorted(entries, key=lambda entry: entry.path))
             gone = not threading.main_thread().is_alive() and time.monotonic() - changed > LAST_WORDS_SECONDS
-            # A file that another machine makes gives no event over NFS.
+            # No event tells when another machine makes a file over NFS.
             if gone or self._cancelled.wait(pause):
                 return None
             pause = min(2 * pause, LAST_LOOK_SECONDS)
 
 
 def _read_part(path: Path) -> list[FileEntry] | None:
-    """What a rank says it wrote; None while it has not said all."""
+    """The list of files that a rank wrote; None while the list is not complete."""
     try:
-        # Opening the directory makes NFS look again, where it remembers that there was no such file.
+        # Opening the directory makes NFS look again if it remembers that there was no such file.
         if path.name not in os.listdir(path.parent):
             return None
         data = path.read_bytes()
@@ -225,9 +226,9 @@ def _read_part(path: Path) -> list[FileEntry] | None:
 
 
 class _HashingFile:
-    """A new file that is summed while it is written.
+    """A new file whose checksum is computed while it is written.
 
-    What fails is kept for ``finish``: it must not pass through torch's C++ code, which would try to write on.
+    An error is kept for ``finish``: it must not pass through torch's C++ code, which would try to write on.
     """
 
     def __init__(self, path: Path, moved: Callable[[int], None]) -> None:
@@ -262,7 +263,7 @@ class _HashingFile:
         return None
 
     def finish(self) -> str:
-        """Makes it durable and returns its checksum. Raises what went wrong."""
+        """Makes the file durable and returns its checksum. Raises the error that was kept."""
         if self._error is not None:
             raise self._error
         os.fsync(self._file.fileno())

@@ -14,15 +14,15 @@ class Content:
 
     Attributes:
         step: Optimizer steps done.
-        position: Where the data goes on.
-        order: The order of samples; None where the script has its own.
+        position: Where the data continue.
+        order: The order of samples; None if the script has its own.
         strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
         any_world_size: It loads at any world size as it is.
-        reshards: It loads at any world size without a conversion, each rank taking its ranges.
+        reshards: It loads at any world size without a conversion, because each rank takes its ranges.
         metric: The run's tracked metric.
         best: The best checkpoint as of this one.
-        keep: How many of the run's checkpoints stay, 0: all; None: as the job has it.
-        cut: How its batches become gradients; None where the script has its own way.
+        keep: How many of the run's checkpoints are kept, 0: all; None: the job's setting.
+        cut: How its batches become gradients; None if the script has its own way.
     """
 
     step: int
@@ -39,7 +39,7 @@ class Content:
     def manifest(
         self, name: str, identity: Identity, resumed_from: Ref | None, files: tuple[FileEntry, ...]
     ) -> Manifest:
-        """As it is sealed, by whichever rank: the same bytes."""
+        """The manifest that seals it. Every rank makes the same bytes."""
         return Manifest(
             name=name,
             job_id=identity.job_id,
@@ -65,11 +65,11 @@ class Content:
 
 @dataclass
 class Own:
-    """What this rank has done of a save, should it have to be completed without a leaver."""
+    """What this rank has done of a save, in case the save must be completed without a leaver."""
 
     content: Content
     name: str = ""
     written: bool = False
     entries: tuple[FileEntry, ...] = ()
-    # Bytes that it has told of, written, synced and summed.
+    # Bytes written, synced and checksummed that it has reported.
     moved: int = 0

@@ -1,6 +1,6 @@
-"""What a script says of its checkpoints, held against what it saves: by its ``save``, and by the files that come of it.
+"""Compares what a script says of its checkpoints with what it saves: with its ``save``, and with the files that result.
 
-A checkpoint that claims more than it can would be found out at the first change of the world, when it is too late.
+If a checkpoint claimed more than it can do, the first change of the world would find out, when it is too late.
 Nothing here imports torch or DeepSpeed.
 """
 
@@ -14,7 +14,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 DDP = "ddp"
-"""What `steps` and `save` take where nothing was said."""
+"""The default strategy of `steps` and `save`."""
 _DEEPSPEED = "deepspeed-zero-"
 _CURE = "give save=elastic.deepspeed.save(engine) and strategy=elastic.deepspeed.strategy(engine)"
 
@@ -26,17 +26,17 @@ _RANK = re.compile(r"(rank[-_]?)(\d+)", re.IGNORECASE)
 
 
 def strategy_of(write: Any, given: str) -> str:
-    """The strategy that a save is of, where it can be seen before anything is written.
+    """The strategy of a save, as far as it can be seen before anything is written.
 
     Args:
         write: What the script saves with.
-        given: What the script says; ``"ddp"`` where it says nothing.
+        given: The strategy that the script gives; ``"ddp"`` if it gives none.
 
     Raises:
-        ValueError: ``write`` calls a DeepSpeed engine, and ``given`` is something else; or it is another stage's.
+        ValueError: ``write`` calls a DeepSpeed engine, and ``given`` is no strategy of DeepSpeed's, or another stage's.
     """
     own = getattr(write, "strategy", None)
-    if isinstance(own, str):  # one of ours, which knows
+    if isinstance(own, str):  # one of our own functions, which knows its strategy
         if given not in (DDP, own):
             raise ValueError(f"strategy={given!r}, and what save= writes with is {own}: leave strategy out")
         return own
@@ -50,7 +50,7 @@ def strategy_of(write: Any, given: str) -> str:
 
 
 def _engines(write: Any) -> Iterator[Any]:
-    """DeepSpeed engines of which a function calls ``save_checkpoint``."""
+    """DeepSpeed engines whose ``save_checkpoint`` a function calls."""
     while isinstance(write, functools.partial):
         write = write.func
     if inspect.ismethod(write) and write.__name__ == "save_checkpoint":
@@ -66,12 +66,12 @@ def _is_engine(value: Any) -> bool:
 
 
 def contradiction(paths: Sequence[str], strategy: str, any_world_size: bool) -> str | None:
-    """Why the files of a checkpoint cannot be what it says of itself; None: nothing is known against it.
+    """Why the files of a checkpoint contradict what it says of itself; None: no contradiction is known.
 
     Args:
         paths: All of its files.
-        strategy: What it says.
-        any_world_size: It says that any number of ranks loads it as it is.
+        strategy: The strategy that it gives.
+        any_world_size: Whether it says that any number of ranks loads it as it is.
     """
     names = [PurePosixPath(path).name for path in paths]
     stage = _stage(names)
@@ -92,7 +92,7 @@ def contradiction(paths: Sequence[str], strategy: str, any_world_size: bool) -> 
 
 
 def _stage(names: Sequence[str]) -> str | None:
-    """The stage that DeepSpeed's files are of (of pipelines and experts not told by names); None: there are none."""
+    """The ZeRO stage of DeepSpeed's files; names do not tell that of pipelines and experts. None: there are none."""
     if any(map(_MODEL_SHARD.fullmatch, names)):
         return "3"
     if any(map(_OPTIMIZER.fullmatch, names)):
@@ -103,7 +103,7 @@ def _stage(names: Sequence[str]) -> str | None:
 
 
 def of_each_rank(paths: Sequence[str], world_size: int) -> str | None:
-    """A file of which there is one of each rank, told by its name; None: there is none, or only one rank."""
+    """A file name of which each rank has one; None: there is none, or only one rank."""
     numbers: dict[str, set[int]] = {}
     for path in paths:
         for found in _RANK.finditer(path):

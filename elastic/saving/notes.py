@@ -1,4 +1,4 @@
-"""`latest.json` and `best.json`, copies for people: written behind the saves, and nobody waits for them."""
+"""`latest.json` and `best.json`, copies for people: written after the saves, and nobody waits for them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ log = logging.getLogger(__name__)
 
 
 class Notes:
-    """Of one run. Any thread may write; what was asked for last counts.
+    """Writes the notes of one run. Any thread may call it; the last request counts.
 
     Args:
-        store: Of the run.
-        apart: Write on a thread. Under an agent other ranks wait for this one, and so does the end of a leaver's
-            notice: a disk that takes seconds for a file must not cost either. A process that ends waits for the thread.
+        store: The run's directory.
+        apart: Write on a thread. Under an agent other ranks wait for this one, and a leaver's notice may run out, so a
+            disk that takes seconds for a file must cost neither. A process that ends waits for the thread.
     """
 
     def __init__(self, store: CheckpointStore, *, apart: bool) -> None:
@@ -27,7 +27,7 @@ class Notes:
         self._best: str | None = None
 
     def write(self, latest: Manifest | None, best: Best | None) -> None:
-        """The newest checkpoint, None: the one of before; and the best as of now."""
+        """Notes the newest checkpoint (None: it has not changed) and the best one as of now."""
         with self._lock:
             before = self._wanted[0] if self._wanted is not None else None
             self._wanted = (latest or before, best)

@@ -1,9 +1,9 @@
 """Which optimizers treat every weight by itself, so that a part of a parameter is trained as the whole would be.
 
-ZeRO hands an optimizer flat parts of the model, cut where the number of ranks says. One that looks at a whole parameter
-(its norm, its rows and columns, its blocks) then makes another curve in every world. Which ones do is not to be seen
-from outside, so those that do not are listed, by the class that defines their ``step``: a subclass that brings a
-``step`` of its own is another optimizer.
+ZeRO hands an optimizer flat parts of the model, cut according to the number of ranks. An optimizer that looks at a
+whole parameter (its norm, its rows and columns, its blocks) then gives another curve in every world. Nothing shows from
+outside which ones do. So those that do not are listed, by the class that defines their ``step``: a subclass with its
+own ``step`` is another optimizer.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ _NOT_SHARDED = frozenset({"torch.optim._adafactor.Adafactor", "transformers.opti
 def check_sharded(optimizer: Any) -> None:
     """Refuses an optimizer that cannot train FSDP2's sharded parameters, before it fails at its first step.
 
-    Others see whole parameters in them: norms and products are those of all ranks' rows together.
+    Other optimizers see whole parameters: norms and products are over all ranks' rows together.
 
     Raises:
-        ValueError: It is one of those.
+        ValueError: The optimizer is known to fail there.
     """
     if source_of_step(optimizer) in _NOT_SHARDED:
         raise ValueError(
@@ -72,21 +72,21 @@ def check_sharded(optimizer: Any) -> None:
 
 
 def check_kept(optimizer: Any, model: nn.Module, kept: Iterable[Tensor] = ()) -> None:
-    """Refuses an optimizer of parameters that no checkpoint has, and that nothing averages over the ranks.
+    """Refuses an optimizer of parameters that are in no checkpoint, and whose gradients nothing averages.
 
     Args:
-        optimizer: Of plain or sharded parameters.
-        model: Whose parameters are saved.
-        kept: What is saved beside it: a part that holds such a parameter (a loss with weights of its own) saves it.
+        optimizer: An optimizer of plain or sharded parameters.
+        model: The model whose parameters are saved.
+        kept: What is saved beside the model: a part with such parameters (a loss with weights of its own) saves them.
 
     Raises:
-        ValueError: There are some.
+        ValueError: There are such parameters.
     """
     own = {id(parameter) for parameter in model.parameters()}
     groups = getattr(optimizer, "param_groups", ())
     others = [p for group in groups for p in group["params"] if p.requires_grad and id(p) not in own]
     held = list(kept) if others else []
-    # Some work on copies of their own (in host memory, for one), which they make of the model's.
+    # Some optimizers work on their own copies of the model's parameters, for instance in host memory.
     held += model.parameters() if others else []
     lost = [p for p in others if not any(_is_same(p, tensor) for tensor in held)]
     if lost:
@@ -104,9 +104,9 @@ def _is_same(parameter: Tensor, kept: Tensor) -> bool:
 
 
 def source_of_step(optimizer: Any) -> str:
-    """``"module.Class"`` of whom the optimizer's ``step`` is, whatever torch has wrapped around it."""
+    """``"module.Class"`` that defines the optimizer's ``step``, whatever torch has wrapped around it."""
     step: Any = getattr(type(optimizer), "step", None)
-    if step is None:  # a stand-in, as DeepSpeed has one where there is nothing to train
+    if step is None:  # a stand-in, as DeepSpeed uses when there is nothing to train
         return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
     step = inspect.unwrap(step)
     return f"{step.__module__}.{step.__qualname__.rpartition('.')[0]}"
@@ -118,7 +118,7 @@ def is_elementwise(optimizer: Any) -> bool:
 
 
 def say_added(optimizer: str, before: Sequence[str], now: Sequence[str]) -> None:
-    """One line: parameters came to the optimizer, or left it, during the run."""
+    """Remarks that parameters came to the optimizer, or left it, during the run."""
     changed = sorted(set(before) ^ set(now)) or list(now)
     remark(
         "the optimizer (%s) trains other parameters than at the start (%s): a run that resumes from what is saved now "
@@ -130,10 +130,10 @@ def say_added(optimizer: str, before: Sequence[str], now: Sequence[str]) -> None
 
 
 def check_parameters(saved: Sequence[str], here: Sequence[str]) -> None:
-    """An optimizer's parameters by name, in the order of its groups: states and hyperparameters go by place.
+    """Compares an optimizer's parameters by name, in the order of its groups, because states are assigned by place.
 
     Raises:
-        ValueError: The checkpoint's are others, or in another order: each would get another one's momentum.
+        ValueError: They differ from the checkpoint's, or are in another order: each would get another one's momentum.
     """
     place = next((n for n, (one, other) in enumerate(zip_longest(saved, here)) if one != other), None)
     if place is None:

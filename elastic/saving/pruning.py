@@ -1,4 +1,4 @@
-"""Alone, a session deletes old checkpoints itself; under a master, agents delete what it has recorded as retired."""
+"""Without a master a session deletes old checkpoints itself; under one, agents delete what it has retired."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ log = logging.getLogger(__name__)
 
 
 def prune(store: CheckpointStore, identity: Identity, resume: ResumePoint | None, keep: int) -> None:
-    """Leaves the last ``keep`` checkpoints of this run (0: all), its best and its resume point. Says what it cannot."""
+    """Keeps the last ``keep`` checkpoints of this run (0: all), its best and its resume point. Logs failures."""
     try:
-        # Sizes do not matter here: what is damaged may go as well, now that a newer one is sealed.
+        # Sizes do not matter here: a damaged checkpoint may go as well, now that a newer one is sealed.
         mine = identity.job_id, identity.run_id
         found = [m for m in inventory(store.run_dir, check_sizes=False) if (m.job_id, m.run_id) == mine]
         used = () if resume is None else tuple(p.name for p in (resume.path, resume.universal) if p is not None)

@@ -1,6 +1,6 @@
-"""What every rank has alike, so that one rank's copy is the checkpoint: refuses what only looks like it.
+"""Checks that what one rank saves for all is really alike on every rank.
 
-A sharded tensor saved by rank 0 is rank 0's rows, and loads without a word as those of every rank.
+A sharded tensor that rank 0 saves holds only rank 0's rows, but it loads without complaint as those of every rank.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-# Wrappers put these before the names of what they wrap.
+# Wrappers put these prefixes before the names of what they wrap.
 _PREFIXES = ("module.", "_orig_mod.")
 
 
 def unwrapped(model: nn.Module, *, compiled: bool = False) -> nn.Module:
-    """The script's own model behind ``DistributedDataParallel`` and ``DataParallel``.
+    """The script's own model inside ``DistributedDataParallel`` and ``DataParallel``.
 
-    Its names depend neither on the number of ranks nor, behind ``torch.compile``, on whether it is compiled.
+    The names in it depend neither on the number of ranks nor on whether it is compiled.
 
     Args:
-        compiled: Leave what ``torch.compile`` made as it is.
+        compiled: Leave the wrapper of ``torch.compile`` in place.
     """
     while True:
         inner = None if compiled else getattr(model, "_orig_mod", None)
@@ -37,7 +37,7 @@ def unwrapped(model: nn.Module, *, compiled: bool = False) -> nn.Module:
 
 
 def without_prefixes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A checkpoint's names as they would be had the model been saved `unwrapped`, as earlier versions did not."""
+    """A checkpoint's names as if the model had been saved `unwrapped`. Earlier versions saved it wrapped."""
     names = dict(saved)
     while names and not names.keys() & wanted.keys():
         prefix = next((p for p in _PREFIXES if all(name.startswith(p) for name in names)), None)
@@ -48,10 +48,10 @@ def without_prefixes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> Map
 
 
 def check_whole(model: nn.Module, *, meta: bool = False) -> None:
-    """Asks every rank's model whether that rank has all of it. Calls nothing of it.
+    """Checks that this rank has all of the model. Calls none of the model's code.
 
     Args:
-        meta: It may be on the meta device.
+        meta: The model may be on the meta device.
 
     Raises:
         ValueError: It is sharded, or has no values or shapes yet.
@@ -59,12 +59,12 @@ def check_whole(model: nn.Module, *, meta: bool = False) -> None:
     if hasattr(model, "is_gradient_accumulation_boundary"):
         raise ValueError("a DeepSpeed engine saves by itself: use dalsegno.elastic.deepspeed, save and restore")
     for name, module in model.named_modules():
-        # By its name: torch loads a second of modules with the class, and a script that has one has loaded them.
+        # Compared by name: importing the class takes torch a second, and a script that uses it has imported it.
         if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__):
             raise ValueError(f"{name or 'the model'} is wrapped in FullyShardedDataParallel, {_INSTEAD}")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         check_shape(name, tensor)
-        # The marks of FSDP1 and of ZeRO-3 on tensors of a model that they wrap.
+        # FSDP1 and ZeRO-3 mark the tensors of a model that they wrap.
         if _is_sharded(tensor) or hasattr(tensor, "_fsdp_flattened") or hasattr(tensor, "ds_tensor"):
             raise ValueError(f"the model's {name} is sharded, {_INSTEAD}")
         if tensor.device.type == "meta" and not meta:
@@ -75,10 +75,10 @@ def check_whole(model: nn.Module, *, meta: bool = False) -> None:
 
 
 def check_shape(name: str, tensor: Tensor) -> None:
-    """Refuses what has no shape before a first batch: the optimizer, and other ranks, have nothing of it.
+    """Refuses a tensor that has no shape before a first batch: the optimizer and other ranks could do nothing with it.
 
     Raises:
-        ValueError: It is of a lazy module.
+        ValueError: It belongs to a lazy module.
     """
     if is_lazy(tensor):
         raise ValueError(
@@ -88,10 +88,10 @@ def check_shape(name: str, tensor: Tensor) -> None:
 
 
 def check_unsharded(content: Any, what: str) -> None:
-    """Looks through containers.
+    """Looks for sharded tensors in containers.
 
     Raises:
-        ValueError: There is a sharded tensor in it.
+        ValueError: There is one.
     """
     for path, tensor in tensors(content):
         if _is_sharded(tensor):
@@ -102,11 +102,11 @@ def check_unsharded(content: Any, what: str) -> None:
 
 
 def loadable(content: Any, what: str) -> None:
-    """Makes sure of what a file is to have in it: nothing that could not be read again. Copies no tensor.
+    """Checks that what a file is to contain could be read again. Copies no tensor.
 
     Args:
-        content: What ``torch.save`` gets.
-        what: What to call it.
+        content: The argument of ``torch.save``.
+        what: Its name in messages.
 
     Raises:
         TypeError: It is more than plain values and tensors.
@@ -118,7 +118,7 @@ def loadable(content: Any, what: str) -> None:
         torch.save(_skeleton(content, {}), held)
         held.seek(0)
         torch.load(held, weights_only=True, map_location="cpu")
-    except Exception as error:  # pickle has many ways to say no
+    except Exception as error:  # pickle fails in many ways
         found = re.search(r"Unsupported (?:global: GLOBAL|class) (\S+)", str(error))
         why = f"it holds a {found[1]}" if found else (str(error).splitlines() or [type(error).__name__])[0]
         raise TypeError(
@@ -140,7 +140,7 @@ def _is_sharded(value: Tensor) -> bool:
 
 
 def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Those in mappings and lists, with the way to each."""
+    """The tensors in mappings and lists, each with its path."""
     if isinstance(value, Tensor):
         yield path, value
     elif isinstance(value, Mapping):
@@ -152,7 +152,7 @@ def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def _skeleton(value: Any, empty: dict[torch.dtype, Tensor]) -> Any:
-    """The same with empty tensors in the place of plain ones; what it does not know stays as it is."""
+    """The same with empty tensors in place of plain ones; objects that it does not know are kept."""
     if type(value) in (Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_quantized:
         if value.dtype not in empty:
             empty[value.dtype] = torch.empty(0, dtype=value.dtype)

@@ -1,4 +1,4 @@
-"""Where to go on: what the agent handed out, or, alone, the newest sealed checkpoint that is sound."""
+"""Where to resume: the checkpoint that the agent named or, without an agent, the newest sealed one that is sound."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..rank.identity import ResumeOrder
 log = logging.getLogger(__name__)
 
 LOADERS = "loader-states"
-"""Below it, in a checkpoint, lies the state of each rank's data loader (``sources``)."""
+"""The states of the ranks' data loaders lie below this directory of a checkpoint (``sources``)."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +39,13 @@ class ResumePoint:
 
     Attributes:
         step: Optimizer steps done.
-        position: Where the data goes on.
+        position: Where the data continue.
         form: ``"sharded"``: load ``path``; ``"universal"``: load ``universal``.
         path: The directory that the writing world saved.
-        universal: The directory of universal files, with that form.
-        manifest: Of ``path``.
-        reshard: With the form ``"sharded"``: another number of ranks saved ``path``, and each of the present ones takes
-            its own ranges of it.
+        universal: The directory of universal files, if ``form`` is ``"universal"``.
+        manifest: The manifest of ``path``.
+        reshard: With the form ``"sharded"``: another number of ranks saved ``path``, and each of the present ranks
+            reads its own ranges of it.
     """
 
     step: int
@@ -62,10 +62,10 @@ class ResumePoint:
 
 
 def check_strategy(resume: ResumePoint | None, strategy: str) -> None:
-    """A run goes on with the strategy that wrote its files; where each rank takes its ranges, any stage of DeepSpeed's.
+    """Checks that a run continues with the strategy that wrote its files, or re-shards with another DeepSpeed stage.
 
     Raises:
-        ValueError: It was written with another one.
+        ValueError: They were written with another one.
     """
     if resume is None:
         return
@@ -80,10 +80,10 @@ def check_strategy(resume: ResumePoint | None, strategy: str) -> None:
 
 
 def check_loaders(manifest: Manifest, world_size: int) -> None:
-    """The state of a data loader is one rank's: it loads where as many ranks go on.
+    """Checks that as many ranks resume as saved, because the state of a data loader is one rank's own.
 
     Raises:
-        RuntimeError: There is one in the checkpoint, and another number of ranks.
+        RuntimeError: The checkpoint has such states, and the number of ranks is another one.
     """
     saved = manifest.shape.world_size
     if saved != world_size and any(entry.path.startswith(f"{LOADERS}/") for entry in manifest.files):
@@ -95,7 +95,7 @@ def check_loaders(manifest: Manifest, world_size: int) -> None:
 
 @dataclass(frozen=True)
 class Damaged:
-    """What made a resume point unusable, the same on all ranks. ``found_here``: this rank saw it."""
+    """What made a resume point unusable, alike on all ranks. ``found_here``: this rank found it."""
 
     ref: Ref
     form: str
@@ -110,7 +110,7 @@ def handed_out(
     """The resume point that the agent named, verified by all ranks together. Collective.
 
     Raises:
-        OSError: It could not be read for a reason that says nothing about it. On all ranks.
+        OSError: It could not be read, for a reason that says nothing about the checkpoint. Raised on all ranks.
     """
     loaded, form = (order.source, SHARDED) if order.universal is None else (order.universal, UNIVERSAL)
     directory = run_dir / loaded.name
@@ -133,23 +133,23 @@ def handed_out(
 
 
 def newest(store: CheckpointStore, collective: Collective, world_size: int) -> ResumePoint | None:
-    """Without a master: the newest sealed checkpoint that verifies; damaged ones are named and passed over. Collective.
+    """Without a master: the newest sealed checkpoint that verifies. Names damaged ones and skips them. Collective.
 
     Raises:
         RuntimeError: There are checkpoints, but none is sound, the newest does not fit the world, or several runs wrote
-            them. On all ranks.
-        OSError: The directory cannot be read. On all ranks.
+            them. Raised on all ranks.
+        OSError: The directory cannot be read. Raised on all ranks.
     """
     answer: dict[str, Any] = {}
     if collective.rank == 0:
         try:
-            # Sizes are left to the verification, so that a truncated file is named and not just passed over.
+            # Sizes are left to the verification, so that a truncated file is named and not merely skipped.
             seen = inspect(store.run_dir, check_sizes=False)
             found = list(seen.sealed)
             answer["damaged"] = [[one.name, one.reason] for one in seen.unsealed if one.damaged]
             _refuse_unreadable(seen)
             answer["runs"] = sorted({f"{m.job_id}/{m.run_id}" for m in found})
-            # What the run once left by going back comes last, however far it had gone there.
+            # A branch that the run once left by going back comes last, however far it had gone.
             chain = [m.name for m in lineage(found)]
             found.sort(key=lambda m: chain.index(m.name) if m.name in chain else -1)
             answer["found"] = [[m.name, m.digest] for m in reversed(found)]
@@ -178,7 +178,7 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
         if shape.any_world_size or shape.world_size == world_size:
             return point
         check_loaders(point.manifest, world_size)
-        # Universal files that somebody has made come first: perhaps because re-sharding does not work here.
+        # Universal files that somebody has made come first, perhaps because re-sharding does not work here.
         other = _universal_of(point, refs, store, collective)
         if other is None and not shape.reshards:
             raise RuntimeError(
@@ -193,7 +193,7 @@ def newest(store: CheckpointStore, collective: Collective, world_size: int) -> R
 
 
 def _refuse_unreadable(seen: Inventory) -> None:
-    """Nobody goes back behind a checkpoint that may be sound. An older one does not matter."""
+    """Refuses to go back behind a checkpoint that may be sound but cannot be read. An older one does not matter."""
     newest_age = max((manifest.parsed_name.age for manifest in seen.sealed), default=(-1, -1, -1))
     for one in seen.unsealed:
         if one.unreadable and CheckpointName.parse(one.name).age > newest_age:
@@ -223,9 +223,9 @@ def _share(
     order: ResumeOrder,
     verify: bool,
 ) -> Damaged | None:
-    """Verifies each rank's part and compares notes: one exchange, also where a rank could not even begin."""
+    """Each rank verifies its part, and all compare the results: one exchange, even if a rank could not begin."""
     if error is None and manifest is not None and verify:
-        # Large files first, so that dealing them out in turn gives every rank about as many bytes.
+        # Large files first, so that dealing them out in turn gives every rank about the same number of bytes.
         entries = sorted(manifest.files, key=lambda entry: (-entry.size, entry.path))
         try:
             if collective.rank == 0:
@@ -236,7 +236,7 @@ def _share(
     notes = collective.gather(_note(error))
     for rank, note in enumerate(notes):
         if "damage" in note:
-            # The culprit may be the source, of which only the manifest was read, or the form that would be loaded.
+            # The damage is in the form that would be loaded, or in its source, of which only the manifest was read.
             of_form = order.universal if order.universal and order.universal.name == note["name"] else None
             ref, form = (order.source, SHARDED) if of_form is None else (of_form, UNIVERSAL)
             return Damaged(ref, form, note["file"], f"{note['damage']} (rank {rank})", rank == collective.rank)
@@ -255,9 +255,9 @@ def _note(error: Exception | None) -> dict[str, str]:
 
 
 def restore_rng(resume: ResumePoint | None, seed: int | None, step: int, rank: int, world_size: int) -> None:
-    """Puts the random generators where the run left them, see ``Session.restore_rng``."""
+    """Restores the random generators as the run left them, see ``Session.restore_rng``."""
     if seed is not None or resume is not None:
-        # Also where there is a state: it may lack a generator, as that of a run on CPUs lacks the cards'.
+        # Also if there is a state, which may lack a generator: a run on CPUs saves none for cards.
         rng.seed_rank(seed or 0, step, rank)
     if resume is not None and resume.form == SHARDED and resume.manifest.shape.world_size == world_size:
         state = resume.path / rng.file_name(rank)

@@ -1,7 +1,7 @@
-"""Why a save failed: its surroundings, which the next try may find mended, or a mistake, which every save would repeat.
+"""Why a save failed: its surroundings, which may be mended before the next try, or a mistake, which every save repeats.
 
-A full or lost disk and a lack of memory are surroundings. What a script's ``save`` or a library raises besides is a
-mistake: to warn of it at every save, to the end, would leave the run without a checkpoint.
+A full or lost disk and a lack of memory are surroundings. Any other error of a script's ``save`` or of a library is a
+mistake: warning of it at every save would leave the whole run without a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from typing import Any
 from ..checkpoint import CheckpointDamaged
 from ..checkpoint.files import write_problem
 
-# What torch's writer, which is C++, says of a disk that takes no more.
+# What torch's writer, which is C++, says when a disk takes no more.
 _WRITER = re.compile(r"PytorchStreamWriter|inline_container|unexpected pos|basic_ios|iostream error|file write failed")
 _MEMORY = re.compile(r"not enough memory|can't allocate memory|out of memory", re.IGNORECASE)
-# Of a directory that can be written: the path is wrong, and will be so the next time.
+# Errors about a path although its directory can be written: the path is wrong, and will be the next time.
 _WRONG_PATH = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 class Failed(Exception):
-    """A part of the save failed on some rank; all ranks have this with the same text."""
+    """Part of the save failed on some rank; all ranks raise this with the same text."""
 
     def __init__(self, reason: str, fatal: bool, *, final: bool | None = None) -> None:
         super().__init__(reason)
@@ -35,7 +35,7 @@ class Cause(str, enum.Enum):
     """What kind of reason a rank has."""
 
     SURROUNDINGS = "surroundings"
-    # A mistake, unless another rank's surroundings are what it comes from: a collective that was left in the middle.
+    # A mistake, unless another rank's surroundings caused it, for instance by leaving a collective half-way.
     LIKELY_MISTAKE = "likely mistake"
     MISTAKE = "mistake"
 
@@ -54,14 +54,14 @@ class Problem:
 
     @property
     def answer(self) -> dict[str, Any]:
-        """What the other ranks are told."""
+        """What this rank tells the others."""
         return {"text": self.text, "cause": self.cause.value}
 
 
 def kept(error: BaseException) -> BaseException:
-    """The error, if it is one of saving, so that the other ranks can hear of it; else it is raised.
+    """Returns the error if it is an error of saving, which the other ranks must hear; raises any other one.
 
-    ``torch.distributed.checkpoint`` says by a ``BaseException`` that some rank could not write.
+    ``torch.distributed.checkpoint`` raises a ``BaseException`` when some rank could not write.
     """
     if isinstance(error, Exception) or _failures(error) is not None:
         return error
@@ -69,7 +69,7 @@ def kept(error: BaseException) -> BaseException:
 
 
 def problem(error: BaseException | None, directory: Path) -> Problem | None:
-    """What became of a rank's part of a save below ``directory``; None: it is done."""
+    """Why a rank's part of a save below ``directory`` failed; None: it succeeded."""
     if error is None:
         return None
     said: list[str] = []
@@ -87,14 +87,14 @@ def problem(error: BaseException | None, directory: Path) -> Problem | None:
 
 
 def is_fatal(answers: Iterable[dict[str, Any]]) -> bool:
-    """Whether what all ranks answered says that no later save can succeed."""
+    """Whether the answers of all ranks say that no later save can succeed."""
     answers = list(answers)
     causes = {answer.get("cause") for answer in answers if "text" in answer}
     return is_mistake(answers) or causes == {Cause.LIKELY_MISTAKE.value}
 
 
 def is_mistake(answers: Iterable[dict[str, Any]]) -> bool:
-    """Whether some rank has what cannot be saved by any other process either."""
+    """Whether some rank has something that no other process could save either."""
     return any(answer.get("cause") == Cause.MISTAKE.value for answer in answers if "text" in answer)
 
 
@@ -134,9 +134,9 @@ def _cause(error: BaseException, disk: Callable[[], str]) -> Cause:
 
 
 def _failures(error: BaseException) -> dict[int, tuple[BaseException, Any]] | None:
-    """Of torch's ``CheckpointException``: each rank's error; None: it is something else.
+    """The ranks' errors in torch's ``CheckpointException``; None: the error is something else.
 
-    By its name: whoever raised it has imported it, and nobody else should.
+    Recognised by its name: where it was raised it is imported already, and elsewhere it need not be.
     """
     kind = type(error)
     if kind.__name__ == "CheckpointException" and kind.__module__.startswith("torch.distributed.checkpoint"):

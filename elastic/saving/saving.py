@@ -1,8 +1,8 @@
 """Saving as one act of all ranks: it succeeds on all or fails on all, and no rank waits for one that failed.
 
-Name by rank 0; every rank writes its files; errors are exchanged; the files are dealt out, synced and summed by all
-ranks; rank 0 seals; everybody learns the digest. After each part that can fail, all ranks compare notes before they go
-on to the next.
+Rank 0 chooses the name. Every rank writes its files, and all exchange errors. The files are dealt out, and all ranks
+sync and checksum them. Rank 0 seals, and all learn the digest. After each part that can fail, all ranks compare notes
+before they go on to the next.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TOLD_OTHERWISE = "the ranks were told to save different things"
 
 
 class SaveError(RuntimeError):
-    """A save failed for a reason that trying again will not cure, or too often."""
+    """A save failed because of something that another try will not cure, or it failed too often."""
 
 
 @dataclass
@@ -72,17 +72,17 @@ class Saver:
     """Saves checkpoints of one session.
 
     Args:
-        identity: Who writes.
+        identity: This worker.
         collective: The session's group.
         store: The run's directory.
-        link: The agent, where there is one.
+        link: The connection to the agent, if there is one.
         resumed_from: The resume point of this epoch.
         best: The best checkpoint as of the resume point.
 
     Attributes:
         best: The best checkpoint as of the last save, the same on all ranks.
-        tracked: What makes one the best; None: the best of before stays it.
-        apart: A leaver was gone before a drain's save was complete: this rank has done its part, and goes.
+        tracked: What makes a checkpoint the best; None: the best one does not change.
+        apart: A leaver was gone before a drain's save was complete: this rank has done its part, and exits.
     """
 
     def __init__(
@@ -114,18 +114,18 @@ class Saver:
         Args:
             content: What is saved.
             write: Called with the checkpoint's path on every rank; writes this rank's files below it.
-            create_directory: The directory exists when ``write`` is called. Frameworks that make it themselves get a
-                path that does not exist yet.
-            drain: It is a drain's: for the report of a failure, and for a leaver that is gone before it is complete.
+            create_directory: Create the directory before ``write`` is called. Frameworks that create it themselves get
+                a path that does not exist yet.
+            drain: The save is a drain's. A failure is reported as such, and a leaver may be gone before it is complete.
 
         Returns:
-            The manifest, on every rank; None if the save failed on some rank. Nothing of it is left then. With
-            ``apart`` only on the rank that sealed it.
+            The manifest, on every rank; None if the save failed on some rank. Then nothing of it is left. With
+            ``apart`` only the rank that sealed it has the manifest.
 
         Raises:
-            PeerLost: Of a drain: a peer is gone, and no leaver.
-            SaveError: ``write`` failed on some rank, and neither for want of a disk nor of memory: a mistake, which
-                every later save would repeat. Raised on all ranks.
+            PeerLost: Only in a drain: a peer is gone that was no leaver.
+            SaveError: ``write`` failed on some rank, and not for lack of disk or memory: a mistake, which every later
+                save would repeat. Raised on all ranks.
         """
         own, began = Own(content), time.monotonic()
         try:
@@ -149,25 +149,25 @@ class Saver:
 
     @property
     def failed(self) -> bool:
-        """This rank could not write its part of the save that is under way: the others must hear of it."""
+        """Whether this rank could not write its part of the save under way. The others must hear of it."""
         return self._under_way is not None and self._under_way.flight.failed
 
     def begin(
         self, content: Content, state: Callable[[], Mapping[str, Any]], sealed: Callable[[], None], *, drain: bool
     ) -> str | None:
-        """Copies what ``state`` returns, and has it written and sealed while the training goes on. Collective.
+        """Copies what ``state`` returns, and starts writing and sealing it while the training goes on. Collective.
 
         Args:
             content: What is saved.
             state: This rank's files, see ``background.background``.
             sealed: Called on a thread of rank 0 once the checkpoint is sealed and announced.
-            drain: For the report of a failure.
+            drain: The save is a drain's; a failure is reported as such.
 
         Returns:
-            The checkpoint's name, on every rank; None if it could not begin on some rank. ``settle`` says how it ended.
+            The checkpoint's name, on every rank; None if some rank could not begin. ``settle`` says how it ended.
 
         Raises:
-            RuntimeError: The save before is not settled.
+            RuntimeError: The previous save is not settled.
             SaveError: See ``save``.
         """
         if self._under_way is not None:
@@ -197,10 +197,11 @@ class Saver:
         return name
 
     def settle(self) -> tuple[int, Ref] | None:
-        """What became of the save that is under way. Collective; waits until it has ended on all ranks.
+        """Returns what became of the save under way. Collective; waits until it has ended on all ranks.
 
         Returns:
-            Its step and the checkpoint, on every rank; None if there was none, or it failed: nothing of it is left.
+            Its step and the checkpoint, on every rank; None if there was none, or if it failed and nothing of it is
+            left.
 
         Raises:
             SaveError: See ``save``.
@@ -238,14 +239,14 @@ class Saver:
         return ending.content.step, Ref(ending.name, answer["digest"])
 
     def _together(self, drain: bool) -> AbstractContextManager[None]:
-        """Around the collectives of a save. In a drain's nobody waits for a leaver whose notice is over."""
+        """A context for a save's collectives. In a drain's save nobody waits for a leaver whose notice is over."""
         link = self._link
         if link is None or not drain:
             return nullcontext()
         return self._collective.unless(lambda: bool(link.ending))
 
     def _complete(self, own: Own, lost: PeerLost, began: float) -> Manifest | None:
-        """A peer is gone. Where that is a leaver, one of the others seals what they have, see `apart`.
+        """Completes a save after a peer is gone. If it was a leaver, another rank seals what is there, see `apart`.
 
         Raises:
             PeerLost: It was no leaver, or this rank's part is not written.
@@ -272,14 +273,14 @@ class Saver:
         return manifest
 
     def _stage(self, name: str, state: Callable[[], Mapping[str, Any]], content: Content) -> dict[str, Any]:
-        """This rank's files in host memory, once all ranks have theirs."""
+        """This rank's files in host memory. Returns once all ranks have theirs."""
         error: BaseException | None = None
         files: dict[str, Any] = {}
         try:
             given = state()
             check_paths(given)
             files = {**self._buffers.copy(given), rng.file_name(self._identity.rank): rng.capture()}
-        # Whatever it is, the other ranks must hear of it before this one does anything else.
+        # The other ranks must hear of every error before this one does anything else.
         except BaseException as caught:
             log.debug("no state to save", exc_info=caught)
             error = kept(caught)
@@ -292,7 +293,7 @@ class Saver:
         return files
 
     def _check_files(self, paths: list[str], content: Content) -> None:
-        """Are they what the script says that it saves? All ranks have the same answer."""
+        """Checks that the files are what the script says that it saves. All ranks get the same answer."""
         reason = contradiction(paths, content.strategy, content.any_world_size)
         if reason is not None:
             raise Failed(reason, fatal=True)
@@ -309,7 +310,7 @@ class Saver:
             )
 
     def close(self) -> None:
-        """The script goes on without a session: gives what is under way some time to be sealed. Not collective."""
+        """Ends the saver when the script goes on without a session: a save under way gets some time. Not collective."""
         if self._under_way is not None and not self._under_way.flight.wait(LAST_WORDS_SECONDS):
             log.warning("%s is not sealed yet, and nobody will hear of it", self._under_way.name)
 
@@ -320,7 +321,7 @@ class Saver:
         return bool(self._collective.broadcast(better))
 
     def credit(self, name: str, value: float) -> None:
-        """A checkpoint that exists is the best so far, as all ranks know."""
+        """Makes a checkpoint that exists the best so far, as all ranks have agreed."""
         assert self.tracked is not None
         self.best = Best(name, self.tracked.metric, self.tracked.mode, value)
         if self._identity.rank == 0:
@@ -371,17 +372,17 @@ class Saver:
                 write(path)
                 state = path / rng.file_name(self._identity.rank)
                 state.parent.mkdir(parents=True, exist_ok=True)
-                write_exclusive(state, rng.capture(), lasting=False)  # `_describe` does it
-            # Whatever it is, the other ranks must hear of it before this one does anything else.
+                write_exclusive(state, rng.capture(), lasting=False)  # `_describe` makes it durable
+            # The other ranks must hear of every error before this one does anything else.
             except BaseException as caught:
                 error = kept(caught)
         own.written = error is None
         self._agree_on(own.content, self._answer(error, path))
 
     def _describe(self, own: Own) -> tuple[FileEntry, ...]:
-        """Every file of the checkpoint with its checksum, durable; the work is shared by all ranks."""
+        """Entries of all files of the checkpoint, each made durable and checksummed. All ranks share the work."""
         path, collective, identity = self._store.path(own.name), self._collective, self._identity
-        # One rank of each node lists: a network file system may not show a node yet what another one wrote.
+        # One rank of each node lists: a network file system may not yet show a node what another one wrote.
         part: dict[str, Any] = {"files": []}
         try:
             if identity.local_rank == 0:
@@ -422,7 +423,7 @@ class Saver:
         if identity.rank == 0:
             try:
                 path = self._store.path(own.name)
-                # A directory is synced, too, which a slow disk takes its time for.
+                # Sealing also syncs a directory, for which a slow disk takes its time.
                 with SavingReports(self._link, own.name, lambda: own.moved, path):
                     answer["digest"] = seal(path, manifest)
             except (OSError, CheckpointDamaged) as error:
@@ -456,7 +457,7 @@ class Saver:
                 log.warning("what the failed save left in %s could not be removed: %s", name, error)
         # No rank may begin the next attempt while the leftovers of this one are being removed.
         self._collective.barrier()
-        # A mistake ends the training; what is said of that comes with its error.
+        # A mistake ends the training, and its error says all that is to be said.
         if self._link is not None and not fatal:
             failed = worker_pb2.SaveFailed(name=name, reason=reason[:4096], drain=drain, step=step)
             self._link.send(worker_pb2.ToAgent(save_failed=failed))
@@ -466,14 +467,14 @@ class Saver:
         self._raise_first(self._collective.gather(self._answer(error, path)))
 
     def _answer(self, error: BaseException | None, path: Path) -> dict[str, Any]:
-        """What this rank says of its ``error``, if it had one; a script's mistake is in its own log as well."""
+        """What this rank says of its ``error``, if it has one. A script's mistake also goes to this rank's log."""
         found = problem(error, path)
         if found is not None and found.cause is not Cause.SURROUNDINGS:
             log.error("writing %s failed", path.name, exc_info=error)
         return {} if found is None else dict(found.answer)
 
     def _agree_on(self, content: Content, said: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """No rank has a problem, and all save the same, before any of it can be sealed. Returns what each has said."""
+        """Checks before a seal that no rank has a problem and all save the same. Returns all answers."""
         answers = self._collective.gather({**said, "content": asdict(content)})
         self._raise_first(answers)
         wrong = differences([answer["content"] for answer in answers])
@@ -484,6 +485,6 @@ class Saver:
     def _raise_first(self, answers: list[dict[str, Any]]) -> None:
         problems = [(rank, answer) for rank, answer in enumerate(answers) if "text" in answer]
         if problems:
-            # Of several, one that the others may come from.
+            # If there are several, prefer one that may have caused the others.
             rank, first = min(problems, key=lambda one: one[1].get("cause") == Cause.LIKELY_MISTAKE.value)
             raise Failed(f"{first['text']} (rank {rank})", is_fatal(answers), final=is_mistake(answers))

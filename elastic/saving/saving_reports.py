@@ -1,4 +1,4 @@
-"""Words to the agent on how far a save is."""
+"""Reports to the agent how far a save has come."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ REPORT_SECONDS = 2.0
 
 
 class Count:
-    """Bytes that several threads have dealt with, and when the last of them were."""
+    """Number of bytes that several threads have handled, and when the last of them came."""
 
     def __init__(self, begin: int) -> None:
         self._bytes = begin
@@ -30,7 +30,7 @@ class Count:
             self._moved = time.monotonic()
 
     def still(self) -> float:
-        """Seconds since something was added, or this was made."""
+        """Seconds since the last bytes were added, or since this was made."""
         with self._lock:
             return time.monotonic() - self._moved
 
@@ -40,10 +40,10 @@ class Count:
 
 
 class SavingReports:
-    """Tells the agent now and then how far a part of a save has come: a slow save is not a stuck one.
+    """Tells the agent from time to time how far a part of a save has come, which tells a slow save from a stuck one.
 
-    ``measure`` says it in bytes, from one part to the next without going back. ``path``: where this rank looks how
-    large the checkpoint is so far.
+    ``measure`` returns bytes that never decrease from one part to the next. ``path`` is the directory whose size this
+    rank reports as the checkpoint's size so far.
     """
 
     def __init__(self, link: Link | None, name: str, measure: Callable[[], int], path: Path | None = None) -> None:
@@ -72,7 +72,7 @@ class SavingReports:
             self._send(self._link, self._written())
 
     def _written(self) -> int:
-        """What its files hold, with what the parts before this one have written; at least 1."""
+        """Bytes in the checkpoint's files, including those of earlier parts of the save; at least 1."""
         return 1 if self._path is None else max(1, bytes_below(self._path))
 
     def _send(self, link: Link, written: int) -> None:
@@ -88,5 +88,5 @@ def bytes_below(path: Path) -> int:
             try:
                 total += os.lstat(os.path.join(directory, name)).st_size
             except FileNotFoundError:
-                continue  # a framework's temporary file that is gone again
+                continue  # a temporary file of a framework that is gone again
     return total

@@ -1,7 +1,7 @@
-"""What a learning rate schedule's own state does not say: its functions, and that it is there at all.
+"""What a learning rate schedule's own state does not contain: its functions, and the fact that it exists.
 
-Torch saves of ``LambdaLR`` where it stands, and not the function. And a schedule that nobody has given to anybody is
-made anew at each start.
+For ``LambdaLR`` torch saves only its position, not the function. And a schedule that was not given to us begins anew at
+each start.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-# Of the functions that schedules are made of, where they are compared.
+# Steps at which the functions of schedules are compared.
 _STEPS = (*range(4), *(n * 10**e for e in range(6) for n in (5, 10, 20)))
-# Attributes under which schedules hold others, torch's and Accelerate's.
+# Attributes in which torch's and Accelerate's schedules hold others.
 _INNER = ("_schedulers", "schedulers", "scheduler", "lr_scheduler", "_scheduler")
 _ROUNDING = 1e-6
 _DEPTH, _ITEMS = 4, 64
@@ -25,9 +25,9 @@ Factors = dict[str, list[list[float | None]]]
 
 
 def factors(schedule: Any) -> Factors:
-    """What a schedule's functions of the step give, at steps far apart: of each schedule in it, by place, and group.
+    """Values of a schedule's functions at a few steps far apart, by the place of each schedule in it and by group.
 
-    None where a function fails or gives no number.
+    None if a function fails or returns no number.
     """
     return {
         place: [[_factor(function, step) for step in _STEPS] for function in functions]
@@ -36,15 +36,15 @@ def factors(schedule: Any) -> Factors:
 
 
 def unchanged(before: Factors, now: Factors) -> Factors:
-    """Those of ``now`` that are as they were; a function of more than the step says nothing of another start."""
+    """Those of ``now`` that are as they were. A function of more than the step says nothing about another start."""
     return {place: values for place, values in now.items() if before.get(place) == values}
 
 
 def check_factors(saved: Factors, now: Factors) -> None:
-    """Compares a schedule's functions with those that the checkpoint's had.
+    """Compares a schedule's functions with those of the checkpoint's schedule.
 
     Raises:
-        ValueError: They are others.
+        ValueError: They differ.
     """
     for place in saved.keys() & now.keys():
         for was, is_ in zip(saved[place], now[place], strict=False):
@@ -59,30 +59,30 @@ def check_factors(saved: Factors, now: Factors) -> None:
 
 
 def left_out(optimizer: Any, known: Iterable[Any]) -> list[Any]:
-    """Schedules of this process that act on ``optimizer``, and are in nothing of ``known``."""
+    """Schedules of this process that act on ``optimizer``, and that nothing in ``known`` contains."""
     held = [one for thing in known for one in _in(thing, 0, set())]
-    # To go through all objects takes a moment, and who has given a schedule has thought of it.
+    # A walk over all objects takes a moment; a script that has given a schedule is spared it.
     if any(vars(one).get("optimizer") is optimizer for one in held) or not _acting(optimizer, held):
         return []
-    gc.collect()  # one that the script has dropped may still be there
+    gc.collect()  # a schedule that the script has dropped may still exist
     found = _acting(optimizer, held)
     inside = {id(one) for outer in found for one in _in(outer, 0, set()) if one is not outer}
     return [one for one in found if id(one) not in inside]
 
 
 def place_of(schedule: Any) -> list[Any]:
-    """Its class, and how often it has stepped: of one that was left out, for checkpoints."""
+    """Class and number of steps of a schedule that was left out, for checkpoints."""
     return [type(schedule).__name__, getattr(schedule, "last_epoch", None)]
 
 
 def has_moved(schedule: Any, rates: list[float]) -> bool:
-    """Whether a schedule that is not in the checkpoint may stand where the run goes on: it has set these rates last."""
+    """Whether a schedule that is not in the checkpoint may be at the resumed step: it set these rates last."""
     last = rates_of(getattr(schedule, "_last_lr", None) or rates)
     return all(math.isclose(one, other, rel_tol=_ROUNDING) for one, other in zip(last, rates, strict=False))
 
 
 def rates_of(values: Iterable[Any]) -> list[float]:
-    """Plain numbers of what may be tensors."""
+    """The values, some of which may be tensors, as plain numbers."""
     return [float(value) for value in values]
 
 
@@ -111,13 +111,13 @@ def _functions(schedule: Any, place: str, depth: int) -> Iterator[tuple[str, lis
 def _factor(function: Any, step: int) -> float | None:
     try:
         value = float(function(step))
-    except Exception:  # a table that is shorter
+    except Exception:  # for instance a table that is shorter
         return None
     return value if math.isfinite(value) else None
 
 
 def _in(thing: Any, depth: int, known: set[int]) -> Iterator[Any]:
-    """Schedules that something holds, itself among them."""
+    """Schedules that something holds, including itself."""
     if depth > _DEPTH or id(thing) in known:
         return
     known.add(id(thing))

@@ -1,8 +1,8 @@
 """Copies a training state to host memory, so that it can be written while the training changes the original.
 
-From a card the copy is made on a stream of its own, while the host goes on: `HostBuffers.wait` waits for it. It begins
-when the card has done what the training asked of it so far, and what the training asks for next begins after it. So the
-copy is the state of the moment, whatever is done with the tensors at once.
+From a card the copy runs on a stream of its own while the host goes on: `HostBuffers.wait` waits for it. The copy
+begins when the card has finished what the training asked for so far, and later work of the training begins after the
+copy. So the copy shows the state of this moment, whatever is done with the tensors next.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ log = logging.getLogger(__name__)
 
 
 class HostBuffers:
-    """Host memory that one copy after the other uses again: fresh memory costs more than the copying.
+    """Host memory that each copy uses again, because fresh memory costs more than the copying.
 
-    Stays as large as the state that was copied last. For tensors on a CUDA device it is pinned, where it can be.
+    It stays as large as the last copied state. For tensors on a CUDA device it is pinned if possible.
     """
 
     def __init__(self) -> None:
-        # By bytes, and whether they are for what a card has.
+        # Free buffers by size in bytes and by whether they are for tensors of a card.
         self._free: dict[tuple[int, bool], list[torch.Tensor]] = {}
         self._used: list[tuple[bool, torch.Tensor]] = []
         self._streams: dict[torch.device, Any] = {}
-        # Those that the copy under way uses, and what is recorded at its end.
+        # The buffers of the copy under way, and the events that are recorded at its end.
         self._busy: set[torch.device] = set()
         self._ends: list[Any] = []
         self._pins = True
 
     def copy(self, state: Any) -> Any:
-        """The same structure of dictionaries, lists and tuples, with tensors on the CPU that share nothing with it.
+        """The same structure of dictionaries, lists and tuples, with tensors on the CPU that share no memory with it.
 
-        Tensors that share memory share it in the copy, too: tied weights stay tied. What comes from a card is there
+        Tensors that share memory also share it in the copy: tied weights stay tied. What comes from a card is complete
         once `wait` has returned.
 
         Args:
@@ -53,12 +53,12 @@ class HostBuffers:
                 end = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
                 end.record(self._streams[device])
                 self._ends.append(end)
-        # What the state before this one had and this one has not.
+        # Buffers that the previous state needed and this one does not.
         self._free.clear()
         return result
 
     def wait(self) -> None:
-        """Until the last copy is there. From any thread.
+        """Waits until the last copy is complete. Any thread may call it.
 
         Raises:
             RuntimeError: The card has failed.
@@ -67,7 +67,7 @@ class HostBuffers:
             end.synchronize()
 
     def release(self) -> None:
-        """What ``copy`` gave out is not read any more."""
+        """Allows reuse of the buffers: nobody reads any more what ``copy`` returned."""
         for from_card, buffer in self._used:
             self._free.setdefault((buffer.numel(), from_card), []).append(buffer)
         self._used.clear()
@@ -80,7 +80,7 @@ class HostBuffers:
             if not isinstance(value, OrderedDict):
                 return items
             ordered = OrderedDict(items)
-            # torch keeps versions of modules there, which loading asks for.
+            # torch keeps the versions of modules there, and loading asks for them.
             if hasattr(value, "_metadata"):
                 ordered._metadata = copy.deepcopy(value._metadata)  # type: ignore[attr-defined]
             return ordered
@@ -93,7 +93,8 @@ class HostBuffers:
     def _copy_tensor(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
         if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg() or tensor.device.type == "meta":
-            # Seldom and small; nothing says how its parts lie in memory. From a card the caller waits for it.
+            # Rare and small kinds of tensors, whose memory layout is unknown. From a card the caller waits for the
+            # copy.
             return tensor.detach().clone() if tensor.device.type in ("cpu", "meta") else tensor.detach().cpu()
         storage = tensor.untyped_storage()
         key = storage.data_ptr(), storage.nbytes(), tensor.device
@@ -115,12 +116,12 @@ class HostBuffers:
         stream = self._stream(device)
         with torch.cuda.stream(stream):
             buffer.copy_(source, non_blocking=True)
-        # It may be let go of while it is copied, and was perhaps taken for another stream than the training's.
+        # The storage may be freed while it is copied, and may belong to another stream than the training's.
         source.record_stream(stream)
         return buffer.untyped_storage()
 
     def _stream(self, device: torch.device) -> Any:
-        """The one for copies, which waits for what the training has asked of the card so far."""
+        """The stream for copies, which first waits for what the training has asked of the card so far."""
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         if device not in self._busy:

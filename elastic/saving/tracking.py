@@ -8,33 +8,33 @@ from .saving import Saver
 
 
 class Tracking:
-    """One session's.
+    """The tracked metric of one session.
 
     Args:
         collective: The session's group.
-        saver: None: there is nowhere to save to, and so no checkpoint that could be the best one.
+        saver: None: there is no directory to save to, and so no checkpoint that could be the best one.
     """
 
     def __init__(self, collective: Collective, saver: Saver | None) -> None:
         self._collective, self._saver = collective, saver
         self._tracked: Tracked | None = None
-        # The best value, where nothing is saved.
+        # The best value if nothing is saved.
         self._unsaved: Best | None = None
-        # What ``improved`` was told, of which step, and whether that makes it worth a checkpoint.
+        # The value that ``improved`` was given, its step, and whether the step is therefore worth a checkpoint.
         self._measured: tuple[int, float, bool] | None = None
 
     @property
     def best(self) -> Best | None:
-        """The best checkpoint; None where nothing is saved."""
+        """The best checkpoint; None if nothing is saved."""
         return None if self._saver is None else self._saver.best
 
     @property
     def name(self) -> str | None:
-        """What is tracked, for a person; None: nothing."""
+        """Name of the tracked metric, for people; None: nothing is tracked."""
         return None if self._tracked is None else f"{self._tracked.metric} ({self._tracked.mode})"
 
     def track(self, tracked: Tracked) -> None:
-        """From now on."""
+        """Tracks this metric from now on."""
         self._tracked = tracked
         if self._saver is not None:
             self._saver.tracked = tracked
@@ -53,10 +53,10 @@ class Tracking:
         return better
 
     def measured(self, value: float, saved: Ref | None, *, together: bool) -> bool:
-        """The same for a step that is done; the checkpoint that it is ``saved`` as is credited.
+        """As `improved`, for a step that is done. If the step is ``saved``, that checkpoint is credited.
 
         Args:
-            together: All ranks call this, and rank 0's value decides; else each has its own.
+            together: All ranks call this, and rank 0's value decides; otherwise each rank's own value does.
 
         Raises:
             RuntimeError: Nothing is tracked.
@@ -72,11 +72,11 @@ class Tracking:
         return best
 
     def is_worth_saving(self, step: int) -> bool:
-        """``improved`` said so of this step, on all ranks."""
+        """Whether ``improved`` said so of this step, on all ranks."""
         return self._measured is not None and self._measured[0] == step and self._measured[2]
 
     def metric_of(self, step: int) -> float | None:
-        """What ``improved`` was told of this step."""
+        """The value that ``improved`` was given for this step."""
         return self._measured[1] if self._measured is not None and self._measured[0] == step else None
 
     def _check(self) -> Tracked:

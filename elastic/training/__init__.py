@@ -1,1 +1,1 @@
-"""The session and its loop: everything that a training script of its own meets."""
+"""The session and its loop: what a training script without our Trainer uses."""

@@ -1,4 +1,4 @@
-"""Gradient accumulation: ranks synchronise in the last micro-step only, and a part of a step is never taken for it.
+"""Gradient accumulation: ranks synchronise only in the last micro-step, and an unfinished step is never taken for one.
 
     accumulate = Accumulation(wrapped, optimizer)
     for batch in s.steps(batches):
@@ -7,8 +7,8 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Works alike with DistributedDataParallel, FSDP (both), DeepSpeed (where the engine defers by itself, and this compares
-notes with it) and modules that nothing wraps.
+Works alike with DistributedDataParallel, FSDP (both versions), DeepSpeed (whose engine defers by itself; this checks
+that it agrees) and modules without a wrapper.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ T = TypeVar("T")
 
 
 class Accumulation:
-    """Goes through a batch's micro-batches with the model's gradient synchronisation put off in all but the last.
+    """Iterates over a batch's micro-batches, and defers the model's gradient synchronisation in all but the last.
 
-    Whether a micro-batch is the last one is settled before its forward pass begins. Micro-batches with factor 0 leave
+    Whether a micro-batch is the last one is known before its forward pass begins. Micro-batches with factor 0 leave
     zero gradients, whatever the model computes for them.
 
-    ``DistributedDataParallel(static_graph=True)`` learns the graph from its first backward pass and fails (an internal
-    assertion of torch's) if that one is put off. So there each step's first micro-batch is synchronised too: of each
-    step, so that a process that resumes synchronises where one that never stopped does.
+    ``DistributedDataParallel(static_graph=True)`` learns the graph in its first backward pass, and fails with an
+    internal assertion if that pass is deferred. So with it the first micro-batch of each step is synchronised, too.
+    This happens in each step, so that a resumed process synchronises in the same places as one that never stopped.
 
     Args:
-        model: What the training calls: a wrapper, a DeepSpeed engine, or a plain module, which stays as it is.
-        optimizers: Refuse to step while micro-batches are missing. (A DeepSpeed engine counts for itself.)
+        model: What the training calls: a wrapper, a DeepSpeed engine, or a plain module, which is left alone.
+        optimizers: They refuse to step while micro-batches are missing. (A DeepSpeed engine counts by itself.)
 
     Attributes:
         model, optimizers: As given.
-        deferrals: Backward passes so far whose synchronisation was put off: a - 1 in each step, with a model that
-            synchronises at all; with a static graph a - 2.
+        deferrals: Number of backward passes so far whose synchronisation was deferred: a - 1 in each step if the model
+            synchronises at all; a - 2 with a static graph.
     """
 
     def __init__(self, model: nn.Module, *optimizers: Optimizer) -> None:
@@ -63,17 +63,17 @@ class Accumulation:
         tell(model, optimizers)
 
     def __call__(self, batch: Batch[T]) -> Iterator[MicroBatch[T]]:
-        """The micro-batches of ``batch`` in order; the body of the ``for`` is forward and backward pass.
+        """The micro-batches of ``batch`` in order; the body of the ``for`` is the forward and backward pass.
 
         Raises:
-            RuntimeError: The batch before was left in the middle; or the engine's own count of micro-steps disagrees;
-                or parameters were unfrozen whose gradients nobody would average.
-            ValueError: The factors are not made for this model.
+            RuntimeError: The previous batch was left half-way; or the engine's own count of micro-steps disagrees; or
+                parameters were unfrozen whose gradients nobody would average.
+            ValueError: The batch's factors are not for this model.
         """
-        self._open.close()  # what a loop that raised left open
+        self._open.close()  # whatever a loop that raised has left open
         before, self._batch = self._batch, None
         if before is not None:
-            # Once: a script that catches it, and zeroes the gradients, may go on.
+            # Raised only once: a script that catches it, and zeroes the gradients, may go on.
             before.check_complete()
         if self._engine != (batch.scale == "deepspeed"):
             wanted = "deepspeed" if self._engine else "ddp"
@@ -102,7 +102,7 @@ class Accumulation:
                 yield micro
 
     def _compare(self, micro: MicroBatch[T], batch: Batch[T]) -> None:
-        """The engine synchronises and steps by a count of its own; it must mean the same micro-steps."""
+        """Checks that the engine, which synchronises and steps by a count of its own, counts the same micro-steps."""
         model: Any = self.model
         if bool(model.is_gradient_accumulation_boundary()) != micro.is_last:
             raise RuntimeError(
@@ -112,12 +112,12 @@ class Accumulation:
             )
 
     def _zero(self, micro: MicroBatch[T], stack: ExitStack) -> None:
-        """Nothing that it computes reaches a gradient, even where the model's derivatives are infinite."""
+        """Keeps what it computes from reaching any gradient, even if the model's derivatives are infinite."""
         micro.zero_gradients(self.model.parameters())
-        # FSDP1 may keep its one flat parameter out of sight.
+        # FSDP1 may hide its one flat parameter.
         flat = (getattr(module, "_flat_param", None) for module in self.model.modules())
         micro.zero_gradients(parameter for parameter in flat if isinstance(parameter, Tensor))
-        # FSDP2's gradients go to tensors that are there only once the forward pass has gathered them.
+        # FSDP2's gradients go to tensors that exist only after the forward pass has gathered them.
         for module in self._sharded:
             hook = module.register_forward_pre_hook(lambda module, _: micro.zero_gradients(module.parameters()))
             stack.callback(hook.remove)
@@ -129,12 +129,12 @@ class Accumulation:
 
 def has_static_graph(model: nn.Module) -> bool:
     """Whether it is ``DistributedDataParallel(static_graph=True)``, perhaps compiled."""
-    return bool(getattr(model, "static_graph", False))  # a compiled model passes on what it is asked for
+    return bool(getattr(model, "static_graph", False))  # a compiled model passes attribute lookups on
 
 
 @contextmanager
 def synchronised(model: Any) -> Iterator[None]:
-    """Has ``DistributedDataParallel`` synchronise, also within its ``no_sync``, which somebody else has entered."""
+    """Makes ``DistributedDataParallel`` synchronise even inside a ``no_sync`` that other code has entered."""
     before, model.require_backward_grad_sync = model.require_backward_grad_sync, True
     try:
         yield
@@ -143,7 +143,7 @@ def synchronised(model: Any) -> Iterator[None]:
 
 
 def _deferring(model: nn.Module, sharded: list[nn.Module]) -> Callable[[], AbstractContextManager[Any]] | None:
-    """How this model's synchronisation is put off; None: it has none, or does it by itself (DeepSpeed)."""
+    """How this model's synchronisation is deferred; None: it has none, or defers by itself (DeepSpeed)."""
     if hasattr(model, "is_gradient_accumulation_boundary"):
         return None
     if sharded:
@@ -153,7 +153,7 @@ def _deferring(model: nn.Module, sharded: list[nn.Module]) -> Callable[[], Abstr
 
 
 class _WithoutSync:
-    """FSDP2's switch as a context."""
+    """FSDP2's switch for synchronisation as a context manager."""
 
     def __init__(self, modules: list[nn.Module]) -> None:
         self._modules: list[Any] = list(modules)

@@ -1,9 +1,9 @@
-"""What all ranks have a copy of, compared over the ranks: before the first step, and right behind it.
+"""Compares over the ranks what each of them has a copy of: before the first step, and right after it.
 
 A script that forgets DistributedDataParallel, or gives one rank another optimizer, fails nowhere: each rank trains a
 model of its own, and rank 0's is saved for all. So the ranks compare a number (`digest`) for each tensor of which all
 have a copy: the parameters and optimizer states of a replicated model, the unsharded tensors of a sharded one. They
-also compare the hyperparameters. Buffers may differ (BatchNorm's), and so may tensors that the session was not told of.
+also compare the hyperparameters. Buffers may differ (BatchNorm's), and so may tensors that the session does not know.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from .hyperparameters import told_of
 
 log = logging.getLogger(__name__)
 
-# Names are told apart in so many heaps: only of those that differ each tensor's number is told, of so many tensors.
+# Names are grouped into so many heaps. Each tensor's number is sent only for heaps that differ, and for so many
+# tensors.
 HEAPS, TOLD = 64, 256
-# Steps until this is given up where nothing moves: with a learning rate of 0, or a loss scale that is still too large.
+# Steps after which this is given up if nothing moves: a learning rate of 0, or a loss scale that is still too large.
 LAST = 1024
-# Communication hooks of torch's that leave the ranks apart for a while, or for ever, as their users know.
+# torch's communication hooks that let the ranks differ for a while or for ever, as their users know.
 _LOCAL = ("post_localSGD_hook", "noop_hook")
 
 
 class Value(NamedTuple):
-    """Something that all ranks have.
+    """Something that all ranks have a copy of.
 
     Attributes:
         name: For people.
         tensor: On any device.
-        of: The parameter that it is, or is a state of, by its ``id``.
-        trained: An optimizer's parameter.
-        surely: It cannot be meant to differ.
+        of: ``id`` of the parameter that it is, or whose state it is.
+        trained: Whether it is an optimizer's parameter.
+        surely: Whether a difference is surely a mistake.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Value(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """A value that the ranks have unlike, and by how much of its size."""
+    """A value that differs between the ranks, and by how much relative to its size."""
 
     value: Value
     far: float
@@ -67,10 +68,10 @@ class Copy:
     """A model and what trains it, as known on this rank.
 
     Attributes:
-        model: Unwrapped.
-        wrapper: What the training calls, where it is known.
-        optimizers, scheduler: Where they are known.
-        saved: Rank 0 saves it for all.
+        model: The model without wrappers.
+        wrapper: What the training calls, if it is known.
+        optimizers, scheduler: Those that are known.
+        saved: Whether rank 0 saves it for all.
     """
 
     model: nn.Module
@@ -81,7 +82,7 @@ class Copy:
 
 
 class Copies:
-    """One session's.
+    """Compares the copies of one session.
 
     Args:
         collective: The session's group.
@@ -95,11 +96,11 @@ class Copies:
 
     @property
     def asked(self) -> bool:
-        """There is something still to be compared."""
+        """Whether something is still to be compared."""
         return self._collective.world_size > 1 and self._due > 0
 
     def know(self, model: nn.Module, *optimizers: Any, scheduler: Any = None, saved: bool = False) -> None:
-        """A model, wrapped or not, and what trains it; the same one may be told again.
+        """Registers a model, wrapped or not, and what trains it. The same one may be registered again.
 
         Args:
             saved: Rank 0 saves its copy for all.
@@ -115,10 +116,10 @@ class Copies:
         copy.saved = copy.saved or saved
 
     def before(self) -> None:
-        """Before the first step. Collective.
+        """Compares before the first step. Collective.
 
         Raises:
-            Unlike: The ranks have other hyperparameters, or other weights, or train others of them.
+            Unlike: The ranks have different hyperparameters or weights, or train different ones.
         """
         if not self.asked or self._steps:
             return
@@ -128,10 +129,10 @@ class Copies:
         self._first = self._compare(0)[:1]
 
     def behind(self, step: int) -> None:
-        """Behind a step; does something behind the first one only, or behind the first few, while nothing moves.
+        """Compares after the first step, or after the first few while nothing moves; later calls do nothing.
 
         Raises:
-            Unlike: The ranks have other weights, or other states of an optimizer.
+            Unlike: The ranks have different weights, or different states of an optimizer.
         """
         if not self.asked:
             return
@@ -145,7 +146,7 @@ class Copies:
             self._known.clear()
 
     def _compare(self, step: int) -> list[Any]:
-        """What all ranks have alike, in short; empty: they have nothing in common, or unlike."""
+        """A short description of what all ranks have alike; empty: they have nothing in common, or nothing alike."""
         groups = self._values(states=step > 0)
         own = [_told(values) for values in groups]
         answers = self._collective.gather(own)
@@ -158,7 +159,7 @@ class Copies:
         return answers[0] if own[0] is not None else []
 
     def _apart(self, values: Sequence[Value], told: Sequence[Any]) -> list[Apart]:
-        """Which of these the ranks have unlike. Collective where they do."""
+        """Those of the values that differ between the ranks. Collective if some do."""
         if any(one is None for one in told) or any(one["names"] != told[0]["names"] for one in told):
             return []
         heaps = [n for n in range(HEAPS) if any(one["heaps"][n] != told[0]["heaps"][n] for one in told)]
@@ -175,14 +176,14 @@ class Copies:
         return found
 
     def _judge(self, apart: Sequence[Apart], weights: Sequence[Value], step: int) -> None:
-        """Refuses what cannot be right, and says what may be.
+        """Refuses differences that cannot be right, and warns of those that may be.
 
         Raises:
             Unlike: See `behind`.
         """
         more = [one for one in apart if one.far > digest.rounding(one.value.tensor.dtype)]
         trained = {value.of for value in weights if value.trained}
-        # Its first step may move a weight by the same on all ranks, where only the sign of a gradient counts.
+        # If only a gradient's sign counts, the first step may move a weight by the same amount on all ranks.
         moved = trained & {one.value.of for one in more}
         alone = bool(trained) and len(moved) >= 0.9 * min(len(trained), TOLD)
         if (alone and step) or any(one.value.surely for one in more):
@@ -191,13 +192,13 @@ class Copies:
             remark("%s", saying(more, apart, step))
 
     def _copies(self) -> Iterator[Copy]:
-        """Those that the ranks should have alike."""
+        """The copies that should be alike on all ranks."""
         for copy in self._known.values():
             if _of_all_ranks(copy, self._collective.world_size):
                 yield copy
 
     def _values(self, *, states: bool) -> tuple[list[Value], list[Value]]:
-        """Weights, and states of optimizers if they are asked for."""
+        """Weights, and states of optimizers if ``states`` is true."""
         weights: list[Value] = []
         held: list[Value] = []
         for copy in self._copies():
@@ -207,7 +208,7 @@ class Copies:
 
 
 def refusal(apart: Sequence[Apart], step: int) -> str:
-    """Why the ranks cannot go on."""
+    """The message that says why the ranks cannot go on."""
     if not step:
         return (
             f"the ranks begin with different weights ({_named(apart)}), and rank 0's would be saved for all: make the "
@@ -221,7 +222,7 @@ def refusal(apart: Sequence[Apart], step: int) -> str:
 
 
 def saying(more: Sequence[Apart], apart: Sequence[Apart], step: int) -> str:
-    """What is not refused, because it may be meant or cannot be helped."""
+    """The message about differences that are not refused, because they may be meant or cannot be helped."""
     when = f"behind step {step}" if step else "before the first step"
     if more:
         return (
@@ -239,23 +240,23 @@ def _named(apart: Sequence[Apart]) -> str:
 
 
 def _far(numbers: Sequence[float], norms: Sequence[float]) -> float:
-    """By how much of its size a tensor differs; one with NaN in it is like any other one with NaN in it."""
+    """By how much of its size a tensor differs. A tensor with NaN equals any other with NaN."""
     if len({repr(number) for number in numbers}) == 1:
         return 0.0
     largest = max((norm for norm in norms if norm == norm), default=0.0)
     apart = max(abs(number - numbers[0]) for number in numbers)
     far = apart / largest if largest else apart
-    # What rounding in double precision does on devices of different kinds.
+    # The rounding in double precision that devices of different kinds do differently.
     return 0.0 if far < 1e-13 else far if far == far else float("inf")
 
 
 def _told(values: Sequence[Value]) -> Any:
-    """All of it in short; None: there is nothing, or it cannot be read."""
+    """A short description of all values; None: there are none, or they cannot be read."""
     if not values:
         return None
     try:
         found = [repr(number) for number in digest.numbers([value.tensor for value in values])]
-    except (RuntimeError, TypeError, NotImplementedError) as error:  # a device that cannot compute this; no memory
+    except (RuntimeError, TypeError, NotImplementedError) as error:  # the device cannot compute this, or lacks memory
         log.warning("the ranks' weights are not compared: %s", error)
         return None
     return {
@@ -269,7 +270,7 @@ def _is_engine(model: Any) -> bool:
 
 
 def _of_all_ranks(copy: Copy, world_size: int) -> bool:
-    """Whether each rank has, and trains together with all others, this very model."""
+    """Whether each rank has this very model, and trains it together with all others."""
     wrapper = getattr(copy.wrapper, "_orig_mod", copy.wrapper)
     if any(kind.__name__ == "FullyShardedDataParallel" for m in copy.model.modules() for kind in type(m).__mro__):
         return False
@@ -292,7 +293,7 @@ def _weights(copy: Copy) -> Iterator[Value]:
     named = {id(parameter): name for name, parameter in copy.model.named_parameters()}
     sharded = any(not digest.is_plain(p) for p in copy.model.parameters())
     for name, parameter in copy.model.named_parameters():
-        # ZeRO-3's are elsewhere; experts are each rank's own.
+        # ZeRO-3's parameters are elsewhere; experts are each rank's own.
         elsewhere = hasattr(parameter, "ds_id") or not getattr(parameter, "allreduce", True)
         if digest.is_plain(parameter) and name not in ignored and not elsewhere and (copy.saved or not sharded):
             yield Value(name, parameter, id(parameter), id(parameter) in trained, copy.saved or together)
@@ -311,7 +312,7 @@ def _states(copy: Copy) -> Iterator[Value]:
     sure = {id(value.tensor) for value in _weights(copy) if value.surely}
     for optimizer in copy.optimizers:
         state, kind = getattr(optimizer, "state", None), type(optimizer).__name__
-        # What others keep may be each rank's own: errors of what they send, for one.
+        # Other state may be each rank's own, for instance the errors of what it sends.
         known = source_of_step(optimizer).startswith("torch.optim.")
         for parameter in _parameters(optimizer) if isinstance(state, Mapping) else ():
             held = state.get(parameter, {})  # type: ignore[union-attr]

@@ -1,8 +1,8 @@
-"""A number for each tensor, by which ranks see whether theirs are the same without moving them.
+"""A number for each tensor, with which ranks compare tensors without sending them.
 
-The number is a sum of all values, each with a weight of its own, in double precision: equal tensors have equal numbers,
-on every kind of device up to rounding in double precision, and how far two numbers are apart says how far the tensors
-are (the weights are random signs, so rounding that differs here and there does not add up).
+The number is a weighted sum of all values in double precision, with a different weight for each value. Equal tensors
+have equal numbers on every kind of device, up to rounding in double precision. The distance of two numbers says how far
+the tensors are apart. (The weights have random signs, so scattered differences of rounding do not add up.)
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 _COLUMNS = 1024
-# Values at a time, and so how much memory it takes: what a CPU's cache holds, or a card does in one go.
+# How many values are handled at a time, and so the memory that it takes: what fits a CPU's cache, or one call on a
+# card.
 _CPU_VALUES, _CARD_VALUES = 1 << 18, 1 << 22
 # The fractional parts of multiples of such a number are spread evenly over 0 to 1.
 _GOLDEN, _SILVER = 0.6180339887498949, 0.4142135623730951
@@ -23,7 +24,7 @@ _WITHOUT_DOUBLE = ("mps", "xpu")
 
 
 def is_plain(value: object) -> bool:
-    """A tensor that lies here as a whole and is no other kind of thing: not sharded, packed, or without values."""
+    """Whether it is a tensor that lies here as a whole and plainly: not sharded, packed, or without values."""
     return (
         type(value) in (Tensor, nn.Parameter)
         and isinstance(value, Tensor)
@@ -40,12 +41,12 @@ def numbers(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def norms(tensors: Sequence[Tensor]) -> list[float]:
-    """The Euclidean norm of each."""
+    """The Euclidean norm of each tensor."""
     return _read([sum((part.square().sum() for part in _parts(t.detach())), _zero(t)) for t in tensors], root=True)
 
 
 def rounding(dtype: torch.dtype) -> float:
-    """How far apart two tensors may be, relative to their norm, that only another order of sums has made differ."""
+    """How far apart, relative to their norm, two tensors may be that differ only in the order of sums."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return 0.0
     epsilon = torch.finfo(dtype).eps
@@ -53,7 +54,7 @@ def rounding(dtype: torch.dtype) -> float:
 
 
 def short(texts: Iterable[str]) -> str:
-    """A few letters that stand for all of them."""
+    """A few letters that stand for all the texts."""
     return hashlib.blake2b("\n".join(texts).encode(), digest_size=6).hexdigest()
 
 
@@ -71,7 +72,7 @@ def _number(tensor: Tensor, columns: Tensor) -> Tensor:
 
 
 def _parts(tensor: Tensor) -> Iterable[Tensor]:
-    """All values in order, as doubles, some at a time."""
+    """All values in order, as doubles, a limited number at a time."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     size = _CPU_VALUES if tensor.device.type == "cpu" else _CARD_VALUES
@@ -81,7 +82,7 @@ def _parts(tensor: Tensor) -> Iterable[Tensor]:
 
 
 def _weights(begin: int, end: int, like: Tensor) -> Tensor:
-    """Those of some places: between 0.5 and 1.5, with either sign."""
+    """The weights of a range of places: between 0.5 and 1.5, with either sign."""
     places = torch.arange(begin + 1, end + 1, dtype=like.dtype, device=like.device)
     return (0.5 + (places * _GOLDEN).frac()).copysign((places * _SILVER).frac() - 0.5)
 

@@ -1,6 +1,6 @@
 """Which functions may draw random numbers, told by the names in their code. Pure.
 
-Layers say what they drop; a loss or a ``forward`` that calls ``torch.randn`` shows it nowhere else before it runs.
+Layers tell what they drop. But a loss or a ``forward`` that calls ``torch.randn`` shows it only in its code.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _DRAWS = re.compile(
 
 
 def drawn_in(function: Any) -> tuple[str, ...]:
-    """Names in a function's own code by which random numbers are drawn; empty: none is seen."""
+    """Names in a function's own code that draw random numbers; empty: none is seen."""
     while isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function) if callable(function) else function

@@ -1,4 +1,4 @@
-"""The session of this process: found in its environment, opened once."""
+"""Opens the session of this process, once, from its environment."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _sessions: list[Session] = []
 
 
 def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: bool = True) -> Session:
-    """The session of this process; a second call gives the first one's. A process trains one run.
+    """The session of this process. A second call returns the first one's: a process trains one run.
 
-    Under ``dlrover-run`` everything comes from the environment. Outside, the world is torchrun's or one rank, and with
-    a ``checkpoint_dir`` the newest sound checkpoint there is the resume point and SIGTERM saves before it stops. So do,
-    under ``dlrover-run``, all signals that its agent takes for a notice to leave. DataLoader processes that are started
-    afterwards pass over them, so that they are there for the step that is saved.
+    Under ``dlrover-run`` everything comes from the environment. Outside, the world is torchrun's or one rank. With a
+    ``checkpoint_dir`` the newest sound checkpoint in it is the resume point, and SIGTERM saves before it stops. Under
+    ``dlrover-run`` all signals that the agent takes for a notice to leave do that, too. DataLoader processes that start
+    afterwards ignore those signals, so that they are there for the step that is saved.
 
     Args:
-        checkpoint_dir: Only for use outside ``dlrover-run``, which has its own.
+        checkpoint_dir: Only for use outside ``dlrover-run``, which gives its own.
         keep: Outside ``dlrover-run``: how many checkpoints to keep; 0: all.
         verify: Read the resume point's files and compare their checksums before anything is loaded.
 
@@ -54,7 +54,7 @@ def session(checkpoint_dir: str | Path | None = None, *, keep: int = 0, verify: 
 
 
 def refused_together() -> AbstractContextManager[None]:
-    """``Meetings.together`` of this process's session, where it has one that goes on; else nothing. Collective."""
+    """``Meetings.together`` of this process's session, if it has one that is not over; else nothing. Collective."""
     return _sessions[0].meetings.together() if _sessions and not _sessions[0].meetings.over else nullcontext()
 
 
@@ -82,7 +82,7 @@ def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> S
         mark("met")
     link = lock = resume = None
     if identity.socket is not None:
-        # Before the agent hears that there is a session: from then on it expects this rank to save.
+        # Watch before the agent hears that there is a session: from then on it expects this rank to save.
         notice.watch(noticed())
         link = Link(identity.socket, hello(identity))
         if identity.resume is not None and identity.run_dir is not None:
@@ -96,17 +96,17 @@ def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> S
                 raise
             resume = point
     else:
-        # Before any rank acts on it: those without one would not take part.
+        # Compared before any rank acts on it, because ranks without a directory would not take part.
         agree(collective, {"a checkpoint_dir is given": identity.run_dir is not None})
         if identity.run_dir is not None and not is_examined():
             check_directory(identity.run_dir, collective)
     if identity.socket is None and identity.run_dir is not None:
-        # Who only looks changes nothing, and may look at a run that goes on.
+        # The doctor changes nothing, and may look at a run that goes on.
         lock = None if is_examined() else take_lock(identity.run_dir, collective)
         store = CheckpointStore(identity.run_dir)
         resume = newest(store, collective, identity.world_size)
-        # Nobody counts epochs here. Names and manifests need them all the same: where the run goes back to an earlier
-        # checkpoint, what it makes from there is newer than what it left.
+        # Nobody counts epochs here, but names and manifests need them: after the run has gone back to an earlier
+        # checkpoint, what it then saves must be newer than what it left.
         identity = replace(identity, epoch=collective.broadcast(store.next_epoch() if identity.rank == 0 else None))
         if resume is not None:
             identity = replace(identity, job_id=resume.manifest.job_id, run_id=resume.manifest.run_id)

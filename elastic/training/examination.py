@@ -20,19 +20,19 @@ from .findings import Facts, findings, kinds_of
 
 
 class Examined(SystemExit):
-    """The doctor has what it wanted. Exit code 0, whatever the script makes of this."""
+    """The doctor has what it wanted. The exit code is 0, whatever the script does with this exception."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 def is_examined() -> bool:
-    """Whether this process runs only to be looked at."""
+    """Whether this process runs only for the doctor."""
     return bool(os.environ.get(Variable.DOCTOR))
 
 
 def refuse_to_go_on() -> None:
-    """Under the doctor nothing is trained or written, however often a script tries again.
+    """Ends the process under the doctor: nothing is trained or written, however often a script tries again.
 
     Raises:
         Examined: This is the doctor.
@@ -43,13 +43,13 @@ def refuse_to_go_on() -> None:
 
 
 class Examination:
-    """One session's.
+    """What one session has learned of its training.
 
     Args:
         rank: The session's rank; rank 0 speaks.
-        begins: The run begins here, and is more than a trial: people are told.
-        world_size, max_world_size, directory: See `Facts`. The doctor says how it is under ``dlrover-run``, which has a
-            directory, and where the world may change.
+        begins: The run begins here, and may go on for more than a few steps: findings are printed.
+        world_size, max_world_size, directory: See `Facts`. The doctor examines as for ``dlrover-run``, which has a
+            directory and where the world may change.
     """
 
     def __init__(self, rank: int, begins: bool, world_size: int, max_world_size: int, directory: bool) -> None:
@@ -63,7 +63,7 @@ class Examination:
         self._model: Any = None
 
     def learn(self, **facts: Any) -> None:
-        """Something more is known: fields of `Facts`."""
+        """Adds facts: fields of `Facts`."""
         self._facts = replace(self._facts, **facts)
 
     def learn_parts(self, model: Any = None, *optimizers: Any) -> None:
@@ -75,14 +75,14 @@ class Examination:
         self.learn(optimizers=(*self._facts.optimizers, *(n for n in names if n not in self._facts.optimizers)))
 
     def learn_left_out(self, schedule: str) -> None:
-        """A schedule that nobody saves."""
+        """Adds a schedule that nobody saves."""
         self.learn(left_out=tuple(dict.fromkeys((*self._facts.left_out, schedule))))
 
     def end(self) -> None:
-        """The ranks have met, and the first step would begin.
+        """Ends the examination when the ranks have met and the first step would begin.
 
         Raises:
-            Examined: It does not: this is `dalsegno doctor`.
+            Examined: The doctor examines this process, so no step begins.
         """
         if not self._done:
             self._done = True
@@ -102,7 +102,7 @@ class Examination:
 
 
 def _is_unwrapped(model: Any) -> bool:
-    """Nothing in this process is seen to average a model's gradients; False: its model is not known."""
+    """Whether nothing in this process is seen to average the model's gradients; False: the model is not known."""
     sharded = ("to_local", "_fsdp_flattened", "ds_tensor")
     if model is None or any(hasattr(parameter, mark) for parameter in model.parameters() for mark in sharded):
         return False

@@ -1,6 +1,6 @@
 """What a training is found to be before its first step, in lines for a person. Pure.
 
-Nobody should learn at the first change of the world that a change is impossible, or that it goes back to step 0.
+Nobody should learn only at the first change of the world that a change is impossible, or goes back to step 0.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from .draws import drawn_in
 
 # Kinds of layers that make a step depend on how its samples are dealt to the ranks.
 RANDOM, BATCH_STATISTICS = "random", "batch statistics"
-# What is known of where the data stand.
+# What may be known of the data's position.
 OURS, SCRIPTS, STATE, NOTHING = "all, as of Batches", "what the script sees to", "a state of each rank", "nothing"
 
 
 class Finding(NamedTuple):
-    """One line: what about, and what was found."""
+    """One line: its subject, and what was found."""
 
     about: str
     text: str
@@ -32,26 +32,26 @@ class Facts:
     """What is known of a training when its ranks meet for the first time.
 
     Attributes:
-        strategy: As `Session.save` has it.
-        world_size, max_world_size: Ranks here, and of the largest world that this run may have.
-        directory: There is one for checkpoints.
+        strategy: As in `Session.save`.
+        world_size, max_world_size: Number of ranks here, and in the largest world that this run may have.
+        directory: There is a directory for checkpoints.
         saves: The script gives something to save with.
         save_every: Steps between saves; 0: only for drains and at the end.
         any_world_size: Its files load at any world size as they are.
-        reshards: They do, each rank taking its ranges of them.
-        data: What is known of where the data stand; empty: they were not looked at.
+        reshards: Its files load at any world size, because each rank takes its ranges of them.
+        data: What is known of the data's position; empty: they were not looked at.
         fixed_micro_batch: The cut of the global batch is the same in every world.
         optimizers: Names of their classes.
         layers: Kinds of layers that were seen, see `kinds_of`, each with the classes.
         stateless: Names of callbacks that keep nothing in checkpoints.
         data_draws: The data set draws random numbers, and nothing sets the generators for each sample.
-        data_draws_own: It draws from a generator of its own.
-        left_out: Kinds of schedules that act on an optimizer, and are in no checkpoint.
+        data_draws_own: The data set draws from a generator of its own.
+        left_out: Kinds of schedules that act on an optimizer and are in no checkpoint.
         twins: Classes of callbacks whose states only their order tells apart.
-        loss_draws: Names by which a `Trainer`'s loss draws random numbers.
-        seeded: The generators are set for each of fixed micro-batches.
-        unwrapped: Nothing is seen around the model that averages the ranks' gradients.
-        examined: `dalsegno doctor` looks, and sees no step.
+        loss_draws: Names of functions with which a `Trainer`'s loss draws random numbers.
+        seeded: The generators are set for each fixed micro-batch.
+        unwrapped: Nothing around the model is seen to average the ranks' gradients.
+        examined: `dalsegno doctor` examines the training, and sees no step.
     """
 
     strategy: str = "ddp"
@@ -78,12 +78,12 @@ class Facts:
 
 
 def loads_anywhere(strategy: str) -> bool:
-    """What is known of a strategy's checkpoints where nothing is said: any number of ranks loads them as they are."""
+    """Whether any number of ranks loads a strategy's checkpoints as they are, if the script does not say."""
     return strategy in ("ddp", "deepspeed-zero-0")
 
 
 def findings(facts: Facts) -> Iterator[Finding]:
-    """All of them, the most important first."""
+    """All findings, the most important first."""
     with_ = f" with {', '.join(facts.optimizers)}" if facts.optimizers else ""
     ranks = f"{facts.world_size} rank{'s' if facts.world_size != 1 else ''}"
     yield Finding("training", f"strategy {facts.strategy}{with_}, {ranks}")
@@ -125,7 +125,7 @@ def change_of_world(facts: Facts) -> str:
 
 
 def data(facts: Facts) -> str:
-    """What is worth knowing of the place in the data; empty: nothing."""
+    """What people should know of the data's position; empty: nothing."""
     if facts.data == NOTHING:
         return "nothing says where these data stand: a resume is refused; give Batches, or steps(advanced=True)"
     if facts.data == STATE:
@@ -134,7 +134,7 @@ def data(facts: Facts) -> str:
 
 
 def in_distribution(facts: Facts) -> Iterator[str]:
-    """What a change of the number of ranks alters, beyond rounding, or each start does."""
+    """What each start, or a change of the number of ranks, alters beyond rounding."""
     seen = dict(facts.layers)
     if facts.data_draws_own:
         yield (
@@ -201,7 +201,7 @@ def kinds_of(model: Any) -> tuple[tuple[str, tuple[str, ...]], ...]:
         elif any(_rate_of(module, key) > 0 for key in ("dropout", "dropout_p", "attention_dropout")):
             found.setdefault(RANDOM, {})[f"dropout in {name}"] = None
         elif not type(module).__module__.startswith("torch."):
-            # One that has a rate has said so above: it is 0.
+            # A layer with a rate was handled above: its rate is 0.
             has_rate = any("drop" in attribute for attribute in vars(module))
             drawn = [draw for draw in drawn_in(type(module).forward) if "drop" not in draw or not has_rate]
             if drawn:

@@ -1,4 +1,4 @@
-"""What trains a model, in plain words: for comparing it over the ranks. Pure."""
+"""Describes what trains a model in plain words, for comparing it over the ranks. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor, nn
 
 from .digest import short
 
-# Names of hyperparameters that may be whole numbers. Other whole numbers may be a rank's own (its number, for one).
+# Names of hyperparameters that may be whole numbers. Other whole numbers may be a rank's own, such as its number.
 _NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "betas", "eps")
-# How it is computed, which devices of different kinds may do differently.
+# How an optimizer computes, which may differ between devices of different kinds.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
 _LONG = 120
 
 
 def told_of(model: nn.Module, optimizers: Sequence[Any], scheduler: Any) -> dict[str, Any]:
-    """By name; plain values.
+    """The hyperparameters by name, as plain values.
 
     Args:
-        model: Unwrapped.
+        model: The model without wrappers.
         optimizers: Those that train it.
         scheduler: None: there is none, or it is not known.
     """
@@ -62,7 +62,7 @@ def _scheduled(scheduler: Any) -> str:
 
 
 def _plain(value: Any, *, whole: bool) -> Any:
-    """A number or a switch, or several of them, or with ``whole`` a whole number or a name; None: something else."""
+    """A number, a switch, or several of them; with ``whole`` also a whole number or a name; None: something else."""
     if isinstance(value, Tensor):
         value = float(value) if value.numel() == 1 and value.device.type != "meta" else None
     if isinstance(value, bool | float):

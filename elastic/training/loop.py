@@ -65,41 +65,42 @@ def steps(
 ) -> Iterator[T]:
     """One batch per optimizer step; the body of the ``for`` is the step. All ranks leave the loop at the same step.
 
-    The call is collective: what all ranks must have alike is compared, and they begin together or not at all.
-    Ends when ``max_steps`` are done or some rank has no more data: a last save if the last step is not saved, then the
-    agent is told that the training finished. If the world is about to change, the ranks save at one boundary and the
-    process ends with ``Drained`` (exit code 83). A ``break`` is the script's own affair; call ``session.finish()``
-    after it if the training is done.
+    The call is collective: it compares what must be alike on all ranks, and they begin together or not at all. The loop
+    ends when ``max_steps`` are done or some rank has no more data. It then saves if the last step is not saved, and the
+    agent learns that the training finished. If the world is about to change, the ranks save at one boundary and the
+    process ends with ``Drained`` (exit code 83). After a ``break`` the script decides: call ``session.finish()`` if the
+    training is done.
 
     Args:
-        session: The process's.
-        data: ``Batches``, or any iterable of batches, of which one is fetched ahead. What a loader's ``state_dict``
-            says is saved, and loads where as many ranks resume. Others would begin anew: refused, see ``sources``.
-        max_steps: Steps of the whole run, those before the resume point included.
-        save: Writes this rank's part of a checkpoint, see ``Session.save``, or ``background(state)``: while the
-            training goes on. None: nothing is saved, and a drain goes back to the last commit. The same where there
-            is no directory (``Session.can_save``); one line says so.
-        save_every: Steps between saves; 0: only for drains and at the end. Without an effect where nothing is saved.
+        session: This process's session.
+        data: ``Batches``, or any iterable of batches, of which one is fetched ahead. The ``state_dict`` of a loader is
+            saved, and loads if as many ranks resume. Other data would begin anew, so a resume is refused, see
+            ``sources``.
+        max_steps: Steps of the whole run, including those before the resume point.
+        save: Writes this rank's part of a checkpoint, see ``Session.save``; or ``background(state)``, which saves while
+            the training goes on. None, or no directory (``Session.can_save``): nothing is saved, and a drain goes back
+            to the last commit; one line says so.
+        save_every: Steps between saves; 0: only for drains and at the end. No effect if nothing is saved.
         strategy, any_world_size, create_directory: See ``Session.save``.
         order, cut: Default: those of ``Batches``.
-        position: Where the data stands after the present step; default: the batch's ``position_after``.
-        advanced: The script itself has moved ``data`` to where the run goes on, ``session.step`` steps behind their
-            beginning, and sees to it that global batches are the same in every world. With ``position`` it is so.
-        metric: The run's tracked metric, asked for at each save.
+        position: Returns the data's position after the present step; default: the batch's ``position_after``.
+        advanced: The script itself has moved ``data`` to where the run resumes, ``session.step`` steps from their
+            beginning, and makes the same global batches in every world. Implied by ``position``.
+        metric: Returns the run's tracked metric; called at each save.
         seed: The seed of the random generators, see ``Session.restore_rng``.
 
     Raises:
-        ValueError: The ranks were not started alike; ``max_steps`` or ``save_every`` below 0; there is a directory, and
-            ``save_every`` without ``save``; ``save`` calls a DeepSpeed engine that is not of ``strategy``; the resume
-            point is another strategy's, or of another order, or the data do not begin where it ended.
+        ValueError: The ranks were not started alike; ``max_steps`` or ``save_every`` is below 0; there is a directory,
+            and ``save_every`` without ``save``; ``save`` calls a DeepSpeed engine that is not of ``strategy``; the
+            resume point is of another strategy or order; or the data do not begin where the resume point ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
-        SaveError: The script's ``save`` has a mistake (before the first step, where ``rehearsal`` sees it, else at the
-            first save), or the final save failed again and again.
+        SaveError: The script's ``save`` has a mistake (found before the first step if ``rehearsal`` can see it, else at
+            the first save), or the final save failed again and again.
         Drained: See above.
     """
     advanced, strategy = advanced or position is not None, strategy_of(save, strategy)
     first = begin(data, advanced=advanced)
-    told = data if first is None else first.batches or data  # Batches that something else hands on know the same
+    told = data if first is None else first.batches or data  # other iterables may pass on the batches of `Batches`
     options: dict[str, Any] = {"strategy": strategy, "create_directory": create_directory}
     options |= {"order": order or getattr(told, "order", None), "cut": cut or getattr(told, "cut", None)}
     options["any_world_size"] = any_world_size
@@ -126,7 +127,7 @@ def _compare(
     *,
     advanced: bool,
 ) -> None:
-    """All ranks were told the same, and something possible, or none begins. Collective."""
+    """Checks that all ranks were given the same, and something possible; otherwise none begins. Collective."""
     order = options["order"]
     alike = {
         "max_steps": max_steps,
@@ -146,14 +147,14 @@ def _compare(
         if failure is not None:
             raise failure from None
         raise
-    # From here on what is refused is refused on all ranks, as they have the same in their hands.
+    # From here on a refusal comes on all ranks, because they all have the same.
     if save_every < 0 or (max_steps is not None and max_steps < 0):
         raise ValueError(f"max_steps and save_every cannot be negative: {max_steps}, {save_every}")
 
 
 def _same_data(session: Session, data: Any, options: dict[str, Any], max_steps: int | None) -> None:
-    """All ranks have the same data, and those that the run began with. Collective; changes ``cut``, which says so."""
-    # Where only some ranks have Batches, and others a progress bar around them, those would wait here alone.
+    """Checks that all ranks have the data that the run began with. Collective; updates ``cut``, which says so."""
+    # If only some ranks have Batches, and others a progress bar around them, those with Batches would wait here alone.
     if all(session.gather(hasattr(data, "check_samples"))):
         data.check_samples(session, max_steps)
         if options["cut"] is not None:
@@ -169,7 +170,7 @@ def _what(save: Callable[[Path], None] | Background | None) -> str:
 def _source(
     session: Session, data: Iterable[T], first: Unknown[T] | None, options: Mapping[str, Any], *, advanced: bool
 ) -> Source[T]:
-    """The data, at the place where the run goes on."""
+    """The data, positioned where the run resumes."""
     resume, order = session.resume, options["order"]
     begins = session.step == (0 if resume is None else resume.step)
     if not begins and not advanced:
@@ -189,7 +190,7 @@ def _source(
 
 
 def _say_what_was_left(session: Session, first: Unknown[Any] | None) -> None:
-    """Whether a step was trained before a ``break`` is known of `Batches` alone."""
+    """Says that nobody knows whether a step was trained before a ``break``; only `Batches` know it."""
     if session.left_in_a_step and first is not None and first.batches is None and session.rank == 0:
         remark(
             "the loop before was left in step %d, which does not count, as nobody knows whether it was trained: if it "
@@ -207,7 +208,7 @@ def _saved_too(
     *,
     advanced: bool,
 ) -> Callable[[Path], None] | Background:
-    """``save``, and with it where the data stand; says what that means for the run. Changes ``any_world_size``."""
+    """``save`` that also saves the data's position, and a remark on what that means. Changes ``any_world_size``."""
     if not source.any_world_size:
         if options["any_world_size"]:
             raise ValueError(
@@ -227,7 +228,7 @@ def _learn(
     options: Mapping[str, Any],
     data: str,
 ) -> None:
-    """What of this loop is worth knowing before its first step."""
+    """Collects what people should know of this loop before its first step."""
     strategy, anywhere, cut = options["strategy"], options["any_world_size"], options["cut"]
     session.examination.learn(
         strategy=strategy,
@@ -248,7 +249,7 @@ def _learn(
 def _saving(
     session: Session, save: Callable[[Path], None] | Background | None, save_every: int, strategy: str
 ) -> Callable[[Path], None] | Background | None:
-    """What the loop saves with; None: it saves nothing, which one line says where the script wanted it."""
+    """What the loop saves with; None: it saves nothing, and one line says so if the script wanted to."""
     if session.can_save:
         if save_every and save is None:
             raise ValueError(f"save_every={save_every}, and nothing to save with: give save=, or leave save_every out")
@@ -272,7 +273,7 @@ def _loop(
     session.restore_rng(seed)
     while ready:
         batch = source.take()
-        # The step that begins now is one of those that are left.
+        # The step that begins now counts as one of those that are left.
         limit = MAX_STEPS_APART if max_steps is None else min(MAX_STEPS_APART, max_steps - session.step - 1)
         session.begin_step(source.ahead(limit))
         ended = False
@@ -304,20 +305,20 @@ class _Run:
     ) -> None:
         self._session, self._write, self._every = session, save, save_every
         self._position_of, self._metric, self._options = position, metric, options
-        # Where the data say that they stand; else where the resume point does.
+        # The position that the data give, or else the resume point's.
         says, resume = getattr(data, "position", None), session.resume
         self._position = resume.position if resume is not None else Position()
         if isinstance(says, Position):
             self._position = says
-        # Could what is to be saved be loaded again? Collective.
+        # Checks that what is to be saved could be loaded again. Collective.
         self.rehearse = partial(rehearse, session, given if session.can_save else None)
         self._new = session.resume is None
 
     def took(self, batch: Any) -> None:
-        """The batch was trained: the run's position is the one after it.
+        """Counts the batch as trained: the run's position is the one after it.
 
         Raises:
-            RuntimeError: Micro-batches of it are missing: nothing of this step may be saved.
+            RuntimeError: Micro-batches of it are missing, so nothing of this step may be saved.
         """
         found = batch_in(batch)
         if found is not None:
@@ -326,7 +327,7 @@ class _Run:
         self._position = getattr(found or batch, "position_after", self._position)
 
     def _learn(self, batch: Batch[Any]) -> None:
-        """What the training calls, where each rank has a part of the global batch of its own."""
+        """Notes what the training calls, if each rank has its own part of the global batch."""
         by, made_by = batch.trained_by, batch.made_by
         if not self._session.copies.asked:
             return
@@ -334,9 +335,9 @@ class _Run:
             self._session.copies.know(by.model, *by.optimizers)
 
     def at(self, boundary: Boundary) -> bool:
-        """Saves and drains as due; says whether the loop goes on."""
+        """Saves and drains as due. Returns whether the loop goes on."""
         if self._new:
-            # An optimizer makes its state in its first step.
+            # An optimizer creates its state in its first step.
             self._new = False
             self.rehearse()
         if boundary.end:
@@ -351,18 +352,18 @@ class _Run:
         return True
 
     def _due(self, step: int) -> bool:
-        """This step is to be saved; never without something to save with, and somewhere to save to."""
+        """Whether this step is to be saved; never if there is nothing to save with, or no directory."""
         if self._write is None:
             return False
         return self._session.worth_saving or (self._every > 0 and step % self._every == 0)
 
     def finish(self) -> None:
-        """The last save, and the word that the training is over."""
+        """Makes the last save, and tells the agent that the training is over."""
         for attempt in range(1, FINAL_SAVE_TRIES + 1):
             if self._write is None or self._session.step == 0 or self._save() is not None:
                 self._session.finish()
                 return
-            # Nothing could end this wait early: the disk may have room again, or not.
+            # No event could end this wait: the disk may have room again, or not.
             threading.Event().wait(FINAL_SAVE_PAUSE_SECONDS * attempt)
         raise SaveError(f"the last step, {self._session.step}, could not be saved in {FINAL_SAVE_TRIES} tries")
 

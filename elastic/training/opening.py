@@ -1,4 +1,4 @@
-"""What happens when a session is opened: the first word to the agent, the lock of a directory, a bad resume point."""
+"""What happens when a session is opened: the greeting to the agent, a directory's lock, a bad resume point."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FORMS = {SHARDED: control_pb2.FORM_SHARDED, UNIVERSAL: control_pb2.FORM_UNIVERS
 
 
 def hello(identity: Identity) -> worker_pb2.Hello:
-    """The first word to the agent."""
+    """The first message to the agent."""
     return worker_pb2.Hello(
         protocol=WORKER_PROTOCOL,
         epoch=identity.epoch,
@@ -37,7 +37,7 @@ def hello(identity: Identity) -> worker_pb2.Hello:
 
 
 def refuse(link: Link | None, damaged: Damaged) -> NoReturn:
-    """Has the agent see to a resume point that cannot be loaded, and ends this process with exit code 84.
+    """Reports to the agent a resume point that cannot be loaded, and ends this process with exit code 84.
 
     Raises:
         BadResumePoint: Always.
@@ -57,7 +57,7 @@ def refuse(link: Link | None, damaged: Damaged) -> NoReturn:
 
 
 def check_world(resume: ResumePoint, world_size: int) -> None:
-    """Can this many ranks load what they were handed?
+    """Checks that this many ranks can load the resume point.
 
     Raises:
         RuntimeError: They cannot: each would load another rank's part, or none.
@@ -73,10 +73,10 @@ def check_world(resume: ResumePoint, world_size: int) -> None:
 
 
 def check_directory(directory: Path, collective: Collective) -> None:
-    """All ranks were given the same one. (Its path may differ where it is mounted elsewhere.) Collective.
+    """Checks that all ranks were given the same directory, whose path may differ between mounts. Collective.
 
     Raises:
-        Refusal: They were not. On all ranks.
+        Refusal: They were not. Raised on all ranks.
     """
     paths = collective.gather(os.path.realpath(directory))
     if len(set(paths)) == 1:
@@ -104,7 +104,7 @@ def take_lock(directory: Path, collective: Collective) -> LocalLock | None:
     """The lock of a directory that no master watches over, on rank 0. Collective.
 
     Raises:
-        RuntimeError: It is in use, or cannot be made. On all ranks.
+        RuntimeError: It is in use, or cannot be made. Raised on all ranks.
     """
     lock = None
     problem = None

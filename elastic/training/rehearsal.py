@@ -1,7 +1,8 @@
 """Tries before the first step whether the training's state could be saved and loaded again. Nothing is written.
 
-``TrainingState`` and a `Trainer` know what they save: everything but the tensors' values is put together as at a save,
-and read again. The files of a script's own ``save=`` are only seen at the first save, and a mistake there ends the run.
+``TrainingState`` and a `Trainer` know what they save: everything except the tensors' values is put together as at a
+save, and read again. The files of a script's own ``save=`` are first seen at the first save, and a mistake there ends
+the run.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from .session import Session
 
 
 def rehearse(session: Session, save: Callable[[Path], None] | Background | None) -> None:
-    """Asks the owner of ``save``, an object with a method ``rehearse()``, whether all is well. Collective.
+    """Lets the owner of ``save``, an object with a method ``rehearse()``, check itself. Collective.
 
     Raises:
-        SaveError: It is not, on some rank. On all ranks.
+        SaveError: The check failed on some rank. Raised on all ranks.
     """
     asked = _owners(save)
     if asked is None:
@@ -30,7 +31,7 @@ def rehearse(session: Session, save: Callable[[Path], None] | Background | None)
     problem, final = "", True
     try:
         asked()
-    # Whatever it is, the other ranks must hear of it before this one does anything else.
+    # The other ranks must hear of every error before this one does anything else.
     except Exception as error:
         problem, final = f"this training could not be saved: {describe(error)}", is_mistake(error)
     try:

@@ -1,4 +1,4 @@
-"""A worker's part in an elastic run: who am I, where do I resume, when must I save and go.
+"""A worker's part in an elastic run: who am I, where do I resume, when must I save and leave.
 
     s = session(checkpoint_dir="checkpoints")       # the directory is for runs without dlrover-run
     if s.resume is not None:
@@ -50,7 +50,7 @@ T = TypeVar("T")
 
 NO_DIRECTORY = "outside dlrover-run the script names the directory, session(checkpoint_dir=...)"
 
-# After a drain's save failed: seconds until the next try, doubled each time up to the second figure.
+# After a drain's save failed: seconds until the next try, and the most that they are doubled to.
 DRAIN_PAUSE_SECONDS, MAX_DRAIN_PAUSE_SECONDS = 2.0, 60.0
 
 
@@ -60,13 +60,13 @@ class Session:
     Attributes:
         rank, world_size, local_rank: As torchrun has them.
         epoch: The membership's epoch; 0 outside ``dlrover-run``. (The data's own is ``position.data_epoch``.)
-        run_dir: Where checkpoints are saved; None where they cannot be.
+        run_dir: Where checkpoints are saved; None if they cannot be.
         resume: What to load before the first step; None: start from step 0.
-        step: Optimizer steps done, those before the resume point included.
-        left_in_a_step: A loop was left in a step that does not count.
+        step: Optimizer steps done, including those before the resume point.
+        left_in_a_step: A loop was left during a step, which does not count.
         examination: What is known of this training, for people; ends with the first ``meet``.
-        meetings: How all ranks end where one of them refuses.
-        copies: What all ranks have a copy of: compared before the first step, and right behind it.
+        meetings: The meetings in which all ranks end if one of them refuses.
+        copies: What all ranks have a copy of: compared before the first step, and right after it.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Session:
             resumed_from, best = (None, None) if resume is None else (resume.ref, resume.manifest.best)
             self._saver = Saver(identity, collective, self._store, link, resumed_from, best)
         self._keep = keep
-        # What this step number is saved as. At the resume point that is the resume point itself.
+        # The checkpoint of the present step. At the resume point it is the resume point itself.
         self._saved: tuple[int, Ref] | None = None if resume is None else (resume.step, resume.ref)
         self._tracking = Tracking(collective, self._saver)
         begins = resume is None and (self.can_save or not self.alone)
@@ -102,26 +102,26 @@ class Session:
         self._reports = Reports(link, count_steps(identity, self.step))
         self._drain_not_before, self._drain_pause = 0.0, DRAIN_PAUSE_SECONDS
 
-    # What a script asks.
+    # What a script calls.
 
     @property
     def should_drain(self) -> bool:
-        """This rank was told to save and stop. Not agreed yet: act on ``Boundary.drain``, which all ranks see alike."""
+        """Whether this rank was told to save and stop. Act on ``Boundary.drain`` instead, which all ranks see alike."""
         return self._notice.given or (self._link is not None and self._link.drain)
 
     @property
     def alone(self) -> bool:
-        """Not under ``dlrover-run``."""
+        """Whether this process is outside ``dlrover-run``."""
         return self._identity.alone
 
     @property
     def max_world_size(self) -> int:
-        """Ranks of the largest world that this run may have, with as many on each node as here."""
+        """Number of ranks in the largest world that this run may have, if each node has as many as this one."""
         return self.world_size if self.alone else self._identity.max_nodes * self._identity.local_world_size
 
     @property
     def can_save(self) -> bool:
-        """There is a directory for checkpoints."""
+        """Whether there is a directory for checkpoints."""
         return self._saver is not None
 
     def sum(self, value: float) -> float:
@@ -129,7 +129,7 @@ class Session:
         return self._collective.sum(value)
 
     def start_sum(self, value: int) -> Pending:
-        """Begins the exact sum of whole numbers over all ranks, which ``wait()`` gives as a list of one. Collective."""
+        """Begins the exact sum of whole numbers over all ranks; ``wait()`` returns it as a list of one. Collective."""
         return self._collective.start_sum([value])
 
     def gather(self, message: Any) -> list[Any]:
@@ -137,21 +137,21 @@ class Session:
         return self._collective.gather(message)
 
     def report(self, loss: float) -> None:
-        """Tells the loss of the present step, for people who watch the run."""
+        """Reports the loss of the present step, for people who watch the run."""
         self._reports.loss = float(loss)
 
     def busy(self) -> None:
-        """This rank is at work on something that is no step, and takes long: an evaluation. Not collective, and cheap.
+        """Says that this rank is at work on something long that is no step, for instance an evaluation. Not collective.
 
-        Call it as often as that gets on, with each batch: so a long evaluation is told from a stall.
+        It is cheap. Call it as often as the work gets on, for instance with each batch: that tells it from a stall.
         """
         self._reports.busy(self.step)
 
     def leaving(self) -> bool:
         """Whether some rank was told to save and stop, and may try that now: the same on all ranks. Collective.
 
-        For what lies between two steps and takes longer than a leaver has: cut it short, save with ``drain=True``, then
-        ``leave_drained``, or ``drain_failed`` where the save failed.
+        For work between two steps that takes longer than a leaver has: cut it short, save with ``drain=True``, then
+        call ``leave_drained``, or ``drain_failed`` if the save failed.
         """
         return self._collective.max([int(self._wants_drain)])[0] > 0
 
@@ -159,47 +159,48 @@ class Session:
     def best(self) -> Best | None:
         """The best checkpoint so far by the tracked metric; it is never pruned. The same on all ranks.
 
-        None where nothing is saved, whatever ``improved`` has said.
+        None if nothing is saved, whatever ``improved`` has returned.
         """
         return self._tracking.best
 
     def track(self, metric: str, *, mode: str = "min", min_delta: float = 0.0) -> None:
-        """From now on the best checkpoint by this metric is known, kept, and noted in ``best.json``.
+        """Tracks a metric: from now on the best checkpoint by it is known, kept, and noted in ``best.json``.
 
-        The best of the checkpoint that the run resumed from still counts, if it is of the same metric and mode.
+        The best checkpoint as of the resume point still counts, if its metric and mode are the same.
 
         Args:
             metric: Its name. Values come from ``improved``, or with a save.
             mode: ``"min"`` or ``"max"``.
-            min_delta: By how much a value must be better.
+            min_delta: How much better a value must be.
 
         Raises:
-            ValueError: Another mode, or a negative ``min_delta``.
+            ValueError: ``mode`` is another one, or ``min_delta`` is negative.
         """
         self._tracking.track(Tracked(metric, mode, min_delta))
 
     def improved(self, value: float) -> bool:
         """Whether the present step is the best so far by the tracked metric; if so it is saved at its end. Collective.
 
-        Rank 0's value decides, for all ranks. It is compared with the best checkpoint's; without a directory, where
-        there are none, with the best value of before.
+        Rank 0's value decides, for all ranks. It is compared with the best checkpoint's or, if there is no directory
+        and so no checkpoint, with the best value so far.
 
         Raises:
             RuntimeError: Nothing is tracked.
         """
         if self.meetings.over and self._saver is None:
             return self._tracking.measured(value, None, together=False)
-        # Asked in the loop's body, it is of the step that has begun and will be counted when it ends.
+        # A call in the loop's body is about the step that has begun, which is counted when it ends.
         return self._tracking.improved(value, self.step + self._exchange.under_way)
 
     def measured(self, value: float) -> bool:
-        """The tracked metric of the last step that is done, for which there was no time before. Collective.
+        """Takes the tracked metric of the last step that is done, if it was not computed before. Collective.
 
-        Rank 0's value decides, for all ranks. Once the training has finished it is each rank's own, and not collective.
+        Rank 0's value decides, for all ranks. After the training has finished, each rank's own value does, and the call
+        is not collective.
 
         Returns:
-            Whether it is the best so far. Where the step is saved already (the resume point is) what is saved from now
-            on says so; else save it now, with this metric.
+            Whether it is the best so far. If the step is saved already (as the resume point is), later checkpoints name
+            it; otherwise save it now, with this metric.
 
         Raises:
             RuntimeError: Nothing is tracked.
@@ -210,7 +211,7 @@ class Session:
 
     @property
     def worth_saving(self) -> bool:
-        """``improved`` said so of the step that has just ended, on all ranks."""
+        """Whether ``improved`` said so of the step that has just ended, on all ranks."""
         return self._tracking.is_worth_saving(self.step)
 
     def steps(self, data: Iterable[T], **options: Any) -> Iterator[T]:
@@ -219,20 +220,20 @@ class Session:
 
         return steps(self, data, **options)
 
-    # What a loop of one's own calls, in this order for every step.
+    # What your own loop calls, in this order for every step.
 
     def compare(self, alike: Mapping[str, Any], *, problem: str = "") -> None:
-        """Before the first step: all ranks were told the same, or none begins. Collective, of all ranks.
+        """Checks before the first step that all ranks were given the same; otherwise none begins. Collective.
 
         Args:
             alike: By name, what must be the same on every rank, as plain JSON values: seeds, sizes, cadences.
-                (``Batches.alike`` has what is to be known of its own.) What only some ranks name is not compared.
-            problem: What this rank has found, for which none may begin; "": nothing.
+                (``Batches.alike`` has its own.) What only some ranks name is not compared.
+            problem: A reason that this rank has found why none may begin; "": none.
 
         Raises:
-            Unlike: A ValueError, on all ranks: something differs; says what, the values, and on which ranks.
-            Refusal: The same: some rank has a problem; says which.
-            RuntimeError: Another rank has ended; or the session is over.
+            Unlike: A ValueError, on all ranks: something differs. The message has the values and the ranks.
+            Refusal: A ValueError, on all ranks: some rank has a problem. The message says which.
+            RuntimeError: Another rank has ended, or the session is over.
         """
         self.meetings.check_open(self.step)
         own: dict[str, Any] = {"step": self.step, "resume point": None if self.resume is None else self.resume.ref.name}
@@ -241,11 +242,11 @@ class Session:
         self.meetings.compare({**own, **alike}, problem)
 
     def meet(self, ahead: int, alike: Mapping[str, Any] | None = None) -> int:
-        """Before the first step: how many batches every rank has. Collective.
+        """Learns before the first step how many batches every rank has. Collective.
 
         Args:
             ahead: Batches that this rank has.
-            alike: See ``compare``, which it does, too.
+            alike: See ``compare``, which this calls.
 
         Raises:
             Unlike: See ``compare``; or the ranks have unlike copies of the model, or unlike hyperparameters.
@@ -264,7 +265,7 @@ class Session:
             ahead: Batches that this rank has after this step's. 1 (not known) makes the ranks agree in every step.
 
         Raises:
-            RuntimeError: The step before has not ended, or the session is over.
+            RuntimeError: The previous step has not ended, or the session is over.
         """
         self.meetings.check_open(self.step)
         refuse_to_go_on()
@@ -274,13 +275,13 @@ class Session:
         self._exchange.begin(self.step + 1, Flags(drain=drain, save_failed=failed, master_seen=master_seen), ahead)
 
     def end_step(self, loss: float | None = None) -> Boundary:
-        """Ends it: one step more is done, and every rank gets the same answer.
+        """Ends the step: it counts as done, and every rank gets the same answer.
 
         Args:
             loss: As with ``report``.
 
         Raises:
-            Unlike: Behind the first step: nothing keeps the ranks' copies of the model alike. On all ranks.
+            Unlike: After the first step: nothing keeps the ranks' copies of the model alike. Raised on all ranks.
         """
         if loss is not None:
             self.report(loss)
@@ -294,7 +295,7 @@ class Session:
         return boundary
 
     def abandon_step(self, *, trained: bool = False) -> None:
-        """The loop was left in the middle of a step, which does not count; ``trained``: it was over, and counts."""
+        """Gives up a step in which the loop was left. It does not count; ``trained``: it was complete, and counts."""
         self.step += int(trained and self._exchange.under_way)
         self.left_in_a_step = not trained
         self._exchange.abandon()
@@ -317,25 +318,27 @@ class Session:
         """Saves the present step on all ranks. Collective.
 
         Args:
-            write: ``write(path)`` writes this rank's files below ``path``; or a state, see ``background``. Where it has
-                an attribute ``reshards`` that is true, what it writes loads at any world size without a conversion.
-            wait: False: a state is written while the training goes on. The save before it is waited for first, so
+            write: ``write(path)`` writes this rank's files below ``path``; or a state, see ``background``. If it has a
+                true attribute ``reshards``, what it writes loads at any world size without a conversion.
+            wait: False: a state is written while the training goes on. The previous save is waited for first, so
                 checkpoints are sealed in order of step.
-            position: Where the data goes on.
+            position: Where the data continue.
             order: The sampler's order; a run that resumes must agree with it.
             cut: The cut of ``Batches``; a run that resumes must agree with it.
             strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
             any_world_size: The files load at any world size as they are; default: what is known of ``strategy``.
-            metric: The run's tracked metric; rank 0's counts. Default: what ``improved`` was told of this step.
-            create_directory: ``path`` exists when ``write`` is called; default: not for DeepSpeed, which makes it.
-            keep: From this one on, how many of the run's checkpoints stay beside the best, 0: all; default: as many as
-                the job's settings or the session's own ``keep`` say.
-            drain: It is the save of a drain.
+            metric: The run's tracked metric; rank 0's counts. Default: the value that ``improved`` was given for this
+                step.
+            create_directory: Create ``path`` before ``write`` is called; default: yes, except for DeepSpeed, which does
+                it.
+            keep: From this checkpoint on, how many of the run's checkpoints are kept beside the best, 0: all; default:
+                the job's setting or the session's own ``keep``.
+            drain: The save is a drain's.
 
         Returns:
-            The checkpoint, sealed; that of before if this step is saved already. None if the save failed: on all
-            ranks, the reason logged, nothing of it left. The run goes on. Without ``wait``: its name, with an empty
-            digest; if it fails, every rank is told so at the same later step, as above.
+            The sealed checkpoint; if this step is saved already, the one that it is saved as. None if the save failed:
+            on all ranks, with the reason logged and nothing of it left. The run goes on. Without ``wait`` it is the
+            name with an empty digest; if the save fails, every rank learns that at the same later step.
 
         Raises:
             RuntimeError: There is no directory to save to.
@@ -372,14 +375,14 @@ class Session:
         """Waits for a save in the background. Collective.
 
         Returns:
-            It, sealed; None if there was none, or it failed: see ``save``.
+            The sealed checkpoint; None if there was none, or if it failed: see ``save``.
         """
         ended = None if self._saver is None else self._saver.settle()
         self._saved = ended or self._saved
         return self._completed(None if ended is None else ended[1])
 
     def _completed(self, saved: Ref | None) -> Ref | None:
-        """After a save that ended without a leaver the ranks have nothing more to do together: they go."""
+        """After a save that ended without a leaver the ranks have nothing more to do together: they exit."""
         if self._saver is not None and self._saver.apart:
             self.leave_drained()
         return saved
@@ -390,17 +393,18 @@ class Session:
         return Content(self.step, strategy=strategy, any_world_size=anywhere, metric=metric, **rest)
 
     def drain_failed(self) -> None:
-        """The drain's save failed: train on, and try again after a pause if it is still wanted."""
+        """Tells that the drain's save failed: train on. It is tried again after a pause if it is still wanted."""
         self._drain_not_before = time.monotonic() + self._drain_pause
         self._drain_pause = min(2 * self._drain_pause, MAX_DRAIN_PAUSE_SECONDS)
 
     def leave_drained(self, closing: Callable[[], None] = lambda: None) -> None:
-        """Everything is saved: tells the agent and ends this process with exit code 83. Collective.
+        """Tells the agent that everything is saved, and ends this process with exit code 83. Collective.
 
-        Returns only where the change was withdrawn meanwhile: train on. ``closing`` is called before the process ends.
+        Returns only if the change was withdrawn meanwhile: then train on. ``closing`` is called before the process
+        ends.
 
         Raises:
-            Drained: The process ends. The exit code is 83 whatever the script makes of it.
+            Drained: The process ends. The exit code is 83 whatever the script does with this exception.
         """
         apart = self._saver is not None and self._saver.apart
         if not apart:
@@ -416,14 +420,14 @@ class Session:
         raise Drained
 
     def finish(self) -> None:
-        """The training reached its end on all ranks: says so. Collective, and harmless when repeated."""
+        """Tells the agent that the training reached its end on all ranks. Collective; repeating it does no harm."""
         if self.meetings.over:
             return
         refuse_to_go_on()
         self.settle()
         self._reports.send(worker_pb2.ToAgent(finished=worker_pb2.Finished(step=self.step)))
         if self.alone:
-            # There is nothing left to save; what the script does from here on may be stopped as any program.
+            # Nothing is left to save, so from here on the script may be stopped like any program.
             self._notice.release()
         if self.alone and self.rank == 0 and self._store is not None:
             try:
@@ -433,7 +437,7 @@ class Session:
         self._part()
 
     def close(self) -> None:
-        """For scripts that go on doing other things: leaves the session's group and the agent's socket."""
+        """Leaves the session's group and the agent's socket, for scripts that go on doing other things."""
         self.meetings.over = True
         self._notice.release()
         if self._saver is not None:
@@ -446,17 +450,18 @@ class Session:
             self._lock.release()
 
     def restore_rng(self, seed: int | None = None) -> None:
-        """Puts the random generators where the run left them; ``steps`` does it before the first step.
+        """Restores the random generators as the run left them; ``steps`` does it before the first step.
 
-        Bit-exact from the resume point while the world has not changed; else seeded from (seed, step, rank).
+        If the world has not changed, they continue bit-exactly from the resume point; else they are seeded from (seed,
+        step, rank).
 
         Args:
-            seed: None: at step 0 the generators stay as they are.
+            seed: None: at step 0 the generators are left alone.
         """
         restore_rng(self.resume, seed, self.step, self.rank, self.world_size)
 
     def bad_checkpoint(self, file: str, message: str) -> NoReturn:
-        """The resume point cannot be loaded: has the agent see to it, and ends this process with exit code 84.
+        """Reports to the agent a resume point that cannot be loaded, and ends this process with exit code 84.
 
         Raises:
             BadResumePoint: Always.
@@ -469,11 +474,11 @@ class Session:
             ref = self._identity.resume.universal
         refuse(self._link, Damaged(ref, form, file, message, True))
 
-    # Inside.
+    # Internals.
 
     @property
     def _saved_here(self) -> Ref | None:
-        """The present step's checkpoint, if it is saved."""
+        """The present step's checkpoint, if the step is saved."""
         return self._saved[1] if self._saved is not None and self._saved[0] == self.step else None
 
     @property
@@ -481,7 +486,7 @@ class Session:
         return self.should_drain and time.monotonic() >= self._drain_not_before
 
     def _part(self, apart: bool = False) -> None:
-        """The last meeting: nobody's connections, nor card, go while another rank is still in a collective."""
+        """The last meeting: no rank closes its connections or its card while another is still in a collective."""
         self.meetings.over = True
         if apart:
             return  # Nobody is in a collective with it any more, and closing would wait for a peer that stands still.

@@ -1,8 +1,9 @@
-"""Where a loop's batches come from: ``Batches``, or any iterable; and whether a run that resumes can go on in it.
+"""Where a loop's batches come from, ``Batches`` or any iterable, and whether a run can resume with them.
 
-``Batches`` know their place. A loader with ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``)
-does, too: each rank has a state of its own, which is saved with every checkpoint, and loads if as many ranks resume.
-Any other iterable does not say where it stands, so a run resumes with it only if the script says that it has moved it.
+``Batches`` know their position. So does a loader with ``state_dict`` and ``load_state_dict`` (torchdata's
+``StatefulDataLoader``): each rank has a state of its own, which is saved with every checkpoint, and loads if as many
+ranks resume. Any other iterable does not tell its position, so a run resumes with it only if the script says that it
+has moved it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Source(ABC, Generic[T]):
     """Batches one after the other, and how many are certain to follow.
 
     Attributes:
-        any_world_size: What it saves is of use to any number of ranks.
+        any_world_size: Whether any number of ranks can use what it saves.
     """
 
     any_world_size = True
@@ -55,15 +56,15 @@ class Source(ABC, Generic[T]):
 
     @abstractmethod
     def ahead(self, limit: int) -> int:
-        """Batches not taken yet, at most ``limit``; never more than there are."""
+        """Number of batches not taken yet, at most ``limit``; never more than there are."""
 
     def files(self, rank: int) -> dict[str, bytes]:
-        """What a checkpoint has of it: where the data stand behind the last batch that was taken."""
+        """Its files in a checkpoint: the data's position after the last batch that was taken."""
         return {}
 
 
 class Counted(Source[T]):
-    """Knows its length: ``Batches``."""
+    """Data that know their length: ``Batches``."""
 
     def __init__(self, data: Any) -> None:
         self._data, self._iterator = data, iter(data)
@@ -78,10 +79,10 @@ class Counted(Source[T]):
 
 
 class Unknown(Source[T]):
-    """Any iterable: the only way to know whether there is one more is to fetch it.
+    """Any iterable: it must fetch a batch to know whether there is one more.
 
     Attributes:
-        failure: What came of the first batch instead of it.
+        failure: The error with which the first batch failed.
     """
 
     failure: Exception | None = None
@@ -108,24 +109,24 @@ class Unknown(Source[T]):
 
     @property
     def place(self) -> Position | None:
-        """Where the batch that is next begins, where it knows that itself."""
+        """Where the next batch begins, if the batch itself says so."""
         following = self._next[0] if self._next else None
         found = getattr(batch_in(following) or following, "position", None)
         return found if isinstance(found, Position) else None
 
     @property
     def batches(self) -> Batches[Any] | None:
-        """Whose the batch is that is next, where something hands on those of `Batches`: a progress bar, a generator."""
+        """The `Batches` that made the next batch, if something passes theirs on: a progress bar, a generator."""
         batch = batch_in(self._next[0]) if self._next else None
         return None if batch is None else batch.made_by
 
 
 class Stateful(Unknown[T]):
-    """A loader that says where it stands, in a state of this rank's own.
+    """A loader that tells its position, in a state of this rank's own.
 
     Args:
         data: The loader.
-        saved: What this rank has saved of it; None: from its beginning.
+        saved: The state that this rank has saved; None: begin at the beginning.
     """
 
     any_world_size = False
@@ -136,17 +137,17 @@ class Stateful(Unknown[T]):
         self._state: Any = None
 
     def go_on(self) -> str:
-        """Moves the loader to where it stood. Says why it is not there; "": it is, or that cannot be told."""
+        """Moves the loader to where it stood. Returns why that failed; "": it succeeded, or nobody can tell."""
         if self._saved is None:
             return ""
         self._state, self._ended = self._saved["state"], self._saved["ended"]
-        if self._ended:  # told of its end, a loader would begin anew
+        if self._ended:  # if it were told of its end, a loader would begin anew
             return ""
         loader: Any = self._data
         try:
             loader.load_state_dict(copy.deepcopy(self._state))
             self.ahead(1)
-        except Exception as error:  # whatever it is, the other ranks must hear of it before this one ends
+        except Exception as error:  # the other ranks must hear of every error before this one ends
             log.debug("a state that was not taken", exc_info=error)
             return f"{kind(loader)} does not go on from the state that was saved of it: {type(error).__name__}: {error}"
         if self._saved["next"] in (None, fingerprint(self._next)):
@@ -163,8 +164,8 @@ class Stateful(Unknown[T]):
 
     def take(self) -> T:
         batch = super().take()
-        # Now: with the next batch, which is fetched to know whether there is one, the loader moves on. A copy, because
-        # its state may be what it goes on working with.
+        # Now, because the loader moves on when the next batch is fetched to see whether there is one. A copy, because
+        # the loader may go on working with its state.
         loader: Any = self._data
         self._state = copy.deepcopy(loader.state_dict())
         return batch
@@ -180,7 +181,7 @@ class Stateful(Unknown[T]):
 
 
 def fingerprint(batch: Any) -> str:
-    """Of the values in a batch: lists, dictionaries and tensors, as collate functions make them."""
+    """Fingerprint of the values in a batch: lists, dictionaries and tensors, as collate functions make them."""
     summed = xxhash.xxh3_128()
     for value in _values(batch):
         summed.update(value)
@@ -199,28 +200,28 @@ def _values(batch: Any) -> Iterator[Any]:
         yield f"{len(batch)}".encode()
         for value in batch:
             yield from _values(value)
-    else:  # things of other kinds may show where in memory they lie
+    else:  # the text of other things may contain their address in memory
         yield repr(batch).encode() if isinstance(batch, (str, bytes, int, float, bool)) else kind(batch).encode()
 
 
 def file_name(rank: int) -> str:
-    """Path of a rank's state of its loader, relative to the checkpoint."""
+    """Path of the state of a rank's loader, relative to the checkpoint."""
     return f"{LOADERS}/rank-{rank}.pt"
 
 
 def kind(data: Any) -> str:
-    """What to call it in a line."""
+    """What to call the data in a message."""
     return type(data).__name__
 
 
 def keeps_state(data: Any) -> bool:
-    """Whether its state says where it stands, and in which order."""
+    """Whether the loader's state contains its position and its order."""
     if not all(callable(getattr(data, name, None)) for name in ("state_dict", "load_state_dict")):
         return False
     inner = _inner(data)
     if inner is not data:
         return keeps_state(inner)
-    # Torch's own samplers have no state: of what they draw, a loader's state holds only how much of it was used.
+    # Torch's own samplers have no state, so a loader's state only says how much of their draws was used.
     sampler = data
     for name in ("batch_sampler", "batch_sampler", "sampler"):
         sampler = getattr(sampler, name, None) or sampler
@@ -228,7 +229,7 @@ def keeps_state(data: Any) -> bool:
 
 
 def _inner(data: Any) -> Any:
-    """The loader inside one of Accelerate's, which has both methods around any loader."""
+    """The loader inside one of Accelerate's, whose wrapper has both methods for any loader."""
     return getattr(data, "base_dataloader", data)
 
 
@@ -236,7 +237,7 @@ _AT_RANDOM = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 
 
 def knows(data: Any, *, advanced: bool) -> str:
-    """What is known of where the data stand: the kind of source that a loop makes of them."""
+    """What is known of the data's position: the kind of source that a loop makes of them."""
     if hasattr(data, "left"):
         return OURS
     if advanced or isinstance(getattr(data, "position", None), Position):
@@ -245,14 +246,14 @@ def knows(data: Any, *, advanced: bool) -> str:
 
 
 def begin(data: Iterable[T], *, advanced: bool) -> Unknown[T] | None:
-    """Fetches the first batch of data that are known by it; None: they know themselves where they stand."""
+    """Fetches the first batch, if only that tells about the data; None: the data know their position themselves."""
     given = advanced or isinstance(getattr(data, "position", None), Position)
     if hasattr(data, "left") or (not given and keeps_state(data)):
         return None
     found = Unknown(data)
     try:
         found.ahead(1)
-    except Exception as error:  # whatever it is, the other ranks must hear of it before this one ends
+    except Exception as error:  # the other ranks must hear of every error before this one ends
         found.failure = error
     return found
 
@@ -266,17 +267,17 @@ def source_of(
     *,
     advanced: bool,
 ) -> Source[T]:
-    """What a loop takes its batches from.
+    """The source from which a loop takes its batches.
 
     Args:
-        data: What the script gives.
-        begun: What `begin` has made of them.
-        resume: Where the run goes on; None: at the data's beginning.
+        data: The data that the script gives.
+        begun: What `begin` returned for them.
+        resume: Where the run resumes; None: at the data's beginning.
         rank, world_size: The session's.
-        advanced: The script has moved them there itself, and says where they stand.
+        advanced: The script itself has moved the data there, and tells their position.
 
     Raises:
-        ValueError: They cannot go on there. On all ranks alike.
+        ValueError: The data cannot continue there. Raised on all ranks alike.
     """
     if hasattr(data, "left"):
         return Counted(data)
@@ -285,7 +286,7 @@ def source_of(
     given = advanced or isinstance(getattr(data, "position", None), Position)
     if given or resume is None or not begun.ahead(1):
         return begun
-    # Batches that something else hands on, a progress bar for one, know their place.
+    # Something else, for instance a progress bar, may pass on batches of `Batches`, which know their position.
     check_place(begun.place, resume)
     if begun.place is None:
         raise ValueError(
@@ -296,10 +297,10 @@ def source_of(
 
 
 def check_place(place: Position | None, resume: ResumePoint) -> None:
-    """Do data that know their place begin where the resume point ended? Nobody would notice samples that come twice.
+    """Checks that data that know their position begin where the resume point ended, so that no sample comes twice.
 
     Raises:
-        ValueError: No.
+        ValueError: They do not.
     """
     if place is not None and place != resume.position:
         raise ValueError(
@@ -309,10 +310,10 @@ def check_place(place: Position | None, resume: ResumePoint) -> None:
 
 
 def check_goes_on(source: Unknown[Any] | None) -> None:
-    """A later loop of one process: a batch that something has fetched ahead for the loop before is lost.
+    """Checks, in a later loop of one process, that no batch was lost that the loop before had fetched ahead.
 
     Raises:
-        ValueError: It is.
+        ValueError: One was.
     """
     batches = None if source is None else source.batches
     if source is None or batches is None or source.place == batches.position:
@@ -339,7 +340,7 @@ def _saved(resume: ResumePoint, rank: int, world_size: int, what: str) -> Any:
 
 
 def say_what_cannot_resume(source: Source[Any], data: Any, world_size: int) -> None:
-    """Once, at the start of a run: nobody should hear of it at the first change."""
+    """Says at the start of a run if it cannot resume, so that nobody learns it only at the first change."""
     if isinstance(source, Stateful):
         remark(
             "%s has a state for each rank: this run goes on with %d ranks only; with Batches it would with any number",
@@ -356,10 +357,10 @@ def say_what_cannot_resume(source: Source[Any], data: Any, world_size: int) -> N
 
 
 class Saved:
-    """A script's ``write(path)``, and beside it where its data stand.
+    """A script's ``write(path)``, which also writes the data's position.
 
     Attributes:
-        reshards: No: the state of the data is each rank's own.
+        reshards: False, because the state of the data is each rank's own.
     """
 
     reshards = False
@@ -377,7 +378,7 @@ class Saved:
 def saved_with(
     write: Callable[[Path], None] | Background, source: Source[Any], rank: int
 ) -> Callable[[Path], None] | Background:
-    """``write``, and with it what the source saves."""
+    """``write``, extended by what the source saves."""
     if not isinstance(source, Stateful):
         return write
     if isinstance(write, Background):
@@ -387,7 +388,7 @@ def saved_with(
 
 
 def alike_of(data: Any) -> dict[str, Any]:
-    """What data say of themselves that all ranks must have alike: ``Batches``, or torch's ``DistributedSampler``."""
+    """What must be alike on all ranks, as the data tell: ``Batches``, or torch's ``DistributedSampler``."""
     if hasattr(data, "alike"):
         return dict(data.alike)
     sampler = getattr(_inner(data), "sampler", None)

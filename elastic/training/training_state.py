@@ -4,8 +4,8 @@
     state.load()                             # before DistributedDataParallel(model)
     for batch in s.steps(batches, save=background(state.files), save_every=100): ...
 
-The session itself keeps random generators and position, ``Batches`` the order of samples. What cannot be the same
-training is refused before anything is changed.
+The session itself keeps random generators and position, and ``Batches`` the order of samples. A state that would give
+another training is refused before anything is changed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .wrappers import frozen, tell_frozen
 
 MODEL_FILE, TRAINING_FILE = "model.pt", "training.pt"
 UNLISTED_FILE = "unlisted.pt"
-"""What is in no ``state_dict()`` and changed all the same: there where something did."""
+"""Name of the file for what no ``state_dict()`` contains but has changed; written only if something has."""
 
 
 class Stateful(Protocol):
@@ -48,15 +48,15 @@ class Stateful(Protocol):
 class TrainingState:
     """The state of a replicated training: every rank has the same, rank 0 saves it, and it loads at any world size.
 
-    ``session.steps`` makes sure before the first step that it can be saved and loaded again, where it saves with
-    ``write`` or with ``background(files)``.
+    If ``session.steps`` saves with ``write`` or ``background(files)``, it checks before the first step that the state
+    can be saved and loaded again.
 
     Args:
-        session: The process's.
-        model: Its names must not depend on whether there is more than one rank: of a wrapped or compiled one, what is
-            inside is saved.
-        parts: The rest by name, in the order in which it is loaded: optimizer, its scheduler, scaler. None: this
-            training has none.
+        session: This process's session.
+        model: If it is wrapped or compiled, the model inside is saved, because names must not depend on the number of
+            ranks.
+        parts: The other parts by name, in the order in which they are loaded: optimizer, its scheduler, scaler. None:
+            this training has none.
     """
 
     def __init__(self, session: Session, *, model: nn.Module, **parts: Stateful | None) -> None:
@@ -71,7 +71,7 @@ class TrainingState:
         session.copies.know(self._model, *optimizers, scheduler=scheduler, saved=True)
         self._unlisted = Unlisted(self._model)
         self._factors = {name: factors(part) for name, part in self._parts.items()}
-        # Of each optimizer: schedules that are in no part; where such ones stood, and its groups' rates, as loaded.
+        # For each optimizer: schedules that are in no part, the saved places of such schedules, and its loaded rates.
         self._left_out: dict[str, list[weakref.ref[Any]]] = {}
         self._stood: dict[str, list[Any]] = {}
         self._rates: dict[str, list[float]] = {}
@@ -80,9 +80,9 @@ class TrainingState:
         """What this rank saves, for ``background``. Tensors are the training's own.
 
         Raises:
-            TypeError: A part gives no state, or one that could not be loaded again. (Of the optimizer's and the model's
-                that is asked only before the first step.)
-            ValueError: It is not the same on every rank, but sharded.
+            TypeError: A part gives no state, or one that could not be loaded again. (For the optimizer and the model
+                that is only checked before the first step.)
+            ValueError: A state is sharded, not the same on every rank.
         """
         check_whole(self._model)
         if self._session.rank != 0:
@@ -105,14 +105,14 @@ class TrainingState:
         return {**found, UNLISTED_FILE: {"buffers": changed}} if changed else found
 
     def _say_added(self, name: str, names: Sequence[str]) -> None:
-        """Once: what an optimizer trains is not what it did when it was saved, or looked at, first."""
+        """Says once that an optimizer now trains other parameters than when it was first saved or looked at."""
         before = self._first.setdefault(name, list(names))
         if before != list(names):
             self._first[name] = list(names)
             say_added(name, before, names)
 
     def _trained(self) -> dict[str, list[str]]:
-        """Each optimizer's parameters by name, in the order of its groups; those without a name are left out."""
+        """Names of each optimizer's parameters, in the order of its groups; nameless ones are left out."""
         names = {parameter: name for name, parameter in self._model.named_parameters()}
         return {
             name: [names[p] for group in groups for p in group["params"] if p in names]
@@ -147,10 +147,10 @@ class TrainingState:
                 yield from (tensor for _, tensor in tensors(part))
 
     def _look_for_schedules(self) -> None:
-        """Schedules of the optimizers' that are no part of this: said where the run begins.
+        """Looks for schedules that act on the optimizers but are no part of this state. A remark names them.
 
         Raises:
-            ValueError: The run goes on, and one of them stands at its beginning.
+            ValueError: The run resumes, and such a schedule stands at its beginning.
         """
         for name, part in self._parts.items():
             if not hasattr(part, "param_groups"):
@@ -168,28 +168,29 @@ class TrainingState:
                     )
 
     def write(self, path: Path) -> None:
-        """The same while the training waits, for ``save=``."""
+        """Writes the same while the training waits, for ``save=``."""
         for name, value in self.files().items():
             try:
                 torch.save(value, path / name)
             except (OSError, RuntimeError):
                 raise
-            except Exception:  # pickle has many ways to say no
+            except Exception:  # pickle fails in many ways
                 self.rehearse()  # Says which part it is.
                 raise
 
     def load(self, *, cast: bool = False, other_schedule: bool = False) -> bool:
         """Loads the session's resume point: weights, then the parts in their order. False: there is none.
 
-        Collective where there is one: what does not fit on some rank no rank goes on from.
+        Collective if there is one: if something does not fit on some rank, no rank goes on.
 
         Args:
-            cast: Weights that were saved with another dtype are converted.
-            other_schedule: A schedule's functions (``LambdaLR``) may be others than they were.
+            cast: Convert weights that were saved with another dtype.
+            other_schedule: Accept a schedule (``LambdaLR``) whose functions have changed.
 
         Raises:
-            ValueError: On all ranks: the model is sharded. Or the checkpoint is of another model, or of a training with
-                other parts; says which. Nothing was changed, unless only shapes or parameter groups differ.
+            ValueError: On all ranks: the model is sharded; or the checkpoint is of another model, or of a training with
+                other parts, which the message names. Nothing was changed, unless only shapes or parameter groups
+                differ.
         """
         self._loaded = True
         resume = self._session.resume
@@ -225,7 +226,7 @@ class TrainingState:
             if "parameters" in kept[name]:
                 _same_parameters(resume.ref.name, kept[name]["parameters"], names)
         try:
-            # What is no tensor of the model's is kept by it as it comes.
+            # What is no tensor of the model's is kept as it comes.
             self._model.load_state_dict(
                 {name: value if isinstance(wanted[name], Tensor) else owned(value) for name, value in weights.items()}
             )
@@ -254,12 +255,12 @@ def _same_parameters(checkpoint: str, saved: Sequence[str], here: Sequence[str])
 
 
 def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
-    """Loads what ``read_tensors`` gave, and leaves nothing of the part in the file.
+    """Loads what ``read_tensors`` returned, and keeps no reference into the file.
 
     Args:
-        part: An optimizer's state is copied once, where it goes to.
-        state: Its state; tensors may be of a file that is mapped.
-        cast: Tensors of an optimizer take its parameters' dtype, as torch has it; else they keep their own.
+        part: The part; an optimizer's state is copied once, to where it is used.
+        state: Its state, whose tensors may be mapped from a file.
+        cast: An optimizer's tensors take its parameters' dtype, as torch does it; otherwise they keep their own.
     """
     if not hasattr(part, "param_groups") or not isinstance(getattr(part, "state", None), Mapping):
         part.load_state_dict(owned(state))
@@ -274,11 +275,11 @@ def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
 
 
 def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:
-    """A tensor of an optimizer's state: not the file's own memory, and as exact as it was."""
+    """A tensor of an optimizer's state, copied out of the file and as exact as it was saved."""
     if not isinstance(loaded, Tensor) or not isinstance(saved, Tensor):
         return owned(loaded)
     if loaded.dtype != saved.dtype and not cast:
-        # Moments in fp32 beside parameters in bf16: torch has made them bf16.
+        # torch has converted fp32 moments of bf16 parameters to bf16.
         return saved.to(loaded.device, copy=True)
     if type(loaded) is not Tensor or type(saved) is not Tensor:
         return loaded
@@ -287,7 +288,7 @@ def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:
 
 
 def owned(value: Any) -> Any:
-    """The same with tensors that share nothing with a file: whoever gets it may keep it."""
+    """The same with tensors that share nothing with a file, so that they may be kept."""
     if type(value) is Tensor:
         return value.clone()
     if type(value) in (dict, OrderedDict):
@@ -306,7 +307,7 @@ def read_tensors(path: Path) -> Any:
         ValueError: It is not there, or has something else in it.
     """
     try:
-        # What torch wrote in its old format cannot be mapped.
+        # A file of torch's old format cannot be mapped.
         return torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent.name} has no {path.name}: it was not saved by TrainingState") from error
@@ -315,10 +316,10 @@ def read_tensors(path: Path) -> Any:
 
 
 def check_same_dtypes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
-    """Compares tensors of the same names: to load converts without a word.
+    """Compares the dtypes of tensors of the same names, because loading converts silently.
 
     Args:
-        saved: The checkpoint's values; those without a ``dtype`` are not looked at.
+        saved: The checkpoint's values; those without a ``dtype`` are ignored.
         wanted: The model's.
 
     Raises:
@@ -372,7 +373,7 @@ def _state_of(name: str, part: Stateful) -> Any:
 
 
 def _kind(part: Stateful) -> str:
-    # A scaler that is switched off has no state, and takes any without a word.
+    # A scaler that is switched off has no state, and accepts any.
     on = getattr(part, "is_enabled", None)
     return type(part).__name__ + (" (disabled)" if callable(on) and not on() else "")
 

@@ -1,8 +1,8 @@
 """Parts of a model that no ``state_dict()`` lists: buffers that are not persistent, and plain attributes.
 
 Most of them are made anew with the model: masks, tables of angles. Those that change while the model trains are part of
-the training. Such buffers are saved with the rest. Attributes can only be named, because nobody knows what they are
-for.
+the training. Buffers that have changed are saved with the rest. Changed attributes can only be named, because nobody
+knows what they are for.
 """
 
 from __future__ import annotations
@@ -20,45 +20,45 @@ from dalsegno.protos.text import few
 from ..rank.remarks import remark
 
 _PLAIN = (bool, int, float, str, type(None))
-# Set by torch and by libraries as they go along, and made anew.
+# Attributes that torch and libraries set as they go along, and make anew.
 _PASSING = frozenset({"training", "is_compiled", "gradient_checkpointing"})
-# Tensors of up to so many numbers that are plain attributes are looked at, and so many times all of it is.
+# The most numbers of a tensor attribute that is looked at, and how many times all attributes are looked at.
 _NUMBERS, _LOOKS = 64, 4
 
 
 class Unlisted:
-    """One model's, as it was when the training began.
+    """The unlisted parts of one model, compared with their state when the training began.
 
     Args:
-        model: As it is trained; what is inside wrappers.
+        model: The model that is trained, without wrappers.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        # Not by `id`: another tensor may have that once the first one is gone.
+        # Not compared by `id`: another tensor may have it once the first one is gone.
         self._buffers = {name: (weakref.ref(b), b._version, _digest(b)) for name, b in buffers(model).items()}
         self._attributes, self._looks = _attributes(model), _LOOKS
 
     def changed_buffers(self) -> dict[str, Tensor]:
-        """Buffers that are no longer as they were, the model's own."""
+        """The model's own buffers that have changed."""
         found = {}
         for name, buffer in buffers(self._model).items():
             was = self._buffers.get(name)
-            # Few change, and to look at all of them would take a while at each save.
+            # Few buffers change, and comparing all of them at each save would take too long.
             same = was is not None and was[0]() is buffer and was[1] == buffer._version
             if was is None or (not same and _digest(buffer) != was[2]):
                 found[name] = buffer
         return found
 
     def changed_attributes(self) -> tuple[str, ...]:
-        """Names of plain attributes that are no longer as they were; without those that the module itself saves."""
+        """Names of plain attributes that have changed, without those that the module itself saves."""
         now = _attributes(self._model)
         return tuple(
             name for name, value in now.items() if name in self._attributes and self._attributes[name] != value
         )
 
     def tell(self) -> None:
-        """Says once which attributes changed, as soon as some have: here, where a save is prepared or made."""
+        """Says once, when a save is prepared or made, which attributes have changed."""
         if self._looks:
             self._looks -= 1
             if changed := self.changed_attributes():
@@ -66,7 +66,7 @@ class Unlisted:
                 remark("%s", said(changed))
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Puts buffers back where they still are, with the shape that they had."""
+        """Restores buffers that still exist with the saved shape."""
         here = buffers(self._model)
         with torch.no_grad():
             for name, value in saved.items():
@@ -75,7 +75,7 @@ class Unlisted:
 
 
 def buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Those that are not persistent, by name."""
+    """Buffers that are not persistent, by name."""
     found = {}
     for prefix, module in model.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
@@ -86,7 +86,7 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def said(attributes: tuple[str, ...]) -> str:
-    """What a person should know of attributes that changed."""
+    """The message about attributes that have changed."""
     return (
         f"{few(attributes)} changed while the model trained, and {'is' if len(attributes) == 1 else 'are'} in no "
         "checkpoint: a resumed run has the first value again. Where the training depends on it, make it a buffer "

@@ -15,12 +15,12 @@ from ..rank.agreement import Refusal
 from ..rank.remarks import remark
 from ..saving.optimizers import is_elementwise
 
-# What approximates the gradients of each rank by itself: by the modules that bring it, or by what it gathers.
+# Communication hooks that approximate each rank's gradients, recognised by their modules or by what they gather.
 _APPROXIMATE = ("powerSGD_hook", "post_localSGD_hook", "quantization_hooks")
 
 
 class Frozen:
-    """The parameters that are not trained when a wrapped model is first seen, in case that this changes.
+    """The parameters that are not trained when a wrapped model is first seen, so that a change is noticed.
 
     Args:
         model: What the training calls. (FSDP2 trains what is unfrozen later.)
@@ -38,10 +38,10 @@ class Frozen:
         self._parameters = {n: p for n, p in inner.named_parameters() if not p.requires_grad and n not in ignored}
 
     def check(self, step: int) -> None:
-        """Before a step.
+        """Checks before a step that nothing was unfrozen that the wrapper would not train.
 
         Raises:
-            Refusal: Some are to be trained from now on, and what wraps the model would not have it.
+            Refusal: Parameters were unfrozen, and the model's wrapper would not handle them.
         """
         if not self._asks:
             return
@@ -65,17 +65,17 @@ class Frozen:
 
 
 def frozen(model: nn.Module) -> list[str]:
-    """Names of the parameters that are not trained just now, for checkpoints."""
+    """Names of the parameters that are not trained at present, for checkpoints."""
     return [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
 
 
 def tell_frozen(checkpoint: str, saved: Sequence[str] | None, here: Sequence[str]) -> None:
-    """A run that resumes with others frozen than when it was saved may be right: if the script sees to it in time.
+    """Remarks that other parameters are frozen than when the run was saved, which is right if the script intends it.
 
     Args:
         checkpoint: Its name.
-        saved: Those frozen then; None: an earlier version did not say.
-        here: Those frozen before the first step from there.
+        saved: Names of those frozen then; None: an earlier version did not save them.
+        here: Names of those frozen before the first step after the resume point.
     """
     if saved is None or set(saved) == set(here):
         return
@@ -91,14 +91,14 @@ def tell_frozen(checkpoint: str, saved: Sequence[str] | None, here: Sequence[str
 
 
 def tell(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Warns of what `remarks` finds."""
+    """Logs the lines of `remarks`."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_rank() == 0:
         for line in remarks(model, optimizers):
             remark("%s", line)
 
 
 def remarks(model: nn.Module, optimizers: Sequence[Optimizer]) -> Iterator[str]:
-    """One line for each thing that makes another curve in every world. Nothing of it shows in the model.
+    """One line for each thing that makes the curve differ between worlds. None of them shows in the model itself.
 
     Args:
         model: What the training calls.
