@@ -12,10 +12,10 @@ from .swift_hooks import NAME, install
 
 @dataclass
 class ElasticArguments:
-    """Ours.
+    """Our own flags.
 
     Attributes:
-        universal_checkpoint: Changes of the world go through universal files. The agent reads it.
+        universal_checkpoint: Changes of the world go through universal files. The agent reads this flag.
         global_batch_size: Samples per optimizer step over all ranks.
         fixed_micro_batch: Cut each global batch into the same micro-batches at every world size.
     """
@@ -51,7 +51,7 @@ def main(pipeline: Any, argv: list[str] | None = None) -> Any:
 
     Args:
         pipeline: ``swift.pipelines.SwiftSft``, or one derived from it.
-        argv: Default: the command line's.
+        argv: Default: the command line's arguments.
     """
     from swift.cli.main import parse_yaml_args
     from swift.cli.utils import try_use_single_device_mode

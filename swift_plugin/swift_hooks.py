@@ -1,6 +1,6 @@
-"""ms-swift made elastic where it lets others in: the class of its trainer, its output directory, its callbacks.
+"""Makes ms-swift elastic where it can be extended: the class of its trainer, its output directory, its callbacks.
 
-Nothing is changed outside ``dlrover-run``, nor where ``--callbacks dalsegno`` was not asked for.
+Nothing changes outside ``dlrover-run``, or if ``--callbacks dalsegno`` was not given.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from .hf.trainer import SIZES, ElasticTrainer
 
 NAME = "dalsegno"
 """For ``--callbacks``."""
-# Samples that ms-swift aims at where it is not told how many steps to accumulate. (It takes more where one micro-batch
-# of all ranks is larger, which would depend on the world.)
+# Samples per step that ms-swift aims at if it is not told how many steps to accumulate. (It uses more if one
+# micro-batch of all ranks is larger, which would depend on the world.)
 _USUAL_BATCH = 16
-# Means over the tokens of answers, and over samples with one label each. The others compare within a micro-batch.
+# Losses that are means over the tokens of answers, or over samples with one label. Others compare within a micro-batch.
 _TASKS = ("causal_lm", "seq_cls")
-# A loss for each pair of answers; then those with a term that is a mean over the micro-batch's tokens.
+# Losses with one value for each pair of answers; then those with a term that is a mean over the micro-batch's tokens.
 _PAIRS, _PAIRS_AND_TOKENS = ("dpo", "rm"), ("orpo", "cpo", "simpo")
 _DPO_LOSSES = ("sigmoid", "hinge", "ipo", "robust", "nca_pair", "sppo_hard", "exo_pair", "apo_zero", "apo_down")
 _INSTEAD = {"deepspeed_elastic": "changing the world", "graceful_exit": "saving before a node goes"}
-# They begin with a decomposition of the base weights, which every start would make anew.
+# Methods that begin with a decomposition of the base weights, which every start would make anew.
 _DECOMPOSED = ("pissa", "olora", "lora-ga")
 
 
 class Marker(TrainerCallback):  # type: ignore[misc]  # ms-swift is not typed
-    """What ``--callbacks dalsegno`` names. It does nothing: what it asks for is in front of the trainer's class."""
+    """The callback that ``--callbacks dalsegno`` names. It does nothing: our trainer's class does what it asks for."""
 
 
 def install() -> None:
-    """Once in a process; again, it does nothing."""
+    """Installs the hooks; a second call does nothing."""
     if NAME in callbacks_map:
         return
     callbacks_map[NAME] = Marker
@@ -61,13 +61,13 @@ def install() -> None:
 
 
 def _replace(owner: Any, name: str, ours: Any) -> None:
-    """``ours(original, self, ...)`` in place of a method."""
+    """Replaces a method by ``ours(original, self, ...)``."""
     original = getattr(owner, name)
     setattr(owner, name, functools.wraps(original)(lambda self, *args, **kwargs: ours(original, self, *args, **kwargs)))
 
 
 def wanted(args: Any) -> bool:
-    """Whether these arguments ask for it."""
+    """Whether these arguments ask for an elastic run."""
     return NAME in (getattr(args, "callbacks", None) or ())
 
 
@@ -80,13 +80,14 @@ def _init_deepspeed(original: Any, args: Any) -> None:
     if wanted(args) and args.deepspeed:
         from dalsegno.elastic import deepspeed
 
-        # Of this world; a configuration that says them itself would be compared with arguments of another one.
+        # Sizes of this world. If the configuration gave them itself, it would be compared with arguments of another
+        # world.
         args.deepspeed.update(dict.fromkeys(SIZES, "auto"))
         deepspeed.prepare(args.ddp_backend, timeout=timedelta(seconds=args.ddp_timeout))
 
 
 def _add_version(original: Any, args: Any) -> None:
-    """One directory for all of a run's epochs, not one for each start."""
+    """Uses one directory for all of a run's epochs, not one for each start."""
     if not wanted(args):
         original(args)
         return
@@ -99,7 +100,7 @@ def _add_version(original: Any, args: Any) -> None:
 
 
 def _save_trainer_state(original: Any, pipeline: Any, trainer: Any) -> Any:
-    """What ms-swift tells of a training that has ended; one that was drained, or whose peer died, has not."""
+    """Reports the end of the training as ms-swift does, but not if it was drained or a peer died."""
     run = getattr(trainer, "elastic_run", None)
     return original(pipeline, trainer) if run is None or run.finished else {}
 
@@ -113,7 +114,7 @@ def _made_elastic(base: type[Any], args: Any) -> type[Any]:
 
 
 def _refuse(args: Any, options: Options) -> None:
-    """What is ms-swift's own, see `refusals`."""
+    """Refuses options of ms-swift's own, see `refusals`."""
     rlhf, task = getattr(args, "rlhf_type", None), getattr(args, "task_type", "causal_lm")
     if str(getattr(args, "init_weights", "")).startswith(_DECOMPOSED):
         raise ValueError(f"--init_weights {args.init_weights} cannot be trained elastically: use another one")
@@ -152,7 +153,7 @@ def _refuse(args: Any, options: Options) -> None:
 
 
 def options_of(args: Any) -> Options:
-    """What was asked for: by our entry's flags, else by the environment."""
+    """What the user asked for: by our entry's flags, else by the environment."""
     found = from_environment()
     size = getattr(args, "global_batch_size", None) or found.global_batch_size
     if size is None and args.gradient_accumulation_steps is None and Variable.RESUME_NAME not in os.environ:
@@ -171,14 +172,14 @@ class _SwiftTrainer(ElasticTrainer):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self.options.mean_over_samples:
-            # Metrics are gathered from slices that differ by a sample, which tensors of one shape cannot.
+            # Metrics are gathered from slices whose sizes differ by a sample, which tensors of one shape cannot hold.
             from swift.rlhf_trainers.dpo_trainer import new_gather_function
 
             self.accelerator.gather_for_metrics = new_gather_function
         self.become_elastic(self.options)
 
     def _silenced(self, given: Any) -> Any:
-        return silenced(given)  # its losses know labels that do not count
+        return silenced(given)  # ms-swift's losses know labels that do not count
 
     def _save(self, output_dir: Any = None, state_dict: Any = None) -> None:
         super()._save(output_dir, state_dict)
@@ -189,13 +190,13 @@ class _SwiftTrainer(ElasticTrainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super()._save_checkpoint(*args, **kwargs)
-        # Where this step was saved before, ms-swift's own part was not called.
+        # If this step was saved before, ms-swift's own part was not called.
         place = trainers(Path(self.args.output_dir), self.state.global_step)
         self.state.last_model_checkpoint = str(place)
         if not is_foreign(place):
             self._update_last_checkpoint_symlink(barrier=False)
 
     def _update_last_checkpoint_symlink(self, barrier: bool = True) -> None:
-        # Not within the save, where what it should point to is not there yet, and not all ranks may come to a barrier.
+        # Not during the save: the target does not exist yet, and perhaps not all ranks come to a barrier.
         if self._run.writing is None:
             super()._update_last_checkpoint_symlink(barrier=barrier)

@@ -1,6 +1,6 @@
 """What can be seen of an engine before its first step: whether its optimizer fits ZeRO, and how its world can change.
 
-`why_not_reshard` and `check_optimizer` say it in words; `tell` says it to the person, once, on rank 0.
+`why_not_reshard` and `check_optimizer` give the reasons in words; `tell` tells them to the user, once, on rank 0.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ..saving.optimizers import is_elementwise
 from ..universal.source import ADAM_STATES
 from .loading import knows_universal_files, loads_any_state, torch_optimizer, whole_parameters
 
-# Versions of DeepSpeed in which re-sharding was tried.
+# Versions of DeepSpeed with which re-sharding was tried.
 TRIED = ((0, 19),)
 ALLOW = "zero_allow_untested_optimizer"
-"""DeepSpeed's own switch of its guard."""
+"""DeepSpeed's own switch that turns its guard off."""
 _TOLD = "_dalsegno_told"
 _PARTS = (
     "ZeRO gives it flat parts of the model, cut where the number of ranks says, and nobody knows that it treats every "
@@ -30,11 +30,11 @@ _PARTS = (
 
 
 def check_optimizer(optimizer: Any, stage: int, *, allowed: bool, scheduled: bool = False) -> None:
-    """Refuses an optimizer that would make another curve in every world, or not the one that was asked for.
+    """Refuses an optimizer that would make another curve in every world, or that DeepSpeed would replace.
 
     Args:
-        optimizer: As DeepSpeed is given it.
-        stage: Of ZeRO.
+        optimizer: The optimizer that DeepSpeed gets.
+        stage: The ZeRO stage.
         allowed: The user's own config has `ALLOW`.
         scheduled: A scheduler sets its learning rate.
 
@@ -63,7 +63,7 @@ def _has_its_own(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def can_reshard(engine: Any) -> bool:
-    """Whether what the engine saves now can be loaded by `restore` at another number of ranks without a conversion.
+    """Whether `restore` can load what the engine saves now at another number of ranks without a conversion.
 
     Stage 0 partitions nothing: its checkpoints load anywhere as they are.
     """
@@ -71,10 +71,10 @@ def can_reshard(engine: Any) -> bool:
 
 
 def why_not_reshard(engine: Any) -> str | None:
-    """What keeps another number of ranks from loading what the engine saves now without a conversion; None: nothing.
+    """Why another number of ranks cannot load what the engine saves now without a conversion; None: it can.
 
-    It leans on private names of DeepSpeed, so only in versions that were tried; else universal files are made. What an
-    optimizer gathers is there after its first step; before, what is known of it counts.
+    Re-sharding uses private names of DeepSpeed, so it is done only in versions that were tried; otherwise universal
+    files are made. The optimizer's state exists after its first step; before, what is known of the optimizer decides.
     """
     if not is_tried():
         known = " or ".join(".".join(map(str, version)) for version in TRIED)
@@ -96,7 +96,7 @@ def is_tried() -> bool:
 
 
 def _why_not_dealt_out(engine: Any) -> str | None:
-    """Why what the optimizer gathers cannot be dealt out to other ranks; None: as far as is known, it can."""
+    """Why the optimizer's state cannot be dealt out to other ranks; None: as far as is known, it can."""
     if (unknown := _unknown(engine)) is not None:
         return f"{unknown}, of which nobody knows that it treats every weight by itself"
     optimizer = torch_optimizer(engine)
@@ -105,7 +105,7 @@ def _why_not_dealt_out(engine: Any) -> str | None:
     for flat, state in optimizer.state.items():
         gathered = {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim() > 0}
         kinds.add(frozenset(gathered))
-        # SuperOffload knows its flat parts by their numbers.
+        # SuperOffload identifies its flat parts by their numbers.
         if isinstance(flat, Tensor) and any(value.numel() != flat.numel() for value in gathered.values()):
             return f"{name}, which gathers something else than one value for each weight"
     if len(kinds) > 1:
@@ -117,7 +117,7 @@ def _why_not_dealt_out(engine: Any) -> str | None:
 
 
 def _unknown(engine: Any) -> str | None:
-    """The name of an optimizer, the script's or one below it, that is not known to be element-wise; None: they are."""
+    """Name of the first optimizer, the script's or one inside it, that is not known to be element-wise; None: none."""
     inner = torch_optimizer(engine)
     for optimizer in (getattr(engine, "basic_optimizer", None) or inner, inner):
         if not is_elementwise(optimizer):
@@ -126,7 +126,7 @@ def _unknown(engine: Any) -> str | None:
 
 
 def tell(engine: Any) -> None:
-    """Says once, on rank 0, what a change of the world will not be able to do as usual."""
+    """Says once, on rank 0, what will not work as usual at a change of the world."""
     if getattr(engine, _TOLD, False) or int(engine.zero_optimization_stage()) == 0:
         return
     setattr(engine, _TOLD, True)

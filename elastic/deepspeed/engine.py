@@ -8,9 +8,9 @@
         ...
 
 Works for ZeRO stages 0 to 3 without tensor or pipeline parallelism. A checkpoint is loaded in the form that the session
-says: as it was saved where the world size is the same (stage 0: at any); else from its universal form, or by each rank
-from the shards of those that saved it ("re-sharding"), which needs no conversion. Both go through DeepSpeed's universal
-loading; what that gets wrong is in ``deepspeed_loading``.
+names. If the world size is the same (at stage 0: always), that is the form in which it was saved. Otherwise it is the
+universal form, or each rank reads the shards of the ranks that saved ("re-sharding"), which needs no conversion. Both
+use DeepSpeed's universal loading; ``loading`` corrects what that gets wrong.
 
 The random state is not saved here: the session does that.
 """
@@ -64,7 +64,7 @@ from .loading import (
 from .view import ZERO, resharded_view, sharded_view, universal_view
 
 UNIVERSAL_VERSION = 0.4
-# What the functions of the scheduler give, in the client's state.
+# Key in the client's state for the values of the scheduler's functions.
 _SCHEDULE = "dalsegno_schedule"
 _ROUND_ROBIN = (
     "made with zero_optimization.round_robin_gradients, which lays weights out in a way that checkpoints do not "
@@ -97,15 +97,15 @@ class Plan(Protocol):
 def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> None:
     """Initialises ``torch.distributed`` for DeepSpeed, also in a world of one without torchrun.
 
-    Skips the compilation of ``deepspeed_shm_comm`` (40 CPU seconds, needs a compiler; not used under torchrun, and a
-    process killed during it leaves a lock that blocks the next start for ever).
+    Skips the compilation of ``deepspeed_shm_comm``, which takes 40 CPU seconds, needs a compiler and is not used under
+    torchrun. (If a process is killed during it, a lock remains that blocks the next start for ever.)
 
     Args:
-        backend: Of ``torch.distributed``; None: the accelerator's (gloo on a CPU).
+        backend: As in ``torch.distributed``; None: the accelerator's (gloo on a CPU).
         timeout: How long a collective may take; None: DeepSpeed's default, 10 minutes.
 
     Raises:
-        RuntimeError: There are several ranks, and the environment does not say which one of its node this is.
+        RuntimeError: There are several ranks, and the environment does not say this one's number on its node.
     """
     _check_environment()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -119,8 +119,8 @@ def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> 
 
 
 def _check_environment() -> None:
-    """DeepSpeed takes its device from LOCAL_RANK, which not everything that starts ranks sets."""
-    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # which DeepSpeed reads as well, but late
+    """Checks LOCAL_RANK, from which DeepSpeed takes its device; not everything that starts ranks sets it."""
+    if "OMPI_COMM_WORLD_LOCAL_RANK" in os.environ:  # DeepSpeed reads it as well, but too late
         os.environ.setdefault("LOCAL_RANK", os.environ["OMPI_COMM_WORLD_LOCAL_RANK"])
     ranks = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if ranks == 1:
@@ -136,16 +136,16 @@ def config(base: Mapping[str, Any], plan: Plan, resume: Resume | None) -> dict[s
     """DeepSpeed's configuration for the present world.
 
     Args:
-        base: The script's own. Its batch sizes are replaced.
-        plan: How the global batch is dealt in this world.
+        base: The script's own configuration. Its batch sizes are replaced.
+        plan: How the global batch is divided in this world.
         resume: Where the session resumes; None at step 0.
 
     Returns:
-        A new dictionary: micro batch, accumulation, and ``checkpoint.load_universal`` exactly when the resume point is
-        universal or another number of ranks saved it.
+        A new dictionary with the micro batch size, the accumulation, and ``checkpoint.load_universal`` if the resume
+        point is universal or another number of ranks saved it.
 
     Raises:
-        ValueError: ``base`` asks for a layout that no checkpoint survives a change of the world with.
+        ValueError: ``base`` asks for a layout whose checkpoints do not survive a change of the world.
     """
     result = copy.deepcopy(dict(base))
     zero = result.get("zero_optimization", {})
@@ -153,7 +153,7 @@ def config(base: Mapping[str, Any], plan: Plan, resume: Resume | None) -> dict[s
         raise ValueError(f"the config is {_ROUND_ROBIN}")
     if zero.get("elastic_checkpoint"):
         raise ValueError("zero_optimization.elastic_checkpoint is dead in DeepSpeed; remove it")
-    # DeepSpeed derives this one; slices of a step may be shorter than the micro batch, so it is an upper bound.
+    # DeepSpeed derives this one. It is an upper bound, because slices of a step may be shorter than the micro batch.
     result.pop("train_batch_size", None)
     result["train_micro_batch_size_per_gpu"] = plan.micro_batch_size
     result["gradient_accumulation_steps"] = plan.accumulation
@@ -167,7 +167,7 @@ def save(engine: Any, client_state: Mapping[str, Any] | None = None) -> Save:
 
     Args:
         engine: From ``deepspeed.initialize``.
-        client_state: Plain values or tensors of the script's own; `restore` gives them back.
+        client_state: Plain values or tensors of the script's own; `restore` returns them.
     """
     return Save(engine, client_state)
 
@@ -176,9 +176,9 @@ class Save:
     """``write(path)`` creates ``path`` and writes this rank's files. See `save`.
 
     Attributes:
-        engine: As given.
-        reshards: See `can_reshard`; the session writes it down.
-        strategy: See `strategy`; the session takes it where the script says none.
+        engine: The engine.
+        reshards: See `can_reshard`; the session records it.
+        strategy: See `strategy`; the session uses it if the script gives none.
     """
 
     def __init__(self, engine: Any, client_state: Mapping[str, Any] | None = None) -> None:
@@ -194,12 +194,12 @@ class Save:
         return strategy(self.engine)
 
     def __call__(self, path: Path) -> None:
-        """Writes.
+        """Writes this rank's files.
 
         Raises:
-            OSError: Something could not be written; only raised after DeepSpeed's collectives, so that no other rank
+            OSError: Something could not be written. Raised only after DeepSpeed's collectives, so that no other rank
                 waits for this one.
-            TypeError: The client's or the scheduler's state could not be loaded again; raised then, too.
+            TypeError: The client's or the scheduler's state could not be loaded again. Raised only then, too.
         """
         state, problem = _described(self.engine, self._client_state), self._check()
         if self._factors:
@@ -212,24 +212,24 @@ class Save:
             raise problem
 
     def _check(self) -> Exception | None:
-        """Why what this rank writes beside the engine's own state could not be loaded again; None: it could."""
+        """Why this rank's state beside the engine's own could not be loaded again; None: it could."""
         if not getattr(self.engine, "save_non_zero_checkpoint", True):
             return None
         scheduler = self.engine.lr_scheduler
         try:
             states = [self._client_state, None if scheduler is None else scheduler.state_dict()]
             loadable(states, "the state of the scheduler, of a callback or of the script's own")
-        except Exception as error:  # kept, whatever it is: the other ranks wait in DeepSpeed's collectives
+        except Exception as error:  # every error is kept, because the other ranks wait in DeepSpeed's collectives
             return error
         return None
 
 
 @contextmanager
 def saved_by_trainer(engine: Any) -> Iterator[None]:
-    """Lets a framework call ``engine.save_checkpoint`` itself while it lasts, and adds what `Save` adds.
+    """Lets a framework call ``engine.save_checkpoint`` itself inside, and adds what `Save` adds.
 
     Raises:
-        OSError: Something could not be written; only raised at the end, see `Save`.
+        OSError: Something could not be written. Raised only at the end, see `Save`.
     """
     original = engine.save_checkpoint
     latest: list[tuple[Path, str]] = []
@@ -241,7 +241,7 @@ def saved_by_trainer(engine: Any) -> Iterator[None]:
         tag = str(tag or f"global_step{engine.global_steps}")
         if save_latest and dist.get_rank() == 0:
             latest.append((Path(save_dir) / "latest", tag))
-        # That file rank 0 would write before the last barrier, where its failure would hold up the others.
+        # Rank 0 would write that file before the last barrier, where a failure would hold up the others.
         return original(save_dir, tag=tag, client_state=_described(engine, client_state), save_latest=False, **options)
 
     engine.save_checkpoint = save_checkpoint
@@ -255,10 +255,10 @@ def saved_by_trainer(engine: Any) -> Iterator[None]:
 
 
 def _described(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What is saved beside the engine's own state.
+    """The state that is saved beside the engine's own.
 
-    The converter wants to be told of universal checkpoints in stages 1 and 2. With tensor parallelism DeepSpeed knows
-    what must be said; what is in the client's state would replace that.
+    In stages 1 and 2 the converter needs information for universal checkpoints. With tensor parallelism DeepSpeed adds
+    it itself, and an entry in the client's state would replace that.
     """
     state = dict(client_state or {})
     if getattr(engine.module, UNIVERSAL_CHECKPOINT_INFO, None) is None:
@@ -272,22 +272,22 @@ def _described(engine: Any, client_state: Mapping[str, Any] | None) -> dict[str,
 def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_schedule: bool = False) -> dict[str, Any]:
     """Loads the resume point into a fresh engine and repairs what DeepSpeed leaves wrong. Collective.
 
-    Says in one line, on rank 0, where this engine's world cannot change as usual.
+    Says in one line, on rank 0, if this engine's world cannot change as usual.
 
     Args:
         engine: From ``deepspeed.initialize`` with this module's `config`.
         resume: Where the session resumes; None: nothing is loaded.
-        strict: The checkpoint has all of the model's weights; not where frozen ones were left out.
-        other_schedule: The functions of the engine's scheduler (``LambdaLR``) may be others than they were.
+        strict: The checkpoint must have all of the model's weights; False if frozen ones were left out.
+        other_schedule: Accept functions of the engine's scheduler (``LambdaLR``) that have changed.
 
     Returns:
         The ``client_state`` that was saved.
 
     Raises:
         ValueError: The engine was not configured for this resume point, trains something else, or its scheduler's
-            functions are others. On all ranks.
+            functions have changed. Raised on all ranks.
         RuntimeError: DeepSpeed found nothing to load, a file is missing, or one holds objects that are not loaded; or
-            another number of ranks saved it, and this engine is not one that `can_reshard`.
+            another number of ranks saved it, and this engine cannot re-shard (see `can_reshard`).
         OSError: A file cannot be read.
     """
     tell(engine)
@@ -296,7 +296,7 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_sc
     with refused_together():
         _check(engine, resume)
     if resume.reshard and not can_reshard(engine):
-        # The manifest speaks of the DeepSpeed and the engine that saved.
+        # The manifest describes the DeepSpeed and the engine that saved, which need not be these.
         raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
     mark("built")
     with _only_what_is_safe(resume.path):
@@ -316,9 +316,9 @@ def _check(engine: Any, resume: Resume) -> None:
 
 
 def load_weights(engine: Any, directory: Path) -> None:
-    """Gives an engine's model the weights of a checkpoint that any number of ranks saved, and nothing else. Collective.
+    """Loads only the weights of a checkpoint, saved by any number of ranks, into an engine's model. Collective.
 
-    Meant for when the training is over: what the optimizer holds of the weights stays as it was.
+    Meant for the end of the training: the optimizer's own copy of the weights is not changed.
 
     Args:
         engine: From ``deepspeed.initialize``.
@@ -344,7 +344,7 @@ def load_weights(engine: Any, directory: Path) -> None:
 
 
 def loads_by_values(resume: Resume) -> bool:
-    """Whether each rank takes its own ranges of every parameter, instead of the file of the rank before it."""
+    """Whether each rank reads its own ranges of every parameter, instead of the file of the rank with its number."""
     return resume.form == UNIVERSAL or resume.reshard
 
 
@@ -365,7 +365,7 @@ def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
     if not isinstance(engine.module, PipelineModule):
         restore_unpartitioned(engine, directory)
     elif resume.form == UNIVERSAL:
-        # A pipeline's layers have files of their own, which are not among the universal ones.
+        # A pipeline's layers have files of their own, which are not among the universal files.
         with sharded_view(saved) as view:
             engine.module.load_state_dir(str(view), engine.checkpoint_engine)
     return dict(client_state or {})
@@ -373,7 +373,7 @@ def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
 
 @contextmanager
 def _opened(resume: Resume, saved: Path, stage: int) -> Iterator[tuple[Path, Values | None]]:
-    """What DeepSpeed is told to load, and what its optimizer then loads; None: what DeepSpeed finds itself."""
+    """The directory that DeepSpeed is told to load, and the values for its optimizer; None: DeepSpeed reads its own."""
     if resume.form == UNIVERSAL:
         if resume.universal is None:
             raise ValueError("the resume point is universal and does not say where")
@@ -402,7 +402,7 @@ def strategy(engine: Any) -> str:
 
 @contextmanager
 def _only_what_is_safe(directory: Path) -> Iterator[None]:
-    """Lets nobody unpickle arbitrary objects meanwhile, DeepSpeed included."""
+    """Keeps everybody, DeepSpeed included, from unpickling arbitrary objects inside."""
     try:
         with only_safe_loading():
             yield
@@ -413,11 +413,11 @@ def _only_what_is_safe(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def _errors_after_collectives(engine: Any) -> Iterator[None]:
-    """Lets a rank whose disk is full finish DeepSpeed's barriers before it says so: the others wait in them."""
+    """Lets a rank whose disk is full finish DeepSpeed's barriers, in which the others wait, before it raises."""
     writer, copy_script = engine.checkpoint_engine, engine._copy_recovery_script
     guarded = _DeferringWriter(writer)
     engine.checkpoint_engine = guarded
-    # It would write zero_to_fp32.py beside the checkpoints, under a name without an epoch.
+    # DeepSpeed would write zero_to_fp32.py beside the checkpoints, under a name without an epoch.
     engine._copy_recovery_script = lambda save_path: None
     try:
         yield

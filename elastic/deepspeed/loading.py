@@ -1,11 +1,11 @@
-"""What DeepSpeed's universal loading leaves out or gets wrong, made right. Measured with 0.19.8, each has a test.
+"""Corrects what DeepSpeed's universal loading leaves out or gets wrong. Measured with 0.19.8; each point has a test.
 
 - ZeRO-1 and 2: a rank that owns nothing of a parameter group (a small one in a large world) fails with IndexError; a
-  file that is missing leaves weights at random or moments reset;
+  missing file leaves weights random or moments reset;
 - ZeRO-3: all groups get group 0's hyperparameters, and all share one ``step`` tensor, which then counts once per group;
-  of what an optimizer gathers only Adam's moments are loaded, and one that counts no step fails with KeyError;
-- all stages: buffers, frozen parameters and parameters that no optimizer knows keep what the script initialised them
-  with; each rank reads all of every parameter.
+  only Adam's moments are loaded, and an optimizer that counts no step fails with KeyError;
+- all stages: buffers, frozen parameters and parameters that no optimizer knows keep the script's first values; each
+  rank reads all of every parameter.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from ..universal.values import STEP, Values
 from .view import COMMON, NESTED, ZERO, model_state_files
 
 TRAINED_NOTE = "dalsegno_trained"
-"""In the model states of stage 0, whose files say nothing else of it: `trained`."""
+"""Key in the model states of stage 0, whose files do not name the optimizer's parameters: `trained`."""
 _TENSOR_PARALLEL = "ds_autotp_universal_checkpoint_meta"
 
 
 @contextmanager
 def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
-    """Lets the engine's ZeRO optimizer load ``values`` by `load_groups` or `load_partition` while it lasts.
+    """Makes the engine's ZeRO optimizer load ``values`` by `load_groups` or `load_partition` inside.
 
-    With tensor parallelism DeepSpeed's own loader stays: it knows how parameters are sliced there. It stays, too, for
-    ZeRO-3's optimizer where `loads_any_state` says no.
+    With tensor parallelism DeepSpeed's own loader is used, because it knows how parameters are sliced. ZeRO-3's
+    optimizer also uses it if `loads_any_state` says no.
 
     Args:
         engine: DeepSpeed's.
-        values: Of the checkpoint.
-        directory: What DeepSpeed is told to load.
+        values: The checkpoint's values.
+        directory: The directory that DeepSpeed is told to load.
     """
     optimizer = engine.optimizer
     theirs = getattr(optimizer, _loader(engine), None)
@@ -111,7 +111,7 @@ def whole_parameters(engine: Any) -> bool:
 class _Room:
     """One buffer for all that is read in turn: memory touched for the first time costs more than the reading.
 
-    What it gave out is good until it is asked again. DeepSpeed copies what it is given before it does.
+    What it returned is valid until the next call. DeepSpeed copies what it gets before that.
     """
 
     def __init__(self) -> None:
@@ -128,17 +128,17 @@ def load_partition(optimizer: Any, values: Values, name: str, state: str, parame
 
     Args:
         optimizer: ``DeepSpeedZeroOptimizer_Stage3``.
-        values: Of the checkpoint.
-        name: The parameter's.
-        state: ``"fp32"``, or one that the optimizer gathers.
-        parameter: The model's; None where an older DeepSpeed does not say.
-        room: For the result.
+        values: The checkpoint's values.
+        name: The parameter's name.
+        state: ``"fp32"``, or one of the optimizer's states.
+        parameter: The model's parameter; None if an older DeepSpeed does not pass it.
+        room: Buffer for the result.
 
     Returns:
         Shape ``(ceil(numel / ranks),)``, dtype as saved.
 
     Raises:
-        RuntimeError: It was not saved, or is not this parameter's.
+        RuntimeError: The state was not saved, or the parameter has another size.
     """
     if state not in values.states(name):
         raise RuntimeError(f"{name} has no {state} in the checkpoint")
@@ -155,13 +155,13 @@ def load_partition(optimizer: Any, values: Values, name: str, state: str, parame
 
 
 def load_sub_groups(optimizer: Any, values: Values, trained: Callable[[], bool], folder: str) -> None:
-    """Fills this rank's partitions of ZeRO-3 with weights and whatever the optimizer gathers for each of them.
+    """Fills this rank's partitions of ZeRO-3 with weights and the optimizer's states.
 
     Args:
         optimizer: ``DeepSpeedZeroOptimizer_Stage3``, whose ``load_hp_checkpoint_state`` reads one partition.
-        values: Of the checkpoint.
+        values: The checkpoint's values.
         trained: Whether the optimizer had made steps when the checkpoint was saved.
-        folder: What DeepSpeed was told to load.
+        folder: The directory that DeepSpeed was told to load.
 
     Raises:
         OSError: A file cannot be read.
@@ -169,7 +169,7 @@ def load_sub_groups(optimizer: Any, values: Values, trained: Callable[[], bool],
     """
     common = load(Path(folder) / ZERO / COMMON)
     optimizer._load_global_state_stage3(common)
-    # In both precisions.
+    # Write both precisions.
     optimizer.load_module_checkpoint_state_from_checkpoint_dir_stage3(folder, True)
     group, made = common[NESTED]["param_groups"][0], trained()
     for parameters, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
@@ -193,9 +193,9 @@ def load_groups(
     Args:
         optimizer: ``DeepSpeedZeroOptimizer`` or ``BF16_Optimizer``.
         groups_name: Its attribute that lists the parameters by group.
-        values: Of the checkpoint.
+        values: The checkpoint's values.
         common: What the checkpoint says of all parameters: the content of ``optimizer_state.pt``.
-        trained: The optimizer had made steps when the checkpoint was saved.
+        trained: Whether the optimizer had made steps when the checkpoint was saved.
 
     Raises:
         OSError: A file cannot be read.
@@ -219,13 +219,13 @@ def load_groups(
 
 
 def _wanted(values: Values, name: str, group: Mapping[str, Any], trained: bool) -> set[str]:
-    """What there must be of a parameter: Adam's moments, too, unless another one of its family has others."""
+    """The states that a parameter must have: also Adam's moments, unless a member of its family has other states."""
     adam = "betas" in group and "eps" in group and values.states(name) <= {FP32, STEP, *ADAM_STATES}
     return {FP32, *(ADAM_STATES if trained and adam else ())}
 
 
 def _check_states(values: Values, names: Sequence[str], wanted: set[str]) -> None:
-    """All parameters of a group have what is wanted, and what any of them has."""
+    """Checks that all parameters of a group have the wanted states, and the same ones as each other."""
     wanted = wanted.union(*(values.states(name) for name in names))
     for name in names:
         missing = sorted(wanted - values.states(name))
@@ -234,7 +234,7 @@ def _check_states(values: Values, names: Sequence[str], wanted: set[str]) -> Non
 
 
 def _make_states(values: Values, name: str, flat: Tensor, state: dict[str, Any], common: Mapping[str, Any]) -> None:
-    """An optimizer's states as they are to be filled: flat like the partition, of the dtype that was saved."""
+    """Creates an optimizer's states to be filled: flat like the partition, with the saved dtype."""
     saved = values.states(name)
     for key in sorted(saved - {FP32, STEP}):
         state[key] = torch.zeros_like(flat, dtype=values.dtype(name, key))
@@ -298,9 +298,9 @@ def repair_groups(engine: Any, directory: Path) -> None:
 
 
 def separate_steps(engine: Any) -> None:
-    """Clones every ``step``: a tensor shared between groups would count once per group.
+    """Clones every ``step``, because a tensor shared between groups would count once per group.
 
-    It was read on the CPU; optimizers that count on the card (``fused``, ``capturable``) get it there.
+    It was read on the CPU; optimizers that count on the card (``fused``, ``capturable``) get it on the card.
     """
     optimizer = torch_optimizer(engine)
     on_card = any(group.get("fused") or group.get("capturable") for group in getattr(optimizer, "param_groups", ()))
@@ -314,9 +314,9 @@ def restore_unpartitioned(engine: Any, directory: Path) -> None:
     """Copies what no optimizer knows from the model states: buffers, frozen and other parameters. Collective.
 
     Raises:
-        RuntimeError: The checkpoint has a parameter that the model has not. A parameter that is trained is not there:
-            ZeRO-3 saves none that the optimizer does not know; or one has another shape: frozen ones do not follow a
-            change of tensor parallelism.
+        RuntimeError: The checkpoint has a parameter that the model lacks. Or it lacks a parameter that is trained,
+            because ZeRO-3 saves none that the optimizer does not know. Or one has another shape, because frozen
+            parameters do not follow a change of tensor parallelism.
     """
     files = model_state_files(directory, int(getattr(engine, "checkpoint_mp_rank", 0)))
     states = [load(path, mmap=True) for path in files]
@@ -342,14 +342,14 @@ def restore_unpartitioned(engine: Any, directory: Path) -> None:
 
 
 def trained(engine: Any) -> list[str]:
-    """At stage 0: the optimizer's parameters by name, in the order of its groups; none where it has flat copies."""
+    """At stage 0: names of the optimizer's parameters, in the order of its groups; empty if it has flat copies."""
     names = {parameter: name for name, parameter in engine.module.named_parameters()}
     groups = getattr(torch_optimizer(engine), "param_groups", ())
     return [names[parameter] for group in groups for parameter in group["params"] if parameter in names]
 
 
 def check_groups(engine: Any, directory: Path) -> None:
-    """The optimizer trains what it trained when this was saved, in the same order.
+    """Checks that the optimizer trains the same parameters as when this was saved, in the same order.
 
     Raises:
         ValueError: It does not.
@@ -367,7 +367,7 @@ def check_groups(engine: Any, directory: Path) -> None:
         saved = [name for group in state["param_shapes"] for name in group]
         here = [name for group in engine._get_zero_param_shapes() for name in group]
     frozen = set(state.get("frozen_param_shapes") or ())
-    # Another model is found by loading it, which says more.
+    # Another model is detected when it is loaded, with a better message.
     if set(saved) <= {name for name, _ in engine.module.named_parameters()} and set(here) <= frozen.union(saved):
         check_parameters(saved, here)
 
@@ -393,7 +393,7 @@ def _copy(parameter: Any, value: Tensor) -> None:
     if not hasattr(parameter, "ds_id"):
         parameter.copy_(value)
         return
-    # The copy of the first rank that shares it is the one that is partitioned anew.
+    # Of the ranks that share it, the first one's copy is the one that is partitioned anew.
     with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
         if dist.get_rank(parameter.ds_process_group) == 0:
             parameter.copy_(value)

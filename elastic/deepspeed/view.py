@@ -1,8 +1,8 @@
-"""A universal checkpoint under the names, and with the common state, that DeepSpeed's loader of a given stage wants.
+"""Shows a universal checkpoint with the names and the common state that DeepSpeed's loader of a given stage expects.
 
 Stages 1 and 2 on one side and stage 3 on the other make universal files that do not load into each other, although the
-values are the same: the model states have other names, and ``optimizer_state.pt`` is another dictionary. And DeepSpeed
-finds no files behind a ``[`` in a path. Both are cured by a temporary directory of links. A third kind of it makes
+values are the same: the model states have other names, and ``optimizer_state.pt`` is another dictionary. DeepSpeed also
+finds no files if a path contains ``[``. A temporary directory of links solves both. Another such directory makes
 DeepSpeed load a sharded checkpoint as if it were universal.
 """
 
@@ -40,7 +40,7 @@ def model_state_files(directory: Path, model_rank: int = 0) -> list[Path]:
         files = [whole]
     if files:
         return files
-    if model_rank > 0:  # it was saved with fewer of them
+    if model_rank > 0:  # it was saved with fewer model-parallel ranks
         return model_state_files(directory)
     raise RuntimeError(f"no model states in {directory}")
 
@@ -84,7 +84,7 @@ def universal_view(directory: Path, stage: int) -> Iterator[Path]:
 
 @contextmanager
 def resharded_view(source: Path, form: Form) -> Iterator[Path]:
-    """A sharded checkpoint as a universal one without any parameter's files: their values are read where they lie."""
+    """A sharded checkpoint shown as a universal one without parameter files: values are read from the shards."""
     with _temporary() as parent:
         view = parent / "checkpoint"
         (view / ZERO).mkdir(parents=True)
@@ -95,7 +95,7 @@ def resharded_view(source: Path, form: Form) -> Iterator[Path]:
 
 
 def _nested(common: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """For stage 3, which wants the step here: from a parameter's own file or from the group, where some count."""
+    """The common state for stage 3, with the step, which comes from a parameter's own file or from the group."""
     groups = common["param_groups"]
     steps = sorted((directory / ZERO).rglob("step.pt"))
     step = load(steps[0]) if steps else groups[0].get("step", torch.tensor(0.0, device="cpu"))
@@ -103,7 +103,7 @@ def _nested(common: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def _plain(common: Mapping[str, Any], model: Path) -> dict[str, Any]:
-    """For stages 1 and 2. What is nested stays: `load_groups` finds the step there."""
+    """The common state for stages 1 and 2. What is nested is kept, because `load_groups` finds the step there."""
     return {
         **common,
         "ds_version": load(model, mmap=True)["ds_version"],

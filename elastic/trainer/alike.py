@@ -1,4 +1,4 @@
-"""What a `Trainer` was told that all ranks must have been told alike."""
+"""The options of a `Trainer` that must be the same on all ranks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _PLAIN = (
     *("save_every", "save_in_background", "evaluate_every", "log_every"),
 )
 _FUNCTIONS = ("loss", "collate", "count_tokens")
-# Each version has instructions of its own: what only other ranks name is not compared.
+# The name carries the Python version, because each version compiles differently: only ranks with the same name compare.
 _PYTHON = f"Python {sys.version_info.major}.{sys.version_info.minor}"
 _OPTIONAL = ("count_tokens", "scheduler", "grad_scaler", "evaluator")
 
 
 def alike_of(trainer: Trainer, plan: BatchPlan, strategy: str) -> dict[str, Any]:
-    """By name, for ``Session.compare``. To be compared first: what follows it meets in collectives.
+    """Those options by name, for ``Session.compare``. Compare them first: later steps meet in collectives.
 
     Args:
-        trainer: Not opened yet.
+        trainer: It is not opened yet.
         plan: This world's plan.
         strategy: Its name.
     """
@@ -47,7 +47,7 @@ def alike_of(trainer: Trainer, plan: BatchPlan, strategy: str) -> dict[str, Any]
 def coded(function: Any) -> str | None:
     """A function's name and a digest of what it does; the same text wherever the same script made it.
 
-    What it closes over is left out: a device or a rank's number may be among that.
+    Its closure is left out, because that may contain a device or a rank's number.
     """
     if function is None:
         return None
@@ -69,7 +69,7 @@ def _lines(code: CodeType) -> Iterator[str]:
 
 
 def _written(constant: Any) -> str:
-    """The same in every process: the order of a set is not."""
+    """The same text in every process, although the order of a set is not."""
     if isinstance(constant, tuple | frozenset):
         parts = [_written(part) for part in constant]
         return str(sorted(parts) if isinstance(constant, frozenset) else parts)

@@ -1,4 +1,4 @@
-"""What a `Trainer` calls: callbacks on every rank, loggers on rank 0, and what a person sees of it."""
+"""What a `Trainer` calls: callbacks on every rank, loggers on rank 0, and the console output."""
 
 from __future__ import annotations
 
@@ -21,55 +21,56 @@ class Logger(Protocol):
 
 
 class Callback:
-    """Override what you need. Everything is called on all ranks at the same steps.
+    """A callback: override what you need. Every method is called on all ranks at the same steps.
 
     An exception ends the training. To end it early, call ``trainer.stop()``.
 
     Attributes:
-        key: Tells callbacks of one class apart in checkpoints, where what they were made with does not.
+        key: Tells callbacks of one class apart in checkpoints if their constructor arguments do not.
     """
 
     key: str = ""
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        """The run is loaded; ``trainer.step`` is where it goes on."""
+        """The run is loaded; ``trainer.step`` is where it resumes."""
 
     def on_step(self, trainer: Trainer, batch: Batch[Any]) -> None:
         """An optimizer step is done."""
 
     def on_log(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        """Every ``log_every`` steps: ``loss``, ``lr`` and what else is known."""
+        """Called every ``log_every`` steps with ``loss``, ``lr`` and what else is known."""
 
     def on_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
         """An evaluation is done."""
 
     def on_fit_end(self, trainer: Trainer) -> None:
-        """`Trainer.fit` is left: the training ended, or the run is drained, or something failed."""
+        """`Trainer.fit` is left, because the training ended, the run was drained, or something failed."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes into checkpoints: plain values and tensors, alike on all ranks.
+        """What is saved in checkpoints: plain values and tensors, alike on all ranks.
 
-        Rank 0's is saved. Under DDP only rank 0 is asked, so it may make no collective there; under FSDP and DeepSpeed
-        all ranks are, at the same step, and may gather what they have sharded. Asked once before the first step, too.
+        Rank 0's state is saved. Under DDP only rank 0 is asked, so this method must not call a collective. Under FSDP
+        and DeepSpeed all ranks are asked, at the same step, and may gather sharded values. It is also called once
+        before the first step.
         """
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The inverse, on a resume; not called if the checkpoint has nothing of this class."""
+        """The inverse, called on a resume; not called if the checkpoint has no state of this class."""
 
 
 def forgetful(callbacks: Iterable[Callback]) -> tuple[str, ...]:
-    """Classes of those that have something in them and keep nothing of it in checkpoints."""
+    """Classes of the callbacks that have state but save none of it."""
     kept = Callback.state_dict
     return tuple(type(one).__name__ for one in callbacks if vars(one) and type(one).state_dict is kept)
 
 
 def states_of(callbacks: Mapping[str, Callback]) -> dict[str, Any]:
-    """What they keep, by name.
+    """The callbacks' states by name.
 
     Raises:
-        TypeError, ValueError: One has nothing to save, or what could not be loaded again; says which.
-        RuntimeError: One failed in what may have other reasons than a mistake.
+        TypeError, ValueError: A callback has no state, or one that could not be loaded again. The message names it.
+        RuntimeError: A callback failed for a reason that may not be a mistake.
     """
     return {name: _state_of(name, one) for name, one in callbacks.items()}
 
@@ -93,12 +94,12 @@ class EarlyStopping(Callback):
 
     Args:
         metric: Its name among the evaluation's.
-        patience: So many evaluations in a row that are not better end it.
+        patience: The number of evaluations in a row without an improvement that ends the training.
         mode: ``"min"`` or ``"max"``: what is better.
-        min_delta: By how much at least.
+        min_delta: How much better a value must be at least.
 
     Raises:
-        ValueError: A mode that is neither, or no patience.
+        ValueError: ``mode`` is something else, or ``patience`` is below 1.
     """
 
     def __init__(self, metric: str, *, patience: int = 3, mode: str = "min", min_delta: float = 0.0) -> None:
@@ -110,7 +111,7 @@ class EarlyStopping(Callback):
         self._worse = 0
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        if self._worse >= self._patience:  # started again, after it had ended the run
+        if self._worse >= self._patience:  # the run was started again after this had ended it
             trainer.stop()
 
     def on_evaluation(self, trainer: Trainer, metrics: Mapping[str, float]) -> None:
@@ -188,7 +189,7 @@ class TensorBoard:
     """A logger that writes event files. Needs the package ``tensorboard`` (extra ``log``).
 
     Args:
-        directory: Where to.
+        directory: The directory for the files.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -200,13 +201,13 @@ class TensorBoard:
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
-            # After a crash the run goes back: what had been logged from here on is not part of it.
+            # After a crash the run goes back, and what was logged from here on is no longer part of it.
             self._writer = SummaryWriter(str(self._directory), purge_step=step)
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Writes out what is held back."""
+        """Writes out what is buffered."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -216,7 +217,7 @@ class WeightsAndBiases:
     """A logger for Weights & Biases. Needs the package ``wandb`` (extra ``log``).
 
     Args:
-        options: For ``wandb.init``. Give ``id`` as well, so that a resumed run goes on in the same one.
+        options: For ``wandb.init``. Give ``id`` as well, so that a resumed run continues the same one.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -239,7 +240,7 @@ class WeightsAndBiases:
 
 
 def _require(module: str, package: str) -> None:
-    """Fails where the script is started, not at the first log."""
+    """Fails when the script starts, not at the first log."""
     import importlib
 
     try:

@@ -1,4 +1,4 @@
-"""DeepSpeed for a `Trainer`: what `elastic.deepspeed` adds to a script, called for it."""
+"""DeepSpeed for a `Trainer`, which makes the calls that a script would make to `elastic.deepspeed`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class DeepSpeed(Strategy):
     """A DeepSpeed engine, ZeRO stages 0 to 3.
 
     Args:
-        config: DeepSpeed's own. Batch sizes and the accumulation are replaced by the plan's; ``gradient_clipping`` by
-            the Trainer's ``max_grad_norm``, where that is given. With neither of them gradients are not clipped.
-            With ``zero_allow_untested_optimizer`` also an optimizer is taken that is not known to be element-wise.
+        config: DeepSpeed's configuration. The plan replaces batch sizes and the accumulation; the Trainer's
+            ``max_grad_norm``, if given, replaces ``gradient_clipping``. With neither of them gradients are not clipped.
+            ``zero_allow_untested_optimizer`` also admits an optimizer that is not known to be element-wise.
     """
 
     scale = "deepspeed"
@@ -55,7 +55,7 @@ class DeepSpeed(Strategy):
                 f"local rank {local_rank}, and {cards} card{'s' * (cards != 1)} here: DeepSpeed wants one for each "
                 "worker; start as many as there are, --nproc-per-node=gpu"
             )
-        # Before the group: what it makes at once lies on the current card.
+        # Before the group is initialised, because the communicator is created on the current card.
         accelerator.set_device(local_rank)
         ours.prepare()
         return torch.device(accelerator.device_name(local_rank))
@@ -82,12 +82,12 @@ class DeepSpeed(Strategy):
             check_kept(optimizer, model)
             scheduled = make_scheduler is not None or "scheduler" in config
             check_optimizer(optimizer, self._stage, allowed=bool(self._config.get(ALLOW)), scheduled=scheduled)
-        config.setdefault(ALLOW, True)  # its guard knows fewer than ours
+        config.setdefault(ALLOW, True)  # DeepSpeed's guard knows fewer optimizers than ours
         self._engine, self.optimizer, _, self.scheduler = deepspeed.initialize(
             model=model, optimizer=optimizer, lr_scheduler=make_scheduler, config=config
         )
         self.model, self._unlisted = self._engine, Unlisted(self._engine.module)
-        # The Trainer compares the schedule, whatever the strategy.
+        # The Trainer compares the schedule itself, for every strategy.
         state = ours.restore(self._engine, resume, other_schedule=True)
         if resume is None:
             return {}

@@ -1,8 +1,8 @@
 """FSDP2 for a `Trainer`, with checkpoints that any number of ranks loads.
 
-Each rank writes its own rows of every parameter and of the optimizer's state, with where they begin; each rank of the
-next world maps the old files into memory and copies the rows that are its own. Nothing is ever gathered, and nothing is
-read that is not plain tensors (torch's own distributed checkpoint keeps its metadata as a pickle).
+Each rank writes its own rows of every parameter and of the optimizer's state, with the number of the first row. Each
+rank of the next world maps the old files into memory and copies the rows that are its own. Nothing is ever gathered,
+and only plain tensors are read (torch's own distributed checkpoint keeps its metadata as a pickle).
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class FSDP(Strategy):
 
     Args:
         blocks: Classes whose modules are gathered one by one (a transformer's layers); the rest is gathered together.
-            They are moved and sharded one by one, too: no device holds more than one of them, and its own rows.
+            They are also moved and sharded one by one, so that no device holds more than one of them beside its own
+            rows.
         init: Fills a model that was made under ``torch.device("meta")``, as in torch's recipe for FSDP2. It is called
-            once for each block with the whole model, of which that block alone is real. Default: the model's
+            once for each block with the whole model, of which only that block is real. Default: the model's
             ``reset_parameters()``, or else that of each of its modules.
-        cast: Weights that were saved with another dtype are converted.
+        cast: Convert weights that were saved with another dtype.
         options: For ``fully_shard``: ``mp_policy``, ``reshard_after_forward``, ``offload_policy``.
     """
 
@@ -69,7 +70,7 @@ class FSDP(Strategy):
         self._max_grad_norm: float | None = None
         self._trained: list[str] = []
         self.loss_scale = LossScale(None)
-        # Of the checkpoint that was loaded: what was not trained then.
+        # Names of parameters that were not trained when the loaded checkpoint was saved.
         self._resumed = ""
         self._had_frozen: list[str] | None = None
 
@@ -152,7 +153,7 @@ class FSDP(Strategy):
 
 
 def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """This rank's rows, and on rank 0 what all have alike, by path. No collective.
+    """This rank's rows and, on rank 0, what is alike on all ranks, by path. No collective.
 
     Raises:
         TypeError: The optimizer keeps tensors that are not sharded as their parameter is.
@@ -165,7 +166,7 @@ def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     def put(key: str, value: Any) -> None:
         start, local = _place(value)
         shapes[key] = list(value.shape)
-        # torch.save writes all of the memory that a tensor is a view of, and shards are padded.
+        # torch.save writes all of the memory that a view belongs to, and shards are padded.
         exact = local.untyped_storage().nbytes() == local.nbytes
         rows[key] = {"start": start, "value": local.detach() if exact else local.detach().clone()}
 
@@ -200,13 +201,13 @@ def files(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load(path: Path, model: nn.Module, optimizer: Optimizer, *, cast: bool = False) -> list[str] | None:
-    """Fills a sharded model and its optimizer, in any world, reading this rank's rows only. No collective.
+    """Fills a sharded model and its optimizer, in any world, reading only this rank's rows. No collective.
 
     Args:
-        cast: Weights that were saved with another dtype are converted.
+        cast: Convert weights that were saved with another dtype.
 
     Returns:
-        Names of parameters that were not trained when it was saved; None: it does not say.
+        Names of parameters that were not trained when it was saved; None: the checkpoint does not say.
 
     Raises:
         ValueError: The checkpoint is of another model or optimizer, or incomplete.
@@ -256,7 +257,7 @@ def _load_optimizer(
 
 
 class _Shards:
-    """The rows that the ranks of the writing world left, mapped when first asked for."""
+    """The rows that the ranks of the writing world saved, mapped when first asked for."""
 
     def __init__(self, path: Path, shared: Mapping[str, Any], files: ExitStack) -> None:
         self._shapes: Mapping[str, list[int]] = shared["shapes"]
@@ -264,16 +265,16 @@ class _Shards:
             torch.load(path / DIRECTORY / f"rank-{rank}.pt", map_location="cpu", mmap=True, weights_only=True)
             for rank in range(shared["world_size"])
         ]
-        files.callback(self._ranks.clear)  # the mappings go with the last tensor
+        files.callback(self._ranks.clear)  # each mapping ends with its last tensor
         self._path = path
 
     def keys_of(self, name: str) -> list[str]:
-        """Of the optimizer's sharded state of one parameter."""
+        """Keys of the optimizer's sharded state of one parameter."""
         prefix = f"optimizer/{name}/"
         return [key[len(prefix) :] for key in self._shapes if key.startswith(prefix) and "/" not in key[len(prefix) :]]
 
     def example(self, key: str) -> Tensor:
-        """Some of its rows, of the dtype that it was saved with."""
+        """Some rows of a tensor, with the dtype that it was saved with."""
         value: Tensor = self._ranks[0][key]["value"]
         return value
 
@@ -298,7 +299,7 @@ class _Shards:
         return torch.cat(pieces) if pieces else self._ranks[0][key]["value"][:0]
 
     def like(self, parameter: Any, key: str) -> Any:
-        """A state of ``parameter``, sharded as it is."""
+        """An empty state of ``parameter``, sharded as the parameter is."""
         from torch.distributed.tensor import DTensor
 
         start, local = _place(parameter)
@@ -314,7 +315,7 @@ class _Shards:
 
 
 def _reshard(model: nn.Module) -> None:
-    """An evaluation, a forward pass without a backward pass, leaves whole parameters in the place of sharded ones."""
+    """Shards whole parameters again, which an evaluation (a forward pass without a backward pass) leaves behind."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -323,7 +324,7 @@ def _reshard(model: nn.Module) -> None:
 
 
 def _check_own(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuses parameters that are not the model's, or were before ``fully_shard`` put others in their place."""
+    """Refuses parameters that are not the model's, or that ``fully_shard`` has replaced since."""
     own = _names(model)
     strangers = [p for group in optimizer.param_groups for p in group["params"] if p not in own]
     if strangers:

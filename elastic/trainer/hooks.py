@@ -1,4 +1,4 @@
-"""A `Trainer`'s callbacks together: called in order, and their states in checkpoints, each one's its own again.
+"""Handles all callbacks of a `Trainer`: calls them in order, and gives each one its own state on a resume.
 
 Callbacks of one class are recognised by their settings, the plain values that they were made with, because their order
 is easily changed. If the settings do not tell them apart, the script gives each a `Callback.key`.
@@ -20,11 +20,11 @@ _PLAIN = (bool, int, float, str, bytes, type(None))
 
 
 class Known(NamedTuple):
-    """By what a callback is known again.
+    """What identifies a callback after a restart.
 
     Attributes:
         kind: Its class.
-        settings: A digest of what it was made with, which may be nobody's business.
+        settings: A digest of its constructor arguments, which may be private.
     """
 
     kind: str
@@ -35,7 +35,7 @@ class Matches(NamedTuple):
     """Which callback gets which state, by name.
 
     Attributes:
-        pairs: A state, and the callback that it belongs to.
+        pairs: Each state, and the callback that it belongs to.
         gone: States that no callback takes.
         new: Callbacks without a state.
     """
@@ -46,15 +46,15 @@ class Matches(NamedTuple):
 
 
 class Hooks:
-    """One Trainer's.
+    """The callbacks of one Trainer.
 
     Args:
-        callbacks: In the order in which they are called, as they were made.
+        callbacks: In the order in which they were made, in which they are called.
     """
 
     def __init__(self, callbacks: Iterable[Callback]) -> None:
         self._hooks: dict[str, Callback] = {}
-        # As earlier versions called them: by all that came before, also those that some ranks do not have.
+        # The names of earlier versions count all callbacks before, including those that some ranks do not have.
         self._old_names: dict[str, str] = {}
         counts: Counter[str] = Counter()
         for hook in callbacks:
@@ -69,12 +69,12 @@ class Hooks:
         return iter(self._hooks.values())
 
     def each(self, call: Callable[[Callback], None]) -> None:
-        """Calls something of each."""
+        """Calls ``call`` with each callback."""
         for hook in self:
             call(hook)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint has of all of them.
+        """The state of all callbacks, for a checkpoint.
 
         Raises:
             TypeError, ValueError, RuntimeError: See ``states_of``.
@@ -85,14 +85,14 @@ class Hooks:
         }
 
     def load_state_dict(self, state: Mapping[str, Any], session: Session) -> None:
-        """The inverse. Collective: rank 0, which has saved them, says whose they are.
+        """The inverse. Collective: rank 0, which has saved the states, says whose they are.
 
         Args:
-            state: A checkpoint's state; that of earlier versions has no settings, and goes by names.
-            session: The process's.
+            state: A checkpoint's state. Those of earlier versions have no settings, and are assigned by name.
+            session: This process's session.
 
         Raises:
-            ValueError: Nobody can say which callback a state belongs to. On all ranks.
+            ValueError: Nobody can say which callback a state belongs to. Raised on all ranks.
         """
         states = {name: one for name, one in state["callbacks"].items() if one}
         saved = state.get("callback_settings")
@@ -116,7 +116,7 @@ class Hooks:
 
     @property
     def alike(self) -> list[str]:
-        """Classes of which several callbacks keep something, and can be told apart by their order alone."""
+        """Classes of which several callbacks have state, and only their order tells them apart."""
         keeping = [
             self._known[name]
             for name, hook in self._hooks.items()
@@ -126,17 +126,17 @@ class Hooks:
 
 
 def known(hook: Callback) -> Known:
-    """By what a callback is known again."""
+    """What identifies a callback after a restart."""
     plain = {name: value for name, value in sorted(vars(hook).items()) if _is_plain(value)}
     told = f"key {hook.key}" if hook.key else repr(plain)
     return Known(type(hook).__name__, xxhash.xxh3_64_hexdigest(told.encode(errors="surrogatepass")))
 
 
 def matched(saved: Mapping[str, Known], here: Mapping[str, Known]) -> Matches:
-    """Gives each state to the callback of its class that was made alike; a class's only one may be made otherwise.
+    """Gives each state to the callback of its class with the same settings; the only one of a class may have changed.
 
     Raises:
-        ValueError: Several of a class are left, and were made otherwise.
+        ValueError: Several callbacks of a class remain whose settings have changed.
     """
     pairs: dict[str, str] = {}
     gone: list[str] = []

@@ -1,4 +1,4 @@
-"""A gradient scaler in a `Trainer`: fp16's loss scale, steps that are left out, and how many."""
+"""A gradient scaler in a `Trainer`: fp16's loss scale, and the steps that are skipped."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-# Below this nothing is left to scale: it is not fp16's range that makes the gradients infinite.
+# If gradients are infinite even at this scale, fp16's range is not the reason.
 LOWEST = 2.0**-14
 
 
 class LossScale:
-    """Around a ``GradScaler``, or nothing. All ranks see the same gradients or share what they found, so all agree.
+    """A ``GradScaler``, or nothing. All ranks see the same gradients, or share what they found, so all agree.
 
     Attributes:
-        skipped: Optimizer steps that were left out so far, because gradients were infinite or NaN. Their batches count.
+        skipped: Optimizer steps skipped so far because gradients were infinite or NaN. Their batches count.
     """
 
     def __init__(self, scaler: GradScaler | None) -> None:
@@ -26,15 +26,15 @@ class LossScale:
 
     @property
     def value(self) -> float | None:
-        """The scale of the next step; None where nothing is scaled."""
+        """The scale of the next step; None if nothing is scaled."""
         return None if self._scaler is None or not self._scaler.is_enabled() else float(self._scaler.get_scale())
 
     def scale(self, loss: Tensor) -> Tensor:
-        """The loss to go backwards from."""
+        """The loss to call ``backward`` on."""
         return loss if self._scaler is None else self._scaler.scale(loss)
 
     def unscale(self, optimizer: Optimizer) -> None:
-        """Makes the gradients the loss's own again, once they are complete, so that they can be clipped."""
+        """Divides complete gradients by the scale, so that they can be clipped."""
         if self._scaler is not None:
             self._scaler.unscale_(optimizer)
 
@@ -54,7 +54,8 @@ class LossScale:
         self._scaler.step(optimizer)
         self._scaler.update()
         after = float(self._scaler.get_scale())
-        # The optimizer itself need not know: a fused one is called in any case. A scale sinks for no other reason.
+        # Nothing says whether the optimizer stepped (a fused one is always called), but only a skipped step lowers the
+        # scale.
         stepped = after >= before
         self.skipped += not stepped
         if not stepped and after < LOWEST:
@@ -72,7 +73,7 @@ class LossScale:
         """The inverse.
 
         Raises:
-            ValueError: With a scale saved and none now, or the other way round.
+            ValueError: A scale was saved and there is none now, or the other way round.
         """
         if bool(state["scaler"]) != (self.value is not None):
             had, has = ("a", "none") if state["scaler"] else ("no", "one")

@@ -1,4 +1,4 @@
-"""Optimizer and scheduler as a `Trainer`'s script makes them: noted for its checkpoints, and how they are stepped."""
+"""The optimizer and scheduler that a `Trainer`'s script makes: how they step, and what checkpoints note of them."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class Made:
 
     Args:
         optimizer, scheduler: The script's functions.
-        metric: By which the best checkpoint is known, and a scheduler that takes a metric steps; None: there is none,
-            or no evaluation between the first and the last step.
+        metric: The metric that names the best checkpoint and steps a scheduler that takes one; None: there is none, or
+            no evaluation between the first and the last step.
         steps_itself: The strategy's engine steps the scheduler.
 
     Attributes:
-        kinds: The kinds of what was made: a strategy may load another kind's state without a word.
-        by_metric: A scheduler that takes the metric of each evaluation, and steps then; None: it steps with the
-            optimizer, or there is none.
+        kinds: Their classes, because a strategy may load another class's state without complaint.
+        by_metric: A scheduler that takes the metric of each evaluation, and steps then; None: there is none, or it
+            steps with the optimizer.
     """
 
     def __init__(
@@ -43,10 +43,10 @@ class Made:
         self._factors: Factors = {}
 
     def optimizer(self, model: nn.Module) -> Optimizer:
-        """The script's.
+        """Makes the script's optimizer.
 
         Raises:
-            ValueError: It steps with a closure only.
+            ValueError: It steps only with a closure.
         """
         made = self._optimizer(model)
         self.kinds["optimizer"] = type(made).__name__
@@ -59,7 +59,7 @@ class Made:
 
     @property
     def scheduler(self) -> Callable[[Optimizer], Any] | None:
-        """Makes the script's; None: it has none.
+        """A function that makes the script's scheduler; None: it has none.
 
         Raises, when it is called:
             ValueError: Nothing here can step it.
@@ -92,14 +92,14 @@ class Made:
 
     @property
     def factors(self) -> Factors:
-        """What the scheduler's functions give, for checkpoints; see ``schedules.factors``."""
+        """Values of the scheduler's functions, for checkpoints; see ``schedules.factors``."""
         return unchanged(self._factors, factors(self._made_scheduler))
 
     def check_factors(self, saved: Factors) -> None:
-        """Once the scheduler is loaded: are its functions those of the checkpoint?
+        """Checks, once the scheduler is loaded, that its functions are those of the checkpoint.
 
         Raises:
-            ValueError: No.
+            ValueError: They are not.
         """
         check_factors(saved, factors(self._made_scheduler))
 
@@ -113,7 +113,7 @@ def listed(kinds: Mapping[str, str]) -> str:
 
 
 def steps_on_metric(scheduler: Any) -> bool:
-    """``ReduceLROnPlateau`` and its like: ``step()`` asks for a metric.
+    """Whether ``step()`` asks for a metric, as that of ``ReduceLROnPlateau`` does.
 
     Raises:
         ValueError: It asks for something else.
@@ -133,6 +133,6 @@ def _callable_with(function: Callable[..., Any], *arguments: Any) -> bool:
         inspect.signature(function).bind(*arguments)
     except TypeError:
         return False
-    except ValueError:  # written in C, and says nothing of what it takes
+    except ValueError:  # it is written in C, and its arguments are not known
         return True
     return True

@@ -1,7 +1,7 @@
 """Makes a model sharded block by block, so that no device ever holds more than one block beside its own rows.
 
 A model that was made on the meta device also gets its first values block by block. While one block becomes real, every
-other tensor of the model is on the meta device, where filling it does nothing. So the function that fills the whole
+other tensor of the model is on the meta device, where filling it has no effect. So the function that fills the whole
 model can be called once for each block, as in torch's own recipe, and each world gets the same values: those of rank 0.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Init = Callable[[nn.Module], Any]
-# Methods by which models fill themselves with first values, and which take different arguments.
+# Methods, with different arguments, by which models set their first values.
 _UNCLEAR = ("init_weights", "_init_weights", "_reset_parameters")
 
 
@@ -35,14 +35,15 @@ def shard(
     Args:
         model: On any device, or on meta, wholly or in part.
         blocks: Classes of the blocks.
-        apply: Shards one module; takes what became of ``ignored``.
+        apply: Shards one module; gets the replacements of ``ignored``.
         device: This rank's device.
         init: Fills a model that was on meta; None: its ``reset_parameters``, or that of each of its modules.
-        same: Every rank gets rank 0's values first: a model made without a seed would be rows of different models.
+        same: Give every rank rank 0's values first. Otherwise a model made without a seed would be rows of different
+            ones.
         ignored: Parameters that stay whole.
 
     Raises:
-        ValueError: Nothing is known to fill a tensor of the meta device, or ``init`` has left one as it was; or a
+        ValueError: Nothing is known that fills a tensor of the meta device, or ``init`` has left one unfilled; or a
             parameter is in two blocks.
     """
     if any(tensor.device.type == "meta" for tensor in _all(model)):
@@ -53,7 +54,7 @@ def shard(
     for unit, modules in units:
         became = _real(modules, device)
         kept.update((tensor, became[tensor]) for tensor in kept.keys() & became.keys())
-        # Of what is sharded nothing else may hold the whole.
+        # Nothing else may hold the whole of what is sharded.
         fresh = set(became.values())
         del became
         if fresh and init is not None:
@@ -67,7 +68,7 @@ def shard(
 
 
 def _with_modules(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """The blocks with the modules that no inner block has."""
+    """Each block with the modules that belong to no block inside it."""
     done: set[int] = set()
     for unit in _units(model, blocks):
         modules = [module for module in unit.modules() if id(module) not in done]
@@ -88,7 +89,7 @@ def _check_ties(model: nn.Module, units: Iterable[tuple[nn.Module, list[nn.Modul
 
 
 def _units(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> Iterator[nn.Module]:
-    """Inner ones before those around them, the model last; each once."""
+    """Each block once: inner ones before those around them, the model last."""
     seen: set[int] = set()
 
     def below(module: nn.Module) -> Iterator[nn.Module]:
@@ -103,7 +104,7 @@ def _units(model: nn.Module, blocks: tuple[type[nn.Module], ...]) -> Iterator[nn
 
 
 def _real(modules: Iterable[nn.Module], device: torch.device) -> dict[Tensor, Tensor]:
-    """Puts what these modules hold themselves on the device; those that had no values yet, as NaN or 0: returned."""
+    """Moves what these modules hold themselves to the device. Returns tensors without values, filled with NaN or 0."""
     became: dict[Tensor, Tensor] = {}
     for module in modules:
         for held in (module._parameters, module._buffers):
@@ -138,7 +139,7 @@ def _fill(model: nn.Module, fresh: set[Tensor], init: Init) -> None:
 
 @contextmanager
 def _only(model: nn.Module, shown: set[Tensor]) -> Iterator[None]:
-    """All other tensors of the model are on the meta device while it lasts."""
+    """Keeps all other tensors of the model on the meta device inside."""
     hidden: list[tuple[Any, str, Tensor]] = []
     stands: dict[Tensor, Tensor] = {}
     for module in model.modules():
@@ -160,10 +161,10 @@ def _only(model: nn.Module, shown: set[Tensor]) -> Iterator[None]:
 
 
 def _reset(model: nn.Module) -> Init:
-    """What a model that says nothing else is filled by.
+    """The function that fills a model if the script gives none.
 
     Raises:
-        ValueError: It has another way of its own.
+        ValueError: The model has another way of its own.
     """
     if callable(getattr(model, "reset_parameters", None)):
         return lambda whole: whole.reset_parameters()  # type: ignore[operator]
@@ -186,7 +187,7 @@ def _reset(model: nn.Module) -> Init:
 
 
 def _direct(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """What these modules hold themselves, each once."""
+    """The tensors that these modules hold themselves, each once."""
     found = (tensor for m in modules for held in (m._parameters, m._buffers) for tensor in held.values())
     return list(dict.fromkeys(tensor for tensor in found if tensor is not None))
 

@@ -36,13 +36,13 @@ _TRAINERS_STATE = "the state of the scheduler, of a callback or of the script's 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a strategy works.
+    """What a strategy is told of its surroundings.
 
     Attributes:
-        session: The process's; its ranks are the data-parallel group.
+        session: This process's session; its ranks are the data-parallel group.
         device: This rank's device.
-        plan: How the global batch is dealt.
-        max_grad_norm: Gradients are clipped to this norm; None: they are not.
+        plan: How the global batch is divided.
+        max_grad_norm: Gradients are clipped to this norm; None: not clipped.
         scaler: For fp16: scales the loss; None: nothing does.
     """
 
@@ -59,11 +59,11 @@ class Strategy(ABC):
     Attributes:
         scale: What the factors of micro-batches are made for, see ``BatchPlan.loss_scale``.
         any_world_size: Its checkpoints load at any world size; None: what the session knows of `name`.
-        asks_all_ranks: The `Trainer`'s state, with that of callbacks, is asked for on every rank at a save; else on
-            rank 0 only, which writes it.
+        asks_all_ranks: At a save every rank is asked for the `Trainer`'s state, including that of callbacks; otherwise
+            only rank 0, which writes it.
         loss_scale: What it does with a `Setting`'s scaler; None: it takes none.
-        model: What is called for training, once `setup` is done.
-        optimizer, scheduler: The same; without a scheduler None.
+        model: The model to call in training, once `setup` is done.
+        optimizer, scheduler: Those that step, once `setup` is done; the scheduler may be None.
     """
 
     scale = "ddp"
@@ -81,7 +81,7 @@ class Strategy(ABC):
 
     @abstractmethod
     def start(self, world_size: int, local_rank: int, device: torch.device | None) -> torch.device:
-        """Initialises ``torch.distributed`` where it is needed; says where this rank computes."""
+        """Initialises ``torch.distributed`` if it is needed. Returns where this rank computes."""
 
     @abstractmethod
     def setup(
@@ -90,7 +90,7 @@ class Strategy(ABC):
         """Wraps the model, makes optimizer and scheduler, and loads all three from the resume point. Collective.
 
         Returns:
-            What `write` was given as ``state``; nothing at step 0.
+            The ``state`` that `write` was given; empty at step 0.
 
         Raises:
             ValueError: The checkpoint is another model's, or another optimizer's.
@@ -102,33 +102,33 @@ class Strategy(ABC):
 
     @abstractmethod
     def step(self) -> Tensor | float | None:
-        """After the last micro-batch: clips, steps, clears the gradients. Steps or not on all ranks alike.
+        """Called after the last micro-batch: clips, steps, clears the gradients. All ranks step, or none does.
 
         Returns:
-            The norm of the whole gradient before clipping, where it was computed.
+            The norm of the whole gradient before clipping, if it was computed.
         """
 
     @property
     def reshards(self) -> bool:
-        """What it writes loads at any world size without a conversion. Once `setup` is done."""
+        """Whether what it writes loads at any world size without a conversion. Valid once `setup` is done."""
         return False
 
     def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
-        """This rank's files of a checkpoint: path to what ``torch.save`` writes there, or bytes.
+        """This rank's files of a checkpoint: path, and what ``torch.save`` writes there, or bytes.
 
         Args:
-            state: Plain values and tensors of the `Trainer`, which `setup` gives back.
+            state: Plain values and tensors of the `Trainer`, which `setup` returns.
 
         Raises:
-            NotImplementedError: The framework writes by itself.
+            NotImplementedError: The framework writes the files itself.
         """
         raise NotImplementedError(f"strategy {self.name} writes by itself, not in the background")
 
     def rehearse(self, state: Mapping[str, Any]) -> None:
-        """Makes sure that a save with this state can be loaded again, without writing it. Once `setup` is done.
+        """Checks that a save with this state can be loaded again, without writing it. Valid once `setup` is done.
 
         Raises:
-            TypeError, ValueError: It could not.
+            TypeError, ValueError: It cannot.
         """
         loadable(dict(state), _TRAINERS_STATE)
 
@@ -152,8 +152,8 @@ class Write:
     """What a session saves with: called with a path, or as ``background(write.files)``.
 
     Args:
-        strategy: Set up.
-        state: The `Trainer`'s own, asked for with each save.
+        strategy: It is set up.
+        state: Returns the `Trainer`'s own state; called at each save.
         rank: The session's.
 
     Attributes:
@@ -183,7 +183,7 @@ class DDP(Strategy):
     """Every rank has the whole model: ``DistributedDataParallel``; in a world of one the model as it is.
 
     Args:
-        cast: Weights that were saved with another dtype are converted.
+        cast: Convert weights that were saved with another dtype.
         options: For ``DistributedDataParallel``: ``find_unused_parameters``, ``bucket_cap_mb``, ….
     """
 
@@ -209,7 +209,7 @@ class DDP(Strategy):
         self, model: nn.Module, make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, setting: Setting
     ) -> dict[str, Any]:
         self._max_grad_norm, self.loss_scale = setting.max_grad_norm, LossScale(setting.scaler)
-        # Nobody goes on to where ranks wait for one another in the wrapper before all have come through this.
+        # No rank goes on to the wrapper, where ranks wait for one another, before all have come through this.
         with setting.session.meetings.together():
             state = self._load(model, make_optimizer, make_scheduler, setting)
         if setting.session.world_size > 1:
@@ -223,7 +223,7 @@ class DDP(Strategy):
         model.to(setting.device)
         self._bare = self.model = model
         self.optimizer = make_optimizer(model)
-        # Made before the optimizer's state is loaded: to make a scheduler sets the learning rate of step 0.
+        # Made before the optimizer's state is loaded, because making a scheduler sets the learning rate of step 0.
         self.scheduler = None if make_scheduler is None else make_scheduler(self.optimizer)
         self._stepped = None if steps_on_metric(self.scheduler) else self.scheduler
         parts: dict[str, Any] = {} if self.scheduler is None else {"scheduler": self.scheduler}
@@ -233,7 +233,7 @@ class DDP(Strategy):
         self._training = TrainingState(
             setting.session, model=model, optimizer=self.optimizer, **parts, trainer=self._held
         )
-        # The Trainer compares the schedule, whatever the strategy.
+        # The Trainer compares the schedule itself, for every strategy.
         self._training.load(cast=self._cast, other_schedule=True)
         return self._held.state_dict()
 
@@ -253,7 +253,7 @@ class DDP(Strategy):
 
     @contextmanager
     def evaluated(self) -> Iterator[nn.Module]:
-        # Statistics of BatchNorm differ from rank to rank; rank 0's are those that are saved.
+        # BatchNorm's statistics differ between ranks; rank 0's are the ones that are saved.
         if isinstance(self.model, DistributedDataParallel) and self.model.broadcast_buffers:
             for buffer in self._bare.buffers():
                 dist.broadcast(buffer, 0)
@@ -274,13 +274,13 @@ class TrainerState:
 
 
 def own_device(local_rank: int, wanted: torch.device | None = None) -> torch.device:
-    """Where this rank computes: on a card where there are any, else on the CPU. The card becomes the current one.
+    """Where this rank computes: on a card if there are any, else on the CPU. The card becomes the current one.
 
-    Cards are dealt by local rank. Where there are fewer than ranks some share one, which `init_process_group` says.
+    Cards are assigned by local rank. If there are fewer than ranks, some ranks share one; `init_process_group` says so.
 
     Args:
         local_rank: This process's local rank.
-        wanted: A device with its number, or another kind than CUDA's, is taken as it is; ``cuda`` alone is the rank's
+        wanted: A device with a number, or of another kind than CUDA, is used as it is; ``cuda`` alone means the rank's
             own card.
     """
     if wanted is None and not torch.cuda.is_available():
@@ -290,7 +290,7 @@ def own_device(local_rank: int, wanted: torch.device | None = None) -> torch.dev
         return device
     if device.index is None:
         device = torch.device("cuda", local_rank % max(1, torch.cuda.device_count()))
-    # Not only for tensors: NCCL, and what is saved of the random generators, go by the current device.
+    # The current device matters not only for tensors: NCCL and saved random generators use it, too.
     torch.cuda.set_device(device)
     return device
 
@@ -298,7 +298,7 @@ def own_device(local_rank: int, wanted: torch.device | None = None) -> torch.dev
 def resume_rates(optimizer: Optimizer, scheduler: Any) -> None:
     """Gives each parameter group the rate that a restored scheduler had set last.
 
-    The rates are in the optimizer's own state too, but ZeRO's stages load that unalike.
+    The rates are in the optimizer's own state too, but ZeRO's stages load that differently.
     """
     for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr(), strict=True):
         group["lr"] = rate
@@ -307,9 +307,9 @@ def resume_rates(optimizer: Optimizer, scheduler: Any) -> None:
 def step_and_clear(
     model: nn.Module, optimizer: Optimizer, scheduler: Any, max_grad_norm: float | None, loss_scale: LossScale
 ) -> Tensor | float | None:
-    """Clips over all parameters (of sharded ones all ranks' parts), steps, clears; the norm before clipping.
+    """Clips over all parameters (of sharded ones all ranks' parts), steps, clears. Returns the norm before clipping.
 
-    Where gradients are not finite, neither the optimizer nor the scheduler steps.
+    If gradients are not finite, neither the optimizer nor the scheduler steps.
     """
     norm: Tensor | None = None
     loss_scale.unscale(optimizer)
@@ -336,10 +336,10 @@ def load_optimizer(optimizer: Optimizer, state: Mapping[str, Any], *, cast: bool
 
 
 def trainer_state(state: Mapping[str, Any], scheduler: Any, loss_scale: LossScale) -> dict[str, Any]:
-    """What is alike on all ranks, as a file's content, once it is sure that it can be read again.
+    """What is alike on all ranks, as a file's content, after a check that it can be read again.
 
     Raises:
-        TypeError: A scheduler or callback keeps something else than plain values and tensors.
+        TypeError: A scheduler or callback keeps something other than plain values and tensors.
         ValueError: A callback keeps sharded tensors.
     """
     schedule = None if scheduler is None else scheduler.state_dict()
@@ -352,7 +352,7 @@ def load_trainer_state(directory: Path, scheduler: Any, loss_scale: LossScale) -
     """The inverse of `trainer_state`.
 
     Raises:
-        ValueError: With a scheduler or a loss scale saved and none now, or the other way round.
+        ValueError: A scheduler or a loss scale was saved and there is none now, or the other way round.
     """
     state = owned(read_tensors(directory / TRAINER_FILE))
     if (state["scheduler"] is None) != (scheduler is None):

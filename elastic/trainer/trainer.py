@@ -45,11 +45,11 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True)
 class Fitted:
-    """What `Trainer.fit` came to.
+    """The result of `Trainer.fit`.
 
     Attributes:
         step: Optimizer steps of the whole run.
-        metrics: Those of the last evaluation; empty without one in this process.
+        metrics: Metrics of the last evaluation; empty if there was none in this process.
         best: The best checkpoint by the tracked metric.
     """
 
@@ -63,22 +63,22 @@ class Trainer:
     """Trains ``model`` on ``dataset`` for a number of optimizer steps, whatever the world.
 
     Attributes:
-        model: Plain; the strategy wraps it.
+        model: The plain model; the strategy wraps it.
         dataset: See `Batches`.
         optimizer: ``optimizer(model)`` makes it, once the model is where and as it will be trained.
         global_batch_size, max_micro_batch_size, fixed_micro_batch, pad: See `BatchPlan`.
-        loss: ``loss(model, data)``: the mean over the samples (with ``count_tokens``: over the tokens) of one
+        loss: ``loss(model, data)`` returns the mean over the samples (with ``count_tokens``: over the tokens) of one
             micro-batch, or with ``pad`` the loss of each row. Default: what the model gives for ``data``.
-        max_steps: Steps of the whole run, those before a resume included.
-        data_epochs: The run ends with so many passes over the data. One of both is needed.
+        max_steps: Steps of the whole run, including those before a resume.
+        data_epochs: The run ends after so many passes over the data. Give this or ``max_steps``.
         scheduler: ``scheduler(optimizer)`` makes it; it steps after each optimizer step. One that takes a metric
             (``ReduceLROnPlateau``) steps with the tracked metric after each evaluation of ``evaluate_every``.
-        other_schedule: A resumed run's functions (of ``LambdaLR``) may be others than they were.
+        other_schedule: Accept a schedule (``LambdaLR``) whose functions have changed since the checkpoint.
         strategy: ``"ddp"``, ``"fsdp"``, ``"deepspeed"``, or a `Strategy` with options.
         max_grad_norm: Clips the norm of the whole global batch's gradient.
-        grad_scaler: For fp16: a ``torch.amp.GradScaler``, saved and loaded with the rest. Where gradients are not
-            finite, optimizer and scheduler do not step, on any rank; the step counts, and its batch is consumed. Not
-            for DeepSpeed, which scales by itself.
+        grad_scaler: For fp16: a ``torch.amp.GradScaler``, saved and loaded with the rest. If gradients are not finite,
+            optimizer and scheduler do not step, on any rank; the step counts, and its batch is consumed. Not for
+            DeepSpeed, which scales by itself.
         seed: The seed of the order of samples and of the random generators. (The model is made by the script.)
         shuffle, drop_last: See `ElasticSampler`.
         collate, count_tokens, loader_options, check_data: See `Batches`.
@@ -86,16 +86,16 @@ class Trainer:
         save_every: Steps between saves; 0: only for drains and at the end.
         save_in_background: The training waits only while the state is copied to host memory. Not for DeepSpeed.
         evaluator: Runs every ``evaluate_every`` steps (0: not in between), and after the last step.
-        track: The metric that makes a checkpoint the best one. A better step is saved, also off ``save_every``. (An
-            evaluation that a leave cut short is made up for where the run resumes, but that step is saved already.)
-        callbacks: On all ranks.
+        track: The metric that makes a checkpoint the best one. A better step is saved, even between saves. (If a leave
+            cut an evaluation short, the resumed run makes up for it, but that step is saved already.)
+        callbacks: They are called on all ranks.
         loggers: Rank 0's; called with ``loss``, ``lr``, … and with ``eval/<metric>``.
         log_every: Steps between logs. Each log waits for the device once.
         progress: A progress bar on a terminal, or a line per log.
-        device: Default: this rank's GPU where there is one.
+        device: Default: this rank's GPU if there is one.
 
     Raises:
-        ValueError: Options that cannot go together.
+        ValueError: Some options do not go together.
     """
 
     model: nn.Module
@@ -158,7 +158,7 @@ class Trainer:
         in_between = self.track if self.evaluate_every else None
         engine = self._strategy.scale == "deepspeed"
         self._made = Made(self.optimizer, self.scheduler, in_between, steps_itself=engine)
-        # An evaluation of the present step that is still to be made, and the last step that has one.
+        # Whether an evaluation of the present step is still to be made, and the last step that has one.
         self._owed, self._evaluated = False, 0
 
     @property
@@ -172,15 +172,15 @@ class Trainer:
         return 1 if self._session is None else self._session.world_size
 
     def stop(self) -> None:
-        """Ends the training at the next log or evaluation, on all ranks if any one called this."""
+        """Ends the training on all ranks at the next log or evaluation; any rank may call it."""
         self._stop_wanted = True
 
     def fit(self) -> Fitted:
-        """Trains to the end, from where the run stands. At the end already, it consumes nothing.
+        """Trains to the end, from where the run stands. If that is the end already, it consumes nothing.
 
         Raises:
             ValueError: The resume point is of another model, optimizer, order of samples, or strategy.
-            RuntimeError: An earlier call was left by an error, or the run is over and more steps are wanted.
+            RuntimeError: An earlier call ended with an error, or the run is over and more steps are wanted.
             Drained: The world changes; everything is saved. Exit code 83.
         """
         if self._state == "failed":
@@ -229,7 +229,7 @@ class Trainer:
         check_strategy(s.resume, self._strategy.name)
         wanted = None if self.device is None else torch.device(self.device)
         self._where = self._strategy.start(s.world_size, s.local_rank, wanted)
-        # Before anything large is loaded: another order of samples is refused here.
+        # Checked before anything large is loaded: another order of samples is refused here.
         self._batches = self._make_batches(s, plan)
         self._batches.check_samples(s, self.max_steps)
         setting = Setting(s, self._where, plan, self.max_grad_norm, self.grad_scaler)
@@ -269,7 +269,7 @@ class Trainer:
         try:
             model = unwrapped(self.model, compiled=True)
             return self._strategy.setup(model, made.optimizer, made.scheduler, setting)
-        # What a framework says of states that are not those of this model or optimizer.
+        # Errors with which a framework rejects states of another model or optimizer.
         except (AttributeError, KeyError, RuntimeError) as error:
             if resume is None or isinstance(error, torch.OutOfMemoryError | dist.DistError):
                 raise
@@ -294,7 +294,8 @@ class Trainer:
                 if not self._evaluate(interrupt=self._opened.leaving):
                     # The ranks have agreed on it here; with this batch the model would move on.
                     self._leave(batch.position)
-                    # It could not be saved: the next boundary tries that again, and nothing cuts this short once more.
+                    # The save failed: the next boundary tries it again, and nothing interrupts this evaluation once
+                    # more.
                     self._evaluate(interrupt=None)
                 self._compete_late(batch.position)
             if self._stopping:
@@ -303,7 +304,7 @@ class Trainer:
                 break
             self._train(batch)
         self.step = s.step
-        if self._owed:  # cut short by a leave; now all is saved
+        if self._owed:  # a leave cut it short; now all is saved
             self._evaluate(interrupt=None)
             value = self._tracked()
             if value is not None:
@@ -313,7 +314,7 @@ class Trainer:
         self._stopping = self._stopping or sum_over_ranks([float(self._stop_wanted)], self._where)[0] > 0
 
     def _leave(self, position: Position) -> None:
-        """Saves the boundary that the model stands at and ends the process; goes on if it cannot be saved."""
+        """Saves the boundary at which the model stands and ends the process; returns if the save failed."""
         s = self._opened
         if s.can_save and s.save(self._saving(), position=position, drain=True, **self._save_options()) is None:
             s.drain_failed()
@@ -377,7 +378,7 @@ class Trainer:
         return last or bool(self.evaluate_every and step % self.evaluate_every == 0)
 
     def _evaluate(self, interrupt: Callable[[], bool] | None) -> bool:
-        """Evaluates the present step; if a leave cuts it short, it is owed, also by the run that resumes here."""
+        """Evaluates the present step. If a leave cuts it short, it is owed, also by the run that resumes here."""
         assert self.evaluator is not None
         self._owed = True
         try:
@@ -388,7 +389,7 @@ class Trainer:
         self._owed, self._evaluated, self.metrics = False, self.step, metrics
         self._send({f"eval/{name}": value for name, value in metrics.items()})
         value = self._tracked()
-        # Not after a last step off the cadence: a run that is made longer has no evaluation there.
+        # Not after a last step off the cadence, because a run that is made longer has no evaluation there.
         if self._made.by_metric is not None and value is not None and self._due(self.step, last=False):
             self._made.by_metric.step(value)
         self._hooks.each(lambda hook: hook.on_evaluation(self, metrics))
@@ -396,7 +397,7 @@ class Trainer:
         return True
 
     def _tracked(self) -> float | None:
-        """What the last evaluation says of the metric that the best checkpoint is known by."""
+        """The last evaluation's value of the tracked metric."""
         if self.track is None or not self.metrics:
             return None
         if self.track.metric not in self.metrics:
@@ -405,10 +406,10 @@ class Trainer:
         return self.metrics[self.track.metric]
 
     def _compete_late(self, position: Position) -> None:
-        """The evaluation is one that a leave had cut short: its step may be the best all the same. Collective."""
+        """After an evaluation that a leave had cut short: its step may still be the best one. Collective."""
         s, value = self._opened, self._tracked()
         if value is not None and s.measured(value) and s.can_save:
-            # Does nothing where the step is saved already.
+            # Does nothing if the step is saved already.
             s.save(self._saving(), position=position, metric=value, **self._save_options())
 
     # Saving.
@@ -422,7 +423,7 @@ class Trainer:
         }
 
     def _saving(self) -> Any:
-        """What the session is given to save with."""
+        """What the session saves with."""
         write = Write(self._strategy, self._state_dict, self.rank)
         return background(write.files) if self.save_in_background else write
 
@@ -454,7 +455,7 @@ class Trainer:
         self._evaluated = state["evaluated"]
         self._hooks.load_state_dict(state, self._opened)
 
-    # Small things.
+    # Helpers.
 
     @property
     def _opened(self) -> Session:

@@ -141,7 +141,7 @@ class Session:
         self._reports.loss = float(loss)
 
     def busy(self) -> None:
-        """Says that this rank is at work on something long that is no step, for instance an evaluation. Not collective.
+        """Says that this rank is busy with something long between steps, such as an evaluation. Not collective.
 
         It is cheap. Call it as often as the work gets on, for instance with each batch: that tells it from a stall.
         """
@@ -195,8 +195,7 @@ class Session:
     def measured(self, value: float) -> bool:
         """Takes the tracked metric of the last step that is done, if it was not computed before. Collective.
 
-        Rank 0's value decides, for all ranks. After the training has finished, each rank's own value does, and the call
-        is not collective.
+        Rank 0's value decides, for all ranks. After the end of training it is each rank's own, and not collective.
 
         Returns:
             Whether it is the best so far. If the step is saved already (as the resume point is), later checkpoints name
@@ -327,10 +326,8 @@ class Session:
             cut: The cut of ``Batches``; a run that resumes must agree with it.
             strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
             any_world_size: The files load at any world size as they are; default: what is known of ``strategy``.
-            metric: The run's tracked metric; rank 0's counts. Default: the value that ``improved`` was given for this
-                step.
-            create_directory: Create ``path`` before ``write`` is called; default: yes, except for DeepSpeed, which does
-                it.
+            metric: The run's tracked metric; rank 0's counts. Default: what ``improved`` was given for this step.
+            create_directory: Create ``path`` before ``write`` is called; default: except for DeepSpeed, which does it.
             keep: From this checkpoint on, how many of the run's checkpoints are kept beside the best, 0: all; default:
                 the job's setting or the session's own ``keep``.
             drain: The save is a drain's.
@@ -400,8 +397,7 @@ class Session:
     def leave_drained(self, closing: Callable[[], None] = lambda: None) -> None:
         """Tells the agent that everything is saved, and ends this process with exit code 83. Collective.
 
-        Returns only if the change was withdrawn meanwhile: then train on. ``closing`` is called before the process
-        ends.
+        Returns only if the change was withdrawn: then train on. ``closing`` is called before the process ends.
 
         Raises:
             Drained: The process ends. The exit code is 83 whatever the script does with this exception.
@@ -452,8 +448,7 @@ class Session:
     def restore_rng(self, seed: int | None = None) -> None:
         """Restores the random generators as the run left them; ``steps`` does it before the first step.
 
-        If the world has not changed, they continue bit-exactly from the resume point; else they are seeded from (seed,
-        step, rank).
+        In an unchanged world they continue bit-exactly from the resume point; else (seed, step, rank) seeds them.
 
         Args:
             seed: None: at step 0 the generators are left alone.

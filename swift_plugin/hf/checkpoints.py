@@ -20,16 +20,16 @@ VERSION = 2
 
 @dataclass(frozen=True)
 class Unfinished:
-    """What the Trainer keeps in memory only, and what it had no time for at the step that was saved.
+    """What the Trainer keeps only in memory, and what it had no time for at the step that was saved.
 
     Attributes:
-        loss: The sum of the losses of the steps since the last log, its mean over the ranks.
+        loss: The sum of the losses of the steps since the last log, as a mean over the ranks.
         logged: The step of that log.
         evaluation: An evaluation was due.
-        epoch_end: A data epoch had ended, and nobody was told yet.
-        callbacks: What callbacks count that do not save it themselves: class, attribute, value.
-        tell_of_save: These are to be told that this step was saved: they never are before it is.
-        untold: So is everybody else: the save took the place of one that was due.
+        epoch_end: A data epoch had ended, and no callback was told yet.
+        callbacks: What callbacks count and do not save themselves: class, attribute, value.
+        tell_of_save: These callbacks must be told that this step was saved, which happens only after a save.
+        untold: All others must be told, too, because the save took the place of one that was due.
     """
 
     loss: float = 0.0
@@ -41,7 +41,7 @@ class Unfinished:
     untold: bool = False
 
     def write(self, directory: Path) -> None:
-        """Beside the Trainer's directory."""
+        """Writes it beside the Trainer's directory."""
         (directory / PROGRESS).write_text(json.dumps({"version": VERSION, **asdict(self)}))
 
     @classmethod
@@ -61,7 +61,7 @@ class Unfinished:
 
 
 class Errors:
-    """Keeps the first error of a save until the collectives of the save are over: the other ranks wait in them."""
+    """Keeps the first error of a save until the save's collectives are over, because the other ranks wait in them."""
 
     def __init__(self) -> None:
         self.first: Exception | None = None
@@ -80,7 +80,7 @@ class Errors:
 
 
 def _as_of_the_disk(error: Exception) -> Exception:
-    """The libraries that write weights and tokenizers have errors of their own for what the file system says."""
+    """The file system's error inside one of the libraries that write weights and tokenizers."""
     foreign = type(error).__module__.partition(".")[0] in ("safetensors", "safetensors_rust", "tokenizers")
     if foreign or type(error) is Exception:
         told = OSError(str(error))
@@ -90,17 +90,17 @@ def _as_of_the_disk(error: Exception) -> Exception:
 
 
 class Write:
-    """``write(path)`` for ``Session.save``: has the Trainer save below ``path``.
+    """``write(path)`` for ``Session.save``: makes the Trainer save below ``path``.
 
     Args:
-        save: The Trainer's own save, which asks ``directory`` where.
-        unfinished: What else to write, on rank 0.
-        rank: This one's.
+        save: The Trainer's own save, which takes its directory from ``directory``.
+        unfinished: What else rank 0 writes.
+        rank: This rank.
         reshards: See ``Session.save``.
 
     Attributes:
-        directory: Where the Trainer saves; None unless it does just now.
-        errors: Those of this save.
+        directory: Where the Trainer saves; None unless a save is under way.
+        errors: The errors of this save.
         called: Whether there was anything to save.
     """
 
@@ -130,20 +130,20 @@ def trainers(checkpoint: Path, step: int) -> Path:
 def link(output_dir: Path, checkpoint: Path, step: int) -> None:
     """Lets people find ``checkpoint-<step>`` in the output directory.
 
-    It is a directory of links to files. What anybody adds to it, a callback or ``swift infer``, is added there: in the
-    checkpoint itself it would be a file that its manifest does not know.
+    It is a directory of links to files. What a callback or ``swift infer`` adds is added there; in the checkpoint
+    itself it would be a file that the manifest does not know.
 
     Args:
         output_dir: The Trainer's.
-        checkpoint: Sealed.
-        step: Its own.
+        checkpoint: The sealed checkpoint.
+        step: The checkpoint's step.
     """
     place, source = trainers(output_dir, step), trainers(checkpoint, step)
     try:
         if is_foreign(place):
             log.warning("%s is there already and is not the run's: its own is %s", place, source)
             return
-        # By the first of them `is_foreign` tells that the place is ours.
+        # `is_foreign` recognises our place by the first of these links.
         _link(place / TRAINER_STATE, source / TRAINER_STATE)
         for file in (path for path in source.rglob("*") if path.is_file()):
             _link(place / file.relative_to(source), file)
@@ -166,19 +166,19 @@ def _link(place: Path, file: Path) -> None:
 
 
 def is_linked(place: Path) -> bool:
-    """Whether `link` has been there, and what it linked is still there."""
+    """Whether `link` has made this place, and what it linked still exists."""
     return (place / TRAINER_STATE).is_symlink() and (place / TRAINER_STATE).exists()
 
 
 def is_foreign(place: Path) -> bool:
-    """Whether something is there that no `link` has made: a checkpoint of another training."""
+    """Whether something is there that `link` has not made: a checkpoint of another training."""
     if not os.path.lexists(place) or (place / TRAINER_STATE).is_symlink():
         return False
     return not place.is_dir() or any(place.iterdir())
 
 
 def tidy(output_dir: Path) -> None:
-    """Takes away links to what has been pruned; files that somebody has added stay.
+    """Removes links to what has been pruned; files that somebody has added stay.
 
     Raises:
         OSError: The file system says no.
@@ -187,7 +187,7 @@ def tidy(output_dir: Path) -> None:
         state = place / TRAINER_STATE
         if not state.is_symlink() or state.exists():
             continue
-        for path in sorted(place.rglob("*"), reverse=True):  # what is deeper comes first
+        for path in sorted(place.rglob("*"), reverse=True):  # deeper entries first
             if path.is_symlink() and not path.exists():
                 path.unlink(missing_ok=True)
             elif path.is_dir() and not any(path.iterdir()):

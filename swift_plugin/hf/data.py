@@ -1,4 +1,4 @@
-"""The order of samples and the batch plan, as Hugging Face's training loop wants to see them."""
+"""The order of samples and the batch plan, in the form that Hugging Face's training loop expects."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from dalsegno.elastic.checkpoint import Cut
 from dalsegno.elastic.data.fetching import is_iterable
 
 IGNORED = -100
-"""The label of what no loss counts."""
+"""The label that no loss counts."""
 _LABELS = ("labels", "shift_labels")
 
 
 class StepLoader:
-    """What the Trainer takes for its DataLoader: iterating gives the steps of one data epoch, from the run's position.
+    """Takes the place of the Trainer's DataLoader: yields the steps of one data epoch, from the run's position.
 
     One iteration of the data goes on from one data epoch to the next, so nothing that was fetched ahead is lost.
 
     Args:
         batches: The run's data.
-        dataset: What the Trainer counts examples of.
-        accumulation: Micro-batches per step, in which it counts lengths.
-        per_data_epoch: Steps; None: not known.
+        dataset: The data set in which the Trainer counts examples.
+        accumulation: Micro-batches per step, the unit in which the Trainer counts lengths.
+        per_data_epoch: Number of steps in a data epoch; None: not known.
     """
 
     def __init__(self, batches: Batches[Any], dataset: Any, accumulation: int, per_data_epoch: int | None) -> None:
@@ -42,7 +42,7 @@ class StepLoader:
 
     @property
     def order(self) -> Order:
-        """For the manifests of checkpoints."""
+        """The order of samples, for the manifests of checkpoints."""
         return self._batches.order
 
     @property
@@ -52,17 +52,17 @@ class StepLoader:
 
     @property
     def alike(self) -> dict[str, Any]:
-        """What all ranks must have alike, by name, for ``Session.compare``."""
+        """What must be alike on all ranks, by name, for ``Session.compare``."""
         return self._batches.alike
 
     @property
     def endless(self) -> bool:
-        """The data set has no length, and no end that the Trainer would see."""
+        """Whether the data set has no length, and so no end that the Trainer would see."""
         return self._per_data_epoch is None
 
     @property
     def epoch_is_over(self) -> bool:
-        """The step that was computed last is a data epoch's last one."""
+        """Whether the last computed step is a data epoch's last one."""
         return not self.endless and self.position.samples == 0
 
     def __len__(self) -> int:
@@ -71,10 +71,10 @@ class StepLoader:
         return self._per_data_epoch * self._accumulation
 
     def set_epoch(self, epoch: int) -> None:
-        """The Trainer begins a data epoch.
+        """Called when the Trainer begins a data epoch.
 
         Raises:
-            RuntimeError: It is not the one that the run stands in.
+            RuntimeError: The run is in another data epoch.
         """
         position = self.position
         if self._per_data_epoch is not None and epoch != position.data_epoch:
@@ -92,7 +92,7 @@ class StepLoader:
                 return
 
     def close(self) -> None:
-        """Ends the processes that fetch."""
+        """Ends the processes that fetch data."""
         self._steps = None
 
 
@@ -100,13 +100,13 @@ def make(trainer: Any, plan: BatchPlan, session: Any, *, by_samples: bool) -> St
     """The loader of a Trainer in this world, at the session's resume point.
 
     Args:
-        trainer: Constructed.
+        trainer: The constructed Trainer.
         plan: Which rank computes what.
-        session: The process's.
-        by_samples: A slice counts as many as it has samples; else as many as it has labels.
+        session: This process's session.
+        by_samples: Weigh a slice by its samples; otherwise by its labels.
 
     Raises:
-        ValueError: The resume point is of another order of samples, or the data set has no batch.
+        ValueError: The resume point is of another order of samples, or the data set has no whole batch.
     """
     args, dataset = trainer.args, repeatable(trainer.train_dataset)
     length = len(dataset) if hasattr(dataset, "__len__") else None
@@ -118,7 +118,7 @@ def make(trainer: Any, plan: BatchPlan, session: Any, *, by_samples: bool) -> St
         drop_last=args.dataloader_drop_last,
     )
     collate = trainer.data_collator
-    table = sys.modules.get("datasets")  # which not everybody has
+    table = sys.modules.get("datasets")  # not everybody has this package
     if table is not None and isinstance(dataset, table.Dataset):
         dataset = trainer._remove_unused_columns(dataset, description="training")
     else:
@@ -141,11 +141,11 @@ def make(trainer: Any, plan: BatchPlan, session: Any, *, by_samples: bool) -> St
 
 
 def count_labels(inputs: Any, *, shifted: bool) -> int:
-    """What the mean loss of a micro-batch is a mean over: its labels that count, or its samples where it has none.
+    """The number over which the mean loss of a micro-batch is taken: its labels that count, or else its samples.
 
     Args:
         inputs: What the data collator made.
-        shifted: The model predicts each label from the positions before, so none of the first position.
+        shifted: The model predicts each label from earlier positions, so the first position has none.
     """
     ready, labels = inputs.get("shift_labels"), inputs.get("labels")
     if isinstance(ready, torch.Tensor):
@@ -177,7 +177,7 @@ def _loader_options(args: Any) -> dict[str, Any]:
 
 
 def silenced(inputs: Any) -> Any:
-    """The same inputs, of which no token counts: those of a slice that repeats another one's sample.
+    """The same inputs without any token that counts, for a slice that repeats another one's sample.
 
     Raises:
         TypeError: They are no dictionary.
@@ -191,9 +191,9 @@ def silenced(inputs: Any) -> Any:
 
 
 class _Repeatable(torch.utils.data.Dataset[Any]):
-    """ms-swift's ``LazyLLMDataset``, whose substitute for a sample that cannot be encoded depends on the sample alone.
+    """ms-swift's ``LazyLLMDataset``, changed so that the substitute for a bad sample depends on the sample alone.
 
-    There it depends on how many this process has substituted before: on the world, and on what was fetched ahead.
+    In the original it depends on how many samples this process has substituted before, and so on the world.
     """
 
     def __init__(self, lazy: Any) -> None:
@@ -213,7 +213,7 @@ class _Repeatable(torch.utils.data.Dataset[Any]):
 
 
 def repeatable(dataset: Any) -> Any:
-    """``dataset``, or one that gives the same sample for the same index whatever was asked of it before."""
+    """``dataset``, or one that always returns the same sample for an index, whatever was asked for before."""
     substitutes = hasattr(dataset, "_idx_list") and hasattr(dataset, "_idx")
     if substitutes:
         return _Repeatable(dataset)

@@ -1,4 +1,4 @@
-"""Settings of a person's that are not among the trainer's own arguments, and the size of the global batch."""
+"""The user's settings that are not among the trainer's own arguments, and the size of the global batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Options:
     Attributes:
         global_batch_size: Samples per optimizer step over all ranks; None: see `global_batch_size`.
         fixed_micro_batch: See ``BatchPlan``.
-        mean_over_samples: The loss of a micro-batch is a mean over its samples, also where its labels are of tokens.
+        mean_over_samples: The loss of a micro-batch is a mean over its samples, even if its labels are tokens.
     """
 
     global_batch_size: int | None = None
@@ -32,10 +32,10 @@ class Options:
 
 
 def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
-    """For those who cannot add a flag.
+    """Reads the options from the environment, for users who cannot add a flag.
 
     Raises:
-        ValueError: A variable has a value that means nothing.
+        ValueError: A variable has an invalid value.
     """
     size, fixed = environ.get(GLOBAL_BATCH_SIZE, ""), environ.get(FIXED_MICRO_BATCH, "").lower()
     if size and not size.isdecimal():
@@ -48,13 +48,13 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
 def global_batch_size(options: Options, per_device: int, accumulation: int, session: Any) -> int:
     """Samples per optimizer step over all ranks, alike at every world size.
 
-    What was asked for; else what the run began with; else what the trainer's own arguments come to in the largest world
-    that the job may have, which is the one that a person who wrote them had in mind.
+    It is what the user asked for; else what the run began with; else what the trainer's own arguments give in the
+    largest world that the job may have, because their author had that one in mind.
 
     Args:
-        options: What was asked for.
+        options: What the user asked for.
         per_device, accumulation: The trainer's arguments.
-        session: The process's.
+        session: This process's session.
     """
     if options.global_batch_size is not None:
         return options.global_batch_size

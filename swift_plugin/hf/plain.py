@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def under_dlrover_run() -> bool:
-    """Whether an agent started this process, or ``dalsegno doctor``, which looks how it would be then."""
+    """Whether an agent started this process, or ``dalsegno doctor``, which examines it as if one had."""
     return bool(os.environ.get(Variable.SOCKET)) or is_examined()
 
 
@@ -32,7 +32,7 @@ def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> 
 
     Args:
         backend: As ``ddp_backend``; None: the accelerator's.
-        timeout: As ``ddp_timeout``, of collectives; None: DeepSpeed's default.
+        timeout: As ``ddp_timeout``, for collectives; None: DeepSpeed's default.
     """
     if under_dlrover_run():
         from dalsegno.elastic import deepspeed
@@ -51,19 +51,19 @@ def elastic(
 
     Args:
         trainer: A ``transformers.Trainer``, or one of a class derived from it.
-        global_batch_size: Samples per optimizer step over all ranks. Default: what the Trainer's own arguments come to
-            in the largest world that the job may have. ``per_device_train_batch_size`` is the most that one forward
-            pass has.
-        fixed_micro_batch: Cut every global batch into the same micro-batches at every world size: then the curve stays
-            the same also with dropout, and with losses that depend on the micro-batch as a whole.
-        mean_over_samples: What the model or ``compute_loss`` gives for a micro-batch is a mean over its samples.
-            Default: over the labels that count (not -100), which is the same thing where each sample has one.
+        global_batch_size: Samples per optimizer step over all ranks. Default: what the Trainer's own arguments give in
+            the largest world that the job may have. ``per_device_train_batch_size`` is the most samples of one forward
+            pass.
+        fixed_micro_batch: Cut every global batch into the same micro-batches at every world size. Then the curve also
+            stays the same with dropout, and with losses that depend on the micro-batch as a whole.
+        mean_over_samples: The loss that the model or ``compute_loss`` returns is a mean over the samples. Default: over
+            the labels that count (not -100), which is the same if each sample has one label.
 
     Returns:
         The same Trainer.
 
     Raises:
-        ValueError: It cannot be trained elastically; says why and what to do.
+        ValueError: It cannot be trained elastically. The message says why and what to do.
     """
     options = Options(global_batch_size, fixed_micro_batch, mean_over_samples)
     if under_dlrover_run():

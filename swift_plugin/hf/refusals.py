@@ -1,4 +1,4 @@
-"""Refuses what cannot be made elastic, before anything is loaded: what it is, why, and what to do."""
+"""Refuses what cannot be made elastic, before anything is loaded, and says why and what to do."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import Any
 
 import transformers
 
-# Older ones have one function for all of the training loop, which cannot be entered at its boundaries.
+# Older versions have one function for the whole training loop, which cannot be entered at its boundaries.
 OLDEST = (5, 6)
-# Those before it name a process's CPU by a number when they load an optimizer, and torch knows only one CPU.
+# Older versions number a process's CPU when they load an optimizer, but torch knows only one CPU.
 OLDEST_ON_CPUS = (5, 18)
 _KNOWN = ("dalsegno", "swift", "transformers")
 
 
 def refuse(trainer: Any) -> None:
-    """Looks for what no change of the world would survive.
+    """Refuses what no change of the world would survive.
 
     Raises:
-        ValueError: There is something.
+        ValueError: The Trainer has such a thing.
         RuntimeError: This version of transformers cannot be used.
     """
     if _version() < OLDEST or not hasattr(trainer, "_run_epoch"):
@@ -30,7 +30,7 @@ def refuse(trainer: Any) -> None:
 
 
 def refuse_world(trainer: Any, ranks: int) -> None:
-    """Looks for what a world of so many ranks would not survive.
+    """Refuses what a world of so many ranks would not survive.
 
     Raises:
         RuntimeError: This version of transformers cannot be used there.
@@ -69,7 +69,7 @@ def _found(trainer: Any) -> list[tuple[str, str]]:
 
 
 def _overrides(trainer: Any, name: str) -> str:
-    """The class that has a method of this name, if there is one: the user's own, or a trainer of trl that samples."""
+    """The class that overrides a method of this name, if any: the user's own, or a sampling trainer of trl."""
     for cls in type(trainer).__mro__:
         if name in vars(cls) and cls.__module__.partition(".")[0] not in _KNOWN:
             return cls.__qualname__

@@ -24,45 +24,45 @@ from . import checkpoints, data
 from .checkpoints import Unfinished, Write
 from .options import Options, global_batch_size
 
-# An evaluation asks about as often whether some rank is to leave, and at least once in so many batches (seconds).
+# Seconds between two questions of an evaluation whether some rank is to leave, and the most batches between them.
 _ASK_SECONDS, _ASK_BATCHES = 0.2, 64
 
 
 class Leaving(Exception):
-    """Some rank is to leave, and an evaluation is under way: all ranks leave it at the same batch."""
+    """Some rank is to leave during an evaluation: all ranks leave it at the same batch."""
 
 
 class Run:
-    """What an elastic Trainer knows beside its own state.
+    """What an elastic Trainer knows beyond its own state.
 
     Args:
-        trainer: Constructed, not trained yet.
-        session: The process's.
-        options: What was asked for.
+        trainer: It is constructed and not trained yet.
+        session: This process's session.
+        options: What the user asked for.
 
     Raises:
         ValueError: The resume point does not fit.
 
     Attributes:
         plan: Which rank computes what in this world.
-        batch: The step that is computed, with its ``sample_ids``.
-        micro: The micro-batch that is computed just now.
-        unfinished: Of the resume point, until it is seen to.
+        batch: The step that is being computed, with its ``sample_ids``.
+        micro: The micro-batch that is being computed.
+        unfinished: What the resume point left unfinished, until it is done.
         draining: All ranks save at this boundary and stop.
-        epoch_ended: The Trainer tells of the end of a data epoch.
+        epoch_ended: The Trainer is reporting the end of a data epoch.
         writing: The save under way.
         finished: The training has come to its end.
         by_samples: The loss of a slice is a mean over its samples.
-        any_optimizer: DeepSpeed's config allows any optimizer, also one that is not known to fit ZeRO.
-        stopped: Something had decided, when the resume point was saved, that the training was to stop there.
+        any_optimizer: DeepSpeed's config admits any optimizer, even one that is not known to fit ZeRO.
+        stopped: When the resume point was saved, it was already decided that the training stops there.
     """
 
     def __init__(self, trainer: Any, session: Session, options: Options) -> None:
         args = trainer.args
-        # Before anything meets in a collective. Rank 0's global batch counts for all, see below.
+        # Before any collective. Rank 0's global batch size counts for all, see below.
         session.compare(_alike(trainer, options, begins=session.resume is None))
         size = global_batch_size(options, args.per_device_train_batch_size, args.gradient_accumulation_steps, session)
-        # Rank 0's: nodes may have different numbers of ranks, and so different ideas of the largest world.
+        # Rank 0's, because nodes may have different numbers of ranks, and so different ideas of the largest world.
         size = round(session.sum(size if session.rank == 0 else 0))
         self.session = session
         self.plan = BatchPlan(
@@ -84,13 +84,13 @@ class Run:
         self.writing: Write | None = None
         self._failed = False
         self._may_leave, self._ask_every, self._asked, self._asked_at = False, 1, 0, 0.0
-        # The Trainer deletes nothing: the run's own checkpoints are pruned as this says.
+        # The Trainer deletes nothing: this setting prunes the run's own checkpoints instead.
         limit, args.save_total_limit = args.save_total_limit, None
         self.keep = None if limit is None else max(0, limit)
         if args.metric_for_best_model is not None:
             session.track(args.metric_for_best_model, mode="max" if args.greater_is_better else "min")
         if session.resume is not None:
-            self._link(session.resume.path, session.step)  # who saved it may have died before
+            self._link(session.resume.path, session.step)  # the process that saved it may have died before
 
     # Where the run stands.
 
@@ -102,13 +102,13 @@ class Run:
 
     @property
     def place(self) -> tuple[int, int]:
-        """Data epochs that are complete, and micro-batches of the present one."""
+        """The number of complete data epochs, and of micro-batches in the present one."""
         position = self.loader.position
         steps = -(-position.samples // self.plan.global_batch_size)
         return position.data_epoch, steps * self.plan.accumulation
 
     def learn(self, args: Any, model: Any, optimizer: Any) -> None:
-        """What is worth knowing of this training before its first step."""
+        """Collects what people should know of this training before its first step."""
         examination = self.session.examination
         examination.learn_parts(model, optimizer)
         examination.learn(
@@ -124,16 +124,16 @@ class Run:
     # A step.
 
     def take(self, batch: Batch[Any]) -> None:
-        """``batch`` is the next step."""
+        """Makes ``batch`` the next step."""
         self.batch, self._micros = batch, batch.micro_batches
 
     def next_micro(self) -> MicroBatch[Any]:
-        """What is computed now. With fixed micro-batches the random generators are set for it."""
+        """The micro-batch to compute now. With fixed micro-batches the random generators are set for it."""
         self.micro = next(self._micros)
         return self.micro
 
     def computed(self) -> None:
-        """It was, backwards too."""
+        """Notes that the micro-batch was computed, with its backward pass."""
         if self.micro is not None and self.micro.is_last:
             for _ in self._micros:
                 raise RuntimeError("a step has more micro-batches than its last one")
@@ -145,7 +145,7 @@ class Run:
         """Has the Trainer save the present step as one checkpoint of the run, unless it is saved. Collective."""
         state, step = trainer.state, trainer.state.global_step
         best = state.best_model_checkpoint
-        # A save that is not a drain's is told of as soon as it is made, so never in what it saves.
+        # Outside a drain, callbacks are told of a save as soon as it is made, so what it saves never says so.
         due = self.unfinished or Unfinished(tell_of_save=True)
         unfinished = replace(
             due,
@@ -189,7 +189,7 @@ class Run:
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
-        """While it lasts, an evaluation ends with `Leaving` when some rank is to leave."""
+        """Inside, an evaluation ends with `Leaving` when some rank is to leave."""
         self._may_leave, self._ask_every, self._asked, self._asked_at = True, 1, 0, time.monotonic()
         try:
             yield
@@ -197,7 +197,7 @@ class Run:
             self._may_leave = False
 
     def predicted(self) -> None:
-        """One batch of an evaluation is done, on all ranks: the Trainer gathers its results. Collective now and then.
+        """Called after each batch of an evaluation, on all ranks alike. Collective from time to time.
 
         Raises:
             Leaving: See `interruptible`.
@@ -216,7 +216,7 @@ class Run:
             self._ask_every = max(1, self._ask_every // 2)
 
     def leave(self) -> None:
-        """The drain's save has been tried: ends this process, or lets the run go on if it failed on all ranks."""
+        """Called after the drain's save: ends this process, or lets the run go on if the save failed on all ranks."""
         self.draining = False
         failed, self._failed = self._failed, False
         if failed:
@@ -225,7 +225,7 @@ class Run:
             self.session.leave_drained(self.loader.close)
 
     def save_at_last(self, save: Callable[[], None]) -> None:
-        """Where the newest save has failed, the last step is saved now.
+        """Saves the last step if the newest save has failed.
 
         Raises:
             SaveError: It failed again and again.
@@ -233,14 +233,14 @@ class Run:
         for attempt in range(1, FINAL_SAVE_TRIES + 1):
             if not self._failed:
                 return
-            # Nothing could end this wait early: the disk may have room again, or not.
+            # No event could end this wait: the disk may have room again, or not.
             threading.Event().wait(FINAL_SAVE_PAUSE_SECONDS * attempt)
             save()
         if self._failed:
             raise SaveError(f"the last step, {self.session.step}, could not be saved in {FINAL_SAVE_TRIES} tries")
 
     def finish(self) -> None:
-        """The Trainer has come to its end, and says so."""
+        """Called when the Trainer has come to its end; tells the session."""
         self.loader.close()
         self.session.finish()
         self.finished = True
@@ -253,7 +253,7 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
     """Lets all ranks of a run agree at the boundaries of the Trainer's steps.
 
     Args:
-        run: The Trainer's.
+        run: The Trainer's run.
     """
 
     def __init__(self, run: Run) -> None:
@@ -268,7 +268,7 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         boundary = self._run.session.end_step()
-        # At the end there is nothing to drain: what is left is what a drain would have to do.
+        # At the end there is nothing to drain: the remaining work is what a drain would have to do.
         self._run.draining = boundary.drain and not boundary.end and not control.should_training_stop
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -282,7 +282,7 @@ class Boundaries(TrainerCallback):  # type: ignore[misc]  # transformers is not 
             self._run.session.report(float(logs["loss"]))
 
 
-# Arguments of the Trainer that make another training, or other collectives, of a rank that has another value.
+# Arguments of the Trainer that change the training or its collectives if a rank has another value.
 _COMPARED = (
     *("per_device_train_batch_size", "per_device_eval_batch_size", "seed", "data_seed", "dataloader_drop_last"),
     *("train_sampling_strategy", "train_dataloader_shuffle", "max_steps", "num_train_epochs"),
@@ -293,7 +293,7 @@ _COMPARED = (
 
 
 def _alike(trainer: Any, options: Options, *, begins: bool) -> dict[str, Any]:
-    """What all ranks must have been told alike, by name, see ``Session.compare``."""
+    """What must be alike on all ranks, by name, see ``Session.compare``."""
     args, dataset = trainer.args, trainer.train_dataset
     alike = {name: getattr(args, name) for name in _COMPARED if hasattr(args, name)}
     if options.global_batch_size is None and begins:
@@ -308,7 +308,7 @@ def _alike(trainer: Any, options: Options, *, begins: bool) -> dict[str, Any]:
 
 
 def _refuse_epochs(args: Any) -> None:
-    """What happens at the end of a data epoch, where there is none that anybody sees."""
+    """Refuses options for the end of a data epoch if the data have no end that anybody sees."""
     for name in ("save_strategy", "eval_strategy", "logging_strategy"):
         if getattr(args, name) == "epoch":
             raise ValueError(f"{name}=epoch with a data set without a length, which has no epochs: set it to steps")
@@ -317,7 +317,7 @@ def _refuse_epochs(args: Any) -> None:
 
 
 def _ahead(state: Any) -> int:
-    """Steps that every rank has after the one that begins."""
+    """Number of steps that every rank has after the one that begins."""
     return max(0, min(MAX_STEPS_APART, int(state.max_steps) - int(state.global_step) - 1))
 
 

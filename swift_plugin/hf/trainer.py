@@ -27,11 +27,11 @@ from .checkpoints import Unfinished, is_foreign
 from .options import Options
 from .run import Boundaries, Leaving, Run
 
-# What `_run_epoch` is told that `_maybe_log_save_evaluate` wants to know.
+# The arguments of `_run_epoch` that `_maybe_log_save_evaluate` needs.
 _OF_AN_EPOCH = ("model", "trial", "epoch", "ignore_keys_for_eval", "start_time")
 
 SIZES = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
-"""What DeepSpeed's configuration says of one world."""
+"""Keys of DeepSpeed's configuration that hold for one world."""
 
 if TYPE_CHECKING:
     _Base = Any
@@ -43,13 +43,13 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     """Mixed in before a Trainer's class by `elastic_class`.
 
     Attributes:
-        elastic_run: Its part in the run; None until `become_elastic`.
+        elastic_run: The run that it belongs to; None until `become_elastic`.
     """
 
     elastic_run: Run | None = None
     control: Any  # the Trainer's, as the next one
     lr_scheduler: Any
-    # Callbacks that count something and do not save it, by the names of their classes, and their attributes.
+    # Callbacks that count something and do not save it: names of their classes, and of the attributes.
     counting: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def become_elastic(self, options: Options) -> None:
@@ -67,7 +67,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         self.elastic_run = run
         args.gradient_accumulation_steps = plan.accumulation
         args.ignore_data_skip = False
-        # A slice's mean is weighed by its part of the step; ms-swift would multiply it by the ranks as well.
+        # A slice's mean is weighed by its part of the step; ms-swift would also multiply it by the number of ranks.
         args.average_tokens_across_devices = False
         # There is one directory for all nodes.
         args.save_on_each_node = False
@@ -108,9 +108,9 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         return found if run.loader.endless else run.place
 
     def _load_callback_state(self) -> None:
-        """What callbacks have counted, such as early stopping: a change of the world is no new training.
+        """Loads what callbacks have counted, such as early stopping, because a change of the world is no new training.
 
-        Into the callbacks that are there, which the Trainer would replace by new ones if it was told to restore any.
+        It is loaded into the existing callbacks. The Trainer would replace them by new ones if it restored any.
         """
         saved = {
             name: data if isinstance(data, list) else [data] for name, data in self.state.stateful_callbacks.items()
@@ -140,7 +140,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         restore(engine, self._run.session.resume, strict=load_module_strict)
 
     def _load_rng_state(self, checkpoint: Any) -> None:
-        """Nothing: they are restored before anything draws from them. The Trainer does it behind the first batch."""
+        """Does nothing: the Trainer restores them after the first batch, we do it before anything draws."""
 
     def _load_best_model(self) -> None:
         if not self.is_deepspeed_enabled:
@@ -177,12 +177,12 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if batch is None:
             return [], None
         self._run.take(batch)
-        # No number of items: each slice gives its own mean, and its weight is our affair. Models differ in what they
-        # make of that number, and many in nothing.
+        # No number of items is given: each slice returns its own mean, which we weigh. Models use that number
+        # differently, and many ignore it.
         return [self._silenced(given) if cut.filler else given for cut, given in batch.cut], None
 
     def _silenced(self, given: Any) -> Any:
-        """A repeated sample. Where a loss is a mean over samples, it may need labels to be labels."""
+        """A repeated sample as it is. If a loss is a mean over samples, it may need real labels."""
         return given if self._run.by_samples else data.silenced(given)
 
     # The loss of a slice.
@@ -190,12 +190,12 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         micro = run.next_micro()
-        # The slice's factor makes it a part of the step's mean: nothing is left to divide by.
+        # The slice's factor makes it a part of the step's mean, so nothing is left to divide by.
         self.current_gradient_accumulation_steps = 1
         if micro.silent:
             micro.zero_gradients(model.parameters())
         first = run.batch is not None and run.batch.handed_out == 1
-        # The Trainer puts off all but the last; see `Accumulation`.
+        # The Trainer defers all but the last; see `Accumulation`.
         with synchronised(model) if first and has_static_graph(model) else contextlib.nullcontext():
             loss = super().training_step(model, inputs, *args, **kwargs)
         run.computed()
@@ -207,7 +207,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         micro = self._run.micro
         items = num_items_in_batch if micro is None else None
         found = super().compute_loss(model, inputs, return_outputs=return_outputs, num_items_in_batch=items, **kwargs)
-        if micro is None:  # an evaluation's
+        if micro is None:  # it is an evaluation's
             return found
         loss, *outputs = found if return_outputs else (found,)
         loss = micro.scale(loss)
@@ -228,11 +228,11 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
                 # An evaluation takes longer than a notice. What was to be logged before it is logged, once.
                 self._run.draining = True
         self._drain(*ours, *args, **kwargs)
-        # It could not be saved: the run goes on, and the next boundary tries again.
+        # The save failed: the run goes on, and the next boundary tries again.
         super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
 
     def _drain(self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        """Saves and leaves; comes back where that failed. What resumes here evaluates, and tells of a due save."""
+        """Saves and leaves; returns if the save failed. The run that resumes here evaluates and reports a due save."""
         run, control = self._run, self.control
         due = control.should_evaluate, control.should_save
         control.should_evaluate = control.should_save = False
@@ -244,19 +244,19 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         self.control.should_evaluate, self.control.should_save = due
 
     def _finalize_training(self, trial: Any, num_train_samples: Any, start_time: Any) -> Any:
-        if self._run.unfinished is not None:  # the run had ended there, and nobody had said so
+        if self._run.unfinished is not None:  # the run had ended there, and nobody was told
             where = {"epoch": int(self.state.epoch or 0), "trial": trial, "start_time": start_time}
             self._see_to(self._run.unfinished, model=self.model_wrapped, ignore_keys_for_eval=None, **where)
-        # Now, because next the best model's weights may take the place of the last step's.
+        # Done now, because next the best model's weights may replace those of the last step.
         self._run.save_at_last(lambda: self._save_checkpoint(self.model_wrapped, trial))
         return super()._finalize_training(trial, num_train_samples, start_time)
 
     def _see_to(self, unfinished: Unfinished, **of_epoch: Any) -> None:
-        """What those who saved the resume point had no time for."""
+        """Does what the processes that saved the resume point had no time for."""
         run = self._run
         run.unfinished = None
         self._tr_loss += unfinished.loss
-        self._total_loss_scalar -= unfinished.loss  # the mean over this start's steps is of these alone
+        self._total_loss_scalar -= unfinished.loss  # the mean over this start's steps must contain only these
         self._globalstep_last_logged = unfinished.logged
         counting = [one for one in self.callback_handler.callbacks if type(one).__name__ in unfinished.callbacks]
         for callback in counting:
@@ -307,7 +307,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         if self._run.writing is None or not self.is_deepspeed_enabled:
             super().save_model(output_dir, _internal_call)
             return
-        # Where it cannot gather the weights it has the engine save, which comes next in any case.
+        # If the weights cannot be gathered here, it makes the engine save, which comes next in any case.
         engine = self.model_wrapped
         engine.save_checkpoint = functools.wraps(engine.save_checkpoint)(lambda *args, **kwargs: None)
         try:
@@ -323,7 +323,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         return str(super()._get_output_dir(trial))
 
     def _kept_errors(self) -> Any:
-        """Errors of the part of a save that one rank does alone are told when the others no longer wait for it."""
+        """Keeps errors in the part of a save that one rank does alone until the others no longer wait for it."""
         writing = self._run.writing
         return contextlib.nullcontext() if writing is None else writing.errors.kept()
 
@@ -366,18 +366,18 @@ def _configure_deepspeed(trainer: Any, run: Run) -> None:
 
     plugin = trainer.accelerator.state.deepspeed_plugin
     own = plugin.hf_ds_config.config
-    run.any_optimizer = bool(own.get(ALLOW))  # the Trainer itself will allow them all
+    run.any_optimizer = bool(own.get(ALLOW))  # the Trainer itself will admit them all
     made = deepspeed.config(own, run.plan, run.session.resume)
     own.clear()
     own.update(made)
     plugin.deepspeed_config = own
-    # Found when the arguments were those of another world; what is wrong besides stays wrong.
+    # These were derived when the arguments were those of another world; anything else that is wrong stays wrong.
     config = plugin.hf_ds_config
     config.mismatches = [one for one in config.mismatches if not any(size in one for size in SIZES)]
 
 
 def _check_engine(engine: Any, *, allowed: bool) -> None:
-    """DeepSpeed's own guard, which the Trainer has switched off."""
+    """Checks the optimizer as DeepSpeed's own guard does, which the Trainer has switched off."""
     from dalsegno.elastic.deepspeed.checks import check_optimizer, tell
 
     optimizer, scheduled = engine.basic_optimizer, engine.lr_scheduler is not None
@@ -386,7 +386,7 @@ def _check_engine(engine: Any, *, allowed: bool) -> None:
 
 
 def _refuse_other_resume(given: Any, output_dir: Path) -> None:
-    """There is no resume point, and the script says that there is one."""
+    """Refuses a script's resume point if the run has none."""
     if given is True:
         given = next((path for path in sorted(output_dir.glob("checkpoint-*")) if is_foreign(path)), None)
     if given:
@@ -398,7 +398,7 @@ def _refuse_other_resume(given: Any, output_dir: Path) -> None:
 
 @contextlib.contextmanager
 def _replaced(name: str, value: Any) -> Iterator[None]:
-    """A function that the training loop calls by its name in its module."""
+    """Replaces a function that the training loop calls by its name in its module."""
     original = getattr(upstream, name)
     setattr(upstream, name, value)
     try:
