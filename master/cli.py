@@ -46,15 +46,15 @@ EXIT_FAILED = 1
 EXIT_USAGE = 2
 EXIT_SUPERSEDED = 3
 
-# Characters of one message in the log.
+# The most characters of one message in the log.
 LONGEST_MESSAGE = 4000
-# Bytes of the log, of which an older one is kept beside it.
+# Bytes of the log; one older file is kept beside it.
 LARGEST_LOG = 10_000_000
-# Damaged stores that are kept for a person to look at.
+# How many damaged stores are kept for a person to look at.
 MOST_PUT_ASIDE = 9
 
 STOP = (signal.SIGTERM, signal.SIGINT)
-# Those that may be sent to all processes of a node, Slurm's own choices among them.
+# Signals that may be sent to all processes of a node, for instance by Slurm.
 EMBEDDED_STOP = (*STOP, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 
 # Job ids become directory names and part of addresses.
@@ -62,7 +62,7 @@ JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 
 
 class UsageError(Exception):
-    """One line for a person."""
+    """A mistake in the command line, in one line for a person."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _collect_rarely() -> None:
-    """With thousands of nodes a full collection of garbage takes 0.2 s, and finds next to none: rows are no cycles."""
+    """Makes full garbage collections rare: with thousands of nodes one takes 0.2 s and finds next to nothing."""
     gc.freeze()
     gc.set_threshold(20_000, 20, 50)
 
@@ -109,7 +109,7 @@ async def _serve(options: argparse.Namespace) -> int:
     server = ControlServer(options.job_id, brain, store, server_options)
     edge = None
     try:
-        # Both ports before the start: one that cannot be had must not supersede a master that serves well.
+        # Bind both ports before the start: a master without its port must not supersede one that serves well.
         edge = _edge(server, options, token)
         if options.embedded and _is_unwanted():
             log.info("whoever started this master is gone: ending, as nobody would find it")
@@ -132,10 +132,10 @@ async def _serve(options: argparse.Namespace) -> int:
 
 
 def _open(options: argparse.Namespace) -> tuple[Store, str]:
-    """The store, and what a person must hear of it; empty: nothing.
+    """The store, and what a person must hear about it; empty: nothing.
 
-    An embedded master's that is damaged is put aside. What it knew comes back with registrations and manifests, and
-    nobody would be there to move the file away by hand. Raises StoreError.
+    An embedded master puts a damaged store aside, because nobody would be there to move the file. Registrations and
+    manifests bring back what it knew. Raises StoreError.
     """
     try:
         return _open_sound(options), ""
@@ -149,7 +149,7 @@ def _open(options: argparse.Namespace) -> tuple[Store, str]:
 
 
 def _open_sound(options: argparse.Namespace) -> Store:
-    """The store, once it was read as a whole. Raises StoreError."""
+    """The store, after all of it was read. Raises StoreError."""
     store = open_store(options.store, options.job_id)
     try:
         store.load()
@@ -165,7 +165,7 @@ def _put_aside(url: str) -> Path:
     names = [path.with_name(f"{path.name}.damaged-{number}") for number in range(1, MOST_PUT_ASIDE + 1)]
     aside = next((name for name in names if not os.path.lexists(name)), names[-1])
     try:
-        # First what SQLite would play back into the next file of that name.
+        # First the files from which SQLite would restore into the next file of that name.
         with contextlib.suppress(FileNotFoundError):
             os.replace(f"{path}-journal", f"{aside}-journal")
         os.replace(path, aside)
@@ -179,7 +179,7 @@ async def _run(server: ControlServer, lifetime: Lifetime | None) -> int:
     try:
         await server.run()
     except Superseded as error:
-        # Not an error of this process: it was stopped or cut off while the job got another master.
+        # Not this process's error: it was stopped or cut off while the job got another master.
         log.warning("%s", error)
         if lifetime is not None:
             return EXIT_OK
@@ -225,15 +225,15 @@ def _announce(server: ControlServer, edge: Edge | None, remark: str) -> None:
     if remark:
         said["remark"] = remark
     line = json.dumps(said if edge is None else said | {"http": edge.address})
-    # Whoever started an embedded master may be gone already.
+    # The process that started an embedded master may be gone already.
     with contextlib.suppress(BrokenPipeError):
         print(line, flush=True)
 
 
 def _is_unwanted() -> bool:
-    """Whether nobody is left to read the first line, and to write the claim by which agents find this master.
+    """Whether nobody is left to read the first line and to write the claim by which agents find this master.
 
-    It would supersede the next one, which serves them.
+    It would supersede the next master, which serves them.
     """
     poll = select.poll()
     poll.register(1, 0)
@@ -241,7 +241,7 @@ def _is_unwanted() -> bool:
 
 
 def _hear_signals(server: ControlServer, lifetime: Lifetime | None) -> None:
-    """A service stops. One that is embedded serves its agents to their end, which may have been told to save and go."""
+    """Handles signals: a service stops; an embedded master serves its agents, which may be saving, to their end."""
     loop = asyncio.get_running_loop()
 
     def heard(signum: signal.Signals) -> None:
@@ -250,7 +250,7 @@ def _hear_signals(server: ControlServer, lifetime: Lifetime | None) -> None:
 
     for signum in STOP if lifetime is None else EMBEDDED_STOP:
         loop.add_signal_handler(signum, heard, signum)
-    # Whoever started an embedded one has blocked them until now.
+    # The process that started an embedded master has blocked them until now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, EMBEDDED_STOP)
 
 
@@ -263,7 +263,7 @@ def _tls(options: argparse.Namespace) -> TlsFiles | None:
 
 
 class _Formatter(logging.Formatter):
-    """One line for each message, whatever others have put into it; a traceback keeps its lines."""
+    """One line for each message, whatever others have put into it; tracebacks keep their lines."""
 
     converter = staticmethod(time.gmtime)
 
@@ -345,7 +345,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--tls-key", "its key (PEM)"),
         ("--tls-ca", "let in only clients with a certificate of this authority (PEM)"),
     ):
-        # Not the agents' PET_...: there --tls-ca is the authority of the master.
+        # Not the agents' PET_... variables, for which --tls-ca is the authority of the master.
         variable = f"{Variable.MASTER_FLAG}{flag[2:].upper().replace('-', '_')}"
         add(flag, type=Path, metavar="FILE", default=os.environ.get(variable) or None, help=f"{text}; also {variable}")
     add("--insecure", action="store_true", help="listen beyond this machine without a token")

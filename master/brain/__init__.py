@@ -1,1 +1,1 @@
-"""What the master decides, pure: no I/O, no clock, no randomness, no thread."""
+"""What the master decides. Pure: no I/O, no clock, no randomness, no thread."""

@@ -1,4 +1,4 @@
-"""What people are told of an opened world, and what the job's history keeps of it."""
+"""What people are told about an opened world, and what the job's history keeps of it."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from .membership import may_call_session
 from .state import EpochRecord, Job, Node, Part, World
 from .turn import HISTORY, Turn, names
 
-# A script that has not called `session()` so long after its workers were started may have none (seconds).
+# Seconds after the start of its workers from which a script that has not called `session()` may have none.
 SESSION_WITHIN = 30.0
-# After ranks have lost a connection: so long it may take until the node that ended is seen to be gone (seconds).
+# Seconds after ranks have lost a connection in which the node that ended should be seen to be gone.
 NAMED_WITHIN = 3.0
 NOT_YET = "the script has not called session() yet"
 
 
 def first_step(turn: Turn, world: World) -> None:
-    """The open epoch has made its first step: say what the change cost."""
+    """Says what the change cost, once the open epoch has made its first step."""
     job, live = turn.job, turn.live
     turn.open.first_step_at, turn.open.first_step_heard = turn.now, turn.heard
     turn.update_run(ever_stepped=True)
@@ -36,10 +36,10 @@ def first_step(turn: Turn, world: World) -> None:
 
 
 def cost(paused: float, lost: int, *, exactly: bool, away: bool) -> str:
-    """What a change cost.
+    """A text that says what a change cost.
 
-    `exactly`: the steps are counted. Else there are at least so many: steps are told of now and then only, so nobody
-    has heard of the last ones. `away`: the master was, and does not know when the steps ended.
+    `exactly`: the lost steps are counted. Otherwise at least so many were lost, because steps are reported only now and
+    then. `away`: the master was away, and does not know when the steps ended.
     """
     known = f"{lost} step{'s' if lost != 1 else ''}"
     if not exactly:
@@ -48,15 +48,15 @@ def cost(paused: float, lost: int, *, exactly: bool, away: bool) -> str:
 
 
 def is_unexplained(job: Job) -> bool:
-    """Ranks ended because others were gone, and nobody is known to be: neither a failure of its own, nor a loss."""
+    """Whether ranks ended because others were gone, and no node is known to have failed or to be lost."""
     pending = job.run.budget.pending
     return pending is not None and pending.elsewhere and not job.next.causes
 
 
 def unexplained(turn: Turn, *, now: bool) -> None:
-    """The world ended because a connection between ranks broke. Whoever ended first is named: a lost node, a failure.
+    """Explains a world that ended because a connection between ranks broke, if a lost node or a failure was the cause.
 
-    Where nobody is within some seconds (or `now`, as the next world opens), it is said that this is all that is known.
+    If neither is seen within some seconds (or `now`, because the next world opens), people are told that nobody knows.
     """
     if not is_unexplained(turn.job) or not (now or turn.overdue(turn.live.phase_heard + NAMED_WITHIN)):
         return
@@ -67,10 +67,10 @@ def unexplained(turn: Turn, *, now: bool) -> None:
 
 
 def without_steps(turn: Turn, world: World) -> None:
-    """No steps are heard for long: once a world, say that it was started, and why so little is known.
+    """Says once for each world that it was started, if no steps are reported for long, and why so little is known.
 
-    Only a script that is not known to import a session may be making steps; its next worlds are presented when they
-    open.
+    The script may then be making steps that nobody reports, unless it is known to import a session. Its next worlds are
+    presented when they open.
     """
     live, told = turn.live, turn.job.told
     if turn.job.has_session or told.unheard:
@@ -82,13 +82,13 @@ def without_steps(turn: Turn, world: World) -> None:
 
 
 def not_yet(turn: Turn) -> str:
-    """That session() was not called, and for how long."""
+    """Says that session() was not called, and for how long."""
     seconds = turn.heard - turn.live.phase_heard
     return f"{NOT_YET}, {seconds:.0f} s after its start" if seconds >= 1 else NOT_YET
 
 
 def perhaps_stalled(turn: Turn, world: World) -> None:
-    """A script without a session is silent for --stall-timeout: once a world, that nothing will be done about it."""
+    """Says once for each world that a script without a session is silent for --stall-timeout, and is left alone."""
     job = turn.job
     if job.told.doubt:
         return
@@ -104,10 +104,10 @@ def perhaps_stalled(turn: Turn, world: World) -> None:
 
 
 def waiting_to_grow(turn: Turn, new: list[Node], until: float | None) -> None:
-    """The newcomers of a script that cannot be drained yet: when everybody will be restarted for them.
+    """Says when everybody will be restarted for the newcomers of a script that cannot be drained yet.
 
-    `until`: by the listening clock; None: not for time alone. Then it is said again each time the wait has doubled,
-    with what a person can do about a script that will never call session().
+    `until`: by the listening clock; None: no time is set. Then it is said again each time the wait has doubled, with
+    what a person can do if the script will never call session().
     """
     who, epoch = frozenset(node.name for node in new), turn.open
     if who <= epoch.growth_told and (until is not None or not turn.overdue(epoch.growth_told_at)):
@@ -129,7 +129,7 @@ def waiting_to_grow(turn: Turn, new: list[Node], until: float | None) -> None:
 
 
 def waiting_for_starts(turn: Turn, new: list[Node], cold: list[str]) -> None:
-    """The training goes on beside the start of a script that takes long."""
+    """Says that the training goes on while a script that takes long starts on the newcomers."""
     who = frozenset(node.name for node in new)
     if who <= turn.open.growth_told:
         return
@@ -141,7 +141,7 @@ def waiting_for_starts(turn: Turn, new: list[Node], cold: list[str]) -> None:
 
 
 def restart_to_grow(turn: Turn, new: list[Node], committed: bool) -> None:
-    """Now they are."""
+    """Says that all workers are restarted to take the newcomers in, and why now."""
     who = names(sorted(node.name for node in new))
     if committed:
         why = "the commit that was waited for is there"
@@ -151,7 +151,7 @@ def restart_to_grow(turn: Turn, new: list[Node], committed: bool) -> None:
 
 
 def headline(world: World) -> str:
-    """Which world, why, how large, from where."""
+    """A line about a world: why it opened, how large it is, where it starts."""
     count = len(world.members)
     text = f"epoch {world.epoch}: {', '.join(world.causes)}, {count} node{'s' if count != 1 else ''}"
     if world.resume:
@@ -161,7 +161,7 @@ def headline(world: World) -> str:
 
 
 def record(turn: Turn, world: World, paused: float, lost: int, *, heard: bool = True) -> None:
-    """One entry for a world, also when its first step is heard after all."""
+    """Adds a world to the history; replaces its entry if its first step is reported after all."""
     history = turn.job.history
     if history and history[-1].epoch == world.epoch:
         history = history[:-1]
@@ -183,7 +183,7 @@ def record(turn: Turn, world: World, paused: float, lost: int, *, heard: bool = 
 
 
 def close_record(turn: Turn, world: World, last_step: int) -> None:
-    """The world is over."""
+    """Closes a world's entry when the world is over."""
     history = turn.job.history
     if history and history[-1].epoch == world.epoch:
         turn.job.history = (*history[:-1], replace(history[-1], last_step=last_step))

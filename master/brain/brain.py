@@ -1,12 +1,12 @@
 """The master's brain: `handle_all(state, events, now) -> (state, replies)`. No I/O, no clock, no randomness.
 
-The same brain runs in the server, in the unit tests and in the simulator. The state handed in is consumed: go on with
-the one that is returned. The shell persists `state.job` before any reply or directive leaves, and sends each watcher
-`view(state, node)` whenever that changed; there are no other effects.
+The same brain runs in the server, in the unit tests and in the simulator. It consumes the state that it gets: go on
+with the state that it returns. The shell persists `state.job` before any reply or directive leaves, and sends each
+watcher `view(state, node)` whenever that changed; there are no other effects.
 
-What comes all the time from every node (heartbeats, progress) is only taken note of (`note`), at a constant cost:
-nothing of it is stored, and mostly nothing follows from it. Everything else is decided on in batches: each event
-changes what it is about, and then the state and the time are looked at once (`settle`).
+What every node sends all the time (heartbeats, progress) is only noted (`note`), at a constant cost: it is not stored,
+and mostly it has no consequence. Everything else is decided on in batches: each event changes what it is about, and
+then the state and the time are looked at once (`settle`).
 
 An event that breaks an assertion is set aside: the job goes on from the state before, and people are told once.
 """
@@ -30,18 +30,18 @@ from .views import status, view
 
 __all__ = ("Reply", "fresh", "handle", "handle_all", "held_up", "note", "recover", "status", "view")
 
-# A bound on transitions within one settling: more means two rules undo each other. Not a matter of how many nodes.
+# The most transitions within one settling; more means that two rules undo each other. It does not depend on the nodes.
 MAX_MOVES = 50
-# After a Tick that had to be set aside the next one comes so much later, at first and at most (seconds).
+# Seconds by which the next Tick is put off after a Tick was set aside: at first, and at most.
 TICK_PAUSE = 1.0
 TICK_PAUSE_MAX = 60.0
-# Of an internal error people are told so many characters, and of so many.
+# The most characters, and the most internal errors, that people are told of.
 LONGEST_FAULT = 300
 MOST_FAULTS = 100
 
 
 def fresh(job_id: str, generation: int, settings: Settings | None = None, embedded: bool = False) -> State:
-    """The state of a job that nobody has heard of. `settings` fixes min and max nodes for all agents."""
+    """The state of a new job. `settings` fixes min and max nodes for all agents."""
     job = Job(job_id=job_id, generation=generation, embedded=embedded)
     if settings is not None:
         job.settings = settings
@@ -50,18 +50,18 @@ def fresh(job_id: str, generation: int, settings: Settings | None = None, embedd
 
 
 def recover(job: Job, generation: int, now: float, is_gone: Callable[[Process], bool] = lambda process: False) -> State:
-    """Go on with a stored job: every deadline starts anew, every node is presumed alive for one node-timeout.
+    """The state of a stored job: every deadline starts anew, every node is presumed alive for one node-timeout.
 
-    `is_gone`: whether an agent's process provably is; then its node is dead at once.
+    `is_gone`: whether an agent's process is provably gone; then its node is dead at once.
     """
     job.generation = max(job.generation + 1, generation)
     if job.phase.is_terminal:
-        # Whoever still asks registers anew and is told how it ended.
+        # An agent that still asks registers anew and is told how it ended.
         for name in list(job.nodes):
             job.nodes.drop(name)
     live = Live(phase_since=now, phase_heard=now, last_arrival=now)
     live.held_until = {name: now + pause for name, pause in job.holds.items()}
-    # None of them counts as lately; from now on it is seen whether they are lost again.
+    # No name counts as lost lately; from now on losses are counted again.
     live.lost_at = {name: [now - membership.LOSS_WINDOW] for name in job.losses}
     live.grow_hold_until = now + forming.growth_hold(job.conversion_failures)
     live.conversion = ConversionLife(LeaseLife(now), retry_at=now)
@@ -79,7 +79,7 @@ def recover(job: Job, generation: int, now: float, is_gone: Callable[[Process], 
 
 
 def fit(state: State, now: float) -> None:
-    """Whatever became of the job: this process knows of just the nodes, the epoch and the drain that it has."""
+    """Makes the parts that are not stored match the job: exactly its nodes, its epoch and its drain."""
     job, live = state.job, state.live
     heard = live.clock.at(now)
     known, live.nodes = live.nodes, Presences()
@@ -98,7 +98,7 @@ def fit(state: State, now: float) -> None:
 
 
 def handle(state: State, event: Event, now: float) -> tuple[State, list[Reply]]:
-    """One event. `now` is monotonic seconds. Exactly one reply for a `Called`, none otherwise."""
+    """Handles one event. `now` is monotonic seconds. Returns exactly one reply for a `Called`, none otherwise."""
     state, replies = handle_all(state, [event], now)
     return state, [reply for reply in replies if reply is not None]
 
@@ -106,27 +106,27 @@ def handle(state: State, event: Event, now: float) -> tuple[State, list[Reply]]:
 def handle_all(
     state: State, events: Sequence[Event], now: float, keep: Callable[[Job], None] | None = None
 ) -> tuple[State, list[Reply | None]]:
-    """A batch of events that came in until `now`. One reply for each `Called`, None for the others.
+    """Handles a batch of events that came in until `now`. One reply for each `Called`, None for the others.
 
-    `keep` prepares the state to be stored. What it raises counts as a fault of the event that led there.
+    `keep` prepares the state for storing. An exception of it counts as a fault of the event that led there.
     """
     return state, guarded(state, events, now, keep)
 
 
 def note(state: State, message: calls.Noted, now: float) -> tuple[Reply, bool]:
-    """A heartbeat or a progress report: constant cost. Returns the reply, and whether the state wants to be settled."""
+    """Notes a heartbeat or a progress report. Returns the reply, and whether the state must be settled."""
     return calls.take_note(Turn(state, now), message)
 
 
 def held_up(state: State, seconds: float, now: float) -> None:
-    """The master's own loop stood still for so long, until now: that time does not count as listened."""
+    """Notes that the master's own loop stood still for `seconds` until now: that time does not count as listened."""
     state.live.clock.held_up(seconds, state.job.settings.node_timeout)
 
 
 def guarded(
     state: State, events: Sequence[Event], now: float, keep: Callable[[Job], None] | None = None
 ) -> list[Reply | None]:
-    """Decides; where that fails, one event at a time, and what fails by itself is set aside."""
+    """Decides on all events at once. If that fails, on one at a time; an event that fails by itself is set aside."""
     before, wake = state.job.copy(), state.wake
     try:
         turn = Turn(state, now)
@@ -145,7 +145,7 @@ def guarded(
 
 
 def set_aside(state: State, event: Event, error: Exception, now: float) -> Reply | None:
-    """The event that broke the brain has no effect. People are told once, the shell's log has it all."""
+    """Gives up an event that broke the brain: it has no effect. People are told once; the shell logs the details."""
     live = state.live
     state.faults.append("".join(traceback.format_exception(error)))
     what = type(event.message).__name__ if isinstance(event, Called) else type(event).__name__
@@ -154,7 +154,7 @@ def set_aside(state: State, event: Event, error: Exception, now: float) -> Reply
     if text not in live.said and len(live.said) < MOST_FAULTS:
         live.said.add(text)
         Turn(state, now).notice(text, True)
-    # What is due is tried again, but not at once: it would fail again.
+    # What is due is tried again, but later, because it would fail again now.
     live.tick_pause_seconds = min(TICK_PAUSE_MAX, 2 * live.tick_pause_seconds or TICK_PAUSE)
     state.wake = now + live.tick_pause_seconds
     if isinstance(event, Called):
@@ -163,11 +163,11 @@ def set_aside(state: State, event: Event, error: Exception, now: float) -> Reply
 
 
 def apply(turn: Turn, event: Event) -> Reply | None:
-    """What one event changes by itself."""
+    """Applies the direct change of one event."""
     job, live = turn.job, turn.live
     if isinstance(event, Called):
         reply = calls.answer(turn, event.message)
-        # A word may have set the clock going again.
+        # Hearing an agent may have set the clock going again.
         turn.heard = live.clock.at(turn.now)
         return reply
     if isinstance(event, HeldUp):
@@ -186,7 +186,7 @@ def apply(turn: Turn, event: Event) -> Reply | None:
 
 
 def settle(turn: Turn) -> None:
-    """Apply what the state and the time call for until nothing moves."""
+    """Applies what the state and the time call for until nothing changes."""
     for _ in range(MAX_MOVES):
         turn.state.wake = None
         membership.look_at_streams(turn)
@@ -199,7 +199,7 @@ def settle(turn: Turn) -> None:
 
 
 def transition(turn: Turn) -> bool:
-    """Whatever the phase, the state and the time call for, one step of it. Returns whether anything moved."""
+    """Applies one step of what the phase, the state and the time call for. Returns whether anything changed."""
     phase = turn.job.phase
     if phase in (Phase.WAITING, Phase.FORMING):
         return forming.forming(turn)
@@ -211,7 +211,7 @@ def transition(turn: Turn) -> bool:
 
 
 def release_leavers(turn: Turn) -> bool:
-    """Leavers without ranks to wait for, whose streams are closed, are simply gone."""
+    """Removes leavers that have no ranks to wait for and whose streams are closed."""
     gone = []
     for node in turn.job.nodes.leavers:
         presence = turn.presence(node)

@@ -1,4 +1,4 @@
-"""The unary calls: who may say what when, and what it changes. `running` and `forming` follow with transitions."""
+"""The unary calls: who may call what and when, and what it changes. `running` and `forming` make the transitions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OK: Answer = ("OK", "")
 
 
 def answer(turn: Turn, message: Message) -> Reply:
-    """One call, from its door to its reply."""
+    """Answers one call, from the check of the caller to the reply."""
     if isinstance(message, control_pb2.StatusRequest):
         return Reply(message=status(turn.state, turn.now))
     if isinstance(message, control_pb2.RegisterRequest):
@@ -43,7 +43,7 @@ def answer(turn: Turn, message: Message) -> Reply:
 
 
 def enter(turn: Turn, caller: control_pb2.Caller) -> Node | Reply:
-    """The node that calls, or why it may not."""
+    """The calling node, or a refusal."""
     job = turn.job
     if caller.job_id and caller.job_id != job.job_id:
         return Reply("INVALID_ARGUMENT", f"this master runs job {job.job_id!r}, not {caller.job_id!r}: check --job-id")
@@ -63,18 +63,18 @@ def take_note(turn: Turn, message: Noted) -> tuple[Reply, bool]:
     news = membership.hear(turn, node)
     if isinstance(message, control_pb2.ProgressRequest):
         news = progress(turn, node, message) or news
-    # What a stream that broke gave reason to suspect may be refuted by this word.
+    # This call may refute a suspicion that a broken stream has raised.
     news = news or turn.presence(node).closed is not None
     return Reply(message=ack(turn)), news
 
 
 def ack(turn: Turn) -> control_pb2.Ack:
-    """Heard, and how often the master wants to hear."""
+    """An Ack, which says how often the master wants to hear from the agent."""
     return control_pb2.Ack(generation=turn.job.generation, pace=pace_of(turn))
 
 
 def numbered(turn: Turn, node: Node, caller: control_pb2.Caller, message: Message) -> Answer:
-    """A repeat of the last changing call gets its old answer; an older one, overtaken, has no effect."""
+    """Gives a repeat of the last changing call its old answer; an older call, which was overtaken, has no effect."""
     handler = HANDLERS.get(type(message))
     if handler is None:
         return "UNIMPLEMENTED", f"{type(message).__name__} is not a call of this service"
@@ -92,7 +92,7 @@ def numbered(turn: Turn, node: Node, caller: control_pb2.Caller, message: Messag
 
 
 def member_of(turn: Turn, node: Node, epoch: int) -> Member | None:
-    """This node's part in the world of `epoch`, if that is the last opened one."""
+    """The node's place in the world of `epoch`, if that is the last opened one."""
     world = turn.job.world
     if world is None or world.epoch != epoch:
         return None
@@ -104,12 +104,12 @@ def closed(epoch: int) -> Answer:
 
 
 def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
-    """A node is ready for a place; its inventory may bring what nobody could record."""
+    """A node is ready for a place; its inventory may contain checkpoints that nobody could record."""
     job, live = turn.job, turn.live
     if job.phase.is_terminal:
         return OK
     if job.world is None and any(entry.epoch > job.epoch for entry in message.inventory):
-        # Sealed after this agent had registered, of an epoch that this store knows nothing of.
+        # Checkpoints that were sealed after this agent had registered, in an epoch that this store does not know.
         remember(turn, 0, message.inventory)
     if message.HasField("last_step"):
         counted(turn, node, message)
@@ -139,9 +139,9 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
 
 
 def counted(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> None:
-    """Behind the end of the last world's ranks: no step of theirs is missing any more.
+    """Takes the exact last step, which is counted after the ranks of the last world have ended.
 
-    A step is one of all ranks, so one node's count is good for all.
+    All ranks take part in a step, so the count of one node is valid for all.
     """
     if member_of(turn, node, message.caller.epoch) is not None and not turn.job.phase.has_workers:
         reached(turn, node, message.last_step)
@@ -149,7 +149,7 @@ def counted(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> None:
 
 
 def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
-    """A notice: the node goes as soon as the run is saved, at the latest when the notice ends."""
+    """A leave notice: the node goes as soon as the run is saved, at the latest when the notice ends."""
     if not node.leaving:
         node = turn.update(node, leaving=True)
         gone = turn.heard + (message.notice or turn.job.settings.drain_timeout)
@@ -160,17 +160,17 @@ def leave(turn: Turn, node: Node, message: control_pb2.LeaveRequest) -> Answer:
 
 
 def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bool:
-    """Steps and saves of the open epoch; not journalled. Returns whether anything follows that must be decided now."""
+    """Notes steps and saves of the open epoch, without journalling. Returns whether something must be decided now."""
     job, epoch = turn.job, turn.open
     if member_of(turn, node, message.caller.epoch) is None:
-        return False  # Late news of a closed epoch harms nothing.
+        return False  # late news of a closed epoch has no effect
     if not job.phase.has_workers:
         return reached(turn, node, message.step)
     news = epoch.first_step_at is None
     if message.has_session and not job.has_session:
         turn.update_run(has_session=True)
         news = True
-        # Until here nobody's silence said anything: its start may have taken longer than any step.
+        # Until here silence meant nothing, because a start may take longer than any step.
         epoch.moved = turn.heard
     if message.expects_session and not node.expects_session:
         expect_session(turn, node)
@@ -182,7 +182,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
         news = True
     epoch.longest_seconds = max(epoch.longest_seconds, message.longest)
     if message.step > epoch.top_step and not message.draining:
-        # Beyond the boundary, if there was one: it was withdrawn, or its save failed.
+        # The ranks are beyond the boundary, if there was one: it was withdrawn, or its save failed.
         epoch.stopping = False
     if made_step(turn, node, message.step):
         epoch.loss = message.loss
@@ -200,7 +200,7 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
     saves.note_written(turn)
     if message.draining and not epoch.stopping:
         epoch.stopping = news = True
-    # A copy that was long under way speaks of a drain before this one.
+    # A report that was delayed may be about an earlier drain.
     if message.draining and job.drain is not None and not job.drain.agreed and message.step > job.drain.after:
         job.drain = replace(job.drain, agreed=True)
         news = True
@@ -208,14 +208,14 @@ def progress(turn: Turn, node: Node, message: control_pb2.ProgressRequest) -> bo
 
 
 def expect_session(turn: Turn, node: Node) -> None:
-    """Its workers have imported what session() comes from: what was concluded from their silence is void."""
+    """Notes that its workers have imported session(): what was concluded from their silence is void."""
     turn.update(node, expects_session=True)
     turn.update_told(start=False)
     turn.open.growth_told = frozenset()
 
 
 def made_step(turn: Turn, node: Node, step: int) -> bool:
-    """A node's ranks have come to this step of the open epoch. Returns whether that is news."""
+    """Notes that a node's ranks have reached this step of the open epoch. Returns whether that is news."""
     epoch = turn.open
     if step <= epoch.steps.get(node.name, running.world_of(turn).resumed_step):
         return False
@@ -227,7 +227,7 @@ def made_step(turn: Turn, node: Node, step: int) -> bool:
 
 
 def reached(turn: Turn, node: Node, step: int) -> bool:
-    """What the report of an end says of the steps: the last progress of a node may come after it, or never.
+    """Notes the step in a report of an end, because a node's last progress report may come after it, or never.
 
     Returns whether that is news.
     """
@@ -242,7 +242,7 @@ def reached(turn: Turn, node: Node, step: int) -> bool:
         if epoch.first_step_at is None:
             announcements.first_step(turn, world)
     elif not job.phase.is_terminal and step > job.run.left_step:
-        # They are gathering already: what the next world begins behind is lost.
+        # The nodes are gathering already: steps beyond the next world's beginning are lost.
         turn.update_run(left_step=step)
         announcements.close_record(turn, world, step)
     return True
@@ -267,12 +267,12 @@ def drained(turn: Turn, node: Node, message: control_pb2.DrainedRequest) -> Answ
 
 
 def save_failed(turn: Turn, node: Node, message: control_pb2.SaveFailedRequest) -> Answer:
-    """The drain's save failed on all ranks alike. Of an earlier drain it is known, or does not matter any more."""
+    """The drain's save failed on all ranks alike. A report of an earlier drain has no effect."""
     job = turn.job
     if member_of(turn, node, message.caller.epoch) is None or not job.phase.has_workers:
         return OK
     drain = job.drain
-    # A drain that begins from now on knows other nodes' reports of this boundary, however late, for what they are.
+    # Noted as a step, so that the next drain knows other nodes' late reports of this boundary for old ones.
     made_step(turn, node, message.step)
     if drain is None or 0 < message.step <= drain.after:
         return OK
@@ -296,7 +296,7 @@ def finished(turn: Turn, node: Node, message: control_pb2.FinishedRequest) -> An
 
 
 def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answer:
-    """A rank of a node broke; the world is over."""
+    """A rank of a node failed, so the world is over."""
     job = turn.job
     member = member_of(turn, node, message.caller.epoch)
     if member is None:
@@ -306,7 +306,7 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
     refused = message.kind == control_pb2.FAILURE_KIND_REFUSED
     elsewhere = message.kind == control_pb2.FAILURE_KIND_PEER
     first = not {Part.FAILED, Part.LOST} & set(job.parts.values()) and job.phase.has_workers
-    # What comes of a refusal says why, too; who has lost a peer is named where nobody else is, see `announcements`.
+    # A refusal gives its own reason; lost peers are only named if no other cause is known, see `announcements`.
     says_why = not refused and not elsewhere and (first or announcements.is_unexplained(job))
     turn.set_part(member, Part.FAILED)
     turn.open.trouble = True
@@ -314,7 +314,7 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
     if says_why:
         turn.cause(f"a worker failed on {node.name}")
         turn.notice(f"{node.name}: {message.message}", True)
-    # A peer's damage is reported before its node joins again, and clears this.
+    # A peer's damage is reported before its node joins again, which clears this.
     if job.verification is None:
         told = Failure(message.caller.epoch, node.name, message.message, message.step, elsewhere, refused)
         failures.blame(turn, told)
@@ -322,7 +322,7 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
 
 
 def commit(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer:
-    """Refuses a commit by a node that is not of the writing epoch's world, or does not hold the lease."""
+    """Records a commit. Refuses it from a node outside the writing epoch's world, or without the lease."""
     job, made = turn.job, message.checkpoint
     if made.form == control_pb2.FORM_UNIVERSAL:
         return commit_form(turn, node, message)
@@ -341,7 +341,7 @@ def commit(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer
 
 
 def commit_form(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> Answer:
-    """A later form: of the lease's owner, under the name that the lease gives."""
+    """Records a later form, which must come from the lease's owner, under the name that the lease gives."""
     job, made = turn.job, message.checkpoint
     record = job.checkpoint(made.source.digest)
     if record is not None and record.universal_digest == made.ref.digest:
@@ -356,12 +356,12 @@ def commit_form(turn: Turn, node: Node, message: control_pb2.CommitRequest) -> A
 
 
 def lease_name(source: str, lease: int) -> str:
-    """The directory into which this lease converts."""
+    """Name of the directory into which a lease converts."""
     return f"{source}.universal.{lease}"
 
 
 def claim(turn: Turn, node: Node, message: control_pb2.ClaimRequest) -> Answer:
-    """The owner of the lease begins."""
+    """The owner of the lease begins to convert."""
     held = turn.job.conversion
     if held is None or held.lease != message.lease or held.owner != node.name:
         return "FAILED_PRECONDITION", f"lease {message.lease} is not {node.name}'s"
@@ -374,7 +374,7 @@ def claim(turn: Turn, node: Node, message: control_pb2.ClaimRequest) -> Answer:
 
 
 def sighted(turn: Turn, node: Node, message: control_pb2.SightedRequest) -> Answer:
-    """Another node than its committer has a checkpoint in sight."""
+    """A node other than the committer sees a checkpoint."""
     if node.name in checkpoints.witnesses(turn.job):
         checkpoints.seen(turn, [message.ref.digest], node.name)
     return OK
@@ -385,12 +385,12 @@ def converted(turn: Turn, node: Node, message: control_pb2.ConversionReport) -> 
 
 
 def bad_checkpoint(turn: Turn, node: Node, message: control_pb2.BadCheckpointRequest) -> Answer:
-    """The resume point could not be loaded: somebody else looks at it."""
+    """A node could not load the resume point: another one verifies it."""
     job = turn.job
     member = member_of(turn, node, message.caller.epoch)
     if member is None or job.phase.is_terminal:
         return closed(message.caller.epoch)
-    # A peer that could not load it either may have been heard first: that was no failure of the script's.
+    # A peer that could not load it either may have reported first; that was no failure of the script.
     failures.acquit(turn)
     universal = message.form == control_pb2.FORM_UNIVERSAL
     record = next(
@@ -408,10 +408,10 @@ def verification(turn: Turn, node: Node, message: control_pb2.VerificationReport
 
 
 def pruned(turn: Turn, node: Node, message: control_pb2.PrunedRequest) -> Answer:
-    """Files of retired checkpoints are gone."""
+    """The files of retired checkpoints are gone."""
     world = turn.job.world
     member = world.member(node.incarnation) if world is not None else None
-    # Who was told to delete them; what another says is told again.
+    # Only nodes that were told to delete them count; any other is told again.
     if member is not None and member.group_rank == 0:
         checkpoints.forget_pruned(turn.job, {ref.digest for ref in message.refs})
     return OK

@@ -1,4 +1,4 @@
-"""Which checkpoints count, which one the run goes on from, and which may go."""
+"""Which checkpoints count, from which one the run resumes, and which may be deleted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dalsegno.protos import control_pb2
 from .state import Checkpoint, Job, Node
 from .turn import Turn
 
-# Damaged forms of one checkpoint that are remembered, and checkpoints sealed too late that wait for their deletion.
+# The most damaged forms of one checkpoint that are remembered, and the most late checkpoints that await deletion.
 DROPPED_KEPT = 64
 WITNESSES = 2
-# So many are deleted by one order.
+# The most checkpoints that one order deletes.
 PRUNED_AT_ONCE = 256
 LATE_KEPT = 256
 NOT_DEEPSPEEDS = "it was not saved by a DeepSpeed engine, whose files alone can be converted"
@@ -44,7 +44,7 @@ def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
 
 
 def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
-    """What agents and workers are told of a record."""
+    """A record as agents and workers are told of it."""
     message = control_pb2.Checkpoint(
         ref=control_pb2.CheckpointRef(name=record.name, digest=record.digest),
         run_id=job.run_id,
@@ -71,7 +71,7 @@ def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
 
 
 def replaced(job: Job, inventory: Iterable[control_pb2.Checkpoint]) -> frozenset[str]:
-    """Which of the resume point's directories somebody sees with another manifest than the recorded one."""
+    """The resume point's directories that some node sees with another manifest than the recorded one."""
     resume = resume_point(job)
     if resume is None:
         return frozenset()
@@ -91,16 +91,16 @@ def same_shape(record: Checkpoint, world_size: int) -> bool:
 
 
 def resharded(job: Job, record: Checkpoint, world_size: int) -> bool:
-    """Whether a world of this size loads it by re-sharding: where that works and no universal files were asked for.
+    """Whether a world of this size loads it by re-sharding: if that works and no universal files were asked for.
 
-    Nor are there any: somebody may have made them because it did not work.
+    It also does not if universal files exist, because somebody may have made them after re-sharding failed.
     """
     universal = job.settings.universal_checkpoint or bool(record.universal_digest)
     return record.reshards and not universal and not same_shape(record, world_size)
 
 
 def loads_now(job: Job, record: Checkpoint, world_size: int) -> bool:
-    """Whether a world of this size can load it: without a conversion, or with one that is there."""
+    """Whether a world of this size can load it now, as it is or through an existing conversion."""
     return same_shape(record, world_size) or resharded(job, record, world_size) or bool(record.universal_digest)
 
 
@@ -118,12 +118,12 @@ def only_size(job: Job) -> int:
 
 
 def cannot_convert(turn: Turn, record: Checkpoint, reason: str) -> None:
-    """Its universal form will never be there. So it is with what the same script saves from now on."""
+    """Notes that it will never have a universal form, nor will later checkpoints of the same script."""
     turn.job.checkpoints.put(replace(record, unconvertible=reason or "no reason given"))
 
 
 def give_up_resharding(turn: Turn, record: Checkpoint) -> None:
-    """It did not work, for whatever reason: from now on the checkpoint is converted."""
+    """Gives up re-sharding a checkpoint, which did not work: it is converted instead."""
     turn.job.checkpoints.put(replace(record, reshards=False))
     turn.notice(
         f"the workers failed before their first step after {record.name} was loaded by another number of ranks: it is"
@@ -133,9 +133,9 @@ def give_up_resharding(turn: Turn, record: Checkpoint) -> None:
 
 
 def record_commit(turn: Turn, message: control_pb2.Checkpoint, by: str) -> str:
-    """Record a sealed checkpoint as committed by a node. Returns "" or why it is refused.
+    """Records a sealed checkpoint as committed by a node. Returns "" or a reason to refuse it.
 
-    While no other node has it in sight, nothing older is retired because of it.
+    While no other node sees it, it makes no older one retire.
     """
     job = turn.job
     known = job.checkpoint(message.ref.digest)
@@ -165,7 +165,7 @@ def record_commit(turn: Turn, message: control_pb2.Checkpoint, by: str) -> str:
 
 
 def seen(turn: Turn, digests: Iterable[str], node: str) -> None:
-    """A node has checkpoints in sight. What was committed by another is no longer that node's word alone."""
+    """Notes that a node sees checkpoints. Another node's commit then no longer depends on that node's word alone."""
     confirmed = False
     for digest in digests:
         record = turn.job.checkpoint(digest)
@@ -177,7 +177,7 @@ def seen(turn: Turn, digests: Iterable[str], node: str) -> None:
 
 
 def witnesses(job: Job) -> frozenset[str]:
-    """The nodes that should look for the newest commit, which only its committer has seen: two, where there are."""
+    """The nodes that should look for the newest commit, which only its committer has seen: two, if there are two."""
     head = job.checkpoints.head
     if head is None or not head.unseen or job.world is None:
         return frozenset()
@@ -192,7 +192,7 @@ def witnesses(job: Job) -> frozenset[str]:
 
 
 def record_form(job: Job, message: control_pb2.Checkpoint) -> str:
-    """Add a later form to its checkpoint's record. Returns "" or why it is refused."""
+    """Adds a later form to its checkpoint's record. Returns "" or a reason to refuse it."""
     record = job.checkpoint(message.source.digest)
     if record is None or record.retired:
         return f"{message.ref.name} is a form of a checkpoint that is not part of the run"
@@ -204,16 +204,16 @@ def record_form(job: Job, message: control_pb2.Checkpoint) -> str:
 
 
 def drop_form(job: Job, record: Checkpoint) -> None:
-    """The later form is damaged: it is made anew, under another name, and this one never counts again."""
+    """Drops a damaged later form: it is made anew under another name, and this one never counts again."""
     dropped = (*record.dropped, record.universal_digest)[-DROPPED_KEPT:]
     job.checkpoints.put(replace(record, dropped=dropped, universal_name="", universal_digest=""))
 
 
 def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: Node) -> None:
-    """Record what the last opened epoch sealed but nobody could commit any more, and sealed later forms.
+    """Records checkpoints of the last opened epoch that were sealed but could not be committed, and sealed later forms.
 
-    On the word of a node of that epoch, where one is left; else of anybody who has it in sight.
-    What older epochs sealed too late is no part of the run, and may go once the run has a newer commit.
+    A node of that epoch must report them, if one is left; otherwise any node that sees them. What older epochs sealed
+    too late is not part of the run, and may be deleted once the run has a newer commit.
     """
     job = turn.job
     forms, late = [], []
@@ -234,7 +234,7 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
 
 
 def may_tell(turn: Turn, node: Node) -> bool:
-    """Whether this node's word counts for what the last epoch sealed: where none of that epoch is here to tell."""
+    """Whether a node's report of what the last epoch sealed counts: a node of that epoch, or any if none is left."""
     job, world = turn.job, turn.job.world
     if world is None or world.member(node.incarnation) is not None:
         return True
@@ -243,16 +243,17 @@ def may_tell(turn: Turn, node: Node) -> bool:
 
 
 def note_late(turn: Turn, late: list[control_pb2.Checkpoint]) -> None:
-    """Have the files of checkpoints deleted that closed epochs sealed and nobody recorded.
+    """Deletes the files of checkpoints that closed epochs sealed and nobody recorded.
 
-    Only those older than a commit that was made since: before that, a master that lost its store would read the run
-    back from them. And not the best: after a lost store it has no record where what led from it to the head was pruned.
+    Only those older than a later commit are deleted: before that, a master that lost its store would read the run back
+    from them. The best checkpoint also stays: after a lost store it has no record if the lineage between it and the
+    head was pruned.
     """
     job = turn.job
     if not late:
         return
     head, known = resume_point(job), {record.digest for record in job.late}
-    # Deleted is by name: what the run has recorded under it may have another manifest by now, and is still the run's.
+    # Deletion goes by name, and the run may have recorded another manifest under a name by now.
     spared = bests(job.checkpoints.usable) | {record.name for record in job.checkpoints}
     for message in late:
         if message.ref.digest in known or message.ref.name in spared:
@@ -263,13 +264,13 @@ def note_late(turn: Turn, late: list[control_pb2.Checkpoint]) -> None:
 
 
 def last_number(name: str) -> int:
-    """The attempt of `step-<n>.e<epoch>.<attempt>`, the lease of a later form's name; 0 for another name."""
+    """The attempt in `step-<n>.e<epoch>.<attempt>`, or the lease in a later form's name; 0 for another name."""
     last = name.rpartition(".")[2]
     return int(last) if last.isdigit() else 0
 
 
 def lineage(found: list[control_pb2.Checkpoint]) -> list[control_pb2.Checkpoint]:
-    """The newest lineage among sealed checkpoints, oldest first: read back from resume point to resume point."""
+    """The newest lineage among sealed checkpoints, oldest first, followed back from resume point to resume point."""
     attempts: dict[tuple[int, int], control_pb2.Checkpoint] = {}
     for message in sorted(found, key=lambda message: last_number(message.ref.name)):
         if message.form == control_pb2.FORM_SHARDED:
@@ -291,15 +292,15 @@ def retire(job: Job, record: Checkpoint, damaged: bool) -> None:
 
 
 def retire_old(turn: Turn) -> None:
-    """Beyond the last N, retire what nothing can still choose or use. Recorded before any file is deleted.
+    """Beyond the last N, retires what nothing can still choose or use. Recorded before any file is deleted.
 
-    What only its committer has seen may not be there at all: it makes nothing older go.
+    A checkpoint that only its committer has seen may not exist, so it makes no older one retire.
     """
     job = turn.job
     head = job.checkpoints.head
     if head is None:
         return
-    # What the script said last counts, where it says anything.
+    # The newest wish of the script counts, if it has any.
     keep = job.settings.keep_checkpoints if head.keep is None else head.keep
     if keep <= 0 or len(job.checkpoints) - job.checkpoints.retired_count <= keep:
         return
@@ -318,21 +319,21 @@ def retire_old(turn: Turn) -> None:
 
 
 def has_witness(job: Job, committer: str) -> bool:
-    """Whether another node than this one could confirm what it commits.
+    """Whether another node than this one could confirm its commits.
 
-    A run of one node has nobody, and must not fill its disk all the same. What its world started from stays: that was
-    there, as it was loaded.
+    A run of one node has no such node, and must not fill its disk. It keeps what its world started from, which existed,
+    because it was loaded.
     """
     return any(node.sees_directory and node.name != committer for node in job.nodes.values())
 
 
 def bests(kept: Iterable[Checkpoint]) -> set[str]:
-    """Names of what was best as of the checkpoints that stay: whichever of them the run goes on from, it is there."""
+    """Names of what was best as of any checkpoint that stays: the run may resume from each of them."""
     return {record.best for record in kept if record.best}
 
 
 def in_use_digests(job: Job) -> set[str]:
-    """What a world, a conversion or a verification still reads."""
+    """Digests of what a world, a conversion or a verification still reads."""
     used = set()
     if job.world is not None:
         used.add(job.world.resume)

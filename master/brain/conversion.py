@@ -1,4 +1,4 @@
-"""The lease to make a checkpoint's universal form, and the second look at a checkpoint that a node could not load."""
+"""The lease to make a checkpoint's universal form, and the verification of a checkpoint that a node could not load."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from .membership import has_answered, in_rank_order, sees_resume
 from .state import Checkpoint, Conversion, Failure, Node, Verification
 from .turn import Turn
 
-# A lease whose owner moves no further byte for this long is given to another (seconds).
+# Seconds after which a lease whose owner moves no further byte is given to another node.
 STALL = 120.0
 # Not every byte is seen while it moves: a whole file is synced, or mapped and copied, in one call. So the limit is at
-# least what the source's largest file takes on a slow network disk (bytes per second).
+# least the time that the source's largest file takes on a slow network disk (bytes per second).
 SLOW_DISK = 20e6
-# A verifier that reads no further byte and does not answer for this long is replaced (seconds).
+# Seconds after which a verifier that reads no further byte and does not answer is replaced.
 VERIFY_STALL = 600.0
-# So many verifications that told nothing are no accident: the job waits, and says why.
+# After so many verifications without a verdict the job waits, and says why: that is no accident.
 VERIFY_TRIES = 2
 UNABLE_KEPT = 64
-# After a conversion that failed, or a verification that told nothing, until somebody is asked again: doubles (seconds).
+# Seconds until somebody is asked again after a failed conversion, or a verification without a verdict; they double.
 RETRY_FIRST = 5.0
 RETRY_MAX = 60.0
 
 
 def tend(turn: Turn, source: Checkpoint) -> None:
-    """The gate wants the universal form of `source`: see that somebody alive is making it."""
+    """Makes sure that a live node makes the universal form of `source`, which the gate wants."""
     conversion = turn.job.conversion
     if conversion is None or conversion.source != source.digest:
         conversion = Conversion(source=source.digest)
@@ -47,21 +47,21 @@ def tend(turn: Turn, source: Checkpoint) -> None:
 
 
 def change(turn: Turn, conversion: Conversion, **changes: Any) -> Conversion:
-    """The conversion with some of it changed."""
+    """The conversion with some fields changed."""
     new = replace(conversion, **changes)
     turn.update_next(conversion=new)
     return new
 
 
 def retry(turn: Turn) -> None:
-    """After a pause somebody tries again."""
+    """Lets a node try again after a pause."""
     conversion = turn.job.conversion
     if conversion is not None and conversion.blocked and not is_vain(turn) and turn.due(turn.live.conversion.retry_at):
         unblock(turn)
 
 
 def check_owner(turn: Turn, conversion: Conversion) -> Conversion:
-    """Replace an owner that is gone, leaving or stuck. Returns the conversion as it is then."""
+    """Replaces an owner that is gone, leaving or stuck. Returns the new conversion."""
     owner = turn.job.nodes.get(conversion.owner)
     if owner is None or owner.leaving or not turn.is_fresh(owner):
         turn.notice(f"{conversion.owner} can no longer convert: another node takes over")
@@ -73,19 +73,19 @@ def check_owner(turn: Turn, conversion: Conversion) -> Conversion:
 
 
 def stall_limit(source: Checkpoint | None) -> float:
-    """How long the conversion of `source` may go without a sign of progress, seconds."""
-    # Records of an older version know only the size of the whole.
+    """Seconds that the conversion of `source` may go without a sign of progress."""
+    # Records of an older version only have the size of the whole.
     largest = (source.largest_file or source.bytes) if source is not None else 0
     return max(STALL, largest / SLOW_DISK)
 
 
 def end_lease(turn: Turn, conversion: Conversion) -> Conversion:
-    """Nobody converts at present."""
+    """Ends the lease; nobody converts then."""
     return change(turn, conversion, lease=0, owner="")
 
 
 def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
-    """The first agent in the old rank order that is alive and not leaving; it must have the source in sight."""
+    """Gives the lease to the first agent in the old rank order that is alive, not leaving, and sees the source."""
     job = turn.job
     able = [
         node
@@ -99,8 +99,8 @@ def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
     for node in in_rank_order(turn, able):
         if not has_answered(turn, node):
             if nobody_waits_for(turn, node):
-                continue  # Nothing would ever end its turn.
-            return  # It is about to: its turn comes first.
+                continue  # nothing would ever end its turn
+            return  # it is about to answer, and its turn comes first
         if sees_resume(turn, node):
             job.leases += 1
             change(turn, conversion, lease=job.leases, owner=node.name)
@@ -111,14 +111,14 @@ def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
 
 
 def nobody_waits_for(turn: Turn, node: Node) -> bool:
-    """It has not answered, and gathering goes on without it."""
+    """Whether the node has not answered, and gathering goes on without it."""
     gathering = turn.live.gathering
     loops = gathering.is_crash_looping(node.name, turn.now)
     return node.name in gathering.overdue or loops or turn.is_held(node)
 
 
 def block(turn: Turn, conversion: Conversion) -> Conversion:
-    """Nobody can make it for now. The run goes on as it can; an agent tries again after doubling pauses."""
+    """Notes that nobody can convert for now. The run goes on as it can; an agent tries again after doubling pauses."""
     life = turn.live.conversion
     if conversion.blocked:
         return conversion
@@ -128,7 +128,7 @@ def block(turn: Turn, conversion: Conversion) -> Conversion:
 
 
 def failed(turn: Turn, conversion: Conversion, reason: str) -> Conversion:
-    """ENVIRONMENT: one more agent tries. Returns the conversion as it is then."""
+    """Handles an ENVIRONMENT failure: one more agent tries. Returns the new conversion."""
     turn.notice(f"converting on {conversion.owner} failed: {reason}", True)
     who = conversion.failed if conversion.owner in conversion.failed else (*conversion.failed, conversion.owner)
     conversion = change(turn, conversion, failed=who, reason=reason, lease=0, owner="")
@@ -136,24 +136,24 @@ def failed(turn: Turn, conversion: Conversion, reason: str) -> Conversion:
 
 
 def is_vain(turn: Turn) -> bool:
-    """The universal form that the gate wants will never be there."""
+    """Whether the universal form that the gate wants can never be made."""
     conversion = turn.job.conversion
     source = turn.job.checkpoint(conversion.source) if conversion is not None else None
     return source is not None and bool(source.unconvertible)
 
 
 def unblock(turn: Turn) -> None:
-    """A node joined: try again at once."""
+    """Lets a node try again at once, because a node joined."""
     conversion = turn.job.conversion
     if conversion is not None and conversion.blocked and not is_vain(turn):
         change(turn, conversion, blocked=False, failed=())
 
 
 def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tuple[str, str]:
-    """One report of a lease's owner. Returns (status code, detail)."""
+    """Handles a report of a lease's owner. Returns (status code, detail)."""
     conversion = turn.job.conversion
     if conversion is None and request.state == control_pb2.CONVERSION_STATE_READY:
-        return "OK", ""  # Its commit has opened the world already.
+        return "OK", ""  # its commit has opened the world already
     if conversion is None or not request.lease or conversion.lease != request.lease or conversion.owner != node.name:
         return "FAILED_PRECONDITION", f"lease {request.lease} is no longer held by {node.name}"
     source = turn.job.checkpoint(conversion.source)
@@ -178,7 +178,7 @@ def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tup
 
 
 def suspect(turn: Turn, record: Checkpoint, universal: bool, reporter: str, message: str) -> None:
-    """Somebody could not read it: have another look before anything is concluded."""
+    """Has a checkpoint that a node could not read verified before anything is concluded."""
     job = turn.job
     if job.verification is not None:
         return
@@ -191,7 +191,7 @@ def suspect(turn: Turn, record: Checkpoint, universal: bool, reporter: str, mess
 
 
 def tend_verification(turn: Turn) -> None:
-    """See that a live node verifies: another than the reporter where there is one."""
+    """Makes sure that a live node verifies, if possible another than the reporter."""
     verification = turn.job.verification
     if verification is None:
         return
@@ -214,9 +214,9 @@ def tend_verification(turn: Turn) -> None:
 
 
 def ask(turn: Turn, verification: Verification) -> None:
-    """Gives the order to verify. A node that was asked before, or that reported it, gets it only if there is no other.
+    """Gives the order to verify. A node that was asked before, or the reporter, gets it only if there is no other.
 
-    A node that crashes again and again comes last of all.
+    A node that keeps crashing comes last of all.
     """
     able = [
         node
@@ -239,19 +239,19 @@ def ask(turn: Turn, verification: Verification) -> None:
 
 
 def verify_pause(verification: Verification) -> float:
-    """Seconds after a verification that told nothing."""
+    """Seconds to wait after a verification without a verdict."""
     return min(RETRY_MAX, RETRY_FIRST * 2.0 ** max(0, len(verification.unable) - 1))
 
 
 def verify_at_once(turn: Turn) -> None:
-    """A node joined: it may be able to read what others could not."""
+    """Has it verified at once, because a node joined that may be able to read what others could not."""
     verification = turn.job.verification
     if verification is not None and not verification.number:
         turn.live.verification.retry_at = turn.now
 
 
 def cannot_verify(turn: Turn) -> bool:
-    """Nobody has been able to say whether a checkpoint is damaged."""
+    """Whether nobody has been able to say if a checkpoint is damaged."""
     verification = turn.job.verification
     return verification is not None and is_unable(verification)
 
@@ -261,7 +261,7 @@ def is_unable(verification: Verification) -> bool:
 
 
 def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) -> tuple[str, str]:
-    """The second look's progress or verdict. Returns (status code, detail)."""
+    """Handles a verification's progress or verdict. Returns (status code, detail)."""
     job = turn.job
     verification = job.verification
     wanted = verification.number if verification is not None else 0
@@ -293,10 +293,10 @@ def verified(turn: Turn, node: Node, request: control_pb2.VerificationReport) ->
 
 
 def inconclusive(turn: Turn, verification: Verification, reason: str) -> Verification:
-    """A file system that fails says nothing about the checkpoint: another is asked, or the same one again later."""
+    """Handles a file system failure, which is no verdict: another node is asked, or the same one again later."""
     if verification.message != reason:
         turn.notice(f"{verification.verifier} cannot verify the checkpoint ({reason}): it is tried again", True)
-    # The order with this number is answered; `verifier` stays as who was asked last.
+    # The order with this number is answered; `verifier` still names the node that was asked last.
     unable = (*verification.unable, verification.verifier)[-UNABLE_KEPT:]
     new = replace(verification, message=reason, number=0, unable=unable)
     turn.update_next(verification=new)
@@ -305,7 +305,7 @@ def inconclusive(turn: Turn, verification: Verification, reason: str) -> Verific
 
 
 def gave_up_form(turn: Turn, verification: Verification, record: Checkpoint) -> bool:
-    """Whether nobody could tell if a later form is damaged. It can be made again, so nothing is lost without it."""
+    """Drops a later form if nobody could say whether it is damaged: it can be made again, so nothing is lost."""
     if not verification.universal or not is_unable(verification):
         return False
     turn.update_next(verification=None)
@@ -315,11 +315,11 @@ def gave_up_form(turn: Turn, verification: Verification, record: Checkpoint) -> 
 
 
 def acquit(turn: Turn, verification: Verification, record: Checkpoint) -> None:
-    """It verifies elsewhere: the reporter cannot be used for it. Where the reporter is alone it counts as a failure."""
+    """Handles a sound checkpoint: the reporter becomes a spare. If no other node is left, it counts as a failure."""
     job = turn.job
     reporter = job.nodes.get(verification.reporter)
     if reporter is not None and reporter.joined is not None:
-        # That was looked into. What it sees by now its next Join tells.
+        # This report is settled. What the node sees by now comes with its next Join.
         turn.update(reporter, joined=replace(reporter.joined, unusable=frozenset()))
     if verification.verifier != verification.reporter and reporter is not None:
         turn.update(reporter, unreadable=record.digest)

@@ -1,8 +1,8 @@
-"""What a request may look like at all: its shape, before anybody asks who sent it and what it would change.
+"""Checks the shape of a request, before anybody asks who sent it and what it would change.
 
-Pure. The brain sees only what has passed here: numbers that can grow by one for ever and still fit into SQLite and
-protobuf, names that can stand in a log, a directive or a path, finite durations, bounded lists. Every field is looked
-at; one that a later protocol adds is bound by its type before anybody thinks of it.
+Pure. The brain only sees what has passed here: numbers that can grow by one for ever and still fit into SQLite and
+protobuf, names that can stand in a log, a directive or a path, finite durations, bounded lists. Every field is checked;
+a field that a later protocol adds is bounded by its type from the start.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from dalsegno.protos.text import LONGEST_NAME, name_problem, one_line, text_prob
 
 __all__ = ("MOST_NODES", "ShapeError", "admit")
 
-# Registered at a time.
+# The most nodes registered at a time.
 MOST_NODES = 20_000
 # The largest step, epoch, lease, count of bytes, ... A JSON number holds it exactly, 64 bits a thousand times as much.
 MOST = 1 << 53
-# An agent's memory of epoch and generation lifts the master's above it, but no further than this: whatever somebody
+# An agent's memory of epoch and generation lifts the master's above it, but no further than this. So whatever an agent
 # claims, what the master then counts up to and hands out stays below MOST.
 MOST_REMEMBERED = 1 << 48
-# Of one node; with MOST_NODES of them the number of ranks is still one of 32 bits.
+# The most workers of one node; with MOST_NODES nodes the number of ranks still fits into 32 bits.
 MOST_WORKERS = 1 << 16
-# What nobody means: min and max nodes, unit. More than MOST_NODES, so that `--nnodes=1:100000` is no error.
+# The most that min and max nodes and the unit may be. More than MOST_NODES, so that `--nnodes=1:100000` is no error.
 MOST_SETTING = 1 << 20
-# Seconds; thirty years.
+# The longest duration in seconds: thirty years.
 LONGEST = 1e9
-# Characters.
+# The most characters of free text.
 LONGEST_PROBE = 256
-# Entries of other lists.
+# The most entries of other lists.
 MOST_REFS = 4096
 SECRET_BYTES = (16, 64)
 
@@ -52,13 +52,13 @@ _FORMS = {
 
 
 class ShapeError(ValueError):
-    """A request that nobody can mean; one line that says what is wrong with it."""
+    """The request makes no sense; one line says what is wrong with it."""
 
 
 def admit(message: Message) -> list[str]:
-    """Checks a request, shortens and cleans its free text in place, and takes out of its lists what cannot be used.
+    """Checks a request. Shortens and cleans its free text in place, and removes unusable entries from its lists.
 
-    Returns what was left out, a line each. Raises ShapeError where the request as a whole cannot be used.
+    Returns one line for each thing that was left out. Raises ShapeError if the request as a whole cannot be used.
     """
     left_out: list[str] = []
     if isinstance(message, control_pb2.RegisterRequest | control_pb2.JoinRequest):
@@ -95,7 +95,7 @@ def _complete(message: control_pb2.RegisterRequest) -> None:
 
 
 def _take_inventory(inventory: Any) -> list[str]:
-    """The newest of what can be used."""
+    """Keeps the newest usable entries."""
     left_out = _keep(inventory, _checkpoint, lambda entry: entry.ref.name, len(inventory))
     if len(inventory) > MOST_CHECKPOINTS:
         left_out.append(f"an inventory of {len(inventory)} checkpoints: the newest {MOST_CHECKPOINTS} count")
@@ -105,7 +105,7 @@ def _take_inventory(inventory: Any) -> list[str]:
 
 
 def _keep(entries: Any, check: Callable[[Any], None], name: Callable[[Any], str], most: int) -> list[str]:
-    """Takes out of a repeated field what `check` refuses, and all but the last `most`."""
+    """Removes from a repeated field what `check` refuses, and all but the last `most` entries."""
     good, left_out = [], []
     for entry in entries:
         try:
@@ -132,7 +132,7 @@ def _copy(entry: Message) -> Message:
 
 
 def _checkpoint(entry: control_pb2.Checkpoint) -> None:
-    """A manifest must agree with its directory's name."""
+    """Checks that a manifest agrees with its directory's name."""
     _fields(entry)
     parsed = _CHECKPOINT.fullmatch(entry.ref.name)
     if parsed is None or not entry.ref.digest:
@@ -148,7 +148,7 @@ def _checkpoint(entry: control_pb2.Checkpoint) -> None:
 
 
 def _fields(message: Message) -> None:
-    """Every field that is set, also those of the messages inside."""
+    """Checks every field that is set, also in nested messages."""
     kind = message.DESCRIPTOR.name
     for field, value in message.ListFields():
         rule = _RULES.get((kind, field.name)) or _BY_NAME.get(field.name) or _by_type(field)
@@ -204,7 +204,7 @@ def _seconds(value: float) -> None:
 
 
 def _signed_seconds(value: float) -> None:
-    """Negative: "auto", or for ever."""
+    """As `_seconds`; negative means "auto" or for ever."""
     _finite(value)
     if abs(value) > LONGEST:
         raise ShapeError(f"is {value:g} seconds, at most {LONGEST:g} are taken")
@@ -254,14 +254,14 @@ def _secret(value: bytes) -> None:
 
 
 def _text(value: str) -> None:
-    """Marks free text: it is never refused, only cleaned."""
+    """Marks free text, which is never refused, only cleaned."""
 
 
 def _any(value: Any) -> None:
-    """Marks what may have any value of its type."""
+    """Marks a field that may have any value of its type."""
 
 
-# By message and field, then by field, then by type.
+# Rules by message and field, then by field, then by type.
 _RULES: dict[tuple[str, str], Callable[[Any], None]] = {
     ("Settings", "grow_interval"): _signed_seconds,
     ("Settings", "wait_for_nodes"): _signed_seconds,
@@ -277,7 +277,7 @@ _BY_NAME: dict[str, Callable[[Any], None]] = {
     "secret": _secret,
     "nproc": _at_most(MOST_WORKERS),
     "store_port": _at_most(65535),
-    # A training that diverged says so.
+    # A training that has diverged reports NaN.
     "loss": _any,
     "metric": _finite,
 }

@@ -1,4 +1,4 @@
-"""The two things of which a job has many: its registered nodes and its committed checkpoints. See `state`."""
+"""The two kinds of rows of a job: its registered nodes and its committed checkpoints. See `state`."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ("Checkpoint", "Checkpoints", "Joined", "Node", "Nodes")
 
 @dataclass(frozen=True)
 class Joined:
-    """A node's answer to one round: the fresh store it offers and the checkpoints it has in sight (digests)."""
+    """A node's answer to one round: the fresh store that it offers, and digests of the checkpoints that it sees."""
 
     round: int
     resume: str
     store_host: str
     store_port: int
     seen: frozenset[str] = frozenset()
-    # Names of directories in sight whose manifest is not the recorded one.
+    # Names of directories that it sees, but whose manifest is not the recorded one.
     unusable: frozenset[str] = frozenset()
 
 
@@ -36,7 +36,7 @@ class Node:
     nproc: int
     # Registrations are numbered: newcomers keep the order of their arrival.
     order: int
-    # SHA-256 of what only the agent and the master know, hex; empty where an older master let it in.
+    # SHA-256 of the secret that only the agent and the master know, hex; empty if an older master let it in.
     secret: str = ""
     sees_directory: bool = True
     # Content of the probe file as this node reads it.
@@ -44,15 +44,15 @@ class Node:
     joined: Joined | None = None
     warm: bool = False
     leaving: bool = False
-    # The resume point that this node alone could not read.
+    # Digest of a resume point that only this node could not read.
     unreadable: str = ""
-    # Why its ranks cannot train with those that did before it came.
+    # Why its ranks cannot train with those that trained before it came.
     refused: str = ""
-    # What its agent tells its person about this registration.
+    # What its agent tells its user about this registration.
     remark: str = ""
-    # Its workers import what session() comes from: they may call it, however late.
+    # Its workers import dalsegno.elastic: they may call session(), however late.
     expects_session: bool = False
-    # None where an older agent did not say it.
+    # None if an older agent did not say.
     process: Process | None = None
     # The last changing call and its answer, so that a repeat has no second effect.
     request: int = 0
@@ -70,39 +70,39 @@ class Checkpoint:
     world_size: int
     strategy: str = ""
     any_world_size: bool = False
-    # Ranks of another world can take their ranges of it. No longer once such a world failed before its first step.
+    # Ranks of another world can read their ranges of it. False once such a world failed before its first step.
     reshards: bool = False
     data_epoch: int = 0
     samples: int = 0
     resumed_from: str = ""
     bytes: int = 0
-    # 0: not known.
+    # Bytes of its largest file; 0: not known.
     largest_file: int = 0
     metric: float | None = None
-    # Name of the run's best checkpoint as of this one; empty where no metric is tracked.
+    # Name of the run's best checkpoint as of this one; empty if no metric is tracked.
     best: str = ""
-    # How many checkpoints the script wants kept; None: as the job's settings have it.
+    # How many checkpoints the script wants kept; None: the job's setting.
     keep: int | None = None
-    # Why it has no universal form; empty where it may have one.
+    # Why it has no universal form; empty if it may have one.
     unconvertible: str = ""
     universal_name: str = ""
     universal_digest: str = ""
-    # Digests of later forms that turned out to be damaged: never adopted again.
+    # Digests of damaged later forms, which are never adopted again.
     dropped: tuple[str, ...] = ()
     retired: bool = False
-    # Retired because it is damaged: its files stay until a newer checkpoint is committed.
+    # Retired because of damage: its files stay until a newer checkpoint is committed.
     damaged: bool = False
-    # Name of the node that committed it, until another node has it in sight, too.
+    # Name of the node that committed it, until another node sees it, too.
     unseen: str = ""
 
     @property
     def age(self) -> tuple[int, int]:
-        """Newer is greater."""
+        """Sort key: greater is newer."""
         return self.epoch, self.step
 
 
 class Nodes(Table[Node]):
-    """The registered agents by name, found by incarnation and machine, too; and those who are leaving."""
+    """The registered agents by name; they can also be found by incarnation and machine. Knows which are leaving."""
 
     __slots__ = ("_leaving", "_machines", "_names")
 
@@ -110,7 +110,7 @@ class Nodes(Table[Node]):
         super().__init__({node.name: node for node in nodes})
         self._names = {node.incarnation: node.name for node in self.values()}
         self._leaving = {node.name: None for node in self.values() if node.leaving}
-        # By machine, where that is known.
+        # Nodes by machine, as far as that is known.
         self._machines: dict[str, tuple[str, ...]] = {}
         for node in self.values():
             self._settle_in(node)
@@ -127,7 +127,7 @@ class Nodes(Table[Node]):
         return None if name is None else self._rows[name]
 
     def on_machine(self, machine: str) -> list[Node]:
-        """Those whose agents say that they run there; none where `machine` is empty."""
+        """The nodes whose agents say that they run on a machine; none if `machine` is empty."""
         return [self._rows[name] for name in self._machines.get(machine, ())]
 
     def _settle_in(self, node: Node) -> None:
@@ -143,7 +143,7 @@ class Nodes(Table[Node]):
 
     @property
     def leavers(self) -> list[Node]:
-        """Those who are leaving, in the order in which they said so."""
+        """The nodes that are leaving, in the order in which they said so."""
         return [self._rows[name] for name in self._leaving]
 
     def put(self, key: str, row: Node) -> None:
@@ -171,7 +171,7 @@ class Nodes(Table[Node]):
 
 
 class Checkpoints:
-    """The run's committed checkpoints, in order of their commits, by digest."""
+    """The run's committed checkpoints by digest, in the order of their commits."""
 
     __slots__ = ("_head", "_of_epoch", "_retired", "table")
 
@@ -202,7 +202,7 @@ class Checkpoints:
 
     @property
     def head(self) -> Checkpoint | None:
-        """The newest that is not retired: highest epoch, then highest step."""
+        """The newest checkpoint that is not retired: highest epoch, then highest step."""
         return self._head
 
     @property
@@ -215,15 +215,15 @@ class Checkpoints:
 
     @property
     def usable(self) -> list[Checkpoint]:
-        """Those that are not retired."""
+        """Checkpoints that are not retired."""
         return [record for record in self.table.values() if not record.retired]
 
     def newest(self, count: int) -> list[Checkpoint]:
-        """What was committed last, the last one first."""
+        """The last `count` commits, the last one first."""
         return [self.table[key] for key in islice(reversed(self.table), count)]
 
     def last_step(self, epoch: int) -> int:
-        """The highest step that this epoch committed; -1 where it committed nothing."""
+        """The highest step that this epoch committed; -1 if it committed nothing."""
         return self._of_epoch.get(epoch, -1)
 
     def get(self, digest: str) -> Checkpoint | None:

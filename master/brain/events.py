@@ -1,4 +1,4 @@
-"""What the master's brain hears, and what it answers. Plain values, no I/O."""
+"""What the master's brain receives, and what it answers. Plain values, no I/O."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 @dataclass(frozen=True)
 class Called:
-    """A unary request of `dalsegno.control.v1.Control`, as it came in."""
+    """A unary request of `dalsegno.control.v1.Control`."""
 
     message: Message
 
@@ -32,12 +32,12 @@ class StreamClosed:
 
 @dataclass(frozen=True)
 class Tick:
-    """The time that `State.wake` named has come."""
+    """The time that `State.wake` names has come."""
 
 
 @dataclass(frozen=True)
 class HeldUp:
-    """The master's own loop stood still for so long, until now: meanwhile nobody's silence proved anything."""
+    """The master's own loop stood still for some seconds until now: meanwhile nobody's silence proved anything."""
 
     seconds: float
 
@@ -47,7 +47,7 @@ Event = Called | StreamOpened | StreamClosed | Tick | HeldUp
 
 @dataclass(frozen=True)
 class Reply:
-    """The answer to one `Called`: the name of a gRPC status code, and the message when it is OK."""
+    """The answer to one `Called`: the name of a gRPC status code, and a message if it is OK."""
 
     code: str = "OK"
     detail: str = ""

@@ -1,4 +1,4 @@
-"""The failure budget: which ends of a world were the script's own, and how many of them end the job."""
+"""The failure budget: which ends of a world are the script's fault, and how many of them end the job."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .turn import Turn
 
 
 def count(turn: Turn) -> bool:
-    """The next world is about to open: was the script to blame for the end of this one, once too often?"""
+    """Counts the failure of the last world before the next one opens. Returns whether it was one too many."""
     job = turn.job
     failure, doubtful = job.run.budget.pending, job.run.budget.doubtful
     budget = replace(job.run.budget, pending=None, doubtful=())
@@ -19,7 +19,7 @@ def count(turn: Turn) -> bool:
     if failure is None or job.world is None:
         return False
     if doubtful and all(is_there(turn, incarnation) for incarnation in doubtful):
-        budget = replace(budget, failures=budget.failures + 1)  # The one before this: nobody was lost then either.
+        budget = replace(budget, failures=budget.failures + 1)  # the one before this: nobody was lost then either
     members = job.world.members
     if not any(broke_it(turn, member) for member in members):
         silent = tuple(member.incarnation for member in members if not answers(turn, member))
@@ -42,30 +42,30 @@ def count(turn: Turn) -> bool:
 
 
 def blame(turn: Turn, failure: Failure) -> None:
-    """Keeps what broke the world. A node's own cause outweighs its report of another's; a refusal outweighs both."""
+    """Keeps what broke the world. A node's own cause outweighs a report about another; a refusal outweighs both."""
     budget = turn.job.run.budget
     if budget.pending is None or weight(failure) > weight(budget.pending):
         turn.update_run(budget=replace(budget, pending=failure))
 
 
 def weight(failure: Failure) -> tuple[bool, bool]:
-    """How much it says of why a world ended."""
+    """How much a failure says about why the world ended."""
     return failure.refused, not failure.elsewhere
 
 
 def acquit(turn: Turn) -> None:
-    """It was not the script's fault."""
+    """Notes that the failure was not the script's fault."""
     turn.update_run(budget=replace(turn.job.run.budget, pending=None))
 
 
 def broke_it(turn: Turn, member: Member) -> bool:
-    """A node that was lost or left takes its world with it."""
+    """Whether a node's loss or leave ended its world."""
     node = turn.job.node_by(member.incarnation)
     return node is None or node.leaving or turn.job.part(member) is Part.LOST
 
 
 def answers(turn: Turn, member: Member) -> bool:
-    """Certainly there after the failure. One that is silent may only not be declared dead yet."""
+    """Whether a node is certainly there after the failure. A silent one may only not be declared dead yet."""
     node = turn.job.node_by(member.incarnation)
     if node is None or not turn.is_fresh(node):
         return False
@@ -73,13 +73,13 @@ def answers(turn: Turn, member: Member) -> bool:
 
 
 def is_there(turn: Turn, incarnation: str) -> bool:
-    """It was only slow."""
+    """Whether an incarnation that had not answered is there after all, and was only slow."""
     node = turn.job.node_by(incarnation)
     return node is not None and not node.leaving and turn.is_fresh(node)
 
 
 def cannot_reshard(turn: Turn, resume: Checkpoint) -> bool:
-    """The last world was to do that, and its workers failed before their first step although no node was lost."""
+    """Whether re-sharding failed: the last world's workers failed before their first step although no node was lost."""
     world = turn.job.world
     if world is None or not world.resharded or world.resume != resume.digest or turn.job.told.first_step:
         return False

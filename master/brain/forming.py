@@ -13,18 +13,18 @@ from .scaling import has_shrunk, of_nodes
 from .state import Checkpoint, Job, Member, NextWorld, Node, Opened, Part, Phase, Recollection, World
 from .turn import Turn, names
 
-# After a conversion that failed on a growth, growing waits for a doubling time (seconds).
+# Seconds without a growth after a conversion for one has failed; they double.
 GROW_HOLD = 30.0
 GROW_HOLD_MAX = 600.0
-# Quiet time is waited for after each arrival, but not longer than so many quiet times, and so many seconds, in all.
+# The quiet time starts anew with each arrival, but all of it together takes at most so many quiet times and seconds.
 QUIET_TIMES = 20.0
 QUIET_LEAST = 20.0
-# What WAITING lacks is told anew at most so often (seconds): with many nodes it changes all the time.
+# Least seconds between two reports of what WAITING lacks, because with many nodes that changes all the time.
 MISSING_EVERY = 1.0
 
 
 def forming(turn: Turn) -> bool:
-    """WAITING and FORMING: gather, see to the conversion, open."""
+    """WAITING and FORMING: gathers, sees to the conversion, and opens a world."""
     job = turn.job
     if job.recollection.listening:
         return listening(turn)
@@ -62,10 +62,10 @@ def forming(turn: Turn) -> bool:
         return moved
     if resume is not None and resume.reshards and gathered and failures.cannot_reshard(turn, resume):
         give_up_resharding(turn, resume)
-        failures.acquit(turn)  # Counted as the script's only if it fails again.
+        failures.acquit(turn)  # it counts as the script's only if it fails again
         resume = resume_point(job)
     if not gate_open(turn, resume, candidate):
-        # A block that came just now may mean WAITING.
+        # A conversion that was blocked just now may lead to WAITING.
         moved = moved or (is_blocked(turn) and not stuck and not old_shape(turn, resume, ready))
         candidate = fallback(turn, resume, ready) if gathered else []
     if gathered and candidate:
@@ -77,7 +77,7 @@ def forming(turn: Turn) -> bool:
 
 
 def listening(turn: Turn) -> bool:
-    """The store was empty but agents remember a run: hear all of them out first."""
+    """Whether all agents are heard out first, because the store was empty but agents remember a run."""
     job, gathering = turn.job, turn.live.gathering
     if gathering.listen_until is None:
         gathering.listen_until = turn.heard + job.settings.node_timeout
@@ -93,7 +93,7 @@ def listening(turn: Turn) -> bool:
 
 
 def wait_or_form(turn: Turn, enough: bool) -> bool:
-    """WAITING while fewer than `min` nodes can take part, FORMING otherwise."""
+    """Enters WAITING while fewer than `min` nodes can take part, FORMING otherwise."""
     job = turn.job
     if enough and job.phase is Phase.WAITING:
         turn.enter(Phase.FORMING)
@@ -110,7 +110,7 @@ def wait_or_form(turn: Turn, enough: bool) -> bool:
 
 
 def ends_in_vain(turn: Turn, stuck: bool) -> bool:
-    """Only a world of the old shape could go on, and nodes for one do not come: the job ends."""
+    """Ends the job if only a world of the old shape could go on, and nodes for one do not come."""
     gathering, settings = turn.live.gathering, turn.job.settings
     if not stuck or not conversion.is_vain(turn):
         gathering.vain_until = None
@@ -125,9 +125,9 @@ def ends_in_vain(turn: Turn, stuck: bool) -> bool:
 
 
 def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
-    """Complete: at `max`, or when every expected agent has joined and, at a start, it has been quiet for a while.
+    """Whether all have joined: `max` nodes, or every expected agent and, at a start, some quiet time since.
 
-    The quiet time has an end of its own: agents that come, crash and come again hold nobody up for ever.
+    The quiet time has an end of its own, so that agents that come, crash and come again hold nobody up for ever.
     """
     settings, gathering = turn.job.settings, turn.live.gathering
     if len(ready) >= turn.job.most_nodes:
@@ -149,7 +149,7 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
 
 
 def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> bool:
-    """The conversion gate: not needed, or ready."""
+    """Whether the conversion gate is open: no conversion is needed, or it is ready."""
     if resume is None or loads_now(turn.job, resume, sum(node.nproc for node in candidate)):
         return True
     conversion.tend(turn, resume)
@@ -157,18 +157,19 @@ def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> b
 
 
 def old_shape(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
-    """The largest world that loads the resume point as it is; none where there is no such world."""
+    """The largest world that loads the resume point as it is; empty if there is none."""
     job = turn.job
     return of_size(ready, resume.world_size, job.settings, job.most_nodes) if resume is not None else []
 
 
 def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[Node]:
-    """Nobody can convert: go on in the old shape, and hold further growth for a doubling time."""
+    """The world of the old shape, if nobody can convert. Further growth is held for a doubling time."""
     job = turn.job
     if resume is None or not is_blocked(turn):
         return []
     nodes = old_shape(turn, resume, ready)
-    # Where it is in vain, what is saved from now on is no different: no growth begins any more, see `wants_to_grow`.
+    # If no conversion can ever succeed, neither can one of later checkpoints: no growth begins again, see
+    # `wants_to_grow`.
     if nodes and not conversion.is_vain(turn):
         reason = job.conversion.reason if job.conversion is not None else ""
         turn.notice(f"nobody could convert {resume.name} ({reason}): going on in its old shape", True)
@@ -178,17 +179,17 @@ def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[N
 
 
 def growth_hold(failures: int) -> float:
-    """Seconds without a growth after so many conversions in a row that failed for one."""
+    """Seconds without a growth after so many failed conversions for one in a row."""
     return min(GROW_HOLD * 2.0 ** (failures - 1), GROW_HOLD_MAX) if failures else 0.0
 
 
 def is_blocked(turn: Turn) -> bool:
-    """Nobody can convert at present."""
+    """Whether nobody can convert at present."""
     return turn.job.conversion is not None and turn.job.conversion.blocked
 
 
 def missing(state: State) -> str:
-    """Why no world opens, for a person."""
+    """Why no world opens, in a line for a person."""
     job = state.job
     resume = resume_point(job)
     answered = [node for node in job.nodes.values() if node.joined is not None and node.joined.round == job.round]
@@ -218,7 +219,7 @@ def missing(state: State) -> str:
 
 
 def say_missing(turn: Turn) -> None:
-    """Agents are told what WAITING lacks: at once when it is new, then at most once a while."""
+    """Tells agents what WAITING lacks: at once if it is new, then from time to time."""
     live, told = turn.live, turn.live.missing
     if turn.job.phase is not Phase.WAITING:
         if told.text:
@@ -234,13 +235,13 @@ def say_missing(turn: Turn) -> None:
 
 
 def is_proven(job: Job, node: Node) -> bool:
-    """Its ranks have made a step of this run, as far as the last world tells."""
+    """Whether the node's ranks have made a step of this run, as far as the last world tells."""
     member = job.world.member(node.incarnation) if job.world is not None else None
     return member is not None and (member.proven or job.told.first_step)
 
 
 def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
-    """One transition; it closes the epoch before for ever."""
+    """Opens a world in one transition, and so closes the previous epoch for ever."""
     job, live = turn.job, turn.live
     first = nodes[0].joined
     if first is None:

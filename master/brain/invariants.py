@@ -1,4 +1,4 @@
-"""What must hold after every event. Asserted in the running master, and checked by the simulator."""
+"""What must hold after every event. The running master asserts it, and the simulator checks it."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from itertools import pairwise
 from .live import State
 from .state import Phase
 
-# So many of the newest commits are checked after each event.
+# How many of the newest commits are checked after each event.
 RECENT = 8
 
 
 class InvariantBroken(AssertionError):
-    """A bug of the master's: the state says something that must never be."""
+    """A bug in the master: the state says something that must never be."""
 
 
 def check(state: State) -> None:
-    """Raise `InvariantBroken` if the state contradicts itself."""
+    """Raises `InvariantBroken` if the state contradicts itself."""
     job = state.job
     world = job.world
     if job.phase.has_workers and (world is None or world.epoch != job.epoch):
@@ -40,7 +40,7 @@ def check(state: State) -> None:
 
 
 def check_commits(state: State) -> None:
-    """Steps grow within an epoch. Only what was committed last is looked at: the record grows with the run."""
+    """Checks that steps grow within an epoch. Only the last commits are checked: the record grows with the run."""
     job = state.job
     last = job.checkpoints.newest(RECENT)
     for newer, older in pairwise(last):

@@ -1,13 +1,13 @@
-"""The listening clock: time as far as the master really listened.
+"""The listening clock: counts only the time in which the master could hear agents.
 
-Silence proves something only while somebody could have been heard. So every deadline that waits for a word of an agent
-counts on this clock. It stands still
+Silence proves something only while somebody could have been heard. So every deadline that waits for an agent to speak
+uses this clock. It stands still
 
 - while the master's own loop stood still (`held_up`);
-- while nobody at all is heard, or every stream is closed: then it is the master, or its network, that is away;
+- while nobody at all is heard, or every stream is closed: then the master, or its network, is the one that is away;
 - for a short time after an outage, in which agents come back one by one.
 
-It never runs backwards, never faster than real time, and at least half of the time that was really listened counts, so
+It never runs backwards and never faster than real time. At least half of the time that was really listened counts, so
 that a master which is held up again and again still finds out who is dead.
 """
 
@@ -17,34 +17,34 @@ from dataclasses import dataclass
 
 __all__ = ("HEARTBEAT", "ListeningClock")
 
-# How often agents send a heartbeat (the agent's default), seconds.
+# Seconds between two heartbeats of an agent (the agents' default).
 HEARTBEAT = 1.0
-# Without a word from anybody for so many heartbeats the trouble is taken to be the master's own: the first at most, and
-# before a short node-timeout ends, but never so early that it is only the time between two heartbeats.
+# After so many heartbeats without a word from anybody the master takes itself to be cut off: the first number at most,
+# and before a short node-timeout ends, but never within the time between two heartbeats.
 DEAF_AFTER = 2.5
 DEAF_LEAST = 1.5
-# Agents give a heartbeat up after so long and open their connections anew (seconds).
+# Seconds after which agents give a heartbeat up and open their connections anew.
 OUTAGE = 3.0
-# How long they may take to be heard again after an outage (seconds).
+# Seconds that agents may take to be heard again after an outage.
 RECONNECT = 5.0
 
 
 @dataclass
 class ListeningClock:
-    """All times are monotonic seconds of the master's process; what `at` returns is the same less what was missed."""
+    """All times are monotonic seconds of the master's process. `at` returns them less the time that was missed."""
 
     missed: float = 0.0
-    # What was shown last: it never shows less.
+    # What was shown last, so that it never shows less.
     shown: float = float("-inf")
     last_word: float = 0.0
-    # What it showed then.
+    # What it showed when it stopped.
     word_shown: float = float("-inf")
-    # Somebody is registered: only then somebody can be heard.
+    # Whether somebody is registered, so that there is anybody to hear.
     expects: bool = False
-    # Every stream is closed since then.
+    # Since when every stream is closed.
     shut_at: float | None = None
     slack: float = DEAF_AFTER * HEARTBEAT
-    # Shown when time was last given to come back.
+    # What it showed when agents were last given time to come back.
     paused_at: float = float("-inf")
 
     def at(self, now: float) -> float:
@@ -53,11 +53,11 @@ class ListeningClock:
         return self.shown
 
     def stands_still(self, now: float) -> bool:
-        """Until somebody is heard again."""
+        """Whether it stands still until somebody is heard."""
         return self._end(now) < now
 
     def real(self, now: float, shows: float) -> float:
-        """When it will show `shows` if from now on it goes on."""
+        """The real time at which it will show `shows` if it runs from now on."""
         return self.missed + shows if shows > self.at(now) else now
 
     def word(self, now: float, node_timeout: float, beat: float = HEARTBEAT) -> bool:
@@ -73,7 +73,7 @@ class ListeningClock:
         return stood > 0.0
 
     def held_up(self, seconds: float, node_timeout: float) -> None:
-        """The master's loop stood still for so long, until now."""
+        """The master's loop stood still for `seconds` until now."""
         self.missed += seconds
         self.last_word += seconds
         if self.shut_at is not None:
@@ -86,11 +86,11 @@ class ListeningClock:
             self.shut_at = now
 
     def reopened(self, now: float) -> None:
-        """A stream is open, though nobody spoke: whoever was there alone is gone from the record."""
+        """A stream is open although nobody spoke: all who had no stream are gone from the record."""
         self._rebase(now, None, self.expects)
 
     def nobody(self, now: float) -> None:
-        """Nobody is registered: nobody can be missed, and time goes on."""
+        """Nobody is registered, so nobody can be missed, and time goes on."""
         self._rebase(now, None, False)
 
     def _rebase(self, now: float, shut_at: float | None, expects: bool) -> None:
@@ -104,7 +104,7 @@ class ListeningClock:
         return end if self.shut_at is None else min(end, self.shut_at)
 
     def _after_outage(self, gap: float, node_timeout: float) -> None:
-        """Stands still for as long again, while agents come back: at most half of what is listened."""
+        """Stands still for as long again while agents come back; that is at most half of what was listened."""
         pause = min(gap, RECONNECT, node_timeout)
         if gap >= OUTAGE and self.shown - self.paused_at >= pause:
             self.paused_at = self.shown

@@ -1,7 +1,7 @@
-"""State that only the master's process knows and nobody stores. Each object lives as long as the thing it describes.
+"""State that only the master's process knows and that is not stored. Each object lives as long as what it describes.
 
-Times with `_at` are real (monotonic seconds of this process). Times named `heard`, `moved` and the like are the
-listening clock's (`listening`): what waits for a word of an agent is measured by it.
+Times with `_at` are real (monotonic seconds of this process). Times named `heard`, `moved` and the like are those of
+the listening clock (`listening`), which measures everything that waits for an agent to speak.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ __all__ = (
 )
 
 
-# Losses of one name that lie so close together are a loop (seconds).
+# Losses of one name within so many seconds count as a crash loop.
 CRASH_LOOP = 60.0
 
 
 @dataclass
 class AwaitedSave:
-    """A drain's save that is waited for: since when, when that is said next, the most that its files held."""
+    """A drain's save that is waited for: since when, when people are told next, the most bytes that its files had."""
 
     since: float
     told_at: float
@@ -43,9 +43,9 @@ class AwaitedSave:
 
 @dataclass
 class DrainLife:
-    """The drain that is under way: made and dropped with `Job.drain`."""
+    """The drain under way: made and dropped with `Job.drain`."""
 
-    # When it runs out: until then a boundary must be agreed, or the leavers be gone.
+    # The time by which a boundary must be agreed, or the leavers be gone.
     deadline: float
     awaited: AwaitedSave | None = None
 
@@ -59,45 +59,45 @@ class EpochLife:
     steps: dict[str, int] = field(default_factory=dict)
     saved_bytes: dict[str, int] = field(default_factory=dict)
     beats: dict[str, int] = field(default_factory=dict)
-    # What a save that is under way has in its files, as each node sees it; 0: none is.
+    # Bytes in the files of a save under way, as each node sees it; 0: none is under way.
     written_bytes: dict[str, int] = field(default_factory=dict)
-    # Nodes whose ranks have no step left to make: what the script still does, it does without steps.
+    # Nodes whose ranks have no step left to make: what the script still does makes no steps.
     ended: set[str] = field(default_factory=set)
     top_step: int = 0
-    # Of the last step; NaN: nobody has told of one.
+    # Loss of the last step; NaN: nobody has reported one.
     loss: float = math.nan
     # The longest step, save or evaluation.
     longest_seconds: float = 0.0
     first_step_at: float | None = None
-    # The same by the listening clock.
+    # The same time by the listening clock.
     first_step_heard: float = 0.0
     stepped_at: float | None = None
-    # A master before this one opened it, and nobody has told of a step yet: the first may be an old one.
+    # An earlier master opened it, and no step is reported yet: the first report may be an old one.
     is_taken_over: bool = False
-    # The last sign of progress of anybody.
+    # When anybody last made progress.
     moved: float = 0.0
-    # Who advanced last, when, and when somebody else did: a step is a collective, so it proves the others alive.
+    # Who advanced last, when, and when somebody else did. A step is a collective, so it proves the others alive.
     advanced_by: str = ""
     advanced: float = float("-inf")
     advanced_by_others: float = float("-inf")
-    # A rank failed or was lost: whoever falls silent now is suspect.
+    # A rank failed or was lost, so a node that falls silent now is suspect.
     trouble: bool = False
-    # Ranks have agreed to save and stop, whoever told them: their steps stand still until then.
+    # Ranks have agreed to save and stop, whoever told them. Their steps stand still until then.
     stopping: bool = False
-    # Nodes whose standby workers are not ready yet to follow those of this epoch.
+    # Nodes whose standby workers for the next epoch are not ready yet.
     cold: set[str] = field(default_factory=set)
-    # Newcomers of which was said what they wait for.
+    # Newcomers of which people know what they wait for.
     growth_told: frozenset[str] = frozenset()
-    # When that is said again, where it has no end of its own.
+    # When that is said again, if the wait has no set end.
     growth_told_at: float = 0.0
-    # The steps that the change has cost are counted, not only the least that they can be.
+    # The lost steps of the change are counted exactly, not only their least number.
     lost_exactly: bool = False
     drain: DrainLife | None = None
-    # A growth or a scale-down was put off: it is tried again with the next commit.
+    # A growth or a scale-down was put off, and is tried again with the next commit.
     put_off: bool = False
 
     def advance(self, name: str, step: int, now: float, heard: float) -> None:
-        """A node's ranks have come to this step. One of which nobody had told proves that all took part in it."""
+        """A node's ranks have reached this step. A step that nobody had reported proves that all took part in it."""
         self.moved, self.stepped_at = heard, now
         if step <= self.top_step:
             return
@@ -110,7 +110,7 @@ class EpochLife:
         self.advanced = heard
 
     def proof(self, name: str) -> float:
-        """When another node than this one made its last step."""
+        """When a node other than this one made its last step."""
         return self.advanced_by_others if name == self.advanced_by else self.advanced
 
 
@@ -118,24 +118,24 @@ class EpochLife:
 class Gathering:
     """One round: from the end of a world to the opening of the next."""
 
-    # When each node was first asked, and who has not answered in time.
+    # When each node was first asked, and which nodes have not answered in time.
     asked: dict[str, float] = field(default_factory=dict)
     overdue: set[str] = field(default_factory=set)
-    # When each name was lost in this round: one that comes back again and again holds nobody up.
+    # When each name was lost in this round: a node that comes back again and again holds nobody up.
     lost: dict[str, tuple[float, ...]] = field(default_factory=dict)
-    # Since when only the quiet time holds the opening up.
+    # Since when only the quiet time delays the opening.
     complete_at: float | None = None
-    # Since when nobody has had the resume point in sight.
+    # Since when nobody has seen the resume point.
     unseen: float | None = None
-    # Until when agents are heard out that remember a lost store.
+    # Until when agents that remember a lost store are heard out.
     listen_until: float | None = None
-    # When the job ends, because nobody will be able to convert what it would go on from.
+    # When the job ends, because nobody will be able to convert its resume point.
     vain_until: float | None = None
-    # The last steps of the world before are known: counted on some node behind their end, or drained at a boundary.
+    # The last steps of the previous world are known: counted on some node after their end, or drained at a boundary.
     counted: bool = False
 
     def is_crash_looping(self, name: str, now: float) -> bool:
-        """Lost in this very round, lately, and more than once."""
+        """Whether the name was lost in this very round, lately, and more than once."""
         return sum(now - at < CRASH_LOOP for at in self.lost.get(name, ())) > 1
 
     def note_loss(self, name: str, now: float) -> None:
@@ -144,7 +144,7 @@ class Gathering:
 
 @dataclass
 class LeaseLife:
-    """How the owner of a conversion's lease gets on."""
+    """The progress of the owner of a conversion's lease."""
 
     moved: float = 0.0
     # The most that it has reported: files finished, bytes moved.
@@ -154,37 +154,37 @@ class LeaseLife:
 
 @dataclass
 class ConversionLife:
-    """The conversion that the gate wants: made with it."""
+    """The conversion that the gate wants; made and dropped with it."""
 
     lease: LeaseLife = field(default_factory=LeaseLife)
-    # After a failure: when it is tried again, and after how long.
+    # After a failure: when it is tried again, and how long that pause is.
     retry_at: float = 0.0
     retry_pause_seconds: float = 0.0
 
 
 @dataclass
 class VerificationLife:
-    """One order to verify, or what lies before the next one: made with it."""
+    """One order to verify, or the pause before the next one; made and dropped with it."""
 
-    # When the verifier was asked, or last read something new; and how much it has read.
+    # When the verifier was asked, or last read something new; and how many bytes it has read.
     moved: float = 0.0
     bytes: int = 0
-    # When somebody is asked again, after one who could not tell.
+    # When somebody is asked again, after a verifier without a verdict.
     retry_at: float = 0.0
 
 
 @dataclass(frozen=True)
 class Pause:
-    """Nobody trains: from the last step of a world to the first of the next."""
+    """The time in which nobody trains: from the last step of a world to the first of the next."""
 
     since: float
-    # It was longer, and more steps may be lost: the process before this one saw the last of them.
+    # It was longer, and more steps may be lost, because an earlier process saw the last of them.
     costs_more: bool = False
 
 
 @dataclass(frozen=True)
 class Missing:
-    """What WAITING lacks, as agents were told last, and when."""
+    """What WAITING lacks, as agents were last told, and when."""
 
     text: str = ""
     at: float = float("-inf")
@@ -192,17 +192,17 @@ class Missing:
 
 @dataclass
 class RunLife:
-    """The run, as this process has seen it: made with `Job.run`."""
+    """The run as this process has seen it; made with `Job.run`."""
 
-    # When its world grew last.
+    # When its world last grew.
     growth_done_at: float | None = None
-    # The first and the last of its epochs, one after the other, that lost members before their first step.
+    # The first and the last of consecutive epochs that lost members before their first step.
     stillborn: tuple[int, int] = (0, -1)
 
 
 @dataclass
 class Live:
-    """Replaced whole by a new process; its parts with what they are about."""
+    """All of it. A new process replaces it whole; its parts are replaced with what they describe."""
 
     clock: ListeningClock = field(default_factory=ListeningClock)
     nodes: Presences = field(default_factory=Presences)
@@ -233,7 +233,7 @@ class State:
 
     job: Job
     live: Live = field(default_factory=Live)
-    # When the brain wants a Tick, monotonic seconds; None: not before the next event.
+    # When the brain wants a Tick, in monotonic seconds; None: not before the next event.
     wake: float | None = None
     # Tracebacks of events that were set aside, for the shell's log.
     faults: list[str] = field(default_factory=list)

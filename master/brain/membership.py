@@ -32,19 +32,19 @@ __all__ = (
     "spoke_since",
 )
 
-# A node lost this often within the window becomes a spare for a doubling time (seconds).
+# A node that is lost this often within the window becomes a spare for a doubling time. Seconds.
 LOSS_LIMIT = 3
 LOSS_WINDOW = 600.0
 HOLD_BASE = 30.0
 HOLD_MAX = 3600.0
-# A name that was held so often and came through so many windows without a loss since is trusted a little more again.
+# A name that was often held becomes a little more trusted with each window that it comes through without a loss.
 FORGIVEN_AFTER = 6 * LOSS_WINDOW
-# Who was not heard for so long before its stream ended did not close it: the connection was found dead. In seconds.
+# Seconds of silence before the end of a stream from which on its peer did not close it: the connection was found dead.
 PINGED = 3.5
 
 
 def drop(turn: Turn, node: Node) -> None:
-    """Forget a node: whatever its incarnation still says is answered NOT_FOUND."""
+    """Forgets a node: whatever its incarnation still says is answered NOT_FOUND."""
     turn.job.nodes.drop(node.name)
     turn.live.nodes.drop(node.name)
     gathering = turn.live.gathering
@@ -53,7 +53,7 @@ def drop(turn: Turn, node: Node) -> None:
 
 
 def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
-    """Nodes died, and how. Where ranks were running this is an unplanned change: the phases see their parts as LOST."""
+    """Handles the death of nodes, and how they died. If ranks were running, the phases see their parts as LOST."""
     job, live = turn.job, turn.live
     world = job.world
     counts = costs_the_run(turn)
@@ -82,26 +82,26 @@ def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:
     if world is not None and any(how != "left" for how in broken):
         note_stillborn(turn, world.epoch)
     if broken and world is not None and not any(job.node_by(member.incarnation) for member in world.members):
-        # Everybody was gone at once, and some are back already: a start, at which the others come, too.
+        # Everybody was gone at once, and some are back already: that is a start, to which the others will come, too.
         turn.update_next(quiet=True)
 
 
 def costs_the_run(turn: Turn) -> bool:
-    """Whether who is lost now takes steps from the others: some of this world, or all that two worlds could have made.
+    """Whether the loss costs the others steps: some of this world, or all that two worlds could have made.
 
-    A newcomer that dies before its world's first step costs nobody a step. Where world after world dies, none is made.
+    A newcomer that dies before its world's first step costs nobody a step. But if world after world dies, none is made.
     """
     world, live = turn.job.world, turn.live
     if world is None:
         return False
-    # Of a script without a session nobody hears the first step.
+    # Nobody hears the first step of a script without a session.
     stepped = turn.open.first_step_at is not None or turn.job.told.start
     first, last = live.run.stillborn
     return stepped or (first < world.epoch and last >= world.epoch - 1)
 
 
 def note_stillborn(turn: Turn, epoch: int) -> None:
-    """A world lost members; worlds that follow each other and make no step are remembered by the first and the last."""
+    """Notes that a world lost members before a step. Of such worlds in a row the first and the last are remembered."""
     first, last = turn.live.run.stillborn
     if turn.open.first_step_at is not None:
         turn.live.run.stillborn = (0, -1)
@@ -114,10 +114,10 @@ def was(who: list[str]) -> str:
 
 
 def breaks_world(turn: Turn, member: Member) -> bool:
-    """A member died: whether its ranks are missed. Marks it finished where all others are, and nothing is lost."""
+    """Whether a dead member's ranks are missed. Marks it finished if all others are, and nothing is lost."""
     part = turn.job.part(member)
     if part in (Part.FINISHED, Part.DRAINED):
-        return False  # What its ranks had to do is done, and saved.
+        return False  # its ranks have done their work, and it is saved
     if turn.job.phase.has_workers and part is Part.RUNNING and others_finished(turn, member.incarnation):
         turn.set_part(member, Part.FINISHED)
         return False
@@ -125,7 +125,7 @@ def breaks_world(turn: Turn, member: Member) -> bool:
 
 
 def others_finished(turn: Turn, incarnation: str) -> bool:
-    """All other members ran to their end, and the last step's checkpoint is committed."""
+    """Whether all other members ran to their end, and the last step's checkpoint is committed."""
     world = turn.job.world
     head = resume_point(turn.job)
     if world is None or head is None or len(world.members) < 2:
@@ -139,7 +139,7 @@ def others_finished(turn: Turn, incarnation: str) -> bool:
 
 
 def count_loss(turn: Turn, name: str) -> None:
-    """A member was lost at the cost of others; too often, and it is held."""
+    """Counts a member's loss that cost others; after too many it is held."""
     live, job = turn.live, turn.job
     before = live.lost_at.get(name, [])
     if before and turn.now - before[-1] > FORGIVEN_AFTER and name in job.losses:
@@ -156,7 +156,7 @@ def count_loss(turn: Turn, name: str) -> None:
 
 
 def forget_losses(turn: Turn) -> None:
-    """Names that were not lost for long are no longer counted: what is remembered stays bounded."""
+    """Forgets names that were not lost for long, so that what is remembered stays bounded."""
     live, job = turn.live, turn.job
     for name, times in list(live.lost_at.items()):
         if turn.now - times[-1] > FORGIVEN_AFTER * (1 + job.losses.get(name, 0)):
@@ -165,7 +165,7 @@ def forget_losses(turn: Turn) -> None:
 
 
 def hear(turn: Turn, node: Node) -> bool:
-    """A sign of life. Returns whether nobody had been heard before it for so long that the clock stood still."""
+    """Notes a sign of life. Returns whether nobody had been heard for so long that the clock stood still."""
     job = turn.job
     stood = turn.live.clock.word(turn.now, job.settings.node_timeout, heartbeat_of(job))
     if stood:
@@ -176,9 +176,9 @@ def hear(turn: Turn, node: Node) -> bool:
 
 
 def look_at_streams(turn: Turn) -> None:
-    """Tells the clock whether there is anybody to be heard, over a stream that is open."""
+    """Tells the clock whether anybody can be heard over an open stream."""
     clock, nodes = turn.live.clock, turn.job.nodes
-    # A leaver whose ranks are done owes nobody a word any more.
+    # A leaver whose ranks are done need not speak any more.
     done = {node.name for node in nodes.leavers if not turn.is_working(node)}
     if len(nodes) == len(done) or turn.job.phase.is_terminal:
         if clock.expects or clock.shut_at is not None:
@@ -191,7 +191,7 @@ def look_at_streams(turn: Turn) -> None:
 
 
 def check_liveness(turn: Turn) -> bool:
-    """Declare dead all who are; returns whether anything changed."""
+    """Declares dead all nodes that are. Returns whether anything changed."""
     if turn.job.phase.is_terminal:
         return False
     nodes, timeout = turn.job.nodes, turn.job.settings.node_timeout
@@ -212,28 +212,28 @@ def check_liveness(turn: Turn) -> bool:
 def death_of(turn: Turn, node: Node, timeout: float) -> str:
     """Why this node counts as dead now; "" while it does not.
 
-    Where all streams are closed the listening clock stands still: the path to the master broke, or everybody is gone,
-    and the next one to register settles it.
+    If all streams are closed, the listening clock stands still: the path to the master broke, or everybody is gone, and
+    the next node to register settles it.
     """
     presence, epoch = turn.presence(node), turn.open
-    # A step is a collective of all: advancing peers prove the silent node alive.
+    # A step is a collective of all, so peers that advance prove the silent node alive.
     proof = float("-inf")
     if turn.is_working(node):
         proof = epoch.proof(node.name)
         if epoch.stopping:
-            proof = max(proof, epoch.moved)  # A save is one, too.
+            proof = max(proof, epoch.moved)  # so does a save
     if presence.closed is not None and not spoke_since(presence):
         suspect = epoch.trouble and not has_answered(turn, node)
         grace = 0.0 if suspect else CLOSED_GRACE
         if not suspect and turn.is_working(node):
-            # Steps that take longer than that do not stand still yet; a broken stream comes back meanwhile.
+            # Steps that take longer than that have not stopped; a broken stream comes back meanwhile.
             grace = timeout if epoch.stopping else min(timeout, max(CLOSED_GRACE, 1.2 * epoch.longest_seconds))
         if suspect or not was_silent_before(turn, presence):
             due = presence.closed if suspect else max(presence.closed, proof) + grace
             return "its connection closed" if turn.overdue(due) else ""
     if not turn.overdue(max(presence.heard, proof) + timeout):
         return ""
-    # Somebody must have been heard when this node's next word was overdue: else it may be the master that is cut off.
+    # Somebody must have been heard after this node's next word was due; otherwise the master may be the one cut off.
     beat = heartbeat_of(turn.job)
     if turn.live.clock.word_shown < presence.heard + 1.5 * beat:
         turn.due(turn.now + beat)
@@ -242,16 +242,17 @@ def death_of(turn: Turn, node: Node, timeout: float) -> str:
 
 
 def was_silent_before(turn: Turn, presence: Presence) -> bool:
-    """Nothing had come for so long when its stream closed that no peer closed it: the connection was found dead.
+    """Whether nothing had come for so long when its stream closed that it was not the peer that closed it.
 
-    It may be frozen, or cut off for a while: it has its whole node-timeout. A process that ends was heard just before.
+    The node may be frozen, or cut off for a while, so it has its whole node-timeout. A process that ends was heard
+    before.
     """
     silence = (presence.closed or 0.0) - presence.heard
     return presence.closed is not None and silence >= max(PINGED, 1.5 * heartbeat_of(turn.job))
 
 
 def spoke_since(presence: Presence) -> bool:
-    """Heard after its stream had closed, and not by what was still under way: the stream broke, not the node."""
+    """Whether it was heard after its stream had closed, by a new message: the stream broke, not the node."""
     return presence.closed is not None and presence.heard > presence.closed + HEARTBEAT / 2
 
 
@@ -268,7 +269,7 @@ def in_rank_order(turn: Turn, nodes: Sequence[Node]) -> list[Node]:
 
 
 def agree_on_directory(turn: Turn) -> None:
-    """Until something was opened, the directory that most nodes share is the job's; at first the first agent's."""
+    """Until a world has opened, makes the directory that most nodes share the job's; at first the first agent's."""
     job = turn.job
     if job.epoch or len(job.checkpoints):
         return
@@ -281,7 +282,7 @@ def agree_on_directory(turn: Turn) -> None:
 
 
 def is_candidate(turn: Turn, node: Node) -> bool:
-    """May be part of the next world as far as we know."""
+    """Whether the node may be part of the next world, as far as is known."""
     resume = resume_point(turn.job)
     return (
         node.sees_directory
@@ -293,7 +294,7 @@ def is_candidate(turn: Turn, node: Node) -> bool:
 
 
 def answers(turn: Turn, node: Node) -> bool:
-    """Has joined the present round and said whether it sees the resume point."""
+    """Whether the node has joined the present round and said whether it sees the resume point."""
     joined, resume = node.joined, resume_point(turn.job)
     return (
         joined is not None
@@ -303,7 +304,7 @@ def answers(turn: Turn, node: Node) -> bool:
 
 
 def has_answered(turn: Turn, node: Node) -> bool:
-    """The same, and it is not merely presumed alive."""
+    """The same, and the node is not merely presumed alive."""
     return turn.presence(node).spoke and answers(turn, node)
 
 
@@ -315,7 +316,7 @@ def sees_resume(turn: Turn, node: Node) -> bool:
 def expected(turn: Turn) -> list[Node]:
     """The agents that gathering waits for, answered or not: fresh, not leaving, not held, not overdue.
 
-    Nor does it wait for a name that was lost again and again in this very round: it would hold everybody up.
+    It does not wait for a name that was lost again and again in this round, because that would hold everybody up.
     """
     job, gathering = turn.job, turn.live.gathering
     found, late = [], []
@@ -339,7 +340,7 @@ def expected(turn: Turn) -> list[Node]:
 
 
 def eligible(turn: Turn) -> list[Node]:
-    """Those that have joined and can take part; held ones only where fewer than `min` would remain."""
+    """Nodes that have joined and can take part; held ones only if fewer than `min` would remain."""
     nodes = [n for n in turn.job.nodes.values() if has_answered(turn, n) and sees_resume(turn, n)]
     nodes = [n for n in nodes if is_candidate(turn, n)]
     free = [n for n in nodes if not turn.is_held(n)]
@@ -358,14 +359,14 @@ def select(turn: Turn, nodes: list[Node]) -> list[Node]:
 
 
 def of_size(nodes: list[Node], world_size: int, settings: Settings, most: int) -> list[Node]:
-    """As many of these nodes, at most `most`, as may form a world of exactly `world_size` workers, in their order.
+    """The first of these nodes, at most `most`, that together have exactly `world_size` workers, in their order.
 
-    Of nodes with the same number of workers the first are taken, so only how many of each kind there are is searched.
+    Of nodes with the same number of workers the first are taken, so only the number of nodes of each kind is searched.
     """
     kinds: dict[int, list[Node]] = {}
     for node in nodes:
         kinds.setdefault(node.nproc, []).append(node)
-    # Nodes and workers so far, and how many of each kind that took.
+    # By numbers of nodes and workers so far: how many nodes of each kind that takes.
     found: dict[tuple[int, int], tuple[int, ...]] = {(0, 0): ()}
     for nproc, alike in kinds.items():
         wider: dict[tuple[int, int], tuple[int, ...]] = {}
@@ -385,7 +386,7 @@ def of_size(nodes: list[Node], world_size: int, settings: Settings, most: int) -
 
 
 def may_call_session(turn: Turn) -> bool:
-    """The open world's script has not called session(), and imports what it comes from: it may do so, however late."""
+    """Whether the open world's script imports a session and has not called session() yet: it may still do so."""
     job = turn.job
     if job.world is None or job.has_session:
         return False
@@ -396,7 +397,7 @@ def may_call_session(turn: Turn) -> bool:
 def newcomers(turn: Turn, presumed: bool = False) -> list[Node]:
     """Live nodes outside the open world that wait for a place and have announced themselves.
 
-    `presumed`: also those that a restarted master has not heard yet. A drain that began for them goes on; none begins.
+    `presumed`: also nodes that a restarted master has not heard yet. A drain that began for them goes on; none begins.
     """
     world = turn.job.world
     return [

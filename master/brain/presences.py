@@ -1,4 +1,4 @@
-"""Who is heard: the registered nodes, and which of them might have fallen silent.
+"""When each registered node was last heard, and which nodes might have fallen silent.
 
 Nearly all of thousands of nodes were heard lately. So each turn looks only at nodes whose stream is closed or whose
 silence comes near to a node-timeout. The others wait in a heap, ordered by when they were heard, and are taken out when
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 __all__ = ("Presence", "Presences")
 
-# In node-timeouts: silences from this on are looked at in every turn, and when one is due, those that soon will be are
-# brought up to date with it.
+# In node-timeouts: silences from this length on are looked at in every turn. When one is due, those that soon will be
+# are brought up to date with it.
 _NEAR, _SOON = 2 / 3, 1 / 2
-# What rounding may do to a time, seconds.
+# The rounding error of a time, in seconds.
 _ROUNDING = 1e-6
 
 
@@ -25,20 +25,20 @@ class Presence:
     """One registered node, as this process hears it."""
 
     heard: float
-    # It has spoken to this process; else it is only presumed alive, because the record names it.
+    # It has spoken to this process; otherwise it is only presumed alive, because the record names it.
     spoke: bool = False
     # It has opened a stream since it registered.
     opened: bool = False
-    # Its stream closed then.
+    # When its stream closed.
     closed: float | None = None
-    # It has announced itself then.
+    # When it announced itself.
     joined: float | None = None
-    # A leaver is gone then.
+    # When a leaver is gone.
     leaves: float | None = None
 
 
 class Presences:
-    """By name. Times are the listening clock's."""
+    """Presences by name. Times are the listening clock's."""
 
     __slots__ = ("_count", "_entries", "_heap", "_near", "_rows", "broken")
 
@@ -46,9 +46,10 @@ class Presences:
         self._rows: dict[str, Presence] = {}
         # Names whose stream is closed.
         self.broken: dict[str, None] = {}
-        # Names that were silent for long when they were looked at last.
+        # Names that had been silent for long at the last look.
         self._near: dict[str, None] = {}
-        # When it was heard, the entry's number, name; the number of each name's entry. Others are outdated.
+        # Heap of (when it was heard, number of the entry, name); and each name's current number. Other entries are
+        # outdated.
         self._heap: list[tuple[float, int, str]] = []
         self._entries: dict[str, int] = {}
         self._count = 0
@@ -67,20 +68,20 @@ class Presences:
         self._entries.pop(name, None)
 
     def close(self, name: str, heard: float) -> None:
-        """Its stream closed; one that was closed before stays so."""
+        """Its stream closed; a stream that was closed before stays so."""
         presence = self._rows[name]
         if presence.closed is None:
             presence.closed = heard
             self.broken[name] = None
 
     def open(self, name: str) -> None:
-        """It has a stream."""
+        """It has an open stream."""
         presence = self._rows[name]
         presence.closed, presence.opened = None, True
         self.broken.pop(name, None)
 
     def suspects(self, shown: float, timeout: float) -> list[str]:
-        """All who may be dead by a silence of `timeout`, or because their stream closed; some are not."""
+        """All names that may be dead by a silence of `timeout`, or because their stream closed; some are not."""
         near = shown - timeout * _NEAR + _ROUNDING
         for name in [name for name in self._near if self._rows[name].heard > near]:
             del self._near[name]
@@ -94,7 +95,7 @@ class Presences:
         return [*self._near, *(name for name in self.broken if name not in self._near)]
 
     def _taken(self, until: float) -> list[str]:
-        """Names of all entries up to that time, which are taken out."""
+        """Removes all entries up to that time, and returns their names."""
         taken = []
         while self._heap and self._heap[0][0] <= until:
             _, number, name = heapq.heappop(self._heap)
@@ -104,7 +105,7 @@ class Presences:
         return taken
 
     def next_look(self, timeout: float) -> float | None:
-        """When the next one comes near a silence of `timeout`; None: nobody waits."""
+        """When the next name comes near a silence of `timeout`; None: nobody waits."""
         return self._heap[0][0] + timeout * _NEAR if self._heap else None
 
     def _await(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""What a lost store has forgotten, read back from what agents remember and from the checkpoints that they see."""
+"""Reads back what a lost store has forgotten, from the memory of agents and from the checkpoints that they see."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def remember(
     finished_runs: Iterable[str] = (),
     settings: Settings | None = None,
 ) -> None:
-    """No world was opened from this store, but this agent knows of a run: go on above its epoch, from its checkpoints.
+    """Takes an agent's memory of a run, if this store has opened no world: go on above its epoch, from its checkpoints.
 
-    The first such news starts a listening time of one node-timeout, in which everybody's memory is collected.
-    `settings` are those in force as the lost store's master told this agent.
+    The first such memory starts a listening time of one node-timeout, in which everybody's memory is collected.
+    `settings` are those in force that the lost store's master told this agent.
     """
     job = turn.job
     over = set(finished_runs)
@@ -38,7 +38,7 @@ def remember(
         [job.run.number, *(run_number(entry.run_id) for entry in unfinished), *(run_number(run) + 1 for run in over)]
     )
     if newest > job.run.number:
-        # What was read back so far is of a run that is over.
+        # What was read back so far belongs to a run that is over.
         turn.begin_run(Run(newest))
         job.recollection = replace(job.recollection, settings_epoch=-1)
     mine = [entry for entry in unfinished if entry.run_id == job.run_id]
@@ -55,9 +55,9 @@ def remember(
 
 
 def restore_settings(turn: Turn, epoch: int, settings: Settings | None, found: list[control_pb2.Checkpoint]) -> None:
-    """Put the job's settings back in force, as of the newest epoch that anybody's memory or a manifest tells of.
+    """Puts the job's settings back in force, as of the newest epoch in anybody's memory or in a manifest.
 
-    A manifest says min and max nodes only. An agent that saw the same epoch may have heard of them later.
+    A manifest has only min and max nodes. An agent that saw the same epoch may know newer ones.
     """
     job = turn.job
     newest = max(found, key=lambda entry: entry.epoch, default=None)
@@ -69,7 +69,7 @@ def restore_settings(turn: Turn, epoch: int, settings: Settings | None, found: l
 
 
 def put_in_force(turn: Turn, epoch: int, settings: Settings, source: str) -> None:
-    """Unless they make no sense together; --nnodes of the master's own command line stands."""
+    """Puts settings in force if they make sense together; --nnodes of the master's own command line stands."""
     job = turn.job
     if job.fixed_nnodes:
         settings = replace(settings, min_nodes=job.settings.min_nodes, max_nodes=job.settings.max_nodes)
@@ -81,13 +81,13 @@ def put_in_force(turn: Turn, epoch: int, settings: Settings, source: str) -> Non
 
 
 def merge(turn: Turn, found: list[control_pb2.Checkpoint]) -> None:
-    """The newest lineage of all that was found so far, whoever saw which part of it."""
+    """Takes the newest lineage of all checkpoints found so far, no matter who saw which part of it."""
     job = turn.job
     records = {record.digest: record for record in job.checkpoints}
     known = [checkpoints.to_proto(job, record) for record in job.checkpoints]
     new = [entry for entry in found if entry.ref.digest not in records]
     if new:
-        # In order of the lineage, whoever saw which part of it.
+        # In order of the lineage, no matter who saw which part of it.
         for digest in records:
             job.checkpoints.drop(digest)
         for entry in checkpoints.lineage(known + new):

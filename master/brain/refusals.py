@@ -13,9 +13,9 @@ from .turn import Turn, names
 
 
 def pending(turn: Turn) -> Failure | None:
-    """The refusal that ended the last world, if that is what did.
+    """The refusal that ended the last world, if one did.
 
-    Where re-sharding was to be tried, it is that which did not work: the checkpoint is converted instead.
+    If re-sharding was to be tried, that is what did not work: the checkpoint is converted instead.
     """
     job, failure = turn.job, turn.job.run.budget.pending
     if failure is None or not failure.refused or job.world is None:
@@ -24,14 +24,14 @@ def pending(turn: Turn) -> Failure | None:
 
 
 def ends_job(turn: Turn) -> bool:
-    """Nobody can go on: all who are left of the world trained before it, or none."""
+    """Whether nobody can go on: the nodes left of the world all trained before it, or none of them did."""
     return pending(turn) is not None and not (is_left(turn, proven=True) and newcomers(turn))
 
 
 def put_aside(turn: Turn) -> None:
-    """Those who came last become spares, for as long as they are what they are; the others' budget is untouched.
+    """Makes those that came last spares, as long as they do not change; the others' budget is untouched.
 
-    Each node of the world tells of the same refusal, the last ones when that is done already.
+    Each node of the world reports the same refusal; the last reports come after this is done.
     """
     refusal, new = pending(turn), newcomers(turn)
     if refusal is None:
@@ -51,13 +51,13 @@ def put_aside(turn: Turn) -> None:
 
 
 def newcomers(turn: Turn) -> list[Member]:
-    """Of the world that refused, those who had never made a step of this run."""
+    """Members of the world that refused which had never made a step of this run."""
     world = turn.job.world
     return [member for member in world.members if not member.proven] if world is not None else []
 
 
 def is_left(turn: Turn, *, proven: bool) -> bool:
-    """Some node of the last world is there that did, or did not, train before it."""
+    """Whether some node of the last world is left that trained (`proven`), or did not train, before it."""
     world = turn.job.world
     return world is not None and any(
         turn.job.node_by(member.incarnation) is not None for member in world.members if member.proven is proven

@@ -20,29 +20,29 @@ from .turn import Turn, heartbeat_of, pace_of
 
 _FIELDS = tuple(Settings.__dataclass_fields__)
 
-# How long after its last word an agent that has registered counts as there without a stream (seconds).
+# Seconds after its last word in which a registered agent without a stream counts as there.
 OPENING = 2.0
 
 
 def settings_from(message: control_pb2.Settings) -> Settings:
-    """As the agent sent them."""
+    """The settings that an agent sent."""
     return Settings(**{name: getattr(message, name) for name in _FIELDS})
 
 
 def settings_proto(settings: Settings) -> control_pb2.Settings:
-    """As agents are told."""
+    """The settings as agents are told them."""
     return control_pb2.Settings(**{name: getattr(settings, name) for name in _FIELDS})
 
 
 def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
-    """Let an agent in, under a name that no live node holds. Repeating with the same incarnation changes nothing."""
+    """Admits an agent under a name that no live node holds. Repeating with the same incarnation changes nothing."""
     job = turn.job
     if message.job_id != job.job_id:
         return Reply("INVALID_ARGUMENT", f"this master runs job {job.job_id!r}, not {message.job_id!r}: check --job-id")
     wrong = settings_from(message.settings).problem
     if wrong:
         return Reply("INVALID_ARGUMENT", wrong)
-    # Also one that is refused proves that the master can be heard.
+    # Even a refused agent proves that the master can be heard.
     turn.live.clock.word(turn.now, job.settings.node_timeout, heartbeat_of(job))
     turn.heard = turn.live.clock.at(turn.now)
     known = job.node_by(message.incarnation)
@@ -69,17 +69,17 @@ def register(turn: Turn, message: control_pb2.RegisterRequest) -> Reply:
 
 
 def digest_of(secret: bytes) -> str:
-    """What is kept of a secret."""
+    """The digest that is kept of a secret."""
     return hashlib.sha256(secret).hexdigest() if secret else ""
 
 
 def proves(node: Node, secret: bytes) -> bool:
-    """Whether this is the secret that the node's agent registered it with."""
+    """Whether this is the secret with which the node's agent registered."""
     return not node.secret or hmac.compare_digest(node.secret, digest_of(secret))
 
 
 def accepted(turn: Turn, node: Node) -> Reply:
-    """The reply that lets a node in."""
+    """The reply that admits a node."""
     job = turn.job
     return Reply(
         message=control_pb2.RegisterReply(
@@ -127,13 +127,13 @@ def free_name(job: Job, host: str) -> str:
 
 
 def name_taken(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None:
-    """A name belongs to its node until that node's stream is closed or silent past the node-timeout."""
+    """A refusal if the name is taken: it belongs to its node until the stream is closed or silent past the timeout."""
     job = turn.job
     holder = job.nodes.get(message.node) if message.node else None
     if holder is None:
         return None
     if not turn.presence(holder).spoke and is_there(turn, holder.name):
-        # A restarted master only presumes it alive: after a power cut this is the same node, started anew.
+        # A restarted master only presumes it alive: after a power cut it is the same node, started anew.
         return Reply("ABORTED", f"node name {message.node!r} was held when the master stopped: waiting for its node")
     if is_there(turn, holder.name):
         return Reply(
@@ -145,7 +145,7 @@ def name_taken(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | None
 
 
 def process_of(message: control_pb2.RegisterRequest) -> Process | None:
-    """As the agent says it; an older one does not."""
+    """The agent's process, as the agent describes it; None from an older agent."""
     said = message.process
     if not message.HasField("process"):
         return None
@@ -153,10 +153,10 @@ def process_of(message: control_pb2.RegisterRequest) -> Process | None:
 
 
 def free_earlier_boots(turn: Turn, here: control_pb2.Process) -> None:
-    """An agent whose machine was started anew proves that those which ran there before are gone, with their names.
+    """Removes nodes of earlier boots of a machine: an agent of the present boot proves that they are gone.
 
-    Only an agent of that machine can say so, as no other knows what identifies it. One that was heard just now is
-    there, whatever somebody says of its machine.
+    Only an agent of that machine can prove it, because no other knows what identifies the machine. A node that was
+    heard just now is there, whatever somebody says about its machine.
     """
     lately = turn.heard - 3 * heartbeat_of(turn.job)
     gone = []
@@ -169,14 +169,14 @@ def free_earlier_boots(turn: Turn, here: control_pb2.Process) -> None:
 
 
 def new_run_without_effect(turn: Turn, message: control_pb2.RegisterRequest) -> str:
-    """What to tell a new agent that asks for a new run while the last one is not over; "" where that is no news."""
+    """What to tell a new agent that asks for a new run while the last one is not over; "" if it knows."""
     job = turn.job
     if not message.new_run or job.phase.is_terminal or message.previous_incarnation:
         return ""
     if job.world is None and not len(job.checkpoints):
-        return ""  # Nothing was begun.
+        return ""  # nothing was begun
     if job.run.begun_anew and any(is_there(turn, name) for name in job.nodes):
-        return ""  # The same command on another node has begun this run a moment ago.
+        return ""  # the same command on another node has begun this run a moment ago
     return (
         f"--new-run has no effect: {job.run_id} is not over, and goes on from {where(job)};"
         " to start over, use another --job-id"
@@ -184,21 +184,21 @@ def new_run_without_effect(turn: Turn, message: control_pb2.RegisterRequest) -> 
 
 
 def where(job: Job) -> str:
-    """Where the run goes on."""
+    """Where the run resumes, for a person."""
     head = resume_point(job)
     return f"step {head.step}" if head is not None else "step 0"
 
 
 def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
-    """A new agent of an ended job: a run that succeeded stays ended, a failed one is resumed, or the next one starts.
+    """Handles a new agent of an ended job: a succeeded run stays ended, a failed one resumes, or the next one starts.
 
-    Returns a refusal, or what the agent should tell its person.
+    Returns a refusal, or what the agent should tell its user.
     """
     job = turn.job
     if not job.phase.is_terminal or message.previous_incarnation:
-        return ""  # An agent of the run that ended is told how it ended, also if it was away then.
+        return ""  # an agent of the ended run is told how it ended, even if it was away then
     if job.phase is Phase.SUCCEEDED and not (message.new_run or job.embedded):
-        return ""  # It is let in, and its first directive says how the job ended.
+        return ""  # it is let in, and its first directive says how the job ended
     if any(is_there(turn, name) for name in job.nodes):
         return Reply("UNAVAILABLE", "the agents of the run that has ended are still leaving")
     finished, ended = job.phase is Phase.SUCCEEDED, job.run_id
@@ -216,9 +216,9 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
     turn.enter(Phase.WAITING)
     if finished or message.new_run:
         begin_anew(turn, message)
-        # Who asked for it knows.
+        # An agent that asked for a new run knows.
         return "" if message.new_run else f"{ended} is finished: this is the next run, {job.run_id}, from step 0"
-    # A supervisor may start agents again and again: each time is said, and how often it was in vain so far.
+    # A supervisor may start agents again and again, so each time says how often it was in vain so far.
     turn.update_run(budget=Budget(last_step=job.run.budget.last_step), reopened=job.run.reopened + 1)
     times = f", for the {ordinal(job.run.reopened)} time without a commit" if job.run.reopened > 1 else ""
     who = message.node or message.host
@@ -228,7 +228,7 @@ def reopen(turn: Turn, message: control_pb2.RegisterRequest) -> Reply | str:
 
 
 def begin_anew(turn: Turn, message: control_pb2.RegisterRequest) -> None:
-    """The next run: nothing of the last one counts."""
+    """Begins the next run: nothing of the last one counts."""
     turn.begin_run(Run(turn.job.run.number + 1, begun_anew=message.new_run))
     turn.job.probe = message.probe
 
@@ -240,9 +240,9 @@ def ordinal(number: int) -> str:
 
 
 def is_there(turn: Turn, name: str) -> bool:
-    """Connected and heard within the node-timeout. (An ended job declares nobody dead.)
+    """Whether the node is connected and was heard within the node-timeout. (An ended job declares nobody dead.)
 
-    One that was killed before it opened its stream closes none, and a supervisor may have started the next one already.
+    A node that was killed before it opened its stream closes none, and a supervisor may have started the next already.
     """
     presence = turn.live.nodes[name]
     if not presence.opened and presence.spoke and turn.heard - presence.heard > OPENING:
@@ -251,10 +251,10 @@ def is_there(turn: Turn, name: str) -> bool:
 
 
 def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
-    """What the first agent of a job brings is the job's: settings, probe, and what an empty store has forgotten."""
+    """Makes what the first agent brings the job's: settings, probe, and what an empty store has forgotten."""
     job = turn.job
     if not job.arrivals:
-        turn.begin_phase()  # It waits from now on; the master's process may have been there for long.
+        turn.begin_phase()  # it waits from now on; the master's process may have been there for long
     being_read_back = job.recollection.listening and job.recollection.settings_epoch >= 0
     if not len(job.nodes) and (not job.settled or (job.embedded and not being_read_back)):
         settle_for(job, message.settings)
@@ -265,23 +265,23 @@ def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
         told = settings_from(message.known_settings) if message.HasField("known_settings") else None
         remember(turn, message.epoch, message.inventory, message.finished_runs, told)
         if job.run.number > run and job.recollection.settings_epoch < 0:
-            # The first to know of this run.
+            # This agent is the first that knows of this run.
             settle_for(job, message.settings)
     elif job.epoch == 0 and message.finished_runs:
         after = 1 + max(run_number(run) for run in message.finished_runs)
         if after > job.run.number:
             turn.begin_run(Run(after))
-    # Equal is above only for an empty store: a fenced node of a running job brings the present generation.
+    # An equal number is above only for an empty store: a fenced node of a running job brings the present generation.
     if message.generation > job.generation or (job.epoch == 0 and message.generation == job.generation):
         job.generation = message.generation + 1
 
 
 def settle_for(job: Job, settings: control_pb2.Settings) -> None:
-    """What this agent was told becomes the job's; --nnodes of the master's own command line stands."""
+    """Makes this agent's settings the job's; --nnodes of the master's own command line stands."""
     chosen = settings_from(settings)
     if job.fixed_nnodes:
         chosen = replace(chosen, min_nodes=job.settings.min_nodes, max_nodes=job.settings.max_nodes)
     if (chosen.min_nodes, chosen.max_nodes) != (job.settings.min_nodes, job.settings.max_nodes):
-        job.limit = 0  # It was a limit within other bounds.
+        job.limit = 0  # the limit was within other bounds
     job.settings = chosen
     job.settled = True

@@ -15,22 +15,22 @@ from .scaling import is_too_large, of_nodes, wants_to_shrink
 from .state import Drain, Failure, NextWorld, Node, Part, Phase, World
 from .turn import Turn, names
 
-# Nodes that are not warm by then are taken as they are (seconds after the newcomers' Join, and after the first step).
-# Meanwhile the others train on. So it is more than an agent waits for its imports (120) and for its script to run ahead
-# (600) before it says that there is nothing to wait for.
+# Seconds after the newcomers' Join, and after the first step, from which nodes that are not warm are taken as they are.
+# The others train on meanwhile. So it is longer than an agent waits for its imports (120) and for its script to run
+# ahead (600) before it says that there is nothing to wait for.
 WARM_LIMIT = 750.0
-# So long after that a line says what the newcomers wait for.
+# Seconds later a line says what the newcomers wait for.
 WARM_SAID = 10.0
-# Auto grow interval: this many times what the last growth cost, at most GROW_MAX seconds.
+# The auto grow interval: this many times the cost of the last growth, at most GROW_MAX seconds.
 GROW_FACTOR = 20.0
 GROW_MAX = 60.0
-# A stall, once the epoch has made a step: this many times the longest step, save or evaluation, at least STALL_MIN.
+# A stall after the epoch's first step: this many times the longest step, save or evaluation, at least STALL_MIN.
 STALL_FACTOR = 20.0
 STALL_MIN = 60.0
-# Ranks are asked to save at a boundary: so many of the longest steps may pass without one, if that is more than
-# --drain-timeout.
+# Ranks that are asked to save must agree on a boundary within so many of the longest steps, or within --drain-timeout
+# if that is longer.
 AGREE_FACTOR = 2.0
-# A script that opens a session says hello so long after its workers were started, by all experience (seconds).
+# Seconds after the start of its workers within which a script with a session says hello, by experience.
 HELLO_WITHIN = 5.0
 
 
@@ -38,7 +38,7 @@ HELLO_WITHIN = 5.0
 
 
 def running(turn: Turn) -> bool:
-    """The world trains: what ends that."""
+    """RUNNING: the world trains; this looks for what ends it."""
     job = turn.job
     if end_of_epoch(turn):
         return True
@@ -60,9 +60,9 @@ def running(turn: Turn) -> bool:
 
 
 def go_without(turn: Turn, leavers: list[str]) -> None:
-    """Nodes go, or ranks have drained without being asked by the master: everybody saves and stops.
+    """Drains because nodes leave, or because ranks have drained without the master's order: everybody saves and stops.
 
-    Ranks without a session cannot: nobody waits for them. After an outage a hello may still be on its way.
+    Ranks without a session cannot save, so nobody waits for them. After an outage a hello may still be on its way.
     """
     job = turn.job
     if leavers and not job.has_session and turn.overdue(turn.live.phase_heard + HELLO_WITHIN):
@@ -74,7 +74,7 @@ def go_without(turn: Turn, leavers: list[str]) -> None:
 
 
 def grow(turn: Turn) -> None:
-    """Newcomers are taken in."""
+    """Drains, or restarts the workers, to take newcomers in."""
     job, new = turn.job, newcomers(turn)
     if job.has_session:
         start_drain(turn, f"{names(n.name for n in new)} {'joins' if len(new) == 1 else 'join'}", growth=True)
@@ -85,7 +85,7 @@ def grow(turn: Turn) -> None:
 
 
 def shrink(turn: Turn) -> None:
-    """The world is larger than the job was scaled to."""
+    """Makes the world smaller if it is larger than the job was scaled to."""
     text = f"scaled to {of_nodes(turn.job.limit)}"
     if turn.job.has_session:
         start_drain(turn, text, shrink=True)
@@ -96,16 +96,16 @@ def shrink(turn: Turn) -> None:
 
 
 def go_on_unheard(turn: Turn) -> None:
-    """The next world is presented when it opens: this one was not heard of either.
+    """Has the next world presented when it opens, because nothing was heard of this one either.
 
-    Of one that has not come to its session() yet this says nothing: it has made no step, and the next one may be heard.
+    A world that has not reached its session() yet proves nothing: it has made no step, and the next one may be heard.
     """
     if not may_call_session(turn):
         turn.update_told(start=True)
 
 
 def world_of(turn: Turn) -> World:
-    """The last opened world, which this phase cannot be without."""
+    """The last opened world, which must exist in this phase."""
     world = turn.job.world
     if world is None:
         raise AssertionError(f"phase {turn.job.phase.value} without a world")
@@ -113,7 +113,7 @@ def world_of(turn: Turn) -> World:
 
 
 def end_of_epoch(turn: Turn) -> bool:
-    """All parts ended, or one of them broke."""
+    """Ends the epoch if all parts ended, or one of them broke."""
     job = turn.job
     parts = set(job.parts.values())
     if Part.LOST in parts or Part.FAILED in parts:
@@ -141,7 +141,7 @@ def end_of_epoch(turn: Turn) -> bool:
 
 
 def hopeless(turn: Turn) -> bool:
-    """Every node's workers failed before the run ever made a step: trying again would not help."""
+    """Whether every node's workers failed before the run ever made a step: trying again would not help."""
     job = turn.job
     return (
         not job.run.ever_stepped
@@ -152,14 +152,14 @@ def hopeless(turn: Turn) -> bool:
 
 
 def unplanned(turn: Turn) -> None:
-    """Survivors stop at once and go back to the last commit."""
+    """Makes survivors stop at once and go back to the last commit."""
     turn.open.trouble = True
-    turn.job.drain = None  # What it was for comes to nothing.
+    turn.job.drain = None  # its purpose is void
     regroup(turn)
 
 
 def regroup(turn: Turn) -> None:
-    """The open epoch is over on every node; gather for the next."""
+    """Ends the open epoch on every node, and gathers for the next."""
     job, world = turn.job, world_of(turn)
     turn.update_run(left_step=max(turn.open.top_step, world.resumed_step))
     turn.update_next(grown=job.drain is not None and job.drain.grown)
@@ -167,7 +167,7 @@ def regroup(turn: Turn) -> None:
     turn.live.pause = Pause(since, turn.open.is_taken_over)
     announcements.close_record(turn, world, job.run.left_step)
     turn.gather_anew()
-    # A boundary is told with the word that it is saved.
+    # A boundary is reported together with its save.
     turn.live.gathering.counted = bool({Part.DRAINED, Part.FINISHED} & set(job.parts.values()))
     left = [node.name for node in job.nodes.leavers if world.member(node.incarnation) is not None]
     if left:
@@ -176,19 +176,19 @@ def regroup(turn: Turn) -> None:
 
 
 def stalled(turn: Turn) -> bool:
-    """No rank advances, no save grows and, after the training's end, nobody finishes for too long."""
+    """Whether for too long no rank advances, no save grows and, after the training's end, nobody finishes."""
     job, epoch = turn.job, turn.open
     limit = job.settings.stall_timeout
     if limit <= 0:
         return False
     if not job.has_session:
-        # Nobody hears of steps: their absence says nothing.
+        # Nobody hears of steps, so their absence proves nothing.
         if turn.overdue(max(epoch.moved, turn.live.phase_heard) + limit):
             announcements.perhaps_stalled(turn, world_of(turn))
         return False
     ended = bool(epoch.ended) or Part.FINISHED in job.parts.values()
     if epoch.first_step_at is not None and not ended and not any(epoch.written_bytes.values()):
-        # What was taken for a stall may have been the first evaluation: each time more patience, up to the setting.
+        # What looked like a stall may have been the first evaluation: each time more patience, up to the setting.
         limit = min(limit, max(STALL_MIN, STALL_FACTOR * epoch.longest_seconds) * 2.0 ** min(job.run.stalls, 60))
     if not turn.overdue(epoch.moved + limit):
         return False
@@ -205,10 +205,10 @@ def stalled(turn: Turn) -> bool:
 
 
 def wants_to_grow(turn: Turn) -> bool:
-    """A growth starts when the newcomers are warm, this epoch has made a step and the interval has passed."""
+    """Whether a growth starts: the newcomers are warm, this epoch has made a step and the interval has passed."""
     job, live, world = turn.job, turn.live, world_of(turn)
     if len(job.nodes) <= len(world.members) and all(job.node_by(member.incarnation) for member in world.members):
-        return False  # Nobody but the members is here.
+        return False  # only the members are here
     if turn.open.ended or any(part is not Part.RUNNING for part in job.parts.values()):
         return False
     new = newcomers(turn)
@@ -222,7 +222,7 @@ def wants_to_grow(turn: Turn) -> bool:
         heard = turn.overdue(live.phase_heard + job.settings.node_timeout)
         if heard and live.committed > since:
             return True
-        # While session() may still come, no time alone is a reason to restart everybody.
+        # While session() may still come, time alone is no reason to restart everybody.
         until = None if may_call_session(turn) else since + job.settings.grow_wait
         if until is not None and turn.overdue(until):
             return True
@@ -237,7 +237,7 @@ def wants_to_grow(turn: Turn) -> bool:
 
 
 def is_warm(turn: Turn, members: list[Node], new: list[Node]) -> bool:
-    """Whether all of the next world can start at once: else everybody would wait for the slowest start."""
+    """Whether all nodes of the next world can start at once; otherwise everybody would wait for the slowest start."""
     epoch = turn.open
     cold = [node.name for node in new if not node.warm] + [node.name for node in members if node.name in epoch.cold]
     assert epoch.first_step_at is not None
@@ -256,9 +256,10 @@ def oldest_join(turn: Turn, new: list[Node]) -> float:
 
 
 def unheard_since(turn: Turn, new: list[Node]) -> float:
-    """From when on a script without a session is waited for: its commits before that are no reason to restart.
+    """Since when a script without a session is waited for: its earlier commits are no reason to restart.
 
-    Nor has one with a session said hello yet: if what an earlier epoch committed counted, no world would ever start.
+    A script with a session may not have said hello yet. If commits of an earlier epoch counted, no world would ever
+    start.
     """
     return max(oldest_join(turn, new), turn.live.phase_heard)
 
@@ -275,7 +276,7 @@ def grow_interval(turn: Turn) -> float:
 
 
 def start_drain(turn: Turn, reason: str, *, growth: bool = False, shrink: bool = False) -> None:
-    """Everybody saves at one boundary and stops."""
+    """Orders everybody to save at one boundary and stop."""
     turn.enter(Phase.DRAINING)
     turn.job.drain = Drain(growth, reason, shrink, after=last_step(turn), grown=growth)
     turn.open.drain = DrainLife(turn.heard + turn.job.settings.drain_timeout if growth else notice_end(turn))
@@ -295,7 +296,7 @@ def notice_end(turn: Turn) -> float:
 
 
 def draining(turn: Turn) -> bool:
-    """The ranks are saving to stop: its end, its deadline, its withdrawal."""
+    """DRAINING: the ranks save to stop; this handles its end, its deadline and its withdrawal."""
     job, epoch = turn.job, turn.open
     drain = job.drain
     if drain is None:
@@ -320,9 +321,9 @@ def draining(turn: Turn) -> bool:
         return True
     if drain.agreed or drained:
         return saving(turn, drain, drained)
-    # Where nobody goes it may take as long as ranks advance; a leaver's notice runs out regardless.
+    # If nobody leaves, it may take as long as ranks advance; a leaver's notice runs out regardless.
     deadline = turn.drain_life.deadline
-    # They agree between two steps.
+    # The ranks agree between two steps.
     patience = max(job.settings.drain_timeout, AGREE_FACTOR * epoch.longest_seconds)
     if drain.optional:
         deadline = max(deadline, epoch.moved + patience)
@@ -336,17 +337,17 @@ def draining(turn: Turn) -> bool:
 
 
 def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
-    """The ranks have agreed, and save: that may take as long as they live, and nothing stands still for too long.
+    """Handles the save after the ranks have agreed: it may take as long as they live, unless all stands still too long.
 
-    Whether bytes move says little: a sync, in which a slow disk spends its time, moves none. When a leaver's notice is
-    over the others go on without it.
+    Whether bytes move says little, because a sync, in which a slow disk spends its time, moves none. When a leaver's
+    notice is over, the others go on without it.
     """
     job, epoch, life = turn.job, turn.open, turn.drain_life
     saves.await_save(turn, drain.subject)
     leavers = [node for node in job.nodes.leavers if turn.is_working(node)]
     if leavers and turn.overdue(life.deadline) and saves.part_with(turn, leavers):
         life.deadline = notice_end(turn)
-        # From now on they write, or seal, what is left.
+        # From now on the ranks write, or seal, what is left.
         epoch.moved = turn.heard
         return True
     limit = job.settings.stall_timeout
@@ -354,7 +355,7 @@ def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
         return False
     if drain.optional and not drained:
         withdraw(turn, f"its save stood still for {limit:.0f} s (--stall-timeout)")
-        # Else each of these saves would be followed by the next one.
+        # Otherwise each of these saves would be followed by the next one.
         turn.live.grow_hold_until = max(turn.live.grow_hold_until, turn.now + limit)
     else:
         give_up_drain(turn, drain)
@@ -362,14 +363,14 @@ def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
 
 
 def give_up_drain(turn: Turn, drain: Drain) -> None:
-    """Nothing more can be saved."""
+    """Gives the drain up, because nothing more can be saved."""
     turn.notice(f"the drain ({drain.reason}) did not end in time: going back to the last commit", True)
     turn.cause("drain timed out")
     unplanned(turn)
 
 
 def withdraw(turn: Turn, why: str) -> None:
-    """Nobody goes and nobody comes now; the ranks train on, and it is tried again at the next commit."""
+    """Withdraws a drain: nobody goes and nobody comes now, the ranks train on, and the next commit tries it again."""
     if turn.job.drain is not None:
         turn.notice(f"{turn.job.drain.subject} is put off: {why}")
     turn.open.stopping = False
@@ -382,14 +383,14 @@ def withdraw(turn: Turn, why: str) -> None:
 
 
 def end_refused(turn: Turn) -> None:
-    """All ranks refuse, and nobody else could go on: no other start would come to anything else."""
+    """Ends the job because all ranks refuse and nobody else could go on: another start would end in the same way."""
     refusal = refusals.pending(turn)
     why = refusal.message if refusal is not None else ""
     end(turn, Phase.FAILED, f"the training was refused: {why}", notice=False)
 
 
 def end(turn: Turn, phase: Phase, message: str, *, notice: bool = True) -> None:
-    """The job is over, well or not. Every agent's last line says so; without `notice` nothing else does."""
+    """Ends the job, well or not. Every agent's last line says so; without `notice` nothing else does."""
     job = turn.job
     job.message = message
     job.next = NextWorld()

@@ -1,4 +1,4 @@
-"""A drain's save: what people hear of it, and who ends it where a leaver's notice runs out before it is done."""
+"""A drain's save: what people hear of it, and which rank ends it if a leaver's notice runs out too early."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from .live import AwaitedSave
 from .state import Job, Node, Part
 from .turn import Turn, names
 
-# A save that goes on is told of after so many seconds, and again each time that has doubled.
+# Seconds after which people are told of a save that goes on; told again each time that has doubled.
 TOLD_AFTER = 5.0
-# What is advised for --drain-timeout: so many times what a save took, in steps of 10 s.
+# The advice for --drain-timeout: so many times what a save took, in steps of 10 s.
 ADVISED = 2.5
 
 
 def await_save(turn: Turn, what: str) -> None:
-    """The ranks save, and `what` waits for them: says so if it takes long."""
+    """Notes that the ranks save and `what` waits for it, and says so if it takes long."""
     life = turn.drain_life
     if life.awaited is None:
         life.awaited = AwaitedSave(turn.heard, turn.heard + TOLD_AFTER, 0)
@@ -35,9 +35,9 @@ def await_save(turn: Turn, what: str) -> None:
 
 
 def note_written(turn: Turn) -> None:
-    """A checkpoint is one directory, so each node sees what all have written; between two parts none of them looks.
+    """Notes the bytes written. A checkpoint is one directory, so each node sees what all nodes have written.
 
-    1 says only that a rank is at work.
+    Between two parts of a save no node looks. A value of 1 only says that a rank is at work.
     """
     save = None if turn.open.drain is None else turn.open.drain.awaited
     seen = max(turn.open.written_bytes.values(), default=0)
@@ -46,7 +46,7 @@ def note_written(turn: Turn) -> None:
 
 
 def amount(count: float) -> str:
-    """Bytes, for a person."""
+    """A number of bytes, for a person."""
     size, units = count, ["kB", "MB", "GB", "TB"]
     if size < 1000:
         return "1 byte" if f"{size:.0f}" == "1" else f"{size:.0f} bytes"
@@ -56,7 +56,7 @@ def amount(count: float) -> str:
 
 
 def note_seconds(turn: Turn, step: int, seconds: float) -> None:
-    """A checkpoint was committed, and saving it took so long: once, what that means for nodes that have to leave."""
+    """Says once, after a commit, what the duration of its save means for nodes that have to leave."""
     notice = turn.job.settings.drain_timeout
     if seconds <= notice / 2 or turn.live.slow_save_told:
         return
@@ -70,12 +70,12 @@ def note_seconds(turn: Turn, step: int, seconds: float) -> None:
 
 
 def is_committed(turn: Turn) -> bool:
-    """The boundary that the ranks have agreed on is recorded: what they still do loses nothing."""
+    """Whether the boundary that the ranks have agreed on is recorded: what they still do can lose nothing."""
     return turn.job.checkpoints.last_step(turn.job.epoch) >= turn.open.top_step
 
 
 def somebody_stays(job: Job) -> bool:
-    """Some member is still at work, and has no notice."""
+    """Whether some member is still at work and has no notice."""
     world = job.world
     if world is None or not job.phase.has_workers:
         return True
@@ -84,7 +84,7 @@ def somebody_stays(job: Job) -> bool:
 
 
 def part_with(turn: Turn, leavers: list[Node]) -> bool:
-    """Leavers whose notice has run out are not waited for any more. Returns whether there were any."""
+    """Stops waiting for leavers whose notice has run out. Returns whether there were any."""
     job = turn.job
     gone = [node for node in leavers if (leaves := turn.presence(node).leaves) is None or turn.heard >= leaves]
     for node in gone:
@@ -101,9 +101,9 @@ def part_with(turn: Turn, leavers: list[Node]) -> bool:
 
 
 def may_still_come(turn: Turn) -> bool:
-    """Leavers are not waited for any more, and nobody else is at work: what they sealed at last may be on its way.
+    """Whether a last seal may be on its way, although leavers are no longer waited for and nobody else is at work.
 
-    Until they are gone, but no longer than another notice.
+    This holds until they are gone, but no longer than another notice.
     """
     job, epoch = turn.job, turn.open
     if is_committed(turn):
@@ -114,16 +114,16 @@ def may_still_come(turn: Turn) -> bool:
 
 @dataclass(frozen=True)
 class LastWriter:
-    """The member (its incarnation) that completes a save which leavers had to leave; whether all others are done."""
+    """The member (by incarnation) that completes a save which leavers had to leave; and whether all others are done."""
 
     incarnation: str
     alone: bool
 
 
 def last_writer(job: Job) -> LastWriter | None:
-    """The first in rank order of those still at work, before those that have a notice themselves.
+    """The first member in rank order that is still at work; one without a notice comes first.
 
-    None: nobody had to go before the save was complete.
+    None: no leaver had to go before the save was complete.
     """
     world = job.world
     if job.drain is None or world is None or Part.LEFT not in job.parts.values():

@@ -1,4 +1,4 @@
-"""Scaling down by a person's or tool's order: the world drains, and its first nodes go on."""
+"""Scaling down by order of a person or tool: the world drains, and its first nodes go on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .turn import Turn
 
 
 def scale(turn: Turn, message: control_pb2.ScaleRequest) -> Reply:
-    """Sets or lifts the limit. Saying the same again changes nothing."""
+    """Sets or lifts the limit. Repeating the order changes nothing."""
     job, settings = turn.job, turn.job.settings
     if job.phase.is_terminal:
         return Reply("FAILED_PRECONDITION", f"the job has ended ({job.message}): there is nothing to scale")
@@ -38,7 +38,7 @@ def scale(turn: Turn, message: control_pb2.ScaleRequest) -> Reply:
 
 
 def of_nodes(count: int) -> str:
-    """How many, for a person."""
+    """A number of nodes, for a person."""
     return f"{count} node{'s' if count != 1 else ''}"
 
 
@@ -57,23 +57,23 @@ def has_shrunk(turn: Turn, old: set[str], nodes: list[Node]) -> bool:
 
 
 def usable(job: Job, count: int) -> int:
-    """Of so many nodes, how many a world may have: a multiple of --node-unit."""
+    """How many of `count` nodes a world may have: a multiple of --node-unit."""
     return count - count % max(1, job.settings.node_unit)
 
 
 def loads_with(job: Job, count: int) -> bool:
-    """Whether the first so many nodes of the world could go on from what the run saves."""
+    """Whether the first `count` nodes of the world could resume from what the run saves."""
     members = job.world.members[: usable(job, count)] if job.world is not None else ()
     return only_size(job) in (0, sum(member.nproc for member in members))
 
 
 def wants_to_shrink(turn: Turn) -> bool:
-    """A scale-down starts once the epoch has made a step; after one that was put off, with the next commit."""
+    """Whether a scale-down starts: once the epoch has made a step; if one was put off, with the next commit."""
     job, epoch = turn.job, turn.open
     if not job.limit or job.world is None or epoch.ended or not is_too_large(turn):
         return False
     if any(part is not Part.RUNNING for part in job.parts.values()) or not loads_with(job, job.most_nodes):
         return False
     if not job.has_session:
-        return job.told.start  # Before that its hello may be on its way.
+        return job.told.start  # before that its hello may be on its way
     return epoch.first_step_at is not None and not epoch.put_off

@@ -1,4 +1,4 @@
-"""Which nodes have the resume point in sight: it may be damaged, or gone, while they gather."""
+"""Which nodes see the resume point while they gather: it may be damaged, or gone."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from .turn import Turn
 
 __all__ = ("look",)
 
-# So long nobody has had the newest checkpoint in sight, although all read the same directory, before the run goes back
-# by one: longer than file systems keep what they remember of a directory (seconds).
+# Seconds for which nobody has seen the newest checkpoint, although all read the same directory, before the run goes
+# back by one. Longer than file systems cache a directory.
 UNSEEN_LIMIT = 60.0
 
 
 def look(turn: Turn) -> bool:
-    """See to a resume point that those who joined cannot use. Returns whether anything moved."""
+    """Handles a resume point that the nodes that joined cannot use. Returns whether anything changed."""
     job, gathering = turn.job, turn.live.gathering
     resume, verification = resume_point(job), job.verification
     if resume is not None and verification is None and suspect_damage(turn, resume):
         return True
     before = one_before(turn, resume) if resume is not None else None
-    # Who verifies a directory that is gone cannot tell: then it counts that nobody has it in sight.
+    # A verifier of a directory that is gone has no verdict; then it counts that nobody sees it.
     open_question = verification is not None and not conversion.is_unable(verification)
     if resume is None or before is None or open_question or not seen_by_nobody(turn, resume):
         gathering.unseen = None
@@ -43,7 +43,7 @@ def look(turn: Turn) -> bool:
 
 
 def suspect_damage(turn: Turn, resume: Checkpoint) -> bool:
-    """A node has the directory in sight, but not the manifest that was recorded: another one has a look."""
+    """Has the resume point verified if a node sees the directory, but not the recorded manifest."""
     for node in turn.job.nodes.values():
         joined = node.joined
         if joined is None or not joined.unusable or not answers(turn, node) or node.leaving:
@@ -60,9 +60,9 @@ def suspect_damage(turn: Turn, resume: Checkpoint) -> bool:
 
 
 def seen_by_nobody(turn: Turn, resume: Checkpoint) -> bool:
-    """All who are here have looked, enough of them for a world, in the job's directory, and not one has found it.
+    """Whether all nodes here, enough for a world, have looked in the job's directory, and none has found it.
 
-    Gathering does not wait for ever for an agent that does not answer, nor does this.
+    Like gathering, this does not wait for ever for an agent that does not answer.
     """
     found = 0
     for node in turn.job.nodes.values():
@@ -79,7 +79,7 @@ def seen_by_nobody(turn: Turn, resume: Checkpoint) -> bool:
 
 
 def is_stranger(turn: Turn, node: Node) -> bool:
-    """It reads another directory, and did not train with the others: what it sees says nothing of theirs."""
+    """Whether the node reads another directory and did not train with the others, so that its view does not count."""
     world = turn.job.world
     return not node.sees_directory and (world is None or world.member(node.incarnation) is None)
 

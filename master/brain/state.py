@@ -3,10 +3,10 @@
 `Job` holds no times, only durations and facts, so that a master that starts again can go on with it: every deadline
 then starts anew, and every node of the stored world is presumed alive for one node-timeout (docs/architecture.md).
 
-Everything below `Job` is immutable and replaced whole. So a copy of the job is a shallow one (`Job.copy`), the state
-before an event is at hand when the event turns out to be one too many, and what is to be stored is what was replaced.
+Everything below `Job` is immutable and replaced whole. So a copy of the job is shallow (`Job.copy`), the state before
+an event is still there if the event must be set aside, and what must be stored is what was replaced.
 
-What belongs together is one object, which is made and dropped whole, so that nothing of it can be left behind:
+What belongs together is one object, which is made and dropped whole, so that no part of it can be left behind:
 
 | object | from | to |
 |---|---|---|
@@ -59,15 +59,15 @@ __all__ = (
 class Phase(str, Enum):
     """The job's phases: what each waits for, and what ends it.
 
-    WAITING: for as many nodes as a world needs. Ended by the node that makes them enough (`forming`); by
+    WAITING: waits for as many nodes as a world needs. Ended by the node that makes them enough (`forming`), or by
         --wait-for-nodes, which fails the job.
-    FORMING: for the Joins of all who are to be in the next world, and beside them for a form of the resume point that
-        it can load (`forming`). Ended by the opening of the world; by --join-timeout, which drops who has not joined.
-    RUNNING: for nothing; the world trains. Ended by a failure, a leave, a growth or a scale-down, by the last part's
-        end, or by --stall-timeout (`running`).
-    DRAINING: for one save of all ranks at one boundary (`running`). Ended by the last part's end; by the leaver's
+    FORMING: waits for the Joins of all nodes of the next world, and beside them for a form of the resume point that it
+        can load (`forming`). Ended by the opening of the world; --join-timeout drops nodes that have not joined.
+    RUNNING: waits for nothing; the world trains. Ended by a failure, a leave, a growth or a scale-down, by the last
+        part's end, or by --stall-timeout (`running`).
+    DRAINING: waits for one save of all ranks at one boundary (`running`). Ended by the last part's end, by the leaver's
         notice, or for growths and scale-downs by a withdrawal.
-    SUCCEEDED, FAILED: for late agents, who are told how it ended. FAILED ends where an agent registers anew.
+    SUCCEEDED, FAILED: wait for late agents, which are told how it ended. FAILED ends when an agent registers anew.
     """
 
     WAITING = "waiting"
@@ -83,7 +83,7 @@ class Phase(str, Enum):
 
     @property
     def has_workers(self) -> bool:
-        """The last opened world's workers are meant to be running."""
+        """Whether the last opened world's workers are meant to be running."""
         return self in (Phase.RUNNING, Phase.DRAINING)
 
 
@@ -95,12 +95,12 @@ class Part(str, Enum):
     FINISHED = "finished"
     FAILED = "failed"
     LOST = "lost"
-    # Gone when its notice was over, or before, while the ranks saved: the others see whether its part is there.
+    # The member left when its notice was over, or earlier, during the save: the others see whether its part is there.
     LEFT = "left"
 
 
-# A heartbeat comes a second after the last word, and is given 3 s before the next one is sent: one that got lost must
-# be no death. Agents refuse less on their own command line, too.
+# A heartbeat comes a second after the last word, and has 3 s before the next one is sent: one lost heartbeat must not
+# mean death. Agents refuse a lower value on their own command line, too.
 LEAST_NODE_TIMEOUT = 5.0
 
 
@@ -116,7 +116,7 @@ class Settings(JobSettings):
 
     @property
     def problem(self) -> str:
-        """What is wrong with them, in one line; empty where nothing is."""
+        """What is wrong with the settings, in one line; empty if nothing is."""
         if not 1 <= self.min_nodes <= self.max_nodes:
             return f"--nnodes={self.min_nodes}:{self.max_nodes}: MIN must be at least 1 and at most MAX"
         if self.node_unit < 1 or self.least_nodes > self.max_nodes:
@@ -153,19 +153,19 @@ class World:
     members: tuple[Member, ...]
     store_host: str
     store_port: int
-    # Digest of the resume point, "" for step 0, and how it is loaded.
+    # Digest of the resume point, "" for step 0; and how it is loaded.
     resume: str = ""
     universal: bool = False
     resharded: bool = False
     resumed_step: int = 0
     causes: tuple[str, ...] = ()
-    # The step that the run had reached when the world before this one ended.
+    # The step that the run had reached when the previous world ended.
     left_step: int = 0
     grown: bool = False
 
     @cached_property
     def size(self) -> int:
-        """How many workers."""
+        """Number of workers."""
         return sum(member.nproc for member in self.members)
 
     @cached_property
@@ -174,7 +174,7 @@ class World:
 
     @cached_property
     def first_ranks(self) -> tuple[int, ...]:
-        """Of each member, the global rank of its first worker."""
+        """For each member the global rank of its first worker."""
         firsts, first = [], 0
         for member in self.members:
             firsts.append(first)
@@ -187,38 +187,38 @@ class World:
 
 @dataclass(frozen=True)
 class Told:
-    """What people have been told of the open world, each once."""
+    """What people have been told about the open world, each thing once."""
 
-    # Its first step was heard.
+    # Its first step was reported.
     first_step: bool = False
-    # That it has started, and that nothing is heard of its steps yet.
+    # It has started, and no step of it is reported yet.
     unheard: bool = False
-    # It counts as one whose steps are made unheard: its script may have no session.
+    # It counts as a world whose steps are not reported: its script may have no session.
     start: bool = False
-    # That nobody can tell whether it is stuck.
+    # Nobody can tell whether it is stuck.
     doubt: bool = False
 
 
 @dataclass(frozen=True)
 class Opened:
-    """The world that was opened last: made when it opens, dropped when another one does or an ended job starts anew."""
+    """The world that was opened last: made when it opens, dropped when the next opens or an ended job starts anew."""
 
     world: World
-    # How its members fare, by incarnation. It changes in place, so `Job.copy` copies it.
+    # The state of its members by incarnation. It changes in place, so `Job.copy` copies it.
     parts: dict[str, Part]
     told: Told = Told()
 
 
 @dataclass(frozen=True)
 class Conversion:
-    """The universal form of `source` is wanted. `owner` holds the lease `lease`; 0 when nobody does."""
+    """The universal form of `source` is wanted. `owner` holds `lease`; 0 if nobody does."""
 
     source: str
     lease: int = 0
     owner: str = ""
-    # Names of the nodes on which it failed although the source verifies.
+    # Names of nodes on which it failed although the source verifies.
     failed: tuple[str, ...] = ()
-    # Directories of leases on the same source that came before.
+    # Directories of earlier leases on the same source.
     earlier: tuple[str, ...] = ()
     blocked: bool = False
     reason: str = ""
@@ -226,7 +226,7 @@ class Conversion:
 
 @dataclass(frozen=True)
 class Verification:
-    """One node could not load a checkpoint; another looks at it before anything is concluded."""
+    """A node could not load a checkpoint; another one verifies it before anything is concluded."""
 
     number: int
     digest: str
@@ -234,7 +234,7 @@ class Verification:
     reporter: str
     verifier: str = ""
     message: str = ""
-    # Names of those that could not tell, as often as they were asked.
+    # Names of nodes without a verdict, once for each time that they were asked.
     unable: tuple[str, ...] = ()
 
 
@@ -244,12 +244,12 @@ class Drain:
 
     growth: bool
     reason: str
-    # For a limit that the world exceeds.
+    # It began because the world exceeds a limit.
     shrink: bool = False
     agreed: bool = False
-    # The last step known when it began: its boundary comes later, and what speaks of an earlier one is late news.
+    # The last step known when it began. Its boundary comes later, so a report of an earlier one is old news.
     after: int = 0
-    # It began for newcomers: the next world is one that has grown, whoever leaves meanwhile.
+    # It began for newcomers, so the next world has grown, no matter who leaves meanwhile.
     grown: bool = False
 
     @property
@@ -259,7 +259,7 @@ class Drain:
 
     @property
     def optional(self) -> bool:
-        """Nobody goes: if it cannot be done now, the ranks train on, and it is tried again."""
+        """Whether nobody leaves: if it cannot be done now, the ranks train on, and it is tried again."""
         return self.growth or self.shrink
 
 
@@ -273,7 +273,7 @@ class Failure:
     step: int
     # The cause is on another node, which reports it or is lost.
     elsewhere: bool = False
-    # All ranks know, and agree: another start would come to the same.
+    # All ranks agree to refuse: another start would end in the same way.
     refused: bool = False
 
 
@@ -300,9 +300,9 @@ class EpochRecord:
     lost_steps: int
     first_step: int
     last_step: int
-    # Somebody has told of its steps; else first and last say nothing.
+    # Some node has reported its steps; otherwise first and last step have no meaning.
     heard: bool = True
-    # Nobody has told of the last steps of the world before: `lost_steps` is the least that it can be.
+    # Nobody has reported the last steps of the previous world: at least `lost_steps` were lost.
     lost_more: bool = False
 
 
@@ -311,7 +311,7 @@ class Budget:
     """Failures without progress, see `failures`."""
 
     failures: int = 0
-    # Of the last failure that counted: a commit beyond it refills the budget.
+    # Step of the last failure that counted: a commit beyond it refills the budget.
     last_step: int = 0
     pending: Failure | None = None
     # Incarnations that had not answered when the world after a failure opened: were they lost, or only slow?
@@ -320,15 +320,15 @@ class Budget:
 
 @dataclass(frozen=True)
 class NextWorld:
-    """What is known of the world that comes next: made when one opens, dropped when this one does or the job ends."""
+    """What is known of the next world: made when one opens, dropped when the next opens or the job ends."""
 
-    # Why it comes.
+    # Why it will be another world.
     causes: tuple[str, ...] = ()
     # A drain for newcomers led to it.
     grown: bool = False
-    # A start, or out of WAITING: agents nobody has heard of may be on their way.
+    # It comes after a start, or out of WAITING: agents that nobody has heard of may be on their way.
     quiet: bool = False
-    # What it needs to load the resume point, and what has to be known of that before.
+    # The conversion that it needs to load the resume point, and the verification that must come before.
     conversion: Conversion | None = None
     verification: Verification | None = None
 
@@ -340,15 +340,15 @@ class Run:
     number: int = 1
     # It was begun by --new-run.
     begun_anew: bool = False
-    # So often it was taken up again after it had failed, since it committed something.
+    # How often it was resumed after a failure since its last commit.
     reopened: int = 0
     ever_stepped: bool = False
-    # The script's workers have said hello: it can drain, and its steps are heard of.
+    # The script's workers have said hello: it can drain, and reports its steps.
     has_session: bool = False
     budget: Budget = Budget()
     stalls: int = 0
     growths: int = 0
-    # What the last growth cost.
+    # Cost of the last growth.
     growth_cost_seconds: float = 0.0
     # The step that it had reached when its last world ended.
     left_step: int = 0
@@ -356,13 +356,13 @@ class Run:
 
 @dataclass(frozen=True)
 class Recollection:
-    """What agents remember of a store that was lost: of use until a world opens."""
+    """What agents remember of a store that was lost; kept until a world opens."""
 
-    # The master hears all of them out before it opens one.
+    # The master hears all of them out before it opens a world.
     listening: bool = False
     # The highest epoch that they remember.
     epoch: int = 0
-    # The epoch of which the settings in force are remembered; -1 where nobody's memory says them.
+    # The epoch as of which the settings in force are remembered; -1 if nobody remembers them.
     settings_epoch: int = -1
 
 
@@ -374,9 +374,9 @@ class Job:
     embedded: bool = False
     generation: int = 0
     settings: Settings = field(default_factory=Settings)
-    # --nnodes was given to the master: agents do not set it.
+    # --nnodes was given to the master, so agents do not set it.
     fixed_nnodes: bool = False
-    # The most nodes that a world may have, below max; 0: max.
+    # The most nodes that a world may have, if fewer than max; 0: max.
     limit: int = 0
     settled: bool = False
     run: Run = field(default_factory=Run)
@@ -391,16 +391,16 @@ class Job:
     # Content of the probe file as the nodes that count read it.
     probe: str = ""
     checkpoints: Checkpoints = field(default_factory=Checkpoints)
-    # What closed epochs sealed too late: it never counted, and its files may go.
+    # What closed epochs sealed too late: it never counted, and its files may be deleted.
     late: tuple[Checkpoint, ...] = ()
-    # So many leases and orders to verify there were: each has a number of its own.
+    # Numbers of leases and of orders to verify so far; each has a number of its own.
     leases: int = 0
     verifications: int = 0
     # Growths in a row for which nobody could convert.
     conversion_failures: int = 0
-    # How often each node name was held, for having been lost after its world had made a step.
+    # How often each node name was held because it was lost after its world had made a step.
     losses: dict[str, int] = field(default_factory=dict)
-    # Names that are spares for now, and for how long (seconds; begins anew with a new master).
+    # Names that are spares for now, and for how many seconds (which begin anew with a new master).
     holds: dict[str, float] = field(default_factory=dict)
     # How it ended.
     message: str = ""
@@ -409,7 +409,7 @@ class Job:
     history: tuple[EpochRecord, ...] = ()
 
     def copy(self) -> Job:
-        """The state as it is now, whatever becomes of this one."""
+        """A copy that later changes of this one do not affect."""
         other = copy.copy(self)
         other.nodes, other.checkpoints = self.nodes.copy(), self.checkpoints.copy()
         other.losses, other.holds = dict(self.losses), dict(self.holds)
@@ -428,12 +428,12 @@ class Job:
 
     @property
     def parts(self) -> dict[str, Part]:
-        """How the members of `world` fare, by incarnation; empty where there is no world."""
+        """The state of the members of `world`, by incarnation; empty if there is no world."""
         return self.opened.parts if self.opened is not None else {}
 
     @property
     def told(self) -> Told:
-        """What people have been told of `world`."""
+        """What people have been told about `world`."""
         return self.opened.told if self.opened is not None else Told()
 
     @property
@@ -450,12 +450,12 @@ class Job:
 
     @property
     def grown(self) -> bool:
-        """The next world will be one that has grown, as things stand."""
+        """Whether the next world will have grown, as things stand."""
         return self.next.grown or (self.drain is not None and self.drain.grown)
 
     @property
     def most_nodes(self) -> int:
-        """Of a world: --nnodes' maximum, or what the job was scaled to."""
+        """The most nodes of a world: --nnodes' maximum, or what the job was scaled to."""
         return min(self.limit or self.settings.max_nodes, self.settings.max_nodes)
 
     @property

@@ -1,4 +1,4 @@
-"""A table of immutable rows that knows which of them were touched since they were last kept."""
+"""A table of immutable rows that knows which of them were touched since they were last stored."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ T = TypeVar("T")
 class Table(Generic[T]):
     """Rows by key, in order of their arrival. A row is replaced whole, never changed.
 
-    So a copy is cheap, a row that is still the same object has not changed, and what is to be stored is what was
-    touched: the cost of a turn does not grow with the table.
+    So a copy is cheap, a row that is still the same object has not changed, and only touched rows must be stored: the
+    cost of a turn does not grow with the table.
     """
 
     __slots__ = ("_rows", "touched")
@@ -24,7 +24,7 @@ class Table(Generic[T]):
         self.touched: set[str] = set(self._rows)
 
     def copy(self) -> Table[T]:
-        """The same rows, and the same of them touched."""
+        """A table with the same rows and the same touched ones."""
         other: Table[T] = Table()
         other._rows, other.touched = dict(self._rows), set(self.touched)
         return other
@@ -34,7 +34,7 @@ class Table(Generic[T]):
         self.touched.add(key)
 
     def drop(self, key: str) -> T | None:
-        """Forgets a row; None where there was none."""
+        """Forgets a row; None if there was none."""
         row = self._rows.pop(key, None)
         if row is not None:
             self.touched.add(key)

@@ -1,4 +1,4 @@
-"""One decision's worth of deciding: the state, the time, and the few verbs that every part of the brain shares."""
+"""One turn of deciding: the state, the time, and the few verbs that all parts of the brain share."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from .live import DrainLife, EpochLife, Gathering, Live, RunLife, State
 from .presences import Presence
 from .state import Job, Member, Node, Notice, Part, Phase, Run
 
-# A closed stream counts as a death after this long, seconds.
+# Seconds after which a closed stream counts as a death.
 CLOSED_GRACE = 1.0
-# Notices kept for agents that connect later.
+# How many notices are kept for agents that connect later.
 NOTICES = 40
 HISTORY = 500
-# Words that the master wants to hear in a second, of all agents together; and the least time between two reports.
+# How many messages a second the master wants from all agents together; and the least seconds between two reports.
 WORDS = 150.0
-# Heartbeats that fit into a node-timeout at least. One that is not answered is repeated after a third of the interval:
-# a second one fits in wherever the first was lost.
+# The least number of heartbeats in a node-timeout. An unanswered one is repeated after a third of the interval, so a
+# second one always fits if the first was lost.
 LEAST_BEATS = 2.25
-# Slots of a heartbeat's interval: the heartbeats of one slot come together. At 1,000 nodes that halves what they cost:
-# most of it is waking up.
+# Slots of a heartbeat's interval: the heartbeats of one slot come together. At 1,000 nodes that halves their cost, most
+# of which is waking up.
 SLOTS = 25
 LEAST_PROGRESS = 0.1
-# Of more nodes than this only the number is said.
+# Of more nodes than this only the number is printed.
 NAMED = 4
-# So many causes of one change are named.
+# The most causes of one change that are named.
 CAUSES = 8
 
 
 @dataclass
 class Turn:
-    """`due` and `overdue` note the earliest moment that anything waits for: the brain's next Tick."""
+    """One turn. `due` and `overdue` note the earliest time that anything waits for: the brain's next Tick."""
 
     state: State
     now: float
 
     def __post_init__(self) -> None:
-        # What the listening clock shows: for all that waits for an agent's word.
+        # What the listening clock shows, for everything that waits for an agent to speak.
         self.heard = self.live.clock.at(self.now)
 
     @property
@@ -54,12 +54,12 @@ class Turn:
 
     @property
     def open(self) -> EpochLife:
-        """The open epoch's life."""
+        """What is known of the open epoch."""
         return self.state.live.epoch
 
     @property
     def drain_life(self) -> DrainLife:
-        """The life of the drain, which is under way."""
+        """What is known of the drain under way."""
         life = self.open.drain
         if life is None:
             raise AssertionError(f"phase {self.job.phase.value} without a drain")
@@ -74,52 +74,52 @@ class Turn:
         return False
 
     def overdue(self, when: float) -> bool:
-        """The same by the listening clock. While that stands still, the next word wakes the brain."""
+        """The same by the listening clock. While that stands still, the next message wakes the brain."""
         if self.heard >= when:
             return True
         clock = self.live.clock
-        # Translated into real time it may be now, by rounding: then it is.
+        # Rounding may turn it into now in real time; then it counts as now.
         return not clock.stands_still(self.now) and self.due(clock.real(self.now, when))
 
     def notice(self, text: str, warning: bool = False) -> None:
-        """One line for every agent's console."""
+        """Adds one line for every agent's console."""
         job = self.job
         job.noticed += 1
         job.notices = (*job.notices, Notice(job.noticed, text, warning))[-NOTICES:]
 
     def cause(self, text: str) -> None:
-        """Why the next world will be another one."""
+        """Adds a reason why the next world will be another one."""
         causes = self.job.next.causes
         if text not in causes:
             self.update_next(causes=(*causes, text)[-CAUSES:])
 
     def enter(self, phase: Phase) -> None:
-        """The phase changes; what lasts as long as the phase before it goes with that."""
+        """Enters a phase. What lasts as long as the previous phase is dropped with that."""
         if self.job.phase is not phase:
             self.job.phase = phase
             self.job.drain = self.open.drain = None
             self.begin_phase()
 
     def begin_phase(self) -> None:
-        """What is waited for in it is waited for from now on."""
+        """Makes the phase begin now: what it waits for is waited for from here on."""
         self.live.phase_since, self.live.phase_heard = self.now, self.heard
 
     def gather_anew(self) -> None:
-        """A round begins: who is asked is asked now."""
+        """Begins a round: agents are asked now."""
         self.live.gathering = Gathering()
 
     def update(self, node: Node, **changes: Any) -> Node:
-        """The node with some of it changed."""
+        """The node with some fields changed."""
         new = replace(node, **changes)
         self.job.nodes.put(node.name, new)
         return new
 
     def update_next(self, **changes: Any) -> None:
-        """Something of what is known of the next world is changed."""
+        """Changes some of what is known of the next world."""
         self.job.next = replace(self.job.next, **changes)
 
     def begin_run(self, run: Run) -> None:
-        """Another run: nothing that the last one committed counts, nor what was heard of it."""
+        """Begins another run: what the last one committed, and what was heard of it, no longer counts."""
         job = self.job
         for record in list(job.checkpoints):
             job.checkpoints.drop(record.digest)
@@ -127,11 +127,11 @@ class Turn:
         self.live.run = RunLife()
 
     def update_run(self, **changes: Any) -> None:
-        """Something of the run is changed."""
+        """Changes some fields of the run."""
         self.job.run = replace(self.job.run, **changes)
 
     def update_told(self, **changes: bool) -> None:
-        """People have been told something of the open world, if there is one."""
+        """Notes what people have been told about the open world, if there is one."""
         job = self.job
         if job.opened is not None:
             job.opened = replace(job.opened, told=replace(job.opened.told, **changes))
@@ -141,7 +141,7 @@ class Turn:
         return self.live.nodes[node.name]
 
     def is_fresh(self, node: Node) -> bool:
-        """Heard lately, over an open stream: it can be given orders."""
+        """Whether the node was heard lately and has an open stream, so that it can be given orders."""
         presence = self.presence(node)
         if presence.closed is not None and self.overdue(presence.closed + CLOSED_GRACE):
             return False
@@ -150,7 +150,7 @@ class Turn:
         return not self.overdue(presence.heard + max(patience, self.job.settings.node_timeout / 3))
 
     def is_held(self, node: Node) -> bool:
-        """Lost too often lately: a spare for now."""
+        """Whether the node was lost too often lately, and is a spare for now."""
         until = self.live.held_until.get(node.name)
         if until is None:
             return False
@@ -161,11 +161,11 @@ class Turn:
         return True
 
     def part(self, node: Node) -> Part | None:
-        """How its ranks of the open epoch fare; None where it has none."""
+        """The state of its ranks in the open epoch; None if it has none."""
         return self.job.parts.get(node.incarnation)
 
     def is_working(self, node: Node) -> bool:
-        """Its ranks of the open epoch are meant to be running."""
+        """Whether its ranks of the open epoch are meant to be running."""
         return self.job.phase.has_workers and self.part(node) is Part.RUNNING
 
     def set_part(self, member: Member, part: Part) -> None:
@@ -178,7 +178,7 @@ def heartbeat_of(job: Job) -> float:
 
 
 def progress_of(job: Job) -> float:
-    """Seconds between two reports of an agent's steps, when nothing but the number of the step has changed."""
+    """Seconds between two progress reports of an agent, if only the number of the step has changed."""
     return min(max(LEAST_PROGRESS, len(job.nodes) / WORDS), heartbeat_of(job))
 
 
@@ -195,7 +195,7 @@ def pace_of(turn: Turn) -> control_pb2.Pace:
 
 
 def names(nodes: Iterable[str]) -> str:
-    """Who, for a person: the first few, and how many more."""
+    """Nodes, for a person: the first few, and how many more."""
     listed = list(nodes)
     if len(listed) <= NAMED:
         return ", ".join(listed)

@@ -25,9 +25,9 @@ PHASES = {
 
 
 class Common:
-    """What the directives of all nodes have in common at one moment: made once, however many they are.
+    """What the directives of all nodes have in common at one moment: made once, for any number of nodes.
 
-    `version` and `key` tell, without building anything, whether a node would be told something new.
+    `version` and `key` tell, without building anything, whether a node's directive would change.
     """
 
     def __init__(self, state: State) -> None:
@@ -36,10 +36,10 @@ class Common:
         self.job = job
         head = resume_point(job)
         self.witnesses = witnesses(job)
-        # Who seals what a leaver left behind.
+        # The member that seals what a leaver left behind.
         self.last_writer = last_writer(job)
         self.somebody_stays = somebody_stays(job)
-        # Everything below the job is replaced whole: the same objects say the same.
+        # Everything below the job is replaced whole, so the same objects have the same content.
         self.parts = (
             *(job.generation, job.phase, job.epoch, job.run.number, job.settings, head, job.noticed, job.world),
             *(
@@ -52,14 +52,14 @@ class Common:
                 self.witnesses,
             ),
             frozenset(record.digest for record in prunable(job)),
-            # What a spare is told of the unit depends on how many nodes there are.
+            # What a spare is told about the unit depends on the number of nodes.
             len(job.nodes) if job.settings.node_unit > 1 else 0,
         )
         self._template: control_pb2.Directive | None = None
         self._world: control_pb2.World | None = None
 
     def says_the_same(self, other: Common) -> bool:
-        """Whether nothing that all have in common changed between the two moments."""
+        """Whether nothing that all nodes have in common changed between the two moments."""
         if self.job is not other.job or len(self.parts) != len(other.parts):
             return False
         return all(
@@ -92,7 +92,7 @@ class Common:
         return self._template
 
     def world(self, world: World, node: Node) -> control_pb2.World:
-        """A world as one of its members is told."""
+        """A world as one of its members is told of it."""
         if self._world is None:
             self._world = world_proto(self.job, world)
         message = control_pb2.World()
@@ -110,7 +110,7 @@ def view(state: State, name: str) -> control_pb2.Directive:
 
 
 def directive_of(common: Common, node: Node) -> control_pb2.Directive:
-    """The same for one of many."""
+    """The directive of one of many nodes."""
     directive = control_pb2.Directive()
     directive.CopyFrom(common.template)
     order(common, node, directive)
@@ -144,13 +144,13 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
 
 
 def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directive) -> None:
-    """For a node outside a running world."""
+    """The order for a node outside a running world."""
     job = state.job
     resume = resume_point(job)
     if not node.sees_directory:
         directive.wait.round = job.round
         if resume is not None:
-            # It joins again when the directory is mounted after all.
+            # It joins again if the directory is mounted after all.
             look_for(directive, resume)
         directive.wait.reason = f"{node.name} does not see the job's checkpoint directory: it stays a spare"
         return
@@ -161,12 +161,12 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         directive.wait.reason = f"{node.name} cannot take part, and stays a spare: {node.refused}"
         return
     if job.phase.has_workers:
-        # Not the next round yet: a Join sent while the world still trains announces the newcomer, but what its
-        # inventory lacks may be sealed a moment later. The next Gather asks for it again.
+        # Not the next round yet. A Join sent while the world still trains announces the newcomer, but something may be
+        # sealed a moment after its inventory was made. The next Gather asks for it again.
         directive.wait.round = job.epoch
         start = job.checkpoint(job.world.resume) if job.world is not None else None
         if start is not None:
-            # From the start: a Join tells of what it was asked for, not of all that there is.
+            # Asked from the start, because a Join reports on what it was asked for, not on everything that exists.
             look_for(directive, start)
         if start is not None and node.joined is not None and start.digest not in node.joined.seen:
             directive.wait.reason = f"{node.name} does not see checkpoint {start.name}: a spare that keeps looking"
@@ -186,18 +186,18 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
 
 
 def look_for(directive: control_pb2.Directive, record: Checkpoint) -> None:
-    """Join again when this checkpoint comes into sight."""
+    """Asks the node to join again when this checkpoint comes into sight."""
     directive.wait.look_for.name, directive.wait.look_for.digest = record.name, record.digest
 
 
 def has_looked_in_vain(job: Job, node: Node, digest: str) -> bool:
-    """It answered this round for this resume point, and did not find it."""
+    """Whether the node answered this round for this resume point and did not find it."""
     joined = node.joined
     return joined is not None and joined.round == job.round and joined.resume == digest and digest not in joined.seen
 
 
 def spare_reason(state: State, node: Node) -> str:
-    """Why a node has no place, for a person; empty where it is about to get one."""
+    """Why a node has no place, for a person; empty if it is about to get one."""
     if node.name in state.live.held_until:
         return f"{node.name} was lost too often lately: it is a spare for a while"
     job = state.job
@@ -217,7 +217,7 @@ def spare_reason(state: State, node: Node) -> str:
 
 
 def side_orders(job: Job, node: Node, directive: control_pb2.Directive) -> None:
-    """What a node does beside its workers."""
+    """Adds what a node does beside its workers."""
     conversion = job.conversion
     if conversion is not None and conversion.lease and conversion.owner == node.name:
         source = job.checkpoint(conversion.source)
@@ -264,7 +264,7 @@ def world_proto(job: Job, world: World) -> control_pb2.World:
 
 
 def status(state: State, now: float) -> control_pb2.StatusReply:
-    """The job for people and tools."""
+    """The job's status, for people and tools."""
     job, live = state.job, state.live
     waiting, world = job.phase in (Phase.WAITING, Phase.FORMING), job.world
     unheard, step = world is None or not job.told.first_step, max(live.epoch.top_step, job.run.left_step)

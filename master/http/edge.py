@@ -1,7 +1,7 @@
 """The HTTP edge: health, metrics, the job as JSON, and one page for a person. Read-only.
 
-In the master's own process and loop, so that it shows the state that was stored and nothing older. Needs the extra
-`http` (FastAPI, uvicorn); without it the master runs as well, only unseen.
+It runs in the master's own process and loop, so it shows the state that was stored and nothing older. It needs the
+extra `http` (FastAPI, uvicorn); without it the master runs as well, but without this page.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ __all__ = ("Edge", "Trace", "finite", "metrics")
 
 log = logging.getLogger(__name__)
 
-# Seconds between two looks at the job, and how many of them the page's curve shows at most.
+# Seconds between two looks at the job, and the most of them that the page's curve shows.
 SAMPLE_INTERVAL = 1.0
 CURVE_POINTS = 1000
-# Bytes of a request's line and headers.
+# The most bytes of a request's line and headers.
 LONGEST_HEAD = 16 << 10
-# Names under which a loopback edge answers: a page of another site whose name was pointed here is refused.
+# Host names under which a loopback edge answers, so that a foreign name that was pointed here is refused.
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 _TRAINING = (control_pb2.PHASE_RUNNING, control_pb2.PHASE_DRAINING)
 
@@ -50,7 +50,7 @@ Status = Callable[[], Awaitable[Reply]]
 
 @dataclass
 class Trace:
-    """What this master has seen of the run: the loss curve, and which share of the time brought it forward."""
+    """What this master has seen of the run: the loss curve, and the productive share of the time."""
 
     curve: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=CURVE_POINTS))
     highest: int = 0
@@ -60,19 +60,19 @@ class Trace:
     productive: float = 0.0
 
     def see(self, status: control_pb2.StatusReply, now: float) -> None:
-        """Takes note of one status; `now` is monotonic seconds."""
+        """Notes one status; `now` is monotonic seconds."""
         if status.step <= self.highest or status.phase not in _TRAINING:
             return
         if self.first_at is None:
             self.first_at = now
         elif status.epoch == self.epoch:
-            # Only steps beyond the furthest one count: those that a crash made the run repeat bring nothing new.
+            # Only steps beyond the furthest one count, because steps repeated after a crash bring nothing new.
             self.productive += now - self.moved_at
         self.highest, self.epoch, self.moved_at = status.step, status.epoch, now
         self.curve.append((status.step, status.loss))
 
     def goodput(self, now: float) -> float | None:
-        """Productive time by elapsed time, 0 to 1, since this master saw the first step; None before."""
+        """Productive share of the time since this master saw the first step, 0 to 1; None before."""
         if self.first_at is None or self.productive == 0.0:
             return None
         return self.productive / max(now - self.first_at, self.productive)
@@ -122,9 +122,9 @@ class Edge:
     def __init__(
         self, status: Status, host: str, port: int, token: str | None, *, loopback: bool, tls: TlsFiles | None = None
     ) -> None:
-        """Listens at once (port 0: any free one). `token`, where given, is asked of all that shows the job.
+        """Listens at once (port 0: any free one). If `token` is given, everything that shows the job requires it.
 
-        Raises OSError where the address cannot be had.
+        Raises OSError if the address is not available.
         """
         self._status = status
         self._token = None if token is None else f"Bearer {token}".encode()
@@ -133,7 +133,7 @@ class Edge:
         self._socket = Listener.open(host, port)
         bound = self._socket.getsockname()[1]
         self.address = f"[{host}]:{bound}" if ":" in host else f"{host}:{bound}"
-        # Its loggers stay unconfigured: errors reach the master's log, requests nobody's.
+        # uvicorn's loggers stay unconfigured: its errors reach the master's log, and requests are not logged.
         self._server = _Server(
             uvicorn.Config(
                 self._application(loopback),
@@ -149,14 +149,14 @@ class Edge:
         )
 
     def start(self) -> None:
-        """Answers from now on. An edge that fails says so in the log; the job does not depend on it."""
+        """Starts to answer. An edge that fails says so in the log; the job does not depend on it."""
         for work in (self._server.serve(sockets=[self._socket]), self._sample()):
             task = asyncio.create_task(work)
             task.add_done_callback(_log_failure)
             self._tasks.append(task)
 
     async def close(self) -> None:
-        """Bounded: open connections are cut."""
+        """Ends within a bounded time: open connections are cut."""
         self._server.should_exit = self._server.force_exit = True
         done, _ = await asyncio.wait(self._tasks[:1], timeout=2.0) if self._tasks else (set(), set())
         for task in self._tasks:
@@ -212,7 +212,7 @@ class Edge:
 
 
 def _ssl_options(tls: TlsFiles | None) -> dict[str, Any]:
-    """The same for uvicorn: the token must not go over the network in the clear."""
+    """TLS options for uvicorn: the token must not go over the network in the clear."""
     if tls is None:
         return {}
     options: dict[str, Any] = {"ssl_certfile": tls.certificate, "ssl_keyfile": tls.key}
@@ -226,7 +226,7 @@ async def _page() -> HTMLResponse:
 
 
 def finite(value: Any) -> Any:
-    """The same with None for NaN and infinities, which JSON does not have."""
+    """The value with None in place of NaN and infinities, which JSON does not have."""
     if isinstance(value, dict):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,7 +1,7 @@
 """The page of the HTTP edge: one self-contained document that draws `/api/job`.
 
-Everything that comes from the job is set as text, never as markup. A token, where the master has one, goes behind the
-`#` of the address (`http://…/#TOKEN`), which browsers do not send.
+Everything that comes from the job is set as text, never as markup. If the master has a token, put it behind the `#` of
+the address (`http://…/#TOKEN`), which browsers do not send.
 """
 
 from __future__ import annotations

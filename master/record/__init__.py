@@ -1,1 +1,1 @@
-"""The job's durable record: where it lives and how it is spelt."""
+"""The job's durable record: where it is stored and in which format."""

@@ -1,11 +1,11 @@
 """The durable half of the state as rows of bytes: JSON with a version number, so that a person can read it.
 
-One row for the job itself, one for the world, one for each node, checkpoint and epoch of the history. The shape is
-derived from the dataclasses (pydantic), and every value is checked on the way back: a record of another shape is
+There is one row for the job itself, one for the world, and one for each node, checkpoint and epoch of the history. The
+dataclasses define the shape (pydantic), and every value is checked when it is read: a record of another shape is
 refused with one line instead of half understood.
 
-In the job's row all values stand side by side, whichever object of the job they belong to: how these are cut is no
-matter of the record's, and may change with the program.
+In the job's row all values stand side by side, no matter which object of the job they belong to. So the division into
+objects may change with the program, and the record does not.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ STATE_VERSION = 2
 
 _JOB, _WORLD, _PARTS = "job", "world", "parts"
 _NODE, _CHECKPOINT, _LATE, _EPOCH = "node/", "checkpoint/", "late/", "epoch/"
-# Kept in rows of their own.
+# Parts of the job that are kept in rows of their own.
 _APART = ("nodes", "checkpoints", "opened", "history", "late")
-# Their values stand in the job's row, each under its own name or under this one.
+# Objects whose values stand in the job's row, each under its own name or under this one.
 _NESTED: dict[str, Any] = {"run": Run, "next": NextWorld, "recollection": Recollection}
 _NAMES = {
     "run.number": "run",
     "run.growth_cost_seconds": "growth_cost",
     "recollection.epoch": "listening_epoch",
 }
-# One letter for each member: the row of all parts is as short as the world is large.
+# One letter for each member, so that the row of all parts is short even for a large world.
 _LETTERS = {Part.RUNNING: "r", Part.DRAINED: "d", Part.FINISHED: "f", Part.FAILED: "x", Part.LOST: "l", Part.LEFT: "g"}
 _PART_OF = {letter: part for part, letter in _LETTERS.items()}
 
@@ -64,7 +64,7 @@ class _Kind:
         self._adapter: TypeAdapter[Any] = TypeAdapter(kind)
 
     def encode(self, value: Any) -> bytes:
-        # Not pydantic's own JSON: it writes a NaN loss as null, which does not come back as a number.
+        # Not pydantic's own JSON, which writes a NaN loss as null; that does not come back as a number.
         plain = self._adapter.dump_python(value, mode="json")
         return json.dumps(plain, separators=(",", ":")).encode()
 
@@ -80,7 +80,7 @@ class _Kind:
 
 
 def _places() -> dict[str, tuple[str, Any]]:
-    """Of each value of the job's row by its name: where it lies in the job, and its type."""
+    """For each value of the job's row, by name: where it lies in the job, and its type."""
     found: list[tuple[str, Any]] = []
     for name, kind in get_type_hints(Job).items():
         if name in _NESTED:
@@ -94,7 +94,7 @@ def _places() -> dict[str, tuple[str, Any]]:
 
 
 _PLACES = _places()
-# `grown` is of the drain while there is one, and in the row in any case; what was told is of the opened world.
+# `grown` belongs to the drain while there is one, but is always in the row; what was told belongs to the opened world.
 _VALUES = attrgetter(*("grown" if place == "next.grown" else place for place, _ in _PLACES.values()), "told")
 _HEAD_TYPE = make_dataclass(
     "JobRow", [("version", int), *((name, kind) for name, (_, kind) in _PLACES.items()), ("told", Told)]
@@ -104,18 +104,18 @@ _WORLDS, _EPOCHS = _Kind(World), _Kind(EpochRecord)
 
 
 class JobCodec:
-    """Encodes what changed of one job. It remembers what it has encoded, as the objects that they were."""
+    """Encodes what changed of one job. It remembers the objects that it has encoded."""
 
     def __init__(self) -> None:
         self._kept: dict[str, Any] = {}
-        # What is encoded at present: it counts once all of it is.
+        # What is being encoded now; it counts once all of it is.
         self._new: dict[str, Any] = {}
 
     def changes(self, job: Job) -> Rows:
-        """The rows that are not as they were the last time; a row that is gone is None.
+        """The rows that changed since the last call; a row that is gone is None.
 
-        The cost grows with what changed, not with the job. Where something cannot be encoded, nothing of it counts:
-        the next call tells of all that changed since the last one that succeeded.
+        The cost grows with what changed, not with the job. If something cannot be encoded, the whole call does not
+        count: the next call returns everything that changed since the last successful one.
         """
         rows: Rows = {}
         self._new = {}
@@ -143,7 +143,7 @@ class JobCodec:
 
     @classmethod
     def everything(cls, job: Job) -> dict[str, bytes]:
-        """All rows, as a store has them to which nothing was saved before."""
+        """All rows, as in a store to which everything was saved at once."""
         copy = job.copy()
         for table in (copy.nodes, copy.checkpoints.table):
             table.touched = set(table)
@@ -180,7 +180,7 @@ class JobCodec:
             self._put(rows, key, entry, encode)
 
     def decode(self, rows: Mapping[str, bytes]) -> Job:
-        """The job that the rows hold. Raises StoreError where they are not a state of a version that is known."""
+        """The job that the rows hold. Raises StoreError if they are not a state of a known version."""
         plain = {key: _json(key, data) for key, data in rows.items() if key != _PARTS}
         letters = rows.get(_PARTS, b"").decode(errors="replace")
         if legacy.KEY in plain:
@@ -196,7 +196,7 @@ class JobCodec:
 
 
 def _own(value: Any) -> Any:
-    """What changes in place is copied: what was encoded must stay as it was."""
+    """A copy of what changes in place, so that the encoded value stays as it was."""
     return dict(value) if isinstance(value, dict) else value
 
 
@@ -234,7 +234,7 @@ def _job(plain: Mapping[str, Any], letters: str) -> Job:
 
 
 def _unfolded(head: Any) -> Job:
-    """The job of a row, as far as that goes."""
+    """The part of the job that the job's row contains."""
     values: dict[str, dict[str, Any]] = {name: {} for name in ("", *_NESTED)}
     for name, (place, _) in _PLACES.items():
         owner, _, field = place.rpartition(".")

@@ -1,4 +1,4 @@
-"""File descriptors: as many as the system gives, most for connections, a few that the store never has to ask for."""
+"""File descriptors: as many as the system gives, most for connections, and a few kept back for the store."""
 
 from __future__ import annotations
 
@@ -11,35 +11,35 @@ from collections.abc import Iterator
 
 __all__ = ("HTTP_CONNECTIONS", "Reserve", "are_exhausted", "connections_left", "raise_limit")
 
-# More than any job has agents; where the hard limit is "unlimited", the tables of the kernel are not.
+# More than any job has agents. If the hard limit is "unlimited", the kernel's tables still are not.
 MOST = 1 << 16
-# What the process itself uses: libraries that it loads late, the log, the store, listening sockets, gRPC's wake-ups.
+# What the process itself needs: libraries that it loads late, the log, the store, listening sockets, gRPC's wake-ups.
 OWN = 128
-# Of the HTTP edge: people, and a scraper or two. As many again are being ended while new ones come.
+# Connections of the HTTP edge: people, and a scraper or two. As many again are being closed while new ones come.
 HTTP_CONNECTIONS = 128
-# Fewer make no job; it is then the limit that has to be raised.
+# With fewer connections no job can run, and the limit must be raised.
 LEAST = 32
 
 
 def raise_limit() -> None:
-    """Raises the soft limit to the hard one. A shell's soft limit is often 1024: fewer than a job has agents."""
+    """Raises the soft limit to the hard one. A shell's soft limit is often 1024, fewer than a job has agents."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MOST if hard == resource.RLIM_INFINITY else min(hard, MOST)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        # A container may forbid it; then the soft limit is what there is.
+        # A container may forbid it; then the soft limit stays.
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def connections_left() -> int:
-    """How many connections of agents leave enough descriptors for everything else."""
+    """The number of agents' connections that leaves enough descriptors for everything else."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MOST if soft == resource.RLIM_INFINITY else min(soft, MOST)
     return max(LEAST, limit - OWN - 2 * HTTP_CONNECTIONS)
 
 
 def are_exhausted() -> bool:
-    """Whether this process, or the machine, has none left at this moment."""
+    """Whether this process, or the machine, has no descriptor left at this moment."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
@@ -48,7 +48,7 @@ def are_exhausted() -> bool:
 
 
 class Reserve:
-    """Descriptors that are held for somebody who must be able to open files when nobody else can. Thread-safe."""
+    """Descriptors held for code that must be able to open files when nothing else can. Thread-safe."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -58,7 +58,7 @@ class Reserve:
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
-        """They are free inside, for one caller at a time. What cannot be taken again is taken the next time."""
+        """Frees them inside, for one caller at a time. What cannot be taken back is taken the next time."""
         with self._lock:
             self._let_go()
             try:
@@ -67,7 +67,7 @@ class Reserve:
                 self._fill()
 
     def close(self) -> None:
-        """Lets go of them for good; safe to repeat."""
+        """Releases them for good; safe to repeat."""
         with self._lock:
             self._let_go()
 

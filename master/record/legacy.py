@@ -1,4 +1,4 @@
-"""Records of older versions, as the present one would have written them."""
+"""Converts records of older versions to the present format."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _LETTERS = {"running": "r", "drained": "d", "finished": "f", "failed": "x", "los
 
 
 def upgraded(envelope: Any) -> tuple[dict[str, Any], str]:
-    """The rows of a record of version 1, and the letters of its parts. Raises StoreError where it is none."""
+    """The rows of a record of version 1, and the letters of its parts. Raises StoreError if it is none."""
     if (
         not isinstance(envelope, Mapping)
         or envelope.get("version") != 1

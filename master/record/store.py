@@ -1,4 +1,4 @@
-"""Where the job's one durable record lives.
+"""Stores for the job's one durable record.
 
 A store holds one record: the job id, the *generation* and the state's rows, each some bytes under a key. Every start
 of a master raises the generation, and every write is conditional on it, so a master that was superseded (stopped and
@@ -6,11 +6,11 @@ continued, or cut off) can never write again: it gets `Superseded` and must stop
 
 Contract, for every kind of store:
 
-- `save` changes all the rows that it is given, or none. It returns only once they survive a power cut; whatever happens
-  meanwhile, `load` gives the rows as they were before or as they are then, never a mixture.
-- What was damaged on the disk is never returned: `load` raises `StoreDamaged`, also where a row is missing.
-- A `StoreUnavailable` leaves the record as it was or as it was meant to become, and the same `save` may be repeated;
-  where it is `StoreStarved`, the store is well and this process has no file descriptor left.
+- `save` changes all the rows that it is given, or none. It returns only once they survive a power cut. Whatever happens
+  meanwhile, `load` returns the rows from before or from after it, never a mixture.
+- What was damaged on the disk is never returned: `load` raises `StoreDamaged`, also if a row is missing.
+- After a `StoreUnavailable` the record is as before or as intended, and the same `save` may be repeated. If it is a
+  `StoreStarved`, the store is fine and this process has no file descriptor left.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ __all__ = (
 )
 
 SCHEMA_VERSION = 3
-# What the record's entry has in each format that is read. Format 2 had no seal; format 1 the whole record in one row.
+# Columns of the record's entry in each readable format. Format 2 had no seal; format 1 had the whole record in one row.
 _COLUMNS = {
     1: ("one", "job_id", "generation", "data", "digest"),
     2: ("one", "job_id", "generation", "checksum"),
     3: ("one", "job_id", "generation", "checksum", "seal"),
 }
-# What changes: bytes by key; None where a row goes.
+# A change: bytes by key; None if the row is deleted.
 Rows = dict[str, "bytes | None"]
-# Under this key the one record of a store of format 1 is handed out.
+# Under this key the one record of a store of format 1 is returned.
 OLD_RECORD = "record"
-# How long a write waits for another process that holds the file's lock; in seconds. A living master holds it for
-# milliseconds, so whoever holds it longer is stopped or the file system is in trouble.
+# Seconds that a write waits for another process that holds the file's lock. A living master holds it for milliseconds,
+# so a process that holds it longer is stopped, or the file system is in trouble.
 LOCK_TIMEOUT = 5.0
 # Primary codes of SQLite (https://sqlite.org/rescode.html).
 _BUSY, _CANTOPEN = 5, 14
-# A write opens the journal and its directory; connections must not be able to take what it needs.
+# Descriptors kept back, because a write opens the journal and its directory, and connections must not take them.
 RESERVED_DESCRIPTORS = 8
 
 
@@ -73,7 +73,7 @@ class StoreUnavailable(StoreError):
 
 
 class StoreStarved(StoreUnavailable):
-    """No file descriptor was left to open a file with. That is no failure of the store's, and passes."""
+    """No file descriptor was left to open a file with. The store is fine, and the shortage passes."""
 
 
 class Superseded(StoreError):
@@ -103,9 +103,9 @@ class Store(Protocol):
     def raise_generation(self, above: int = 0, owner: int | None = None) -> int:
         """Makes the caller the store's owner: sets the generation to max(present, above) + 1 and returns it.
 
-        Load only afterwards: an earlier owner may write until then. With `owner`, only if that is the present
-        generation: so an owner that learns of higher ones (from agents, after the store was lost) goes above them.
-        Raises Superseded, StoreUnavailable.
+        Load only afterwards, because an earlier owner may write until then. With `owner` it only works if that is the
+        present generation: so an owner that learns of higher ones (from agents, after the store was lost) goes above
+        them. Raises Superseded, StoreUnavailable.
         """
 
     def close(self) -> None:
@@ -119,7 +119,7 @@ class _Record:
 
 
 class MemoryStore:
-    """A record that dies with the process, for tests and simulations; `share` gives a second owner the same record."""
+    """A record that ends with the process, for tests and simulations; `share` gives a second owner the same record."""
 
     def __init__(self, record: _Record | None = None) -> None:
         self._record = record if record is not None else _Record()
@@ -161,7 +161,7 @@ class _Head:
 class SqliteStore:
     """The record in a SQLite file: a table of rows, and one entry with job id, generation and a checksum of all rows.
 
-    The entry has a seal of its own: the generation is the fence, and is believed at every write.
+    The entry has a seal of its own, because every write relies on the generation in it, which is the fence.
 
     A rollback journal, not a WAL: one file that can be copied when the master is down, and that works on the file
     systems where a WAL's shared memory does not. `synchronous=EXTRA` is FULL plus a sync of the directory after the
@@ -170,7 +170,7 @@ class SqliteStore:
     """
 
     def __init__(self, path: Path, job_id: str) -> None:
-        """Opens or creates `path`. Raises StoreError where it cannot be used or belongs to another job."""
+        """Opens or creates `path`. Raises StoreError if it cannot be used or belongs to another job."""
         self._path = path
         self._reserve = Reserve(RESERVED_DESCRIPTORS)
         if not path.parent.is_dir():
@@ -183,7 +183,7 @@ class SqliteStore:
         with self._errors("open"):
             # Statements outside `_transaction` commit by themselves (isolation_level None).
             self._db = sqlite3.connect(path, timeout=LOCK_TIMEOUT, isolation_level=None, check_same_thread=False)
-        # Text that is none any more comes back as what a checksum or a seal can find wrong.
+        # Invalid text is returned in a form in which a checksum or a seal finds it wrong.
         self._db.text_factory = lambda data: data.decode(errors="surrogateescape")
         try:
             self._prepare(job_id)
@@ -221,7 +221,7 @@ class SqliteStore:
             self._put_head(replace(head, total=total))
 
     def _replace(self, key: str, data: bytes | None) -> int:
-        """One row, in a transaction. Returns by what the checksum of all rows changes."""
+        """Replaces one row, in a transaction. Returns how the checksum of all rows changes."""
         before = self._db.execute("SELECT data FROM rows WHERE key = ?", (key,)).fetchone()
         if before is not None and not isinstance(before[0], bytes):
             raise self._damaged("a row is not bytes")
@@ -266,7 +266,7 @@ class SqliteStore:
             )
 
     def _format(self) -> int:
-        """Of the file; 0: nothing was written yet. A number alone is not believed: it has no checksum."""
+        """Format of the file; 0: nothing was written yet. The number alone is not believed: it has no checksum."""
         version = int(self._db.execute("PRAGMA user_version").fetchone()[0])
         tables = self._db.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
         columns = tuple(row[1] for row in self._db.execute("PRAGMA table_info(record)").fetchall())
@@ -274,7 +274,7 @@ class SqliteStore:
             return 0
         if version in _COLUMNS and columns == _COLUMNS[version]:
             return version
-        # What is sealed as ours is ours, whatever number it has.
+        # A file with our seal is ours, whatever number it has.
         if version in _COLUMNS or (columns == _COLUMNS[SCHEMA_VERSION] and self._is_sealed()):
             raise self._damaged(f"it is said to have format {version}, and has not")
         if version == 0:
@@ -295,7 +295,7 @@ class SqliteStore:
         self._db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
 
     def _upgrade(self, version: int) -> None:
-        """What format 1 had in one row is handed out as such until it is written anew."""
+        """Upgrades an older format. The single row of format 1 is returned as such until it is written anew."""
         found = self._db.execute("SELECT * FROM record").fetchall()
         if len(found) != 1:
             raise self._damaged(f"{len(found)} records instead of one")
@@ -360,7 +360,7 @@ class SqliteStore:
             yield
         except sqlite3.OperationalError as error:
             text = one_line(str(error))
-            # SQLite says of an exhausted process only that it cannot open a file.
+            # If a process is out of descriptors, SQLite only says that it cannot open a file.
             if _is(error, _CANTOPEN, "unable to open") and are_exhausted():
                 raise StoreStarved(
                     f"cannot {doing} the store {self._path}: no file descriptor is left, connections hold them all:"
@@ -370,24 +370,24 @@ class SqliteStore:
                 text = f"another process holds its lock for more than {LOCK_TIMEOUT:g} s (a stopped master?)"
             raise StoreUnavailable(f"cannot {doing} the store {self._path}: {text}") from error
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
-            # SQLite's own message may quote bytes out of the file that are no text.
+            # SQLite's own message may quote bytes of the file that are no text.
             raise self._damaged(one_line(str(error))) from error
 
 
 def _is(error: sqlite3.Error, code: int, words: str) -> bool:
-    """Whether it is this error of SQLite's. Python 3.10 has only its words."""
+    """Whether it is this error of SQLite's. In Python 3.10 only its words tell."""
     found: int | None = getattr(error, "sqlite_errorcode", None)
     return words in str(error) if found is None else found & 0xFF == code
 
 
 def _seal(job_id: object, generation: object, checksum: object) -> str:
-    """Of the record's entry, whatever is found there."""
+    """Seal of the record's entry, whatever values it has."""
     text = f"{SCHEMA_VERSION}:{generation!r}:{checksum!r}:{job_id!r}"
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def _digest(key: str, data: bytes) -> int:
-    """Of one row. Those of all rows are combined by exclusive or, so that one row's change costs one row."""
+    """Digest of one row. Those of all rows are combined by exclusive or, so changing one row costs one row."""
     named = f"{len(key)}:{key}:".encode(errors="surrogateescape")
     return int.from_bytes(hashlib.sha256(named + data).digest(), "big")
 
@@ -403,7 +403,7 @@ def open_store(url: str, job_id: str) -> Store:
     """Opens the store that `url` names for `job_id`.
 
     `sqlite:///FILE` (three slashes and a relative path, or four for an absolute one) or `memory://`.
-    Raises StoreError with one line where that is not possible.
+    Raises StoreError with one line if that is not possible.
     """
     scheme, separator, rest = url.partition("://")
     if not separator:

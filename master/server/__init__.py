@@ -1,1 +1,1 @@
-"""What carries the brain's decisions out: gRPC, streams, turns and time."""
+"""Carries out the brain's decisions: gRPC, streams, turns and time."""

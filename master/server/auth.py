@@ -30,7 +30,7 @@ class AuthError(Exception):
 def read_token(path: Path | None, variable: str = "") -> str | None:
     """The token in a file, or else in the environment variable's value, without the white space around it.
 
-    Raises AuthError for a file that cannot be read, and a token that is short or that no HTTP header can carry.
+    Raises AuthError if the file cannot be read, or the token is short or does not fit into an HTTP header.
     """
     if path is None and not variable:
         return None
@@ -52,7 +52,7 @@ def read_token(path: Path | None, variable: str = "") -> str | None:
 
 
 def is_loopback(host: str) -> bool:
-    """True where `host` is `localhost` or a loopback address; any other name may be anything."""
+    """True if `host` is `localhost` or a loopback address; any other name may be anything."""
     if host == "localhost":
         return True
     try:
@@ -79,7 +79,7 @@ class TlsFiles:
     client_ca: Path | None = None
 
     def credentials(self) -> grpc.ServerCredentials:
-        """Raises AuthError where a file cannot be read or does not hold what it should."""
+        """The server's credentials. Raises AuthError if a file cannot be read or does not hold what it should."""
         key, certificate = _read(self.key), _read(self.certificate)
         client_ca = None if self.client_ca is None else _read(self.client_ca)
         self._check()
@@ -88,10 +88,10 @@ class TlsFiles:
         )
 
     def _check(self) -> None:
-        """OpenSSL says what is wrong; gRPC would only fail to listen."""
+        """Checks the files with OpenSSL, which says what is wrong; gRPC would only fail to listen."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            # The password is for a key that is encrypted: fail instead of asking at the terminal.
+            # The password is only needed for an encrypted key: fail instead of asking at the terminal.
             context.load_cert_chain(self.certificate, self.key, password=lambda: "")
         except ssl.SSLError as error:
             raise AuthError(
@@ -126,14 +126,14 @@ class TokenInterceptor(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or self._allows(handler_call_details):
             return handler
-        # As a stream of requests, of which none is read: 150 calls of 15 MB without a token would be 2 GB otherwise.
+        # Handled as a stream of which nothing is read: otherwise 150 calls of 15 MB without a token would take 2 GB.
         return grpc.stream_stream_rpc_method_handler(_refuse)
 
     def _allows(self, details: grpc.HandlerCallDetails) -> bool:
         for key, value in details.invocation_metadata or ():
             if key == "authorization":
                 given = value if isinstance(value, bytes) else value.encode()
-                # Constant time: an early mismatch must not be told from a late one.
+                # Compared in constant time, so that timing does not tell where a mismatch is.
                 return hmac.compare_digest(given, self._expected)
         return False
 

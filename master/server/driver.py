@@ -4,7 +4,7 @@ Every call, stream and timer becomes an event in a bounded queue. A *turn* takes
 brain decide on it, saves what changed of the durable half of the state in one transaction (group commit: what arrives
 meanwhile shares the next one), and only then lets the effects out: first the replies, then the directives.
 
-What comes every second from every node, heartbeats and progress, waits for no turn: the brain takes note of it at once.
+Heartbeats and progress, which every node sends all the time, wait for no turn: the brain notes them at once.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ __all__ = ("HELD_UP_AFTER", "Brain", "BrainState", "Driver", "Views")
 
 log = logging.getLogger(__name__)
 
-# Events that may wait for their turn, and how many share one. A call beyond that is told to come again.
+# The most events that may wait for a turn, and the most that share one. Calls beyond that are told to come again.
 QUEUE_LIMIT = 4096
 TURN_LIMIT = 512
-# The loop is taken for held up when it could not run for longer than an agent's heartbeat interval; in seconds.
+# Seconds that the loop must have stood still, longer than an agent's heartbeat interval, to count as held up.
 HELD_UP_AFTER = 1.0
-# A store that cannot be written is tried again this long, with these pauses; in seconds.
+# Seconds for which a store that cannot be written is tried again, and the pauses between the tries.
 SAVE_TIMEOUT = 30.0
 SAVE_PAUSE = 0.1
 SAVE_PAUSE_MAX = 2.0
-# Who asks for the status waits so long for what is being stored; less than an agent waits for an answer. In seconds.
+# Seconds that a request for the status waits for what is being stored; less than an agent waits for an answer.
 STATUS_PATIENCE = 1.0
-# The shortest time between two timer turns, so that a wake-up that lies in the past does not burn a core; in seconds.
+# Least seconds between two timer turns, so that a wake-up time in the past does not burn a core.
 TICK_PAUSE = 0.01
-# After a turn the loop serves calls at least so many times as long as that turn took, up to so many seconds: events
-# that come meanwhile share the next one. Each turn looks at all nodes: with thousands of them turns would take it all.
+# After a turn the loop serves calls for at least so many times the turn's duration, up to so many seconds: events that
+# come meanwhile share the next turn. Each turn looks at all nodes, so with thousands of them turns would take all time.
 REST, MOST_REST = 2.0, 0.1
-# Faults that are logged.
+# The most faults that are logged.
 MOST_FAULTS = 100
 
 
@@ -63,7 +63,7 @@ class BrainState(Protocol):
 
     @property
     def faults(self) -> list[str]:
-        """Tracebacks of events that were set aside; taken out by the shell."""
+        """Tracebacks of events that were set aside; the shell takes them out."""
 
 
 S = TypeVar("S", bound=BrainState)
@@ -76,28 +76,28 @@ class Brain(Protocol[S]):
         """The state of a new job, or the one that `rows` hold. Raises StoreError."""
 
     def changes(self, state: S, /) -> Rows:
-        """What is to be stored of the durable half since the last time this was asked."""
+        """The rows of the durable half that changed since the last call."""
 
     def generation(self, state: S, /) -> int:
-        """The generation that the state wants to speak with: higher than given where agents knew a higher one."""
+        """The state's generation: higher than the given one if agents knew a higher one."""
 
     def handle_all(self, state: S, events: list[Event], now: float, /) -> tuple[S, list[Reply | None]]:
         """The next state, and one reply for each `Called` (None for others). May change `state` in place."""
 
     def note(self, state: S, message: Any, now: float, /) -> tuple[Reply, bool]:
-        """A heartbeat or progress: its reply, and whether the state wants a turn. Changes `state` in place."""
+        """Notes a heartbeat or progress: its reply, and whether the state wants a turn. Changes `state` in place."""
 
     def admits(self, state: S, incarnation: str, secret: bytes, /) -> bool:
-        """Whether this is the agent that registered the incarnation, as far as it is known."""
+        """Whether the secret is that of the agent which registered the incarnation, as far as it is known."""
 
     def held_up(self, state: S, seconds: float, now: float, /) -> None:
-        """The loop stood still for so long until now."""
+        """Notes that the loop stood still for `seconds` until now."""
 
     def look(self, state: S, /) -> Any:
-        """What all directives of this moment have in common; the same object while nothing of it changed."""
+        """What all directives of this moment have in common; the same object while nothing of it has changed."""
 
     def key(self, common: Any, node: str, incarnation: str, /) -> object:
-        """Equal where a node's directive is; None where the incarnation is unknown."""
+        """A value that is equal if a node's directive is equal; None if the incarnation is unknown."""
 
     def directive(self, common: Any, node: str, /) -> control_pb2.Directive:
         """What that agent should be doing."""
@@ -107,22 +107,22 @@ class Brain(Protocol[S]):
 
 
 class Views:
-    """What agents should be doing at one moment. Only good until the next turn."""
+    """What agents should be doing at one moment. Valid only until the next turn."""
 
     def __init__(self, brain: Brain[Any], common: Any) -> None:
         self._brain = brain
         self.common = common
 
     def key(self, node: str, incarnation: str) -> object:
-        """Equal where what this agent is told is; None where it is unknown."""
+        """A value that is equal if this agent's directive is equal; None if the agent is unknown."""
         return self._brain.key(self.common, node, incarnation)
 
     def directive(self, node: str) -> control_pb2.Directive:
-        """Of a node that has a key."""
+        """The directive of a node that has a key."""
         return self._brain.directive(self.common, node)
 
 
-# Taken note of at once.
+# Messages that are noted at once.
 NOTED = (control_pb2.HeartbeatRequest, control_pb2.ProgressRequest)
 
 _HEARD = Reply("OK", "", None)
@@ -147,7 +147,7 @@ class Driver:
         clock: Callable[[], float] = time.monotonic,
         held_up_after: float = HELD_UP_AFTER,
     ) -> None:
-        """Takes the store over: no earlier master can write any more, and nothing was read before that.
+        """Takes the store over: from then on no earlier master can write. Nothing is read before that.
 
         `on_turn` is called after each turn, when directives may have changed. Raises StoreError.
         """
@@ -161,17 +161,17 @@ class Driver:
         self._queue: deque[_Entry] = deque()
         self._arrived = asyncio.Event()
         self._stopping = False
-        # Something was noted that wants a turn.
+        # A note wants a turn.
         self._news = False
-        # A turn has changed the state, and has not stored it yet; who asks meanwhile is answered at its end.
+        # A turn has changed the state but not stored it yet; requests for the status are answered at its end.
         self._storing = False
         self._asked: asyncio.Future[Reply] | None = None
         self._alive_at = clock()
-        # No turn before that, but for one that is full.
+        # No turn begins before this time, unless the queue is full.
         self._rest_until = clock()
-        # Tracebacks that the log has.
+        # Tracebacks that are in the log.
         self._said: set[str] = set()
-        # One thread: two writes of one store never overlap.
+        # One thread, so that two writes of one store never overlap.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="dalsegno-store")
         # When an agent was last heard, for the embedded master's end.
         self.heard_at = clock()
@@ -192,36 +192,36 @@ class Driver:
     async def status(self) -> Reply:
         """A `StatusReply` of the job as it is stored, so that a crash takes back nothing of it.
 
-        It waits for no slow store: after `STATUS_PATIENCE` it is what the present turn has decided.
+        It does not wait for a slow store: after `STATUS_PATIENCE` it is what the present turn has decided.
         """
         if self._storing and not self._stopping:
             asked = self._asked = self._asked or asyncio.get_running_loop().create_future()
-            # Nobody's timeout or hanging up cancels it for the others.
+            # Shielded, so that one caller's timeout or hanging up does not cancel it for the others.
             await asyncio.wait([asked], timeout=STATUS_PATIENCE)
             if asked.done():
                 return asked.result()
         return self._status()
 
     def _end_storing(self, *, stored: bool) -> None:
-        """Answers who asked during the turn, before the next one changes anything."""
+        """Answers those who asked during the turn, before the next one changes anything."""
         self._storing = False
         if self._asked is not None:
             self._asked.set_result(self._status() if stored else _REFUSED)
             self._asked = None
 
     def _status(self) -> Reply:
-        """Of the state in memory."""
+        """The status of the state in memory."""
         if self._stopping:
             return _REFUSED
         try:
             return Reply("OK", "", self._brain.status(self._state, self._clock()))
         except Exception as error:
-            # It only reads: what cannot be shown is no reason to stop the job.
+            # This only reads, so a failure is no reason to stop the job.
             log.exception("the master cannot say how the job stands")
             return Reply("INTERNAL", f"the master cannot say how the job stands: {error!r}", None)
 
     def admits(self, incarnation: str, secret: bytes) -> bool:
-        """Whether who knows this secret may watch for the incarnation. One that nobody knows learns just that."""
+        """Whether a caller with this secret may watch for the incarnation; for an unknown one it learns just that."""
         return self._brain.admits(self._state, incarnation, secret)
 
     def _note(self, message: Message, now: float) -> Reply:
@@ -238,14 +238,14 @@ class Driver:
         return reply
 
     def tell(self, event: StreamOpened | StreamClosed) -> asyncio.Future[Reply]:
-        """Queues what happened to a stream. Never refused: the server limits how many streams there are.
+        """Queues what happened to a stream. Never refused: the server limits the number of streams.
 
         The future is done (with an empty reply) once the event was handled.
         """
         return self._put(event)
 
     def views(self) -> Views:
-        """Only within `on_turn`: between two turns the state is durable, during one it may not be."""
+        """The present views. Only within `on_turn`: between turns the state is durable, during one it may not be."""
         return Views(self._brain, self._brain.look(self._state))
 
     def stop(self) -> None:
@@ -254,7 +254,7 @@ class Driver:
         self._arrived.set()
 
     async def run(self) -> None:
-        """Takes turns until `stop`. Raises Superseded, StoreError; whatever ends it, nobody is left waiting."""
+        """Takes turns until `stop`. Raises Superseded, StoreError; however it ends, nobody is left waiting."""
         self._alive_at = self._clock()
         pulse = asyncio.create_task(self._pulse())
         try:
@@ -286,12 +286,12 @@ class Driver:
         self._arrived.clear()
         wake = self._state.wake
         timeout = None if wake is None else max(TICK_PAUSE, wake - self._clock())
-        # Timing out is what this wait is for: the timer is due.
+        # A timeout is what this wait is for: the timer is due.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._arrived.wait(), timeout)
 
     async def _rest(self) -> None:
-        """Lets events gather, the longer the longer turns take."""
+        """Lets events gather; the longer turns take, the longer this lasts."""
         rest = self._rest_until - self._clock()
         if rest > 0 and len(self._queue) < TURN_LIMIT and not self._stopping:
             await asyncio.sleep(min(rest, MOST_REST))
@@ -320,11 +320,11 @@ class Driver:
         self._on_turn()
         ended = self._clock()
         self._rest_until = ended + min(MOST_REST, REST * (took + ended - decided))
-        # Also a turn that had nothing to store lets others have the loop.
+        # Lets others have the loop, even after a turn that had nothing to store.
         await asyncio.sleep(0)
 
     def _say_faults(self) -> None:
-        """Each kind once: the same may come again with every turn."""
+        """Logs each kind of fault once, because the same one may come again with every turn."""
         faults, self._state.faults[:] = list(self._state.faults), []
         for fault in faults:
             if fault not in self._said and len(self._said) < MOST_FAULTS:
@@ -345,8 +345,8 @@ class Driver:
                 await loop.run_in_executor(self._writer, self._save, rows, generation)
                 return
             except StoreUnavailable as error:
-                # No effect may leave before its state is kept. Agents repeat their calls, training goes on.
-                # A store that is well is never given up: a restarted master would have no more descriptors.
+                # No effect may leave before its state is kept. Agents repeat their calls, and training goes on. A store
+                # that is fine is never given up: a restarted master would have no more descriptors.
                 starved = isinstance(error, StoreStarved)
                 if self._stopping or (not starved and self._clock() + pause > give_up):
                     raise
@@ -357,7 +357,7 @@ class Driver:
                 pause = min(2 * pause, SAVE_PAUSE_MAX)
 
     def _save(self, rows: Rows, generation: int) -> None:
-        """In the writer's thread."""
+        """Saves on the writer's thread."""
         if generation > self.generation:
             self.generation = self._store.raise_generation(above=generation - 1, owner=self.generation)
         self._store.save(rows, self.generation)
@@ -368,13 +368,13 @@ class Driver:
                 entry.answer.set_result(_REFUSED)
 
     async def _pulse(self) -> None:
-        """Moves `_alive_at` while the loop runs, also while a turn waits for a slow disk."""
+        """Updates `_alive_at` while the loop runs, also while a turn waits for a slow disk."""
         while True:
             await asyncio.sleep(self._held_up_after / 4)
             self._beat()
 
     def _beat(self) -> float:
-        """The loop runs. Before any word is taken note of: time in which nobody could be heard does not count."""
+        """Notes that the loop runs; called before any message is noted, because deaf time does not count."""
         now = self._clock()
         gap = now - self._alive_at
         self._alive_at = now

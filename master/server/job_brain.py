@@ -1,4 +1,4 @@
-"""The brain bound to one job, as the driver wants it: with its beginnings, and its durable half as bytes."""
+"""The brain bound to one job, in the form that the driver needs: with its start, and its durable half as bytes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ("JobBrain",)
 
 
 class JobBrain:
-    """See `driver.Brain`. Holds what the command line says about the job, what was stored of it, and no state."""
+    """See `driver.Brain`. Holds what the command line says about the job and what was stored of it, but no state."""
 
     def __init__(
         self,
@@ -33,21 +33,21 @@ class JobBrain:
         embedded: bool = False,
         is_gone: Callable[[Process], bool] = lambda process: False,
     ) -> None:
-        """`nnodes` are min and max nodes where the master was told them; otherwise the first agent says them.
+        """`nnodes` are min and max nodes if the master was told them; otherwise the first agent sets them.
 
-        `is_gone`: whether an agent's process provably is, as this master sees.
+        `is_gone`: whether an agent's process is provably gone, as seen by this master.
         """
         self._job_id = job_id
         self._nnodes = nnodes
         self._embedded = embedded
         self._is_gone = is_gone
         self._codec = JobCodec()
-        # Encoded, but not asked for yet.
+        # Rows that are encoded and not asked for yet.
         self._rows: Rows = {}
         self._common: Common | None = None
 
     def begin(self, rows: dict[str, bytes], generation: int, now: float) -> State:
-        """A new job's state, or the stored one's. Raises StoreError where the store's job is another than told."""
+        """A new job's state, or the stored one's. Raises StoreError if the store's job differs from the given one."""
         if not rows:
             settings = None if self._nnodes is None else Settings(*self._nnodes)
             return brain.fresh(self._job_id, generation, settings, self._embedded)
@@ -85,14 +85,14 @@ class JobBrain:
         brain.held_up(state, seconds, now)
 
     def look(self, state: State) -> Common:
-        """What all directives of this moment have in common; the same object while nothing of it changed."""
+        """What all directives of this moment have in common; the same object while nothing of it has changed."""
         common = Common(state)
         if self._common is None or not self._common.says_the_same(common):
             self._common = common
         return self._common
 
     def key(self, common: Common, node: str, incarnation: str) -> object:
-        """Tells without building it whether a directive would be another; None where the incarnation is unknown."""
+        """Tells without building a directive whether it would change; None if the incarnation is unknown."""
         known = common.job.nodes.get(node)
         return common.key(known) if known is not None and known.incarnation == incarnation else None
 
@@ -103,7 +103,7 @@ class JobBrain:
         return brain.status(state, now)
 
     def _check_nnodes(self, job: Job) -> None:
-        """Min and max belong to the job: a restarted master may be given them again, not others."""
+        """Checks min and max, which belong to the job: a restarted master may get the same again, but no others."""
         if self._nnodes is None:
             return
         settings = job.settings

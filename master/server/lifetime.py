@@ -14,9 +14,9 @@ __all__ = ("Lifetime",)
 
 log = logging.getLogger(__name__)
 
-# How often it looks; in seconds.
+# Seconds between two looks.
 LOOK_INTERVAL = 0.5
-# After the job's end, or a signal, with no agent connected any more; in seconds.
+# Seconds after the job's end, or a signal, with no agent connected any more.
 LAST_WORD = 2.0
 _ENDED = (control_pb2.PHASE_SUCCEEDED, control_pb2.PHASE_FAILED)
 
@@ -25,7 +25,7 @@ class Lifetime:
     """Stops `server` when its time is over."""
 
     def __init__(self, server: ControlServer, idle_timeout: float, linger: float) -> None:
-        """Seconds without any agent after which it ends, and how long agents may stay after the job's end."""
+        """Seconds without any agent after which it ends, and seconds that agents may stay after the job's end."""
         self._server = server
         self._idle_timeout = idle_timeout
         self._linger = linger
@@ -33,11 +33,11 @@ class Lifetime:
         self._ended_at: float | None = None
 
     def hurry(self) -> None:
-        """All processes of a node were told to end: those that are served decide when, and nobody waits for more."""
+        """All processes of a node were told to end: the present agents decide when, and no others are awaited."""
         self._idle_timeout = min(self._idle_timeout, LAST_WORD)
 
     async def run(self) -> None:
-        """Until the server was told to stop, or the task is cancelled."""
+        """Runs until the server is told to stop, or the task is cancelled."""
         while not await self._over():
             await asyncio.sleep(LOOK_INTERVAL)
         self._server.stop()

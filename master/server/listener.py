@@ -1,8 +1,8 @@
 """A listening socket that keeps a bounded number of connections, and none for long.
 
-uvicorn has no limit for connections that say nothing, and asyncio lets a TLS handshake take a minute. A request of a
-person or a scraper takes milliseconds. So when there are too many connections the oldest one is closed first, and idle
-ones keep nobody out. (A flood of new connections can, but nothing depends on this page.)
+uvicorn does not limit silent connections, and asyncio lets a TLS handshake take a minute. A request of a person or a
+scraper takes milliseconds. So if there are too many connections, the oldest one is closed first, and idle ones keep
+nobody out. (A flood of new connections can, but nothing depends on this page.)
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..record.descriptors import HTTP_CONNECTIONS
 
 __all__ = ("Listener",)
 
-# A page that stays open, or a scraper, connects again; in seconds.
+# Seconds that a connection may last. A page that stays open, or a scraper, connects again.
 LONGEST_CONNECTION = 30.0
 
 
 class Listener(socket.socket):
-    """For asyncio, which accepts from it and closes what it accepted."""
+    """A listening socket for asyncio, which accepts from it and closes what it accepted."""
 
     def __init__(self, family: int) -> None:
         super().__init__(family, socket.SOCK_STREAM)
@@ -31,7 +31,7 @@ class Listener(socket.socket):
 
     @classmethod
     def open(cls, host: str, port: int) -> Listener:
-        """Listens there (port 0: any free one). Raises OSError where the address cannot be had."""
+        """Listens there (port 0: any free one). Raises OSError if the address is not available."""
         listener = cls(socket.AF_INET6 if ":" in host else socket.AF_INET)
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -43,7 +43,7 @@ class Listener(socket.socket):
         return listener
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """As ever; where there are too many, the oldest connection is ended."""
+        """Accepts a connection; if there are too many, ends the oldest one."""
         connection, address = super().accept()
         self._accepted = deque(entry for entry in self._accepted if entry[1].fileno() >= 0)
         if len(self._accepted) >= HTTP_CONNECTIONS:
@@ -52,13 +52,13 @@ class Listener(socket.socket):
         return connection, address
 
     def drop_old(self) -> None:
-        """Ends what has been open for longer than anybody needs."""
+        """Ends connections that have been open for longer than anybody needs."""
         now = time.monotonic()
         while self._accepted and now - self._accepted[0][0] > LONGEST_CONNECTION:
             _end(self._accepted.popleft()[1])
 
 
 def _end(connection: socket.socket) -> None:
-    """Whoever reads from it sees its end and closes it; also asyncio, whose socket this is."""
+    """Ends a connection: its reader sees the end and closes it, as does asyncio, whose socket this is."""
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)

@@ -28,20 +28,20 @@ __all__ = ("BindError", "ControlServer", "ServerOptions")
 
 log = logging.getLogger(__name__)
 
-# How long open calls may take to end when the server stops; in seconds.
+# Seconds that open calls may take to end when the server stops.
 STOP_GRACE = 1.0
-# Of an answer, in bytes: the status of a job of very many nodes.
+# The most bytes of an answer: the status of a job of very many nodes.
 ANSWER_LIMIT = 16 << 20
-# On one connection. An agent needs three; what is beyond waits until one ends.
+# The most calls at a time on one connection. An agent needs three; further calls wait until one ends.
 CALLS_PER_CONNECTION = 100
-# Kinds of errors that are logged with a traceback.
+# The most kinds of errors that are logged with a traceback.
 MOST_FAILURES = 100
-# In all, streams included.
+# The most calls at a time in all, including streams.
 MOST_CALLS = MOST_STREAMS + 4096
 
 
-# A connection whose cable was pulled sends no FIN: pings find it dead, so that its stream does not stay for ever. There
-# is no hurry: who is silent counts as dead by the node-timeout, and a frozen node shall have all of it. In seconds.
+# A connection whose cable was pulled sends no FIN. Pings find it dead, so that its stream does not stay for ever. There
+# is no hurry: the node-timeout decides that a silent node is dead, and a frozen node must have all of it. In seconds.
 PING_EVERY = 30.0
 PING_TIMEOUT = 60.0
 
@@ -50,27 +50,28 @@ def _connections() -> list[tuple[str, int]]:
     """Options for each connection; times in milliseconds."""
     timeout = int(PING_TIMEOUT * 1000)
     return [
-        # Who says nothing, or does not finish TLS, goes. The token comes with each call; who makes none goes, too.
+        # Connections that say nothing, or do not finish TLS, are closed. The token comes with each call, so idle ones
+        # go, too.
         ("grpc.server_handshake_timeout_ms", 5000),
         ("grpc.max_connection_idle_ms", 10_000),
-        # Agents find a dead connection by pings, also while they only watch.
+        # Agents find a dead connection by pings, even while they only watch.
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.keepalive_time_ms", int(PING_EVERY * 1000)),
         ("grpc.keepalive_timeout_ms", timeout),
-        # Otherwise gRPC takes its own, whatever the line above says.
+        # Otherwise gRPC uses its own limit, whatever the line above says.
         ("grpc.http2.ping_timeout_ms", timeout),
     ]
 
 
 class BindError(Exception):
-    """The address cannot be listened on; one line for a person."""
+    """The server cannot listen on the address; one line for a person."""
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where and to whom the master speaks."""
+    """Where the master listens, and to whom it speaks."""
 
     host: str = "127.0.0.1"
     # 0: any free one.
@@ -83,7 +84,7 @@ class ServerOptions:
 
 
 class ControlServer:
-    """`start`, then `run` until the store is lost, superseded or `stop` is called; then `close`."""
+    """Use `start`, then `run`, which ends when the store is lost or superseded or `stop` is called; then `close`."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class ControlServer:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Raises AuthError where `options` would let everybody in."""
+        """Raises AuthError if `options` would let everybody in."""
         check_exposure(options.host, options.token, options.insecure)
         self._job_id = job_id
         self._brain = brain
@@ -106,7 +107,7 @@ class ControlServer:
         self._driver: Driver | None = None
         # Sequence number of the last notice in the log.
         self._logged = 0
-        # What went wrong with directives, each kind once.
+        # Kinds of errors with directives, each logged once.
         self._failures: set[str] = set()
         self._most_connections = connections_left()
         self.address = ""
@@ -119,7 +120,7 @@ class ControlServer:
     async def start(self) -> None:
         """Listens, takes the store over, and serves.
 
-        The port comes first: a start that fails for it must not supersede a master that serves well.
+        The port comes first, because a failed start must not supersede a master that serves well.
         Raises BindError, AuthError, StoreError.
         """
         server = self._new_server()
@@ -183,18 +184,18 @@ class ControlServer:
         return bound
 
     def _publish(self) -> None:
-        """Tells every agent what is new for it. One that cannot be told is cut off, and asks again."""
+        """Sends every agent its directive if that changed. A stream that fails is cut off, and the agent asks again."""
         try:
             views = self.driver.views()
         except Exception as error:
-            # Agents keep what they were told last; the next turn tries again.
+            # Agents keep their last directive; the next turn tries again.
             self._log_failure("no directives for anybody", error)
             return
         for watcher in self.watchers.ready():
             try:
                 self._tell(watcher, views)
             except Exception as error:
-                # One node's trouble: it opens another stream, and the others are served.
+                # Only this node is affected: it opens another stream.
                 self._failed(watcher, error)
 
     def _failed(self, watcher: Watcher, error: Exception) -> None:
@@ -202,7 +203,7 @@ class ControlServer:
         watcher.end(End.BROKEN)
 
     def _log_failure(self, what: str, error: Exception) -> None:
-        """With its traceback, but not again for each turn and stream."""
+        """Logs an error with its traceback, but not again for each turn and stream."""
         if (kind := one_line(repr(error), 200)) not in self._failures and len(self._failures) < MOST_FAILURES:
             self._failures.add(kind)
             log.error("%s", what, exc_info=error)
@@ -224,7 +225,7 @@ class ControlServer:
             watcher.end(End.FENCED)
 
     def _log_news(self, directive: control_pb2.Directive) -> None:
-        """What the agents' consoles show is in the master's log, too; after a restart the last of it once more."""
+        """Logs what the agents' consoles show; after a restart the last of it once more."""
         for notice in directive.notices:
             if notice.sequence > self._logged:
                 self._logged = notice.sequence
@@ -232,7 +233,7 @@ class ControlServer:
 
 
 def _probe(host: str, port: int) -> None:
-    """Binds as gRPC will, because its own error does not say what is wrong."""
+    """Binds as gRPC will, because gRPC's own error does not say what is wrong."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with contextlib.closing(socket.socket(family, kind, protocol)) as probe:

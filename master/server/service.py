@@ -24,18 +24,18 @@ __all__ = ("ControlService",)
 
 log = logging.getLogger(__name__)
 
-# Lines about what was left out of a request that are remembered, so that a repeated request does not fill the log.
+# The most lines about left-out parts of requests that are remembered, so that repeated requests do not fill the log.
 MOST_SAID = 1000
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Unreadable:
-    """In place of a request whose bytes are no such message. (gRPC would answer UNKNOWN and log a traceback.)"""
+    """Stands for a request whose bytes are no such message. (gRPC would answer UNKNOWN and log a traceback.)"""
 
 
 class ControlService(control_pb2_grpc.ControlServicer):
-    """Every unary call becomes one event of the brain; `Watch` sends what the brain shows to that node."""
+    """The RPCs. Each unary call becomes one event of the brain; `Watch` sends the brain's directives for that node."""
 
     def __init__(self, job_id: str, driver: Driver, watchers: Watchers) -> None:
         self._job_id = job_id
@@ -44,7 +44,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         self._said: set[str] = set()
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """All RPCs, for `add_generic_rpc_handlers`; as the generated code makes them, but for unreadable requests."""
+        """All RPCs, for `add_generic_rpc_handlers`; like the generated code, except for unreadable requests."""
         service = pb.DESCRIPTOR.services_by_name["Control"]
         found: dict[str, grpc.RpcMethodHandler[Any, Any]] = {}
         for method in service.methods:
@@ -81,7 +81,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
                 yield directive
             await _say_why(watcher.ended, context)
         finally:
-            # Also when the peer went away: the stream's task is cancelled then.
+            # Also if the peer went away, which cancels the stream's task.
             if self._watchers.close(watcher):
                 self._driver.tell(StreamClosed(caller.node, caller.incarnation))
 
@@ -156,7 +156,7 @@ class ControlService(control_pb2_grpc.ControlServicer):
         return reply.message
 
     async def _admit(self, request: Any, context: Context) -> None:
-        """Aborts the call unless it is of this protocol, for this job, and of a shape that somebody can mean."""
+        """Aborts the call unless it is of this protocol, for this job, and of a possible shape."""
         if isinstance(request, Unreadable):
             await context.abort(
                 grpc.StatusCode.INVALID_ARGUMENT, "the request's bytes are no such message: which client sends this?"

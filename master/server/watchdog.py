@@ -1,8 +1,8 @@
-"""Ends a master whose event loop hangs, so that the next one goes on from the store.
+"""Ends a master whose event loop hangs, so that the next one can continue from the store.
 
-Such a process lives and serves nobody, and agents never kill a master that lives. Only time in which this process ran
-counts: one that was stopped, or whose machine slept, is as well as before. A slow store does not hold the loop up: it
-is written on a thread of its own.
+Such a process lives but serves nobody, and agents never kill a master that lives. Only time in which this process ran
+counts: one that was stopped, or whose machine slept, is fine afterwards. A slow store does not hold the loop up,
+because it is written on a thread of its own.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from pathlib import Path
 __all__ = ("HANG_TIMEOUT_SECONDS", "Watchdog")
 
 HANG_TIMEOUT_SECONDS = 300.0
-# The loop says that it runs, and is looked after, so often; in seconds.
+# Seconds between two signs of life of the loop, and between two looks for them.
 LOOK_EVERY = 1.0
 EXIT_HUNG = 1
 
 
 class Watchdog:
-    """`run` in the event loop, until it is cancelled."""
+    """Call `run` in the event loop; it lasts until it is cancelled."""
 
     def __init__(self, seconds: float, log_file: Path | None) -> None:
-        """`seconds` of this process's life without a turn of its loop are its end; the stacks go into the log."""
+        """Ends this process after `seconds` of its life without a turn of its loop; the stacks go into the log."""
         self._looks = max(2, round(seconds / LOOK_EVERY))
         self._log_file = log_file
         self._beats = 0
         self._over = threading.Event()
 
     async def run(self) -> None:
-        """Says that the loop runs, as long as it does; cancelled, nobody looks any more."""
-        # Not a timer of the clock: that would have run on while the process was stopped.
+        """Reports that the loop runs, as long as it does. Once this is cancelled, nobody looks any more."""
+        # Not a timer of the clock, which would have run on while the process was stopped.
         threading.Thread(target=self._watch, name="dalsegno-watchdog", daemon=True).start()
         try:
             while True:
@@ -52,7 +52,7 @@ class Watchdog:
                 self._end(missed * LOOK_EVERY)
 
     def _end(self, seconds: float) -> None:
-        # Without `logging`, whose locks somebody who hangs may hold.
+        # Without `logging`, whose locks a thread that hangs may hold.
         try:
             log = sys.stderr.fileno() if self._log_file is None else os.open(self._log_file, os.O_WRONLY | os.O_APPEND)
             text = f"the master's event loop has stood still for {seconds:.0f} s: this process ends\n"

@@ -1,6 +1,6 @@
 """The open `Watch` streams: who gets which directive next.
 
-A directive is a view, so a slow stream needs no queue: it gets the newest one and misses those between.
+A directive is a view, so a slow stream needs no queue: it gets the newest one and misses those in between.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ..brain.door import MOST_NODES
 
 __all__ = ("End", "TooManyStreams", "Watcher", "Watchers")
 
-# One of each node that may be registered, and some of nodes that are not any more.
+# The most streams: one for each node that may be registered, and some for nodes that no longer are.
 MOST_STREAMS = MOST_NODES + 1000
 
 
 class TooManyStreams(Exception):
-    """One line for whoever wants another one."""
+    """No further stream may be opened; one line for the agent that wants one."""
 
 
 class End(enum.Enum):
@@ -38,7 +38,7 @@ class Watcher:
     def __init__(self, node: str, incarnation: str) -> None:
         self.node = node
         self.incarnation = incarnation
-        # Done once the brain has heard that the stream is open: what it shows before may be wrong.
+        # Done once the brain knows that the stream is open: directives from before may be wrong.
         self.opened: asyncio.Future[Any] | None = None
         self._next: control_pb2.Directive | None = None
         self._offered: bytes | None = None
@@ -47,12 +47,12 @@ class Watcher:
         self.ended: End | None = None
 
     def knows(self, common: object, key: object) -> bool:
-        """Whether it was told what these stand for; from now on it is."""
+        """Whether it was sent what these stand for; from now on it counts as sent."""
         told, self._told = self._told, (common, key)
         return told is not None and told[0] is common and told[1] == key
 
     def offer(self, directive: control_pb2.Directive) -> None:
-        """Sends this next, unless it is what was sent last."""
+        """Sends this directive next, unless it is the one sent last."""
         content = directive.SerializeToString(deterministic=True)
         if content == self._offered or self.ended is not None:
             return
@@ -66,7 +66,7 @@ class Watcher:
         self._changed.set()
 
     async def next(self) -> control_pb2.Directive | None:
-        """The next directive; None at the end. A stream waits as long as it lives."""
+        """The next directive; None at the end. It may take as long as the stream lives."""
         await self._changed.wait()
         directive, self._next = self._next, None
         if self.ended is None:
@@ -84,7 +84,7 @@ class Watchers:
         return len(self._open)
 
     def open(self, node: str, incarnation: str) -> Watcher:
-        """A new stream's place; ends the older stream of the same incarnation. Raises TooManyStreams."""
+        """Opens a stream's place; ends the older stream of the same incarnation. Raises TooManyStreams."""
         if len(self._open) >= MOST_STREAMS and (node, incarnation) not in self._open:
             raise TooManyStreams(
                 f"{len(self._open)} streams of directives are open, which is all that the master keeps"
@@ -97,7 +97,7 @@ class Watchers:
         return watcher
 
     def close(self, watcher: Watcher) -> bool:
-        """True if this was the incarnation's newest stream: the node is now unheard."""
+        """Returns True if this was the incarnation's newest stream, so that the node is now unheard."""
         key = (watcher.node, watcher.incarnation)
         if self._open.get(key) is not watcher:
             return False
@@ -105,7 +105,7 @@ class Watchers:
         return True
 
     def ready(self) -> list[Watcher]:
-        """The streams of which the brain knows."""
+        """The streams that the brain knows."""
         return [watcher for watcher in self._open.values() if watcher.opened is not None and watcher.opened.done()]
 
     def end_all(self, why: End) -> None:
