@@ -26,20 +26,20 @@ from .machine import Machine, Place
 
 __all__ = ["Claim", "ClaimFile", "LockTimeout"]
 
-# flock has no wait with a deadline.
+# Seconds between two tries, because flock cannot wait with a deadline.
 _LOCK_PAUSE_SECONDS = 0.05
 _WRITE_LOCK, _START_LOCK = "claim.lock", "start.lock"
 # Seconds.
 _WRITE_TIMEOUT = 10.0
 _READS, _READ_PAUSE = 5, 0.02
-# Bytes; a claim has a few hundred.
+# The most bytes of a claim, which has a few hundred.
 _MOST_READ = 1 << 16
-# Characters of a host name, an address, a namespace.
+# The most characters of a host name, an address or a namespace.
 _LONGEST = 256
 
 
 class LockTimeout(Exception):
-    """Somebody holds the claim's lock for longer than anything under it takes."""
+    """Another process holds the claim's lock for longer than any work under it takes."""
 
 
 @dataclass(frozen=True)
@@ -47,13 +47,13 @@ class Claim:
     """Who serves the job.
 
     Attributes:
-        host, boot_id: the machine, and since when it is up.
+        host, boot_id: the machine, and its present boot.
         pid, start_time: the master's process there (clock ticks since boot).
-        generation: of the master.
+        generation: the master's.
         counter: moves every two seconds.
         address: HOST:PORT.
         pid_ns, net_ns: the master's, see `Place`; empty in claims of older versions, which did not tell them apart.
-        machine: the same.
+        machine: the master's, see `Place`; empty in claims of older versions.
     """
 
     host: str
@@ -69,7 +69,7 @@ class Claim:
 
     @classmethod
     def parse(cls, text: bytes) -> Claim:
-        """Of a claim file's content. What later versions add is passed over.
+        """Parses the content of a claim file. Keys of later versions are ignored.
 
         Raises:
             ValueError, TypeError: it is no claim.
@@ -86,20 +86,20 @@ class Claim:
         return claim
 
     def is_reached_from(self, place: Place) -> bool:
-        """Whether the address, which is a loopback one, is the master's there too."""
+        """Whether the address, a loopback address, means the master at that place, too."""
         same_machine = (self.host, self.boot_id) == (place.host, place.boot_id)
         return same_machine and _same(self.net_ns, place.net_ns)
 
     def is_seen_from(self, place: Place) -> bool:
-        """Whether `pid` is the master's number there too, and the address its address."""
+        """Whether `pid` and the address mean the master at that place, too."""
         return self.is_reached_from(place) and _same(self.pid_ns, place.pid_ns)
 
     def ended_with_boot(self, place: Place) -> bool:
-        """Whether the master's machine is this one, which was started anew since: the master is gone."""
+        """Whether the master's machine is this one and has booted since: then the master is gone."""
         return is_of_earlier_boot(self, place)
 
     def is_of(self, other: Claim | None) -> bool:
-        """Whether both are of the same master, wherever their counters are."""
+        """Whether both are claims of the same master, whatever their counters are."""
         return other is not None and replace(self, counter=0) == replace(other, counter=0)
 
 
@@ -116,10 +116,10 @@ class ClaimFile:
         self.path = directory / "claim.json"
 
     def read(self) -> Claim | None:
-        """The claim; None when there is none, or none that can be read (then nobody holds the job by it).
+        """The claim; None if there is none, or none that can be read (then nobody holds the job by it).
 
         Raises:
-            NotPrivateError: the file is somebody else's.
+            NotPrivateError: the file belongs to somebody else.
             OSError: it cannot be read now.
         """
         for _ in range(_READS):
@@ -131,14 +131,14 @@ class ClaimFile:
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 # why: half written, where the mount cannot rename; no event says when it is whole
                 time.sleep(_READ_PAUSE)
-        # A damaged disk, or another program's.
+        # The disk is damaged, or another program has written it.
         return None
 
     def write(self, claim: Claim, closing: threading.Event) -> None:
         """Replaces the claim.
 
         Raises:
-            LockTimeout: another process is writing it, for much longer than that takes.
+            LockTimeout: another process has been writing it for much longer than that takes.
             LocksUnavailable, OSError: see `bump`.
         """
         with self._lock(_WRITE_LOCK, _WRITE_TIMEOUT, closing):
@@ -153,16 +153,16 @@ class ClaimFile:
                 os.fsync(file.fileno())
             move_over(aside, self.path)
         except OSError as error:
-            # The same text each time: the name aside is another one with every attempt.
+            # Not the error's text, which has a new file name with every attempt.
             raise OSError(error.errno, error.strerror or str(error), str(self.path)) from error
         finally:
             aside.unlink(missing_ok=True)
 
     def bump(self, before: Claim) -> Claim | None:
-        """Moves the counter of a claim that is as it was `before`; returns it. None: it is not, or is locked just now.
+        """Moves the counter of a claim that still equals `before`; returns it. None: it does not, or is locked now.
 
         Raises:
-            LocksUnavailable: nothing can be locked here; without locks a newer claim could be written over.
+            LocksUnavailable: nothing can be locked here, and without locks a newer claim could be overwritten.
             OSError: the file system fails.
         """
         with self._try_lock(_WRITE_LOCK) as held:
@@ -173,10 +173,10 @@ class ClaimFile:
             return moved
 
     def starting(self, timeout: float, closing: threading.Event) -> contextlib.AbstractContextManager[None]:
-        """Held while a master is looked for or started. The kernel frees it when the holder dies.
+        """A lock that is held while a master is looked for or started. The kernel frees it when the holder dies.
 
         Raises:
-            LockTimeout: on entering: not within `timeout` seconds, or `closing` was set.
+            LockTimeout: it could not be taken within `timeout` seconds, or `closing` was set.
         """
         return self._lock(_START_LOCK, timeout, closing)
 

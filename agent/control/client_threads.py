@@ -1,4 +1,4 @@
-"""What the threads of the agent's client have in common: whom they tell, how they pause, and what ends them."""
+"""What the threads of the agent's client share: whom they tell, how they pause, and what ends them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FIRST_BACKOFF", "LAST_BACKOFF", "Backoff", "Listener", "kept_up"]
 
 # Seconds.
 FIRST_BACKOFF, LAST_BACKOFF = 0.05, 1.0
-# A loop that fails so often, each time within so many seconds, will never do its work.
+# A loop that fails so many times, each time within so many seconds, will never do its work.
 _MOST_FAILURES = 5
 _SOON = 30.0
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Listener:
-    """Who is told what. One call at a time, on a thread of the client's.
+    """Callbacks of the client. One is called at a time, on a thread of the client's.
 
     Attributes:
         registered: (incarnation, reply) after `register`.
@@ -32,7 +32,7 @@ class Listener:
             answered, because master and agent do not agree on TLS (code "TLS").
         directed: a directive of at least the highest generation seen.
         failed: (method, code, detail): a call was answered with an error. Also for the stream ("Watch").
-        link: the master is heard (again), or no longer.
+        link: whether the master is heard (again), or no longer.
         postponed: (detail): `register` was answered "not yet"; it is repeated.
         broken: (detail): a bug of ours keeps one of the client's threads from its work for good.
     """
@@ -62,13 +62,13 @@ class Backoff:
 
 
 def kept_up(name: str, loop: Callable[[], None], closing: threading.Event, broken: Callable[[str], None]) -> None:
-    """Runs `loop` until it returns, again after a bug in it: a thread that is gone would leave a deaf agent.
+    """Runs `loop` until it returns, and again after an error: without its thread the agent would be deaf.
 
     Args:
         name: of the thread, for the log.
-        loop: returns once `closing` is set; finds its work where it left it.
-        closing: nothing is begun again after it.
-        broken: told, once, when it failed again and again; the loop is given up then.
+        loop: returns once `closing` is set; can be started again at any point of its work.
+        closing: once it is set, nothing is started again.
+        broken: called once if the loop failed again and again; it is then given up.
     """
     failures = 0
     while not closing.is_set():

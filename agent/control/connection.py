@@ -1,4 +1,4 @@
-"""The agent's one gRPC channel: options, token, TLS, and which of the master's addresses it goes to."""
+"""The agent's one gRPC channel: options, token, TLS, and the choice of the master's address."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from dalsegno.protos import control_pb2_grpc
 
 __all__ = ["RETRIED", "Connector", "Credentials", "MasterLink", "channel_options", "code_of", "detail_of"]
 
-# Answers that say nothing about the call itself: it is repeated, with the same request number.
+# Status codes that say nothing about the call itself: it is repeated, with the same request number.
 RETRIED = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
         grpc.StatusCode.DEADLINE_EXCEEDED,
         grpc.StatusCode.RESOURCE_EXHAUSTED,
         grpc.StatusCode.ABORTED,
-        # The channel was closed under the call because another thread found the master gone.
+        # Another thread found the master gone, and closed the channel during the call.
         grpc.StatusCode.CANCELLED,
     }
 )
-# A handshake that breaks off once proves nothing: the master may be ending.
+# How often in a row a handshake must fail: once proves nothing, because the master may be ending.
 _LOOKS = 3
-# Bytes. Inventories name every checkpoint of a run.
+# The most bytes of a message. Inventories name many checkpoints of a run.
 _MESSAGE_LIMIT = 16 << 20
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ def channel_options() -> list[tuple[str, int | str]]:
                     "initialBackoff": "0.05s",
                     "maxBackoff": "0.5s",
                     "backoffMultiplier": 2,
-                    # Only what is certain not to have been carried out, or has no second effect by its number.
+                    # Only what was certainly not carried out, or has no second effect thanks to its number.
                     "retryableStatusCodes": ["UNAVAILABLE"],
                 },
             }
@@ -54,14 +54,14 @@ def channel_options() -> list[tuple[str, int | str]]:
     return [
         ("grpc.service_config", json.dumps(service_config)),
         ("grpc.enable_retries", 1),
-        # A dead connection is found by pings, also while the agent only watches; in milliseconds. Heartbeats come more
-        # often, also where there are many nodes: their answers do as well, and cost the master no wake-up more.
+        # Milliseconds between pings, which find a dead connection even while the agent only watches. Answers to
+        # heartbeats, which are more frequent, do the same, and cost the master no further wake-up.
         ("grpc.keepalive_time_ms", 8000),
         ("grpc.keepalive_timeout_ms", 3000),
         # Otherwise gRPC waits a minute for the answer to a ping, whatever the line above says (1.71 to 1.85).
         ("grpc.http2.ping_timeout_ms", 3000),
         ("grpc.http2.max_pings_without_data", 0),
-        # Reconnecting: soon, and never long after the master is back.
+        # Reconnect soon, and never long after the master is back.
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
@@ -133,14 +133,14 @@ class MasterLink:
 
 
 class Connector:
-    """Hands out the present link and moves on to the next address when somebody finds it broken. Thread-safe.
+    """Provides the present link, and moves on to the next address when a user of the link finds it broken. Thread-safe.
 
     Args:
-        locate: the addresses known now; must not block.
-        credentials: for every channel; asked anew for each, so that a token can be changed. While it raises OSError or
-            ValueError (a file system that is away) the last ones count.
+        locate: returns the addresses known now; must not block.
+        credentials: called for every channel, so that a token can be changed. While it raises OSError or ValueError (a
+            file system that is away), the last credentials are used.
         on_missing: called whenever a link was found broken (an embedded master may have to be started).
-        explain: says why credentials cannot work with an address, "" where that is not known; may block.
+        explain: says why credentials cannot work with an address, "" if that is not known; may block.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Connector:
         explain: Callable[[str, Credentials], str] = lambda address, credentials: "",
     ) -> None:
         self._explain = explain
-        # What `hopeless` has found last, and how often in a row.
+        # The last result of `hopeless`, and how often in a row it came.
         self._found, self._looks = "", 0
         self._locate = locate
         self._credentials = credentials
@@ -170,7 +170,7 @@ class Connector:
             return () if self._last is None else self._last.metadata
 
     def get(self) -> MasterLink | None:
-        """The present link, opened if need be; None when that cannot be done now, or this is closed."""
+        """The present link, opened if need be; None if it cannot be opened now, or this is closed."""
         with self._lock:
             if self._link is None and not self._closed:
                 addresses = self._locate()
@@ -182,9 +182,9 @@ class Connector:
             return self._link
 
     def hopeless(self) -> str:
-        """Why none of the addresses will ever answer, once several looks in a row have found the same.
+        """Why none of the addresses will ever answer, once several looks in a row have found the same reason.
 
-        Empty where one of them may. Blocks for some seconds; for one thread.
+        Empty if one of them may answer. Blocks for some seconds; for one thread.
         """
         with self._lock:
             credentials = self._last
@@ -197,7 +197,7 @@ class Connector:
         return found if self._looks >= _LOOKS else ""
 
     def _open(self, address: str) -> grpc.Channel | None:
-        """A channel with the newest credentials that can be had; the caller holds the lock."""
+        """Opens a channel with the newest credentials available; the caller holds the lock."""
         try:
             self._last = self._credentials()
         except (OSError, ValueError) as error:
@@ -213,13 +213,13 @@ class Connector:
             return None
 
     def _complain(self, error: Exception) -> None:
-        # Once: it is tried again with every call.
+        # Logged once, because it is tried again with every call.
         if not self._unreadable:
             self._unreadable = True
             logger.warning("token or certificates cannot be read now: %s", error)
 
     def failed(self, link: MasterLink | None) -> None:
-        """Somebody got no answer over `link`: the next `get` goes to the next address."""
+        """Reports that a call over `link` got no answer: the next `get` goes to the next address."""
         with self._lock:
             if self._closed:
                 return

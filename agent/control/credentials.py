@@ -1,4 +1,4 @@
-"""Token and certificates as a person gives them: files and environment, read and checked."""
+"""Token and certificates as the user gives them, in files and environment: reads and checks them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CredentialsError(ValueError):
 
 @dataclass(frozen=True)
 class CredentialFiles:
-    """Where token and certificates are. `token` counts where there is no `token_file`."""
+    """Where token and certificates are. `token` is used if there is no `token_file`."""
 
     token_file: Path | None = None
     token: str | None = None
@@ -31,13 +31,13 @@ class CredentialFiles:
 
     @classmethod
     def given(cls, options: argparse.Namespace | Mapping[str, str | None], token: str | None) -> CredentialFiles:
-        """What a command line names `token_file`, `tls_ca`, `tls_cert`, `tls_key`; `token` is the variable's."""
+        """From the options `token_file`, `tls_ca`, `tls_cert`, `tls_key`; `token` is the environment variable's."""
         values = options if isinstance(options, Mapping) else vars(options)
         named = {name: values.get(name) for name in ("token_file", "tls_ca", "tls_cert", "tls_key")}
         return cls(token=token or None, **{name: Path(path) for name, path in named.items() if path})
 
     def read(self) -> Credentials:
-        """The token of this moment: it may change while the agent lives. Certificates are read by every channel.
+        """Reads the token, which may change while the agent lives. Each channel reads the certificates itself.
 
         Raises:
             CredentialsError: it cannot be read, or cannot be sent.
@@ -49,7 +49,7 @@ class CredentialFiles:
                 token = self.token_file.read_text(encoding="utf-8").strip()
             except (OSError, UnicodeDecodeError) as error:
                 raise CredentialsError(f"{where} cannot be read: {_reason(error)}") from error
-        # What no HTTP header can carry would fail with every call, and never say why.
+        # A token that no HTTP header can carry would make every call fail without a reason.
         if token is not None and (not token or " " in token or not token.isascii() or not token.isprintable()):
             raise CredentialsError(f"{where} must hold the job's token, one word of printable ASCII")
         return Credentials(token, self.tls_ca, self.tls_cert, self.tls_key)
@@ -78,7 +78,7 @@ class CredentialFiles:
             raise CredentialsError(f"--tls-ca {self.tls_ca} holds no PEM certificate ({reason})") from error
         try:
             if self.tls_cert is not None:
-                # The password is for a key that is encrypted: fail instead of asking at the terminal.
+                # The password is only needed for an encrypted key: fail instead of asking at the terminal.
                 context.load_cert_chain(self.tls_cert, self.tls_key, password=lambda: "")
         except ssl.SSLError as error:
             raise CredentialsError(

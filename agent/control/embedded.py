@@ -1,4 +1,4 @@
-"""The embedded master: found, started and started again by the agents of the job on one machine.
+"""The embedded master: the job's agents on one machine find it, start it and start it again.
 
 Only a master that has ended or is stopped (SIGSTOP) is replaced. A master that lives and does not answer waits for its
 disk, or for this machine. If it were killed, its successor would have to start, and wait for the same disk. So agents
@@ -32,18 +32,18 @@ __all__ = ["EmbeddedMaster", "MasterError"]
 # Seconds.
 _LOCK_TIMEOUT = 90.0
 _ANSWER_TIMEOUT = 2.0
-# How long a living master may be silent before the person hears of it.
+# How long a living master may be silent before people are told.
 _SILENCE = 6.0
 _RENEWAL = 2.0
-# A claim whose master cannot be seen is watched at least this long: over NFS its counter is seen to move late.
+# The least time for which a claim is watched if its master cannot be seen: over NFS its counter moves late.
 _LEAST_WATCH = 10.0
 # Between two looks at a claim, and at a master that does not answer.
 _LOOK_PAUSE = 0.5
-# For the death of a process that was killed.
+# The longest wait for the death of a process that was killed.
 _DEATH_TIMEOUT = 6.0
 # Between two attempts after one failed.
 _RETRY_PAUSE = 1.0
-# What somebody answers who is not our master: one of another job, or another program's server on the port that it had.
+# Answers of a process that is not our master: one of another job, or another program's server on the same port.
 _STRANGERS = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Standing(Enum):
-    """How a claim's master fares, as far as can be told from here."""
+    """The state of a claim's master, as far as it can be seen from here."""
 
     SERVES = "it answers"
     GONE = "nobody holds the job: no claim, or its process has ended"
@@ -75,13 +75,13 @@ class EmbeddedMaster:
 
     Args:
         directory: private to the job, in the checkpoint directory.
-        job_id: of the job.
+        job_id: the job's.
         node_timeout: how long a claim whose master cannot be seen is watched before it counts as abandoned; at least
             10 seconds, which is a few moves of its counter.
-        say: prints one line for the person.
+        say: prints one line for people.
         command: starts a master.
-        patience: seconds after which a master that lives and does not answer is given up for this time.
-        machine: answers for the kernel.
+        patience: seconds after which this agent gives up, for this time, a living master that does not answer.
+        machine: stands for the kernel.
     """
 
     def __init__(
@@ -98,25 +98,25 @@ class EmbeddedMaster:
         self._job_id = job_id
         self._watch = max(node_timeout, _LEAST_WATCH)
         self._say = say
-        # Since the master was found last.
+        # Messages said since the master was found last.
         self._said: set[str] = set()
         self._command = tuple(command)
-        # A claim that is watched must have the time to prove that it stands still.
+        # A watched claim must have time to show that it stands still.
         self._patience = max(patience, self._watch + _SILENCE)
         self._machine = machine or Machine()
         self._place = self._machine.place()
         self._claims = ClaimFile(directory, self._machine)
-        # As it was when it was looked at last.
+        # The claim at the last look.
         self._known: Claim | None = None
         self._children: list[subprocess.Popen[str]] = []
         self._missing = threading.Event()
         self._closing = threading.Event()
         self._address = ""
-        # It answered when it was asked last.
+        # Whether it answered when it was last asked.
         self._served = False
         # Why it could not even be asked; empty: it could.
         self._unasked = ""
-        # Of a claim whose master was gone when this agent came: what it served may know more than its store.
+        # The claim of a master that was gone when this agent came; agents that it served may know more than its store.
         self.abandoned_generation = 0
         self._threads = [
             threading.Thread(target=self._supervise, name="master-supervisor", daemon=True),
@@ -153,11 +153,11 @@ class EmbeddedMaster:
         return Credentials(token=read_token(self._directory))
 
     def missing(self) -> None:
-        """Somebody got no answer: the master is looked for, and replaced if it is gone."""
+        """Called when a call got no answer: looks for the master, and replaces it if it is gone."""
         self._missing.set()
 
     def close(self) -> None:
-        """The master lives on; it ends by itself when the job has ended or no agent is left."""
+        """Leaves the master, which ends by itself when the job has ended or no agent is left."""
         self._closing.set()
         self._missing.set()
         deadline = time.monotonic() + _ANSWER_TIMEOUT + _SILENCE
@@ -179,7 +179,7 @@ class EmbeddedMaster:
                 logger.warning("no master: %s", error)
                 self._say_once(str(error), True)
             except Exception as error:
-                # A bug of ours: without this thread nobody on this node would ever start a master again.
+                # A bug of ours: without this thread no agent on this node would ever start a master again.
                 logger.exception("looking for the master failed")
                 self._say_once(f"looking for the master failed ({type(error).__name__}: {error})", True)
             else:
@@ -191,16 +191,16 @@ class EmbeddedMaster:
     def _renew(self) -> None:
         said = ""
         while not self._closing.wait(_RENEWAL):
-            # A master that we started and that ended would stay a zombie.
+            # Reaps a master that we started and that has ended.
             self._children = [child for child in self._children if child.poll() is None]
             try:
-                # Where another agent moves it, that is enough. One that is stopped moves nothing, and holds no lock.
+                # It is enough if another agent moves it. A stopped process moves nothing, and holds no lock.
                 before, self._known = self._known, self._claims.read()
                 if self._known is not None and self._known == before and self._renews(before):
                     self._known = self._claims.bump(before)
                 said = ""
             except Exception as error:
-                # Whatever it is, the next attempt may do better; a claim that stands still is taken over.
+                # After any error the next attempt may succeed; a claim that stands still is taken over.
                 if str(error) != said:
                     logger.warning("the claim cannot be renewed: %s", error)
                     if isinstance(error, LocksUnavailable):
@@ -208,7 +208,7 @@ class EmbeddedMaster:
                 said = str(error)
 
     def _renews(self, claim: Claim) -> bool:
-        """Whether the claim's counter is ours to move: a master that cannot be seen is vouched for while it answers."""
+        """Whether this agent moves the claim's counter: for a master that it sees, or that answers."""
         answers = self._served and claim.address == self._address
         return claim.is_seen_from(self._place) or (claim.is_reached_from(self._place) and answers)
 
@@ -220,7 +220,7 @@ class EmbeddedMaster:
     # ---- finding ----------------------------------------------------------------------------------------------------
 
     def _ensure(self) -> None:
-        """Leaves a master that answers, unless this is closed meanwhile.
+        """Returns once a master answers, or once this is closed.
 
         Raises:
             MasterError, OSError: see `start`.
@@ -255,7 +255,7 @@ class EmbeddedMaster:
         """Waits a moment for a master that may live.
 
         Raises:
-            MasterError: it has taken too long for this time.
+            MasterError: this has taken too long for this time.
         """
         where = f"process {claim.pid}" if standing is _Standing.SILENT else f"in another container of {claim.host}"
         master = f"the master of job {self._job_id} ({where}) lives"
@@ -273,7 +273,7 @@ class EmbeddedMaster:
         elif waited >= _SILENCE:
             why = "does not answer: its disk or this machine is slow"
             self._say_once(f"{master} and {self._unasked or why}; waiting for it", True)
-        # The answer of another process makes no event, and over a network file system neither does its claim.
+        # No event tells of another process's answer, nor, over a network file system, of its claim.
         self._closing.wait(_LOOK_PAUSE)
 
     def _standing(self, claim: Claim | None) -> _Standing:
@@ -286,7 +286,7 @@ class EmbeddedMaster:
             return _Standing.SERVES
         if not claim.is_seen_from(self._place):
             return _Standing.HIDDEN
-        # The number may be somebody else's by now, or a claim may name a stranger's process on purpose.
+        # The number may have been reused, or a claim may name a stranger's process on purpose.
         if not self._machine.is_same_process(claim.pid, claim.start_time) or not self._machine.is_ours(claim.pid):
             return _Standing.GONE
         if self._machine.is_stopped(claim.pid):
@@ -295,7 +295,7 @@ class EmbeddedMaster:
         return _Standing.ESTRANGED if answer is grpc.StatusCode.UNAUTHENTICATED else _Standing.SILENT
 
     def _ask(self, address: str) -> grpc.StatusCode | None:
-        """None: the job's master answers there. Otherwise why it does not."""
+        """Asks who is at an address. None: the job's master. Otherwise the status with which it failed."""
         try:
             credentials = self.credentials()
         except TokenLostError as error:
@@ -327,7 +327,7 @@ class EmbeddedMaster:
     # ---- starting ---------------------------------------------------------------------------------------------------
 
     def _replace(self, claim: Claim | None, standing: _Standing) -> bool:
-        """Starts the successor of the claim's master. False: it is not as it was, look again.
+        """Starts the successor of the claim's master. False: something has changed, look again.
 
         Raises:
             MasterError, OSError: see `start`.
@@ -357,7 +357,7 @@ class EmbeddedMaster:
         if now is None or before is None:
             return now is before
         if standing in (_Standing.HIDDEN, _Standing.ELSEWHERE):
-            # Its counter too.
+            # Compared with its counter.
             return now == before
         if standing is _Standing.STOPPED and not self._machine.is_stopped(now.pid):
             return False
@@ -366,18 +366,18 @@ class EmbeddedMaster:
         return now.is_of(before)
 
     def _end(self, claim: Claim, standing: _Standing) -> None:
-        """Ends a predecessor: one that answered again later would be a second master."""
+        """Ends a predecessor, which would be a second master if it answered again later."""
         if standing not in (_Standing.STOPPED, _Standing.ESTRANGED):
             return
         if self._machine.kill(claim.pid, claim.start_time):
             logger.warning("killed the master (process %d): %s", claim.pid, standing.value)
             deadline = time.monotonic() + _DEATH_TIMEOUT
-            # The death of a process that is not our child makes no event.
+            # No event tells of the death of a process that is not our child.
             while self._machine.is_same_process(claim.pid, claim.start_time) and time.monotonic() < deadline:
                 self._closing.wait(0.02)
 
     def _spawn(self, before: Claim | None) -> None:
-        """Starts a master and writes its claim; the caller holds the lock for it."""
+        """Starts a master and writes its claim; the caller holds the lock for starting."""
         if before is not None:
             self.abandoned_generation = max(self.abandoned_generation, before.generation)
         remark = make_token(self._directory)
@@ -406,9 +406,9 @@ class EmbeddedMaster:
         logger.info("the embedded master: process %d at %s, generation %d", claim.pid, claim.address, claim.generation)
 
     def _publish(self, claim: Claim, process: subprocess.Popen[str]) -> None:
-        """Writes the claim of a master that was just started, or ends it again.
+        """Writes the claim of a master that was just started; if that fails, ends the master.
 
-        Nobody would find it, and the next attempt would start another one beside it.
+        Without a claim nobody would find it, and the next attempt would start another one beside it.
         """
         try:
             self._claims.write(claim, self._closing)

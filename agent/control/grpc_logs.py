@@ -13,10 +13,10 @@ _VARIABLE = "GRPC_VERBOSITY"
 
 @contextlib.contextmanager
 def quiet_grpc() -> Iterator[None]:
-    """For the first import of gRPC, which reads the variable; then it is taken back, so that workers don't see it.
+    """Sets the variable that gRPC reads at its first import, and takes it back, so that workers don't inherit it.
 
-    The core prints every failed handshake past all logs of ours; what it has to say about a call comes back with the
-    call. A variable that the user has set stays.
+    The core prints every failed handshake to standard error, past our logs; what it says about a call also comes with
+    the call. A variable that the user has set stays.
     """
     if _VARIABLE in os.environ:
         yield

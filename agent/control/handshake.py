@@ -1,7 +1,7 @@
 """Finds out whether calls fail because agent and master do not agree on TLS or certificates.
 
-gRPC answers UNAVAILABLE in that case, as it does while a master is not there yet, and its texts change with its
-versions. So the agent makes a TLS handshake itself, once, and tells a person what to change.
+In that case gRPC answers UNAVAILABLE, as it does while there is no master yet, and its texts change between versions.
+So the agent makes one TLS handshake itself, and tells people what to change.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .connection import Credentials
 
 __all__ = ["mismatch"]
 
-# Seconds, for connecting and for each answer.
+# Seconds for connecting, and for each answer.
 _TIMEOUT = 3.0
 # OpenSSL's numbers (x509_vfy.h): not yet valid, expired; another name, another address.
 _DATES = frozenset({9, 10})
@@ -24,7 +24,7 @@ _NAMES = frozenset({62, 64})
 def mismatch(address: str, credentials: Credentials) -> str:
     """One line for a person when `credentials` cannot work with the master at `address` (HOST:PORT).
 
-    Empty where nothing is proven: nobody listens, it takes long, or the handshake is not what fails. Blocks for a few
+    Empty if nothing is proven: nobody listens, it takes too long, or the handshake does not fail. Blocks for a few
     seconds at most.
     """
     host, _, port = address.rpartition(":")
@@ -55,7 +55,7 @@ def _with_tls(plain: socket.socket, host: str, master: str, credentials: Credent
     if credentials.tls_ca is not None:
         context.load_verify_locations(credentials.tls_ca)
     else:
-        # gRPC has roots of its own, which are not ours to ask.
+        # gRPC has its own roots, which cannot be asked.
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     if credentials.tls_cert is not None:
@@ -72,7 +72,7 @@ def _with_tls(plain: socket.socket, host: str, master: str, credentials: Credent
         return f"{master} does not speak TLS: start it with --tls-cert and --tls-key, or drop --tls-ca here"
     with secured:
         try:
-            # A server that is content speaks first (HTTP/2's settings); in TLS 1.3 a refused certificate shows here.
+            # A satisfied server speaks first (HTTP/2's settings); in TLS 1.3 a refused certificate shows only here.
             content = secured.recv(1)
         except ssl.SSLError as error:
             content = b"" if _is_alert(error) else b"?"
@@ -113,7 +113,7 @@ def _wants_certificate(master: str, credentials: Credentials) -> str:
 
 
 def _context() -> ssl.SSLContext:
-    """As gRPC has it: HTTP/2, and a certificate that is itself in the file is trusted."""
+    """A context like gRPC's: HTTP/2, and a certificate in the file is trusted itself."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.set_alpn_protocols(["h2"])
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -121,5 +121,5 @@ def _context() -> ssl.SSLContext:
 
 
 def _is_alert(error: ssl.SSLError) -> bool:
-    """The other side spoke TLS to say no."""
+    """Whether the other side speaks TLS, and used it to refuse."""
     return "ALERT" in (error.reason or "")

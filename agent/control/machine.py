@@ -1,6 +1,6 @@
-"""What the agents of an embedded master ask the kernel of this machine: which process lives where, and locks.
+"""What the agents of an embedded master ask this machine's kernel: where processes live, and locks.
 
-One object answers, so that the simulator can replace it by machines, containers and reboots of its own.
+All of it goes through one object, so that the simulator can replace it by machines, containers and reboots of its own.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..storage.private import open_private
 
 __all__ = ["LocksUnavailable", "Machine", "Place"]
 
-# What flock says where the mount has no locks, or its lock server is away.
+# Errors of flock if the mount has no locks, or its lock server is away.
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
@@ -34,12 +34,12 @@ class LocksUnavailable(Exception):
 class Place:
     """Where a process lives: with whom it shares process numbers, and with whom the loopback address.
 
-    Containers may share host name and kernel, and neither of the two.
+    Containers may share host name and kernel but neither of these.
 
     Attributes:
-        host, boot_id: the machine, and since when it is up.
+        host, boot_id: the machine, and its present boot.
         pid_ns, net_ns: namespaces(7) as the kernel names them; empty: not known.
-        machine: what stays the same over its boots; empty: not known.
+        machine: identifies the machine over its boots; empty: not known.
     """
 
     host: str
@@ -50,36 +50,36 @@ class Place:
 
 
 class Machine:
-    """This machine. What is asked of the kernel stands first; the rest follows from it."""
+    """This machine. The first methods ask the kernel; the others follow from them."""
 
     def place(self) -> Place:
-        """Of this process."""
+        """Where this process lives."""
         return Place(socket.gethostname(), boot_id(), namespace("pid"), namespace("net"), machine())
 
     def user(self) -> int:
-        """On whose behalf this process acts."""
+        """The user on whose behalf this process acts."""
         return os.geteuid()
 
     def status(self, pid: int) -> Status | None:
-        """Of a process; None when it is gone."""
+        """State and start of a process; None if it is gone."""
         return status_of(pid)
 
     def owner_of(self, pid: int) -> int | None:
-        """The effective user of a process; None when it is gone or hidden."""
+        """The effective user of a process; None if it is gone or hidden."""
         return owner_of(pid)
 
     def signal(self, pid: int, signum: int) -> None:
-        """Raises ProcessLookupError, PermissionError."""
+        """Sends a signal. Raises ProcessLookupError, PermissionError."""
         os.kill(pid, signum)
 
     def lock(self, path: Path) -> Callable[[], None] | None:
         """Takes the lock of the private file at `path`; the kernel frees it when this process ends.
 
-        Returns: what frees it; None where another process holds it.
+        Returns: a function that frees it; None if another process holds it.
 
         Raises:
             LocksUnavailable: nothing can be locked there.
-            OSError: the file system fails, or the file is somebody else's.
+            OSError: the file system fails, or the file belongs to somebody else.
         """
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -106,7 +106,7 @@ class Machine:
         return status is not None and status.is_of(started)
 
     def is_stopped(self, pid: int) -> bool:
-        """By a signal. Not "t": a debugger holds that one, and lets it go again."""
+        """Whether a signal has stopped it. State "t" does not count: a debugger holds that process, and releases it."""
         status = self.status(pid)
         return status is not None and status.state == "T"
 

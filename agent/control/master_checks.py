@@ -20,31 +20,31 @@ from ..storage.survey import is_run
 
 __all__ = ["MOST", "problem_of", "problem_of_reply"]
 
-# The largest generation, epoch, step, count of bytes: far above any.
+# The most that a generation, epoch, step or count of bytes may be: far above any real one.
 MOST = 1 << 53
-# Seconds; thirty years.
+# The longest duration in seconds: thirty years.
 _LONGEST = 1e9
-# Characters of a name, a host, a digest.
+# The most characters of a name, a host or a digest.
 _NAME = 256
-# What a person is shown, wherever it stands: it is made one printable line there.
+# Texts for people, which are made one printable line where they are shown.
 _TEXTS = ("reason", "missing", "text", "message", "remark", "cause")
-# A training that diverged says so.
+# Numbers that may be NaN, because a training that has diverged reports that.
 _ANY = ("loss", "metric")
 
 
 def problem_of_reply(reply: control_pb2.RegisterReply) -> str:
-    """Why nobody can be registered like this; empty: it makes sense."""
+    """Why this reply can be no registration; empty: it makes sense."""
     if not reply.node:
         return "it gives this node no name"
     return _fields(reply)
 
 
 def problem_of(directive: control_pb2.Directive, incarnation: str, nproc: int) -> str:
-    """Why an agent cannot do this; empty: it makes sense.
+    """Why an agent cannot follow this directive; empty: it makes sense.
 
     Args:
         directive: as it came.
-        incarnation, nproc: of the agent.
+        incarnation, nproc: the agent's.
     """
     order = directive.WhichOneof("order")
     problem = _fields(directive) or _beside(directive)
@@ -56,7 +56,7 @@ def problem_of(directive: control_pb2.Directive, incarnation: str, nproc: int) -
 
 
 def _beside(directive: control_pb2.Directive) -> str:
-    """What goes on beside the workers names the checkpoint that it is about."""
+    """Checks that every order beside the workers' names its checkpoint."""
     wanted = {
         "convert": directive.convert.source.ref,
         "verify": directive.verify.ref,
@@ -97,9 +97,9 @@ def _resume(resume: control_pb2.ResumePoint) -> str:
 
 
 def _fields(message: Message) -> str:
-    """The first field that cannot be meant, also of the messages inside."""
+    """The first field with an impossible value, also in nested messages."""
     if isinstance(message, control_pb2.Pace):
-        # Whatever is asked for is brought within bounds: see `Pace.told`.
+        # A pace may have any value, because `Pace.told` brings it within bounds.
         return ""
     for field, value in message.ListFields():
         for entry in value if isinstance(value, MutableSequence) else (value,):

@@ -1,10 +1,10 @@
-"""The agent's client of the control plane: one object, three threads, nothing that blocks the caller.
+"""The agent's client of the control plane: one object, three threads, and no call that blocks.
 
 - the outbox sends what changes the job, in order, one at a time, each until it is answered;
 - the pulse sends heartbeats, and the newest progress as soon as there is one;
 - the watch keeps the stream of directives open.
 
-What comes back goes to the callbacks of `Listener`, each called on one of these threads.
+Callbacks of `Listener` get the results, each on one of these threads.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ __all__ = ["CALL_TIMEOUT", "HEARTBEAT_INTERVAL", "Listener", "MasterClient", "Ou
 # Seconds.
 CALL_TIMEOUT = 10.0
 _HEARTBEAT_TIMEOUT = 3.0
-# Silence after which the master counts as away.
+# Seconds of silence after which the master counts as away.
 _AWAY_AFTER = 3.0
-# Calls that may wait for an absent master; a run makes a few per epoch and one per checkpoint.
+# The most calls that may wait for an absent master; a run makes a few per epoch and one per checkpoint.
 _MOST_WAITING = 10_000
-# An error inside the master is repeated, as a restart may cure it, but not for ever.
+# How often a call is repeated after an error inside the master, which a restart may cure.
 _MOST_INTERNAL_ERRORS = 5
 _NO_LINK = "no address is known, or no token"
 _INTERNAL = frozenset({grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN})
@@ -64,10 +64,10 @@ class MasterClient:
     """Speaks for one agent, in sessions: one for each incarnation.
 
     Args:
-        connector: where to.
-        job_id: of every caller.
-        listener: who is told what comes back.
-        clock: monotonic seconds.
+        connector: provides the link to the master.
+        job_id: the job id for every caller.
+        listener: gets the results.
+        clock: returns monotonic seconds.
     """
 
     def __init__(
@@ -77,16 +77,16 @@ class MasterClient:
         self._job_id = job_id
         self._listener = listener
         self._clock = clock
-        # Other nodes may learn an incarnation, never this.
+        # Other nodes may learn an incarnation, but never this secret.
         self._secret = secrets.token_bytes(16)
         self._pace = Pace(clock(), clock())
         self._changed = threading.Condition()
-        # Held while the listener is told something: see `_tell`. Before `_changed`, never within it.
+        # Held while the listener is called: see `_tell`. Taken before `_changed`, never inside it.
         self._telling = threading.Lock()
         self._closing = threading.Event()
         self._queue: deque[_Waiting] = deque()
         self._progress: control_pb2.ProgressRequest | None = None
-        # Grows with every `register`; calls, streams and answers of an older one are dropped.
+        # Grows with every `register`; calls, streams and answers of an older session are dropped.
         self._session = 0
         self._node = ""
         self._incarnation = ""
@@ -95,7 +95,7 @@ class MasterClient:
         self._epoch = 0
         self._generation = 0
         self._heard_at: float | None = None
-        # As found, and as the listener was told.
+        # Whether the master is heard: as found, and as the listener was last told.
         self._up = self._told_up = True
         self._stream: grpc.Call | None = None
         self._threads = [
@@ -116,14 +116,14 @@ class MasterClient:
             return self._generation
 
     def saw_generation(self, generation: int) -> None:
-        """Somebody else's knowledge of the generation (a claim): lower ones are not listened to."""
+        """Takes a generation that others know (a claim): masters of lower ones are then ignored."""
         with self._changed:
             self._generation = max(self._generation, generation)
 
     def new_session(self) -> None:
-        """From now on calls are those of the incarnation that `register` names next; they wait for its answer.
+        """From now on calls belong to the incarnation that `register` names next, and wait for its answer.
 
-        Unanswered calls of the incarnation before are dropped. A session that was never registered goes on.
+        Unanswered calls of the previous incarnation are dropped. A session that was never registered goes on.
         """
         with self._changed:
             if not self._registered:
@@ -137,10 +137,10 @@ class MasterClient:
             self._changed.notify_all()
 
     def register(self, request: control_pb2.RegisterRequest) -> None:
-        """Registers `request.incarnation`, repeated until answered, before all calls of the session."""
+        """Registers `request.incarnation` before all calls of the session; repeated until answered."""
         self.new_session()
         with self._changed:
-            # An answer to an earlier attempt is not the answer to this one.
+            # An answer to an earlier attempt does not count for this one.
             self._session += 1
             self._incarnation = request.incarnation
             copied = control_pb2.RegisterRequest()
@@ -154,10 +154,10 @@ class MasterClient:
             self._changed.notify_all()
 
     def call(self, method: str, request: Message) -> None:
-        """Sends a changing call after all earlier ones; its `caller.epoch` is kept, the rest of it filled in.
+        """Sends a changing call after all earlier ones. Fills in its caller, except for `caller.epoch`.
 
-        `ReportProgress` and `Heartbeat` change nothing: the newest progress goes out by itself, and an unsent older
-        one is forgotten.
+        `ReportProgress` and `Heartbeat` change nothing: only the newest progress is sent, and an unsent older one is
+        forgotten.
 
         Raises:
             OutboxFull: the master has been away for very long.
@@ -177,7 +177,7 @@ class MasterClient:
             self._changed.notify_all()
 
     def waiting(self) -> int:
-        """Calls that were not answered yet."""
+        """Number of calls that were not answered yet."""
         with self._changed:
             return len(self._queue)
 
@@ -217,10 +217,11 @@ class MasterClient:
             self._stream = None
 
     def _tell(self, session: int, tell: Callable[[], None]) -> bool:
-        """Tells the listener something of a session. False: that session is over, and nothing was told.
+        """Tells the listener something about a session. False: that session is over, and nothing was told.
 
-        One thread at a time. So nothing of a session comes before the answer to its registration, nor after that to
-        the next one: a directive that is overtaken is lost, as the master does not repeat it.
+        Only one thread tells at a time. So nothing of a session is told before the answer to its registration, nor
+        after the answer to the next one. (A directive that came too early would be lost, because the master does not
+        repeat it.)
         """
         with self._telling:
             with self._changed:
@@ -230,7 +231,7 @@ class MasterClient:
             return True
 
     def _tell_link(self) -> None:
-        """Tells the listener whether the master is heard, if that is news; the last word is the present state."""
+        """Tells the listener whether the master is heard, if that is news; the last call is the present state."""
         with self._telling:
             with self._changed:
                 news, self._told_up = self._up != self._told_up, self._up
@@ -239,9 +240,9 @@ class MasterClient:
                 self._listener.link(up)
 
     def _heard(self, generation: int) -> bool:
-        """Takes note of an answer; False when it comes from a master that was superseded, or from none."""
+        """Notes an answer; False if it comes from a superseded master, or from something that is no master."""
         if generation > MOST:
-            # Once believed, no master would ever be listened to again.
+            # If it were believed once, no master would ever be heard again.
             logger.warning("what answers as the master says that it is generation %d: refused", generation)
             return False
         with self._changed:
@@ -256,7 +257,7 @@ class MasterClient:
         return True
 
     def _unheard(self, link: MasterLink | None, why: str) -> None:
-        """Takes note of a call or stream without an answer."""
+        """Notes a call or stream without an answer."""
         self._connector.failed(link)
         with self._changed:
             if self._closing.is_set():
@@ -279,7 +280,7 @@ class MasterClient:
                     return
                 waiting = self._queue[0]
                 if waiting.method != "Register":
-                    # Only now: the node's name is the answer to the registration that went before.
+                    # Only now, because the answer to the registration brings the node's name.
                     caller = self._caller(waiting.request)
                     self._fill(caller, caller.request)
             if self._send(waiting):
@@ -297,7 +298,7 @@ class MasterClient:
         return bool(self._queue) and (self._registered or self._queue[0].method == "Register")
 
     def _send(self, waiting: _Waiting) -> bool:
-        """One attempt. True when the call is settled, one way or another."""
+        """Makes one attempt. True if the call is settled, one way or another."""
         link = self._connector.get()
         if link is None:
             self._unheard(None, _NO_LINK)
@@ -319,7 +320,7 @@ class MasterClient:
 
     def _send_failed(self, waiting: _Waiting, link: MasterLink, error: Exception) -> bool:
         if not isinstance(error, grpc.RpcError):
-            # gRPC's ValueError for a channel that another thread closed.
+            # gRPC raises ValueError for a channel that another thread closed.
             return False
         code, detail = code_of(error), detail_of(error)
         if code in RETRIED:
@@ -358,7 +359,7 @@ class MasterClient:
                 self._registered = True
                 self._pace.told(reply.pace, self._clock())
                 incarnation = self._incarnation
-                # The stream opens now; its first directive waits for its turn to be told.
+                # The stream opens now; its first directive is told in its turn.
                 self._changed.notify_all()
             self._listener.registered(incarnation, reply)
 
@@ -423,7 +424,7 @@ class MasterClient:
             self._tell(session, partial(self._listener.failed, method, code.name, detail_of(error)))
 
     def _again(self, progress: control_pb2.ProgressRequest | None, session: int) -> None:
-        """An unheard report goes out again, unless a newer one comes first."""
+        """Sends an unheard report again, unless a newer one comes first."""
         with self._changed:
             self._pace.unanswered(self._clock())
             if progress is not None and self._progress is None and session == self._session:
@@ -442,7 +443,7 @@ class MasterClient:
                 caller = control_pb2.Caller(epoch=self._epoch)
                 self._fill(caller, 0)
             if self._watch(session, caller, backoff):
-                # Answered with an error that repeating does not cure: nothing to watch until the next `register`.
+                # The answer was an error that repeating does not cure: nothing to watch until the next `register`.
                 with self._changed:
                     self._changed.wait_for(
                         lambda session=session: self._session != session or self._closing.is_set()  # type: ignore[misc]
@@ -451,7 +452,7 @@ class MasterClient:
             backoff.wait()
 
     def _watch(self, session: int, caller: control_pb2.Caller, backoff: Backoff) -> bool:
-        """Reads one stream to its end. True when it must not be opened again for this session."""
+        """Reads one stream to its end. True if it must not be opened again for this session."""
         link = self._connector.get()
         if link is None:
             self._unheard(None, _NO_LINK)
@@ -473,7 +474,7 @@ class MasterClient:
                     return False
         except (grpc.RpcError, ValueError) as error:
             return self._watch_failed(session, link, error)
-        # The master ended it in good order: it is fenced, or about to close.
+        # The master ended it in good order: this node is fenced, or the master is about to close.
         return False
 
     def _watch_failed(self, session: int, link: MasterLink, error: Exception) -> bool:

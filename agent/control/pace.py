@@ -1,4 +1,4 @@
-"""When the agent speaks again to the master, and whether it sends a heartbeat or the newest progress. Pure."""
+"""When the agent next speaks to the master, and whether it sends a heartbeat or the newest progress. Pure."""
 
 from __future__ import annotations
 
@@ -9,53 +9,53 @@ from dalsegno.protos import control_pb2
 
 __all__ = ["HEARTBEAT_INTERVAL", "Pace"]
 
-# Seconds, until the master says otherwise.
+# Seconds between heartbeats, until the master says otherwise.
 HEARTBEAT_INTERVAL = 1.0
-# Between two progress reports; more often nobody reads them.
+# Seconds between two progress reports; nobody reads more.
 PROGRESS_INTERVAL = 0.1
-# What the master may ask for at most.
+# The longest interval that the master may ask for.
 _LONGEST = 60.0
 # The share of the interval by which a heartbeat may be early.
 _JITTER = 0.05
-# The share of the interval after which a word is repeated that was not heard. Not at once: the master may have too much
-# to do.
+# The share of the interval after which a message that was not heard is repeated. Not at once, because the master may be
+# overloaded.
 _AGAIN = 1 / 3
 # The longest slot that the master may ask for, in intervals.
 _LONGEST_SLOT = 1 / 10
-# So many reports of an epoch go out at once: that the script has a session, its first step.
+# How many reports of an epoch are sent at once: that the script has a session, and its first step.
 _FIRST_REPORTS = 3
 
 
 @dataclass
 class Pace:
-    """Times are monotonic seconds. Either word proves this agent alive, so progress takes the place of a heartbeat."""
+    """Times are monotonic seconds. A heartbeat or a progress report proves this agent alive, so either one will do."""
 
     beat_at: float
     progress_at: float
     heartbeat: float = HEARTBEAT_INTERVAL
     progress: float = PROGRESS_INTERVAL
-    # What the last report said beside the step, and how many reports its epoch has had.
+    # What the last report said besides the step, and how many reports its epoch has had.
     said: tuple[object, ...] = ()
     reports: int = 0
-    # The next report goes out not before that, however urgent.
+    # The next report is not sent before this time, however urgent it is.
     soonest: float = float("-inf")
-    # Others may be in step with this agent: the next interval is any part of a whole one.
+    # Other agents may be in step with this one, so the next interval is a random part of a whole one.
     spread: bool = True
 
     def due(self, progress: control_pb2.ProgressRequest | None) -> float:
-        """When the next word goes out."""
+        """When the next message is sent."""
         if progress is None:
             return self.beat_at
         soon = self.progress_at if not self.is_urgent(progress) else min(self.progress_at, self.soonest)
         return min(self.beat_at, soon)
 
     def is_urgent(self, progress: control_pb2.ProgressRequest) -> bool:
-        """It says more than that a step or some bytes more are done."""
+        """Whether it says more than that a step or some bytes more are done."""
         says = _beside_the_step(progress)
         return says != self.said or self.reports < _FIRST_REPORTS
 
     def spoke(self, now: float, progress: control_pb2.ProgressRequest | None, jitter: float = 0.0) -> None:
-        """A word goes out. `jitter`, 0 to 1: agents that began, or were told another pace, at once get out of step."""
+        """Notes that a message is sent. `jitter`, 0 to 1, spreads agents that began or changed pace together."""
         self.beat_at = now + self.heartbeat * (1 - (1 if self.spread else _JITTER) * jitter)
         self.spread = False
         if progress is None:
@@ -69,11 +69,11 @@ class Pace:
         self.reports += 1
 
     def unanswered(self, now: float) -> None:
-        """The last word was not heard: the next one does not wait for a whole interval."""
+        """Notes that the last message was not heard: the next one does not wait for a whole interval."""
         self.beat_at = min(self.beat_at, now + max(HEARTBEAT_INTERVAL, self.heartbeat * _AGAIN))
 
     def told(self, pace: control_pb2.Pace, now: float) -> None:
-        """The master wants to be spoken to as often as this."""
+        """Takes the pace that the master wants."""
         if pace.heartbeat_seconds > 0:
             before, self.heartbeat = self.heartbeat, min(max(HEARTBEAT_INTERVAL, pace.heartbeat_seconds), _LONGEST)
             self.spread = self.spread or self.heartbeat > before
@@ -84,7 +84,7 @@ class Pace:
             self.beat_at = max(now, self.beat_at - early)
 
     def begin(self, now: float) -> None:
-        """A new session: its first word is due."""
+        """Begins a session: its first message is due."""
         self.beat_at = now
         self.spread = True
 

@@ -25,12 +25,12 @@ __all__ = ["COMMAND", "MasterError", "Started", "TokenLostError", "make_token", 
 COMMAND = (sys.executable, "-m", "dalsegno.master")
 # Seconds.
 _START_TIMEOUT = 60.0
-# Characters; the master takes no shorter one.
+# Characters of a token; the master takes no shorter one.
 _SHORTEST_TOKEN = 16
 
 
 class MasterError(Exception):
-    """No master can be had; one line that says why and what to change."""
+    """No master can be reached or started; one line that says why and what to change."""
 
 
 class TokenLostError(ValueError):
@@ -41,7 +41,7 @@ def read_token(directory: Path) -> str:
     """The token that all agents of the job share.
 
     Raises:
-        TokenLostError: there is none, or what is there is none.
+        TokenLostError: there is none, or the file does not hold one.
         NotPrivateError: others may know it.
         OSError: it cannot be read now.
     """
@@ -56,7 +56,7 @@ def read_token(directory: Path) -> str:
 
 
 def make_token(directory: Path) -> str:
-    """Makes sure that there is a token; a damaged one is put aside. Returns what to tell a person; empty: nothing.
+    """Makes a token if there is none, and puts a damaged one aside. Returns what to tell people; empty: nothing.
 
     The caller holds the lock for starting a master.
 
@@ -84,7 +84,7 @@ def make_token(directory: Path) -> str:
 
 @dataclass(frozen=True)
 class Started:
-    """A master that serves: its process, and what it said first."""
+    """A master that serves: its process, and its first line."""
 
     process: subprocess.Popen[str]
     address: str
@@ -93,30 +93,30 @@ class Started:
 
 
 def start_master(directory: Path, job_id: str, command: Sequence[str] = COMMAND) -> Started:
-    """Starts a master for a job whose token is there.
+    """Starts a master for a job whose token exists.
 
     Args:
-        directory: private to the job; has the master's store and log.
-        job_id: of the job.
-        command: what is run, without the master's arguments.
+        directory: private to the job; it has the master's store and log.
+        job_id: the job's.
+        command: the program, without the master's arguments.
 
     Raises:
         MasterError: it did not start.
         OSError: its log cannot be written, or no process can be made.
     """
     log = directory / "master.log"
-    # Not --nnodes: agents bring settings, and one that disagrees must still be able to start the job's master.
+    # Not --nnodes: agents bring settings, and an agent that disagrees must still be able to start the job's master.
     words = [
         *command,
         *("--host", "127.0.0.1", "--port", "0", "--job-id", job_id),
         *("--store", f"sqlite:///{directory / 'master.sqlite'}"),
         *("--token-file", str(directory / "token"), "--log-file", str(log), "--embedded"),
     ]
-    # It outlives this agent: no lifeline, no terminal, no output but its first line.
-    # Nor does it listen to what is meant for a master that is a service.
+    # It outlives this agent: no lifeline, no terminal, no output but its first line. Nor does it read the variables of
+    # a master that is a service.
     ours = (Variable.LIFELINE, Variable.MASTER_FLAG)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(ours)}
-    # It outlives a notice that all processes of the node are given, from its first moment on.
+    # From its first moment on it outlives a notice that all processes of the node are given.
     with open(open_private(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as errors, held_back(DEAF_TO):
         begin = errors.seek(0, os.SEEK_END)
         with starting("the embedded master"):
@@ -144,7 +144,7 @@ def start_master(directory: Path, job_id: str, command: Sequence[str] = COMMAND)
 
 
 def _first_line(process: subprocess.Popen[str]) -> str:
-    """What it prints first; empty when it ends, or takes too long."""
+    """The first line that it prints; empty if it ends, or takes too long."""
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector, process.stdout:
         selector.register(process.stdout, selectors.EVENT_READ)
@@ -153,7 +153,7 @@ def _first_line(process: subprocess.Popen[str]) -> str:
 
 def _last_line(log: Path, begin: int) -> str:
     if log.stat().st_size < begin:
-        # It began a new file; what the interpreter says of its end goes on into the one from before.
+        # It began a new file; the interpreter's last words still go to the file before.
         log = log.with_name(f"{log.name}.1")
     with open(open_private(log, os.O_RDONLY), "rb") as file:
         file.seek(begin)
