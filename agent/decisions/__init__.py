@@ -1,1 +1,1 @@
-"""What the agent decides, pure: no I/O, no clock, no randomness, no thread."""
+"""What the agent decides. Pure: no I/O, no clock, no randomness, no thread."""

@@ -1,4 +1,4 @@
-"""One event's worth of deciding: a private copy of the state, the actions so far, and the verbs all parts share."""
+"""The handling of one event: a private copy of the state, the actions so far, and the verbs that all parts share."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dalsegno.protos import control_pb2
 from . import events as ev
 from .state import AgentState, Outcome, Place, Workers
 
-# Seconds from SIGKILL until workers count as gone, whatever is heard of them. More than the shell takes to say so, also
-# of processes that are stuck in the kernel, and than torchrun takes to end its own.
+# Seconds from SIGKILL until workers count as gone, whatever is heard of them. Longer than the shell takes to report it,
+# even for processes stuck in the kernel, and longer than torchrun takes to end its own.
 STOP_PATIENCE = 45.0
 
 
 class Decision:
-    """The state as it will be, and what is to be done, in order."""
+    """The state as it will be, and the actions in order."""
 
     def __init__(self, state: AgentState, now: float) -> None:
         self.state = state
@@ -34,14 +34,14 @@ class Decision:
             self.state.wake = when
 
     def register(self, previous: str) -> None:
-        """Under the user's name, or the one it had before, or one that the master gives."""
+        """Registers under the user's name, the node's earlier name, or one that the master gives."""
         self.state.door.registering = True
         # A node that was in the job once waits for its master; one that never was may have the wrong address.
         self.state.door.answer_deadline = None if previous else self.now + self.state.settings.connect_timeout
         self.do(ev.Register(previous, self.state.settings.node_name or self.state.node))
 
     def register_again(self) -> None:
-        """After having been fenced: everything of the old incarnation is void."""
+        """Registers anew after having been fenced: everything of the old incarnation is void."""
         state = self.state
         if had_workers(state) and not is_saved(state):
             self.exit(ev.EXIT_LEFT_UNSAVED, "left on notice; the run goes on from its last commit")
@@ -73,16 +73,16 @@ class Decision:
             self.register_again()
 
     def is_rank_zero(self) -> bool:
-        """Whether this node has group rank 0 in the world that it started last."""
+        """Whether this node has group rank 0 in the world that it last started."""
         world = self.state.world
         return world is not None and world.place.incarnation == self.state.incarnation and world.place.group_rank == 0
 
     def kill_workers(self) -> None:
-        """They are stuck in a collective anyway: no grace."""
+        """Kills the workers without grace, because they are stuck in a collective anyway."""
         self.stop_workers(0.0)
 
     def stop_workers(self, grace: float) -> None:
-        """SIGTERM and `grace` seconds for the ranks of this node; 0 kills at once."""
+        """Gives this node's ranks SIGTERM and `grace` seconds; 0 kills at once."""
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers = Workers.STOPPING
@@ -95,7 +95,7 @@ class Decision:
             self.state.lease = 0
 
     def report_progress(self) -> None:
-        """What the ranks of this node have done so far; only the newest report matters."""
+        """Reports what this node's ranks have done so far; only the newest report matters."""
         state = self.state
         self.call(
             "ReportProgress",
@@ -120,7 +120,7 @@ class Decision:
         return max(0.0, leave.deadline - self.now) if leave is not None else 0.0
 
     def exit_left(self) -> None:
-        """Leave with the code that says whether everything is saved."""
+        """Exits with the code that says whether everything is saved."""
         unsaved = what_is_unsaved(self.state)
         if unsaved:
             self.exit(ev.EXIT_LEFT_UNSAVED, f"left on notice; {unsaved}")
@@ -137,9 +137,9 @@ class Decision:
 def is_saved(state: AgentState) -> bool:
     """Whether the ranks that this node ran last left everything saved, or finished.
 
-    A rank names what it drained into only once that is sealed, even if its exit was not seen any more; one that drained
-    without a name had nothing that saves. Where none could say so in time the boundary's commit counts, or what is
-    sealed and waits for a master.
+    A rank names the checkpoint of its drain only once that is sealed, even if its exit was not seen; a rank that
+    drained without a name had nothing that saves. If no rank could say so in time, the commit of the boundary counts,
+    or a sealed checkpoint that waits for a master.
     """
     epoch = state.epoch
     if epoch.refused:
@@ -150,18 +150,18 @@ def is_saved(state: AgentState) -> bool:
 
 
 def awaits_its_commit(state: AgentState) -> bool:
-    """These ranks have sealed their boundary, and the master has not said yet that it is recorded."""
+    """Whether these ranks have sealed their boundary, and the master has not yet said that it is recorded."""
     epoch = state.epoch
     return epoch.agreed and epoch.committed_step < epoch.step <= epoch.sealed_step
 
 
 def has_made_nothing(state: AgentState) -> bool:
-    """No step since the resume point. Only of scripts with a session is every step heard."""
+    """Whether no step was made since the resume point. Every step is heard only if the script has a session."""
     return state.world is None or (state.session_known and state.epoch.step <= state.world.resume.source.step)
 
 
 def had_workers(state: AgentState) -> bool:
-    """Ranks were running when the notice came."""
+    """Whether ranks were running when the notice came."""
     return state.leave is not None and state.leave.unsaved
 
 
@@ -181,7 +181,7 @@ def what_is_unsaved(state: AgentState) -> str:
 
 
 def who_completes(state: AgentState) -> str:
-    """What becomes of a save that a leaver had to leave, for a person; it is not there when that turns out."""
+    """What becomes of a save that a leaver had to leave, for a person; the leaver is gone when that is decided."""
     if not state.all_leave:
         follows = "the others complete the save if this node's part of it is there"
     elif state.world is not None and state.world.nodes == 1:

@@ -1,4 +1,4 @@
-"""What the master's directive says this agent should be doing, compared with what it is doing."""
+"""Compares what the master's directive wants of this agent with what the agent is doing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .state import Epoch, Place, Workers
 
 
 def directed(decision: Decision, directive: control_pb2.Directive) -> None:
-    """One directive, compared with what this agent is doing. Older generations do not count."""
+    """Handles one directive. Directives of older generations do not count."""
     state = decision.state
     if directive.generation < state.generation or state.fenced or state.door.registering:
         return
@@ -23,7 +23,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     if state.has_head and directive.head.epoch == state.started:
         state.epoch.committed_step = max(state.epoch.committed_step, directive.head.step)
     for notice in directive.notices:
-        # What happened before this node came is not its news.
+        # What happened before this node came is no news to it.
         if notice.sequence > state.notice and state.directed:
             decision.do(ev.Say(notice.text, notice.warning))
         state.notice = max(state.notice, notice.sequence)
@@ -49,7 +49,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
 
 
 def new_master(decision: Decision, directive: control_pb2.Directive) -> None:
-    """One that lost its store counts verifications and notices from 1 again; verifying twice harms nothing."""
+    """Handles a new master, whose numbers of verifications and notices may begin with 1 again; repeats do no harm."""
     state = decision.state
     state.heard_generation = directive.generation
     state.verified = 0
@@ -58,7 +58,7 @@ def new_master(decision: Decision, directive: control_pb2.Directive) -> None:
 
 
 def side_orders(decision: Decision, directive: control_pb2.Directive) -> None:
-    """What goes on beside the workers: conversion, verification, deletion, the copy for people."""
+    """Handles what goes on beside the workers: conversion, verification, deletion, the copy for people."""
     state = decision.state
     lease = directive.convert.lease if directive.HasField("convert") else 0
     if lease != state.lease:
@@ -79,26 +79,26 @@ def side_orders(decision: Decision, directive: control_pb2.Directive) -> None:
     if directive.HasField("head") and directive.head.ref.digest != state.head:
         state.head = directive.head.ref.digest
         if decision.is_rank_zero():
-            # A commit of the open epoch: whatever older epochs left unsealed is of no use to anybody any more.
+            # A commit of the open epoch: what older epochs left unsealed is of no more use.
             decision.do(ev.WriteLatest(directive.head), ev.Sweep(directive.head.epoch))
 
 
 def ordered_run(decision: Decision, world: control_pb2.World, drain: bool) -> None:
-    """Be part of a world; with `drain` save and stop. Starts the workers of an epoch once."""
+    """Becomes part of a world; with `drain` saves and stops. Starts the workers of an epoch once."""
     state = decision.state
     state.place.order = None
     state.drain_ordered, state.ending, state.all_leave = drain, control_pb2.ENDING_TOGETHER, False
     if world.epoch <= state.started or state.workers is not Workers.NONE:
-        return  # Already running, already ended (and reported), or still stopping: see workers_stopped.
+        return  # already running, already ended (and reported), or still stopping: see workers_stopped
     if state.leaving:
-        # The peers wait for ranks that will never start: the sooner this node is seen to go the better.
+        # The peers wait for ranks that will never start, so the sooner they see this node go the better.
         decision.exit_left()
         return
     start(decision, world)
 
 
 def start(decision: Decision, world: control_pb2.World) -> None:
-    """Begin an epoch: everything that was known of the old workers is forgotten."""
+    """Begins an epoch: everything that was known of the old workers is forgotten."""
     state = decision.state
     state.world = world
     state.started = world.epoch
@@ -109,7 +109,7 @@ def start(decision: Decision, world: control_pb2.World) -> None:
 
 
 def ordered_gather(decision: Decision, gather: control_pb2.Gather) -> None:
-    """Stop what runs, then join (see `decisions.prepare_join`)."""
+    """Stops what runs, then joins (see `decisions.prepare_join`)."""
     state = decision.state
     state.place.order = gather
     state.drain_ordered = False
@@ -121,7 +121,7 @@ def ordered_gather(decision: Decision, gather: control_pb2.Gather) -> None:
 
 
 def ordered_wait(decision: Decision, wait: control_pb2.Wait) -> None:
-    """No place in the present world: nothing of ours may run."""
+    """Handles having no place in the present world: no worker of ours may run."""
     state = decision.state
     state.place.order = wait
     state.drain_ordered = False
@@ -133,7 +133,7 @@ def ordered_wait(decision: Decision, wait: control_pb2.Wait) -> None:
 
 
 def ordered_finish(decision: Decision, finish: control_pb2.Finish) -> None:
-    """The job ended. A leaver's workers may be saving by themselves all the same: they have their notice."""
+    """Handles the job's end. A leaver's workers may still be saving by themselves: they have their notice."""
     if decision.state.leaving and decision.state.workers is Workers.STOPPING:
         return
     if decision.state.workers is Workers.RUNNING:
@@ -144,7 +144,7 @@ def ordered_finish(decision: Decision, finish: control_pb2.Finish) -> None:
 
 
 def ordered_release(decision: Decision) -> None:
-    """A leaver may go."""
+    """Handles the permission for a leaver to go."""
     state = decision.state
     if state.leaving and state.workers is Workers.NONE:
         decision.exit_left()

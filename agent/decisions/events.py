@@ -1,4 +1,4 @@
-"""What the agent's decisions hear (events) and what they ask for (actions). Plain values, no I/O."""
+"""What the agent's decisions receive (events) and what they ask for (actions). Plain values, no I/O."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from dalsegno.protos.contract import WORKER_DRAINED as WORKER_DRAINED
 
 @dataclass(frozen=True)
 class Started:
-    """The agent process is up: time to register."""
+    """The agent's process is up, and must register."""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """The master opened the door. The shell opens `Watch` for this incarnation before it delivers this."""
+    """The master has admitted this agent. The shell opens `Watch` for this incarnation before it delivers this."""
 
     incarnation: str
     reply: control_pb2.RegisterReply
@@ -55,7 +55,7 @@ class Directed:
 
 @dataclass(frozen=True)
 class CallFailed:
-    """A call was answered with an error status. Unreachable masters are not errors: the outbox repeats."""
+    """A call was answered with an error status. An unreachable master is no error, because the outbox repeats."""
 
     method: str
     code: str
@@ -89,7 +89,7 @@ class WorkerSaid:
 class WorkerExited:
     """One rank ended. `code` is its exit status, negative for a signal (as in `subprocess`).
 
-    `tells_of_a_peer`: by the text of its errors another rank was gone, which is a guess.
+    `tells_of_a_peer`: the text of its errors suggests that another rank was gone, which is a guess.
     """
 
     epoch: int
@@ -101,7 +101,7 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class StepsCounted:
-    """A rank of this epoch has ended, and this was the last step that it made. Comes before its exit."""
+    """A rank of this epoch has ended, and this is the last step that it made. Comes before its exit."""
 
     epoch: int
     step: int
@@ -138,10 +138,10 @@ class Signalled:
 
 @dataclass(frozen=True)
 class StandbyWarm:
-    """All standby workers of this node have imported what they need, and run the script ahead as far as they can.
+    """All standby workers of this node have imported what they need and run the script as far as possible.
 
     Attributes:
-        epoch: whose successors they are; 0: of the first world that this agent is going to have a part in.
+        epoch: the epoch whose successors they are; 0: those of this agent's first world.
     """
 
     epoch: int = 0
@@ -149,7 +149,7 @@ class StandbyWarm:
 
 @dataclass(frozen=True)
 class JoinPrepared:
-    """What `PrepareJoin` asked for: a fresh store, and what this node sees now. See `JoinRequest`."""
+    """The answer to `PrepareJoin`: a fresh store, and what this node sees now. See `JoinRequest`."""
 
     round: int
     resume_digest: str
@@ -162,7 +162,7 @@ class JoinPrepared:
 
 @dataclass(frozen=True)
 class JoinFailed:
-    """What `PrepareJoin` asked for cannot be had now."""
+    """What `PrepareJoin` asked for is not available now."""
 
     round: int
     resume_digest: str
@@ -171,7 +171,7 @@ class JoinFailed:
 
 @dataclass(frozen=True)
 class ManifestRead:
-    """A sealed checkpoint as its manifest describes it; None when it cannot be read."""
+    """A sealed checkpoint as its manifest describes it; None if it cannot be read."""
 
     name: str
     checkpoint: control_pb2.Checkpoint | None
@@ -180,7 +180,7 @@ class ManifestRead:
 
 @dataclass(frozen=True)
 class ConversionUpdate:
-    """The conversion job moved, or ended. `checkpoint` describes the sealed universal form when it is READY."""
+    """The conversion job moved, or ended. `checkpoint` describes the sealed universal form if it is READY."""
 
     lease: int
     state: control_pb2.ConversionState.ValueType
@@ -188,13 +188,13 @@ class ConversionUpdate:
     files_total: int = 0
     message: str = ""
     checkpoint: control_pb2.Checkpoint | None = None
-    # Read, written and synced so far.
+    # Bytes read, written and synced so far.
     bytes_done: int = 0
 
 
 @dataclass(frozen=True)
 class VerificationMoved:
-    """A verification goes on: `bytes_done` bytes are read, tries that the file system spoiled included."""
+    """A verification goes on: `bytes_done` bytes are read, including tries that the file system spoiled."""
 
     number: int
     bytes_done: int
@@ -202,7 +202,7 @@ class VerificationMoved:
 
 @dataclass(frozen=True)
 class VerificationDone:
-    """`inconclusive`: this node's file system failed, so nothing is known about the checkpoint."""
+    """The verdict. `inconclusive`: this node's file system failed, so nothing is known about the checkpoint."""
 
     number: int
     intact: bool
@@ -224,7 +224,7 @@ class Sighted:
 
 @dataclass(frozen=True)
 class Tick:
-    """The time that `AgentState.wake` named has come."""
+    """The time that `AgentState.wake` names has come."""
 
 
 Event = (
@@ -262,7 +262,7 @@ Event = (
 class Register:
     """Register with a new incarnation, until the master answers. Drops every unanswered call of the old one.
 
-    `node` is the name to ask for; empty: the master gives one.
+    `node` is the wanted name; empty: the master gives one.
     """
 
     previous_incarnation: str = ""
@@ -271,9 +271,9 @@ class Register:
 
 @dataclass(frozen=True)
 class Call:
-    """A call to the master: in order, repeated until answered. The shell adds node, incarnation and request number.
+    """Call the master: in order, repeated until answered. The shell adds node, incarnation and request number.
 
-    `ReportProgress` is coalesced: only the newest one matters.
+    Of several `ReportProgress` only the newest is sent.
     """
 
     method: str
@@ -284,12 +284,12 @@ class Call:
 class PrepareJoin:
     """Open a fresh store, read probe and inventory; look for `resume` for a bounded time; answer `JoinPrepared`.
 
-    A patient look answers a second time when what it first saw damaged is sound after all.
+    A patient look answers a second time if what it first saw damaged is sound after all.
     """
 
     round: int
     resume: control_pb2.CheckpointRef | None = None
-    # Keep looking until it is in sight instead (a spare that cannot see it).
+    # Instead keep looking until it is in sight (for a spare that cannot see it).
     patient: bool = False
 
 
@@ -312,7 +312,7 @@ class TellWorkers:
 
     drain: bool
     master_seen: bool
-    # `control.Ending`.
+    # As `control.Ending`.
     ending: int = 0
 
 
@@ -358,7 +358,7 @@ class WriteLatest:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Delete what epochs before `epoch` began to save and never sealed: nobody will read it."""
+    """Delete what epochs before `epoch` began to save and never sealed, because nobody will read it."""
 
     epoch: int
 

@@ -1,8 +1,8 @@
 """The agent's decisions, pure: `handle(state, event, now) -> (state, actions)`.
 
 No I/O, no clock, no randomness: the shell (`elastic_agent.py`) and the simulator (`tests/simulation`) carry out the
-same actions. A directive is a view of what the agent should be doing, so every handler compares it with what the agent
-*is* doing and asks for the difference; hearing the same directive twice changes nothing.
+same actions. A directive is a view of what the agent should be doing. So every handler compares it with what the agent
+*is* doing and asks for the difference; the same directive again changes nothing.
 
 What happens on which failure:
 
@@ -24,14 +24,14 @@ from . import events as ev
 from .decision import Decision
 from .state import AgentSettings, AgentState, Door, Join, Outcome, Place, Workers, fresh
 
-# Seconds: between two attempts at a Join whose store cannot be opened, and at one that did not see the directory.
+# Seconds until a Join is tried again: if its store could not be opened, and if it did not see the directory.
 JOIN_PAUSE = 1.0
 LOOK_AGAIN = 5.0
-# How long, and how often, a node that comes back asks for a name that another one holds.
+# How long, and how often, a node that comes back asks for a name that another node holds.
 NAME_PATIENCE = 60.0
 NAME_PAUSE = 2.0
-# The same for one that has just started: a supervisor may have been quicker than the master, which still has to notice
-# that the agent before it was killed.
+# The same for a node that has just started: a supervisor may have been quicker than the master, which must still notice
+# that the previous agent was killed.
 START_PATIENCE = 3.0
 START_PAUSE = 0.5
 
@@ -47,7 +47,7 @@ def handle(state: AgentState, event: ev.Event, now: float) -> tuple[AgentState, 
 
 
 def take(decision: Decision, event: ev.Event) -> None:
-    """One event to its handler."""
+    """Passes one event to its handler."""
     match event:
         case ev.Started():
             decision.register("")
@@ -115,7 +115,7 @@ def take(decision: Decision, event: ev.Event) -> None:
 
 
 def registered(decision: Decision, event: ev.Registered) -> None:
-    """The door is open, under a name and an incarnation."""
+    """The master has admitted this agent, under a name and an incarnation."""
     state = decision.state
     state.door = Door()
     state.fenced = False
@@ -133,7 +133,7 @@ def registered(decision: Decision, event: ev.Registered) -> None:
 
 
 def postponed(decision: Decision, detail: str) -> None:
-    """A master is there, so it is waited for; the person hears each reason once."""
+    """Waits for a master that answered "not yet"; people are told each reason once."""
     decision.state.door.answer_deadline = None
     if detail != decision.state.door.postponed:
         decision.state.door.postponed = detail
@@ -141,7 +141,7 @@ def postponed(decision: Decision, detail: str) -> None:
 
 
 def check_answer(decision: Decision) -> None:
-    """Nobody has answered the first registration. Only when nothing else is to be heard: an answer may lie there."""
+    """Gives up if nobody has answered the first registration, once nothing else is in the queue, such as an answer."""
     state = decision.state
     if state.door.answer_deadline is not None and decision.now >= state.door.answer_deadline:
         seconds = state.settings.connect_timeout
@@ -152,12 +152,12 @@ def check_answer(decision: Decision) -> None:
 
 
 def refused(decision: Decision, event: ev.Refused) -> None:
-    """Only a name that somebody holds is no reason to give up at once."""
+    """Handles a refusal: only for a name that another node holds is it tried again."""
     state = decision.state
     state.door.answer_deadline = None
     taken, again = event.code == "ALREADY_EXISTS", bool(state.incarnation)
     if taken and again and not state.settings.node_name and state.node:
-        # The name was the master's choice; it makes another.
+        # The name was the master's choice, so the master chooses another.
         state.node = ""
         decision.register(state.incarnation)
         return
@@ -185,7 +185,7 @@ def register_when_due(decision: Decision) -> None:
 
 
 def call_failed(decision: Decision, event: ev.CallFailed) -> None:
-    """An error status to one of our calls."""
+    """One of our calls was answered with an error status."""
     if event.code == "NOT_FOUND":
         decision.become_fenced(event.detail)
     elif event.code == "FAILED_PRECONDITION" and event.method == "ReportDrained":
@@ -193,7 +193,7 @@ def call_failed(decision: Decision, event: ev.CallFailed) -> None:
     elif event.code in ("UNAUTHENTICATED", "PERMISSION_DENIED", "UNIMPLEMENTED"):
         decision.kill_workers()
         decision.exit(ev.EXIT_USAGE, event.detail)
-    # Anything else speaks of a closed epoch or a lost lease: the next directive says what is wanted instead.
+    # Other errors are about a closed epoch or a lost lease: the next directive says what is wanted instead.
 
 
 def link_changed(decision: Decision, up: bool) -> None:
@@ -224,12 +224,12 @@ def standby_warm(decision: Decision, epoch: int) -> None:
 
 
 def prepare_join(decision: Decision) -> None:
-    """Answers the present Gather or Wait, once, when there is nothing of ours running any more."""
+    """Prepares the answer to the present Gather or Wait, once, when no worker of ours runs any more."""
     state = decision.state
     if state.workers is not Workers.NONE or state.leaving or state.fenced or state.door.registering:
         return
     if state.epoch.outcome is Outcome.DRAINED and state.reading:
-        return  # The commit goes first.
+        return  # the commit goes first
     resume, wanted = wanted_join(state.place)
     if wanted is None:
         return
@@ -247,7 +247,7 @@ def prepare_join(decision: Decision) -> None:
 
 
 def wanted_join(place: Place) -> tuple[control_pb2.CheckpointRef | None, Join | None]:
-    """The checkpoint that the present order names, and the Join that answers it; None: no such thing is wanted."""
+    """The checkpoint that the present order names, and the Join that answers it; None: none is wanted."""
     order = place.order
     if isinstance(order, control_pb2.Gather):
         resume = order.resume if order.HasField("resume") else None
@@ -256,20 +256,20 @@ def wanted_join(place: Place) -> tuple[control_pb2.CheckpointRef | None, Join | 
         return None, None
     resume = order.look_for if order.HasField("look_for") else None
     digest = resume.digest if resume else ""
-    # The master is told that it is not in sight before it is looked for without an end.
+    # The master first learns that it is not in sight; only then is it looked for without an end.
     return resume, Join(order.round, digest, patient=bool(digest) and digest == place.unseen)
 
 
 def answers(place: Place, join: Join, wanted: Join) -> bool:
-    """Whether this Join is the wanted one. While it waits, one that looks without an end is, too."""
+    """Whether this Join is the wanted one, or looks without an end for the same checkpoint."""
     patient = join.patient == wanted.patient or (join.patient and isinstance(place.order, control_pb2.Wait))
     return patient and join.answers(wanted.round, wanted.resume)
 
 
 def is_blind(decision: Decision) -> bool:
-    """The master wants a Join and nothing to look for, yet gives no place: the directory here is not the job's.
+    """Whether the master wants a Join without a checkpoint, yet gives no place: this directory is not the job's.
 
-    Only before the first commit; afterwards the order names a checkpoint to look for.
+    This happens only before the first commit; afterwards the order names a checkpoint to look for.
     """
     order = decision.state.place.order
     waits = isinstance(order, control_pb2.Wait) and bool(order.reason) and not order.HasField("look_for")
@@ -277,7 +277,7 @@ def is_blind(decision: Decision) -> bool:
 
 
 def join_failed(decision: Decision, event: ev.JoinFailed) -> None:
-    """The present Join could not be prepared: it is tried again; the person hears each reason once."""
+    """The present Join could not be prepared: it is tried again, and people are told each reason once."""
     state, join = decision.state, decision.state.place.join
     if join is None or not join.answers(event.round, event.resume_digest):
         return
@@ -288,7 +288,7 @@ def join_failed(decision: Decision, event: ev.JoinFailed) -> None:
 
 
 def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
-    """Store, inventory and probe are ready: join, unless the order has changed meanwhile."""
+    """Store, inventory and probe are ready: joins, unless the order has changed meanwhile."""
     state, join = decision.state, decision.state.place.join
     if join is None or not join.answers(event.round, event.resume_digest):
         return
@@ -315,7 +315,7 @@ def join_prepared(decision: Decision, event: ev.JoinPrepared) -> None:
 
 
 def manifest_read(decision: Decision, event: ev.ManifestRead) -> None:
-    """A seal can be recorded now, or cannot be read."""
+    """A seal can be recorded now, or its manifest cannot be read."""
     state = decision.state
     state.reading = state.reading - {event.name}
     seconds = state.took_seconds.get(event.name, 0.0)
@@ -356,7 +356,7 @@ def conversion_update(decision: Decision, event: ev.ConversionUpdate) -> None:
 
 
 def verification_moved(decision: Decision, event: ev.VerificationMoved) -> None:
-    """A verification goes on; of one that was asked for earlier nobody wants to know."""
+    """A verification goes on; one that was asked for earlier does not count."""
     if event.number == decision.state.verified:
         report = control_pb2.VerificationReport(
             caller=decision.caller(), number=event.number, bytes_done=event.bytes_done, working=True, inconclusive=True
@@ -365,7 +365,7 @@ def verification_moved(decision: Decision, event: ev.VerificationMoved) -> None:
 
 
 def settle(decision: Decision) -> None:
-    """What follows from the state, after every event."""
+    """Does what follows from the state, after every event."""
     decision.state.wake = None
     report_ended(decision)
     if decision.state.door.answer_deadline is not None:
@@ -373,7 +373,7 @@ def settle(decision: Decision) -> None:
     register_when_due(decision)
     ranks.check_stopping(decision)
     if decision.state.ended:
-        return  # A fenced leaver, whose workers were the last that it waited for.
+        return  # a fenced leaver that waited only for its workers
     prepare_join(decision)
     leaving.check_outage(decision)
     leaving.check_leave(decision)
@@ -382,7 +382,7 @@ def settle(decision: Decision) -> None:
 
 
 def report_ended(decision: Decision) -> None:
-    """Says once that all ranks of this node drained or finished, after the commit of what they saved last."""
+    """Reports once that all ranks of this node drained or finished, after the commit of what they saved last."""
     state = decision.state
     if state.workers is not Workers.NONE or state.reading or not state.epoch.exits:
         return
@@ -399,7 +399,7 @@ def report_ended(decision: Decision) -> None:
 
 
 def tell_workers(decision: Decision) -> None:
-    """Keep the flags that the ranks see up to date."""
+    """Keeps the flags that the ranks see up to date."""
     state = decision.state
     if state.workers is not Workers.RUNNING:
         return

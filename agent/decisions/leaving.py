@@ -10,30 +10,30 @@ from . import events as ev
 from .decision import Decision, awaits_its_commit, is_saved
 from .state import Leave, Outcome, Workers
 
-# Seconds that a leaver whose notice has run out still waits for what it has killed.
+# Seconds that a leaver whose notice has run out still waits for the processes that it has killed.
 KILL_PATIENCE = 2.0
 
 
 def signalled(decision: Decision, number: int) -> None:
-    """The first signal is a leave notice, the second one means now."""
+    """Handles a signal: the first is a leave notice, the second means now."""
     state = decision.state
     name = signal.Signals(number).name
     if state.leaving and number == signal.SIGHUP:
-        return  # A closed terminal says it several times: kernel and shell each do. Nobody there is in a hurry.
+        return  # a closed terminal sends it twice, from kernel and shell; nobody there is in a hurry
     if state.leaving:
         decision.do(ev.Say(f"{name} again: this node goes at once"))
         decision.kill_workers()
         if is_saved(state) or not ((state.leave is not None and state.leave.unsaved) or state.epoch.refused):
             decision.exit_left()
         else:
-            # Of workers that are killed this moment not every step is heard: silence is no proof that none was made.
+            # Not every step of workers that are killed now is heard, so silence does not prove that none was made.
             decision.exit(ev.EXIT_LEFT_UNSAVED, "left without waiting for a save")
         return
     unsaved = state.fenced or state.workers is Workers.RUNNING
     state.leave = Leave(decision.now + state.settings.drain_timeout, unsaved)
     decision.stop_conversion()
     if state.workers is Workers.RUNNING and not state.epoch.has_session:
-        # Nothing of ours can save it: the script gets the signal and the notice, as under torchrun.
+        # Nothing of ours can save it, so the script gets the signal and the notice, as under torchrun.
         decision.do(ev.Say(f"{name}: passed on to the workers, which have no session open; then leaving"))
         decision.stop_workers(state.settings.drain_timeout)
     elif state.workers is Workers.RUNNING:
@@ -47,9 +47,9 @@ def signalled(decision: Decision, number: int) -> None:
 
 
 def check_leave(decision: Decision) -> None:
-    """A leaver goes when its part is recorded or the master says so, and at the end of its notice in any case.
+    """Lets a leaver go when its part is recorded or the master says so, and at the end of its notice in any case.
 
-    Whatever its workers do: it may not even hear that they are gone.
+    This does not depend on its workers: the agent may not even hear that they are gone.
     """
     state, leave = decision.state, decision.state.leave
     if leave is None:
@@ -79,14 +79,14 @@ def check_leave(decision: Decision) -> None:
 
 
 def await_release(decision: Decision, leave: Leave) -> float:
-    """This node's part is safe: from now on, at the first time, the master's word is waited for. Returns until when."""
+    """This node's part is safe: from the first such moment on it waits for the master. Returns until when."""
     if leave.release_deadline is None:
         leave.release_deadline = decision.now + decision.state.settings.release_timeout
     return leave.release_deadline
 
 
 def check_outage(decision: Decision) -> None:
-    """A node that alone is cut off from the master drains; where nobody hears it, training goes on."""
+    """Drains a node that alone is cut off from the master. If nobody hears the master, training goes on."""
     state = decision.state
     if state.link_lost_at is None or state.workers is not Workers.RUNNING or state.drain_for_outage:
         return

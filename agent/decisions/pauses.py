@@ -1,9 +1,9 @@
-"""What a change of the world cost, part by part, out of the marks that a job's processes left. Pure.
+"""What a change of the world cost, part by part, computed from the marks of a job's processes. Pure.
 
-A pause goes from a step's end to a step's end: from the last one before a planned change was noticed (of an unplanned
-one: the last one of the old world) to the end of the new world's first step on every rank. Each part ends with a mark,
-the latest of all processes; what has passed by then is not counted again. So the parts are never negative, and sum to
-the pause whatever overlaps.
+A pause goes from the end of a step to the end of a step. A planned one begins with the last step before the change was
+noticed, an unplanned one with the last step of the old world. Both end when every rank has made the new world's first
+step. Each part ends with the latest mark of its name over all processes, and time is never counted twice. So the parts
+are never negative, and their sum is the pause, whatever overlaps.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from dalsegno.protos.trace import STEP, Mark
 
 __all__ = ("PARTS", "Pause", "pauses")
 
-# In the order in which they follow one another; a script may have marks of its own between these.
+# Marks in the order in which they follow one another; a script may add its own between these.
 PARTS = (
     *("noticed", "step finished", "written", "synced", "sealed", "committed", "stopped", "converted", "formed"),
     *("started", "met", "verified", "built", "loaded", "ready", "first step"),
 )
-# Marks of a worker's beginning that the part which they end is not named after.
+# Marks at a worker's beginning after which no part is named.
 _NAMES = {"session": "started"}
 _OF_THE_OLD = ("written", "synced", "sealed", "committed", "stopped", "converted")
 
@@ -31,12 +31,12 @@ class Pause:
     """One change of the world.
 
     Attributes:
-        epoch: the one that it led to.
-        planned: the world before saved and stopped at a step that it had agreed on.
+        epoch: the epoch to which it led.
+        planned: the world before saved and stopped at an agreed step.
         began, ended: seconds of the marks' clock.
-        ranks: how many made the first step, as far as they share the clock.
+        ranks: how many ranks made the first step, as far as they share the clock.
         lost: steps that were made twice.
-        parts: seconds of each, in their order; what there is no mark of is not there.
+        parts: seconds of each part, in order; parts without a mark are missing.
     """
 
     epoch: int
@@ -49,12 +49,12 @@ class Pause:
 
     @property
     def seconds(self) -> float:
-        """All of it; what the parts sum to."""
+        """The whole pause: the sum of the parts."""
         return self.ended - self.began
 
 
 def pauses(marks: Iterable[Mark]) -> list[Pause]:
-    """Every change between two worlds that made a step, in order of time, of each clock by itself."""
+    """Every change between two worlds that made a step, in order of time, separately for each clock."""
     clocks: dict[str, list[Mark]] = {}
     for one in marks:
         clocks.setdefault(one.clock, []).append(one)
@@ -100,17 +100,17 @@ def _first(steps: Iterable[Mark], process: str) -> Mark:
 
 
 def _told(marks: Sequence[Mark], epoch: int, last: float) -> float | None:
-    """When the first rank of a world was told of the change before its last step; None: by a signal, or not at all."""
+    """When the first rank was told of the change before the world's last step; None: by a signal, or not at all."""
     newest: dict[str, float] = {}
     for one in marks:
-        # A change may have been withdrawn before: the newest word of each.
+        # An earlier change may have been withdrawn: take each process's newest mark.
         if one.epoch == epoch and one.name == "told" and one.at <= last:
             newest[one.process] = max(one.at, newest.get(one.process, one.at))
     return min(newest.values(), default=None)
 
 
 def _counts(one: Mark, epoch: int) -> bool:
-    """A converter's marks are of no rank and no epoch; what is saved is the ranks'."""
+    """Whether a mark belongs to a rank of the epoch; a converter's marks have neither rank nor epoch."""
     if one.name in ("written", "synced", "sealed"):
         return one.rank >= 0 and one.epoch == epoch
     return one.name == "converted" or one.epoch == epoch
@@ -122,7 +122,7 @@ def _latest(name: str, found: Iterable[Mark]) -> list[tuple[str, float]]:
 
 
 def _beginning(during: Iterable[Mark], firsts: Mapping[str, Mark]) -> list[tuple[str, float]]:
-    """What the new world's workers did until their first step, in the order in which it was done."""
+    """What the new world's workers did until their first step, in order."""
     found: dict[str, float] = {}
     for one in during:
         if one.process in firsts and one.name != STEP and one.at <= firsts[one.process].at:

@@ -1,4 +1,4 @@
-"""What this node's ranks say and how they end."""
+"""What this node's ranks report, and how they end."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from .decision import Decision
 from .state import Outcome, Workers
 from .worker_checks import MOST
 
-# Manifests that are read at the same time: one follows the other, unless the disk is very slow.
+# The most manifests read at the same time: one follows the other, unless the disk is very slow.
 MOST_READING = 64
 
 
 def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
-    """One message of a rank. Messages of an older epoch count only where a seal is at stake."""
+    """Handles one message of a rank. Messages of an older epoch count only if they report a seal."""
     state, epoch = decision.state, decision.state.epoch
     message = event.message
     body = message.WhichOneof("body")
     if body == "sealed":
         if len(state.reading) >= MOST_READING:
-            return  # No script seals so fast. What is sealed lies on the disk, and is found there.
+            return  # no script seals so fast; what is sealed lies on the disk, and is found there
         if event.epoch == state.started:
             epoch.sealed_step = max(epoch.sealed_step, message.sealed.step)
-        # Worth recording whatever became of these workers since: the master refuses what comes too late.
+        # Worth recording whatever became of these workers since; the master refuses what comes too late.
         state.reading = state.reading | {message.sealed.name}
         state.took_seconds = {**state.took_seconds, message.sealed.name: message.sealed.seconds}
         decision.do(ev.ReadManifest(message.sealed.name, message.sealed.digest))
@@ -39,7 +39,7 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
         case "saving":
             saving(decision, event.rank, message.saving)
         case "draining":
-            # Not where they have gone on since: the drain was withdrawn.
+            # Not if they have gone on since: then the drain was withdrawn.
             epoch.agreed = epoch.agreed or message.draining.step >= epoch.step
             epoch.step = max(epoch.step, message.draining.step)
             decision.report_progress()
@@ -63,7 +63,7 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
 
 
 def session_imported(decision: Decision, event: ev.SessionImported) -> None:
-    """The master is told, which must not take a slow start for a script without a session."""
+    """Tells the master that session() may come, so that it does not take a slow start for a script without one."""
     state, epoch = decision.state, decision.state.epoch
     if event.epoch == state.started and state.workers is Workers.RUNNING and not epoch.expects_session:
         epoch.expects_session = True
@@ -71,13 +71,13 @@ def session_imported(decision: Decision, event: ev.SessionImported) -> None:
 
 
 def progress(decision: Decision, rank: int, progress: worker_pb2.Progress) -> None:
-    """A step is done on this rank, or what lies between two steps goes on."""
+    """A rank has made a step, or is busy between two steps."""
     epoch = decision.state.epoch
     if progress.step > epoch.step:
-        # Nothing is saved any more before a step, and a boundary that lies behind them is not the end.
+        # Before the first step nothing is saved, and a boundary that lies behind the ranks is not the end.
         epoch.agreed, epoch.written_bytes = False, {}
     if rank in epoch.refusals:
-        # The script went on all the same: that was not what it ends with.
+        # The script went on, so the refusal was not what it ends with.
         epoch.refusals = {other: why for other, why in epoch.refusals.items() if other != rank}
     epoch.peer_lost = epoch.peer_lost - {rank}
     if progress.step >= epoch.step:
@@ -91,37 +91,37 @@ def progress(decision: Decision, rank: int, progress: worker_pb2.Progress) -> No
 
 
 def steps_counted(decision: Decision, event: ev.StepsCounted) -> None:
-    """What a rank said of its steps may lack the last of them: it tells now and then."""
+    """Takes the exact last step, because a rank reports its steps only now and then."""
     state, epoch = decision.state, decision.state.epoch
     if event.epoch != state.started or state.workers is Workers.NONE:
         return
     epoch.counted = True
     if event.step > epoch.step:
-        # They went on behind the boundary, if there was one.
+        # The ranks went on after the boundary, if there was one.
         epoch.agreed, epoch.step = False, event.step
 
 
 def saving(decision: Decision, rank: int, saving: worker_pb2.Saving) -> None:
-    """Adds what this rank's part of the save grew by: the master is told of one count that only grows in an epoch."""
+    """Adds the growth of this rank's part of the save: the master gets one count that only grows in an epoch."""
     epoch = decision.state.epoch
     if saving.name != epoch.saving:
         epoch.saving, epoch.saving_parts = saving.name, {}
     epoch.written_bytes = {**epoch.written_bytes, rank: saving.written}
     known = epoch.saving_parts.get(rank, 0)
     if saving.bytes > known:
-        # A script can say what it likes; the report to the master has 64 bits.
+        # A script can report any number; the report to the master has 64 bits.
         epoch.saved_bytes = min(epoch.saved_bytes + saving.bytes - known, MOST)
         epoch.saving_parts = {**epoch.saving_parts, rank: saving.bytes}
     decision.report_progress()
 
 
 def save_ended(decision: Decision) -> None:
-    """The next one starts from nothing, also under the same name. (After a sealed one the name is another.)"""
+    """Resets the count: the next save starts from nothing, even under the same name."""
     decision.state.epoch.saving, decision.state.epoch.saving_parts, decision.state.epoch.written_bytes = "", {}, {}
 
 
 def save_failed(decision: Decision, failed: worker_pb2.SaveFailed) -> None:
-    """All ranks know it and train on."""
+    """A save failed; all ranks know it and train on."""
     decision.state.epoch.agreed = False
     save_ended(decision)
     if decision.is_rank_zero():
@@ -134,7 +134,7 @@ def save_failed(decision: Decision, failed: worker_pb2.SaveFailed) -> None:
 
 
 def bad_checkpoint(decision: Decision, bad: worker_pb2.BadCheckpoint) -> None:
-    """The resume point could not be loaded; said once, whatever number of ranks say it."""
+    """The resume point could not be loaded; reported once for all ranks."""
     if decision.state.epoch.bad_reported:
         return
     decision.state.epoch.bad_reported = True
@@ -170,12 +170,12 @@ def worker_exited(decision: Decision, event: ev.WorkerExited) -> None:
 
 
 def has_drained(decision: Decision, local_rank: int) -> bool:
-    """Whether this rank said that it drained, whatever exit status the script made of it."""
+    """Whether this rank reported that it drained, whatever exit status the script made of it."""
     return global_rank(decision, local_rank) in decision.state.epoch.drained_ranks
 
 
 def global_rank(decision: Decision, local_rank: int) -> int:
-    """A rank's number in the world that this node started last; -1 where it has no part in that."""
+    """A rank's number in the world that this node started last; -1 if it has no place in that."""
     world = decision.state.world
     if world is None or world.place.incarnation != decision.state.incarnation:
         return -1
@@ -183,14 +183,14 @@ def global_rank(decision: Decision, local_rank: int) -> int:
 
 
 def worker_refused(decision: Decision, refusal: str, code: int) -> None:
-    """A rank ended because no rank may train what they were given, as all of them know."""
+    """A rank ended because all ranks agree that no rank may train what they were given."""
     decision.state.epoch.outcome = Outcome.FAILED
     report_failure(decision, refusal, code & 0xFF, control_pb2.FAILURE_KIND_REFUSED)
     decision.kill_workers()
 
 
 def worker_gave_up(decision: Decision, local_rank: int) -> None:
-    """A script with a session ended well but did not say that the training has: to call that success ends the run."""
+    """A script with a session exited with 0 without reporting its training finished: a success would end the run."""
     decision.state.epoch.outcome = Outcome.FAILED
     text = (
         f"local rank {local_rank} exited with code 0 at step {decision.state.epoch.step}, but its training is not"
@@ -201,14 +201,14 @@ def worker_gave_up(decision: Decision, local_rank: int) -> None:
 
 
 def worker_failed(decision: Decision, event: ev.WorkerExited) -> None:
-    """A rank broke: the rest of this node stops, and the master hears the reason."""
+    """A rank failed: the rest of this node stops, and the master hears the reason."""
     epoch = decision.state.epoch
     epoch.outcome = Outcome.FAILED
     if event.code == ev.WORKER_BAD_CHECKPOINT and epoch.bad_reported:
         decision.kill_workers()
         return
     if event.code == ev.WORKER_BAD_CHECKPOINT and epoch.has_session:
-        # A rank of another node found the damage and told its own agent: this is no failure of ours.
+        # A rank of another node found the damage and told its own agent, so this is no failure of ours.
         text = f"local rank {event.local_rank} stopped: another node could not load the resume point"
         report_failure(decision, text, event.code, control_pb2.FAILURE_KIND_PEER)
         decision.kill_workers()
@@ -220,9 +220,9 @@ def worker_failed(decision: Decision, event: ev.WorkerExited) -> None:
 
 
 def whose(decision: Decision, event: ev.WorkerExited) -> control_pb2.FailureKind.ValueType:
-    """Where the cause of a rank's end is: people are told of a node that has it first. Nothing else follows from it.
+    """On which node the cause of a rank's end lies. It only decides which node people are told of first.
 
-    A session knows. Of a script without one only what it wrote can tell.
+    A session knows it. For a script without one only its output can tell.
     """
     epoch = decision.state.epoch
     if epoch.has_session:
@@ -235,7 +235,7 @@ def whose(decision: Decision, event: ev.WorkerExited) -> control_pb2.FailureKind
 def report_failure(
     decision: Decision, text: str, code: int, kind: control_pb2.FailureKind.ValueType = control_pb2.FAILURE_KIND_WORKER
 ) -> None:
-    """Tell the master why the ranks of this node ended."""
+    """Tells the master why the ranks of this node ended."""
     decision.call(
         "ReportFailure",
         control_pb2.FailureRequest(
@@ -266,7 +266,7 @@ def workers_ended(decision: Decision) -> None:
     drained = ev.WORKER_DRAINED in codes or any(has_drained(decision, rank) for rank, _ in epoch.exits)
     epoch.outcome = Outcome.DRAINED if drained else Outcome.FINISHED
     if not state.link_up and not state.leaving:
-        # A leaver does not wait, and its last line says how it went.
+        # A leaver does not wait, and its last line says how it ended.
         how = "drained" if drained else "finished"
         decision.do(
             ev.Say(f"the workers of this node have {how}; it waits for the master, which cannot be reached", True)
@@ -274,7 +274,7 @@ def workers_ended(decision: Decision) -> None:
 
 
 def check_stopping(decision: Decision) -> None:
-    """Workers that were told to stop and of whose end nothing is heard count as gone at their deadline."""
+    """At their deadline, workers that were told to stop count as gone even if nothing is heard of their end."""
     state = decision.state
     if state.workers is not Workers.STOPPING:
         return
@@ -286,7 +286,7 @@ def check_stopping(decision: Decision) -> None:
 
 
 def workers_stopped(decision: Decision, epoch: int) -> None:
-    """What was told to stop is gone."""
+    """The workers that were told to stop are gone."""
     state = decision.state
     if epoch != state.started or state.workers is not Workers.STOPPING:
         return

@@ -1,4 +1,4 @@
-"""What the agent's decisions are made on. Collections are immutable and replaced, so a shallow copy is a full one."""
+"""The state on which the agent decides. Collections are immutable and replaced, so a shallow copy is a full one."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ class AgentSettings:
     addresses: str = ""
     # How long the first registration may go without any answer.
     connect_timeout: float = 60.0
-    # How long a leaver without a word from the master still waits for one, once its part is safe.
+    # How long a leaver whose part is safe still waits for the master's word.
     release_timeout: float = 5.0
 
 
 @dataclass
 class Door:
-    """A registration that is under way, and why it takes long; made anew when the door has opened."""
+    """A registration under way, and why it takes long; made anew when it has succeeded."""
 
     registering: bool = False
-    # Of the first registration: until when a master must have answered it, and what it was put off with.
+    # For the first registration: until when a master must have answered, and the last reason why it was put off.
     answer_deadline: float | None = None
     postponed: str = ""
-    # The user's node name is held by another live node: when to ask again, and until when.
+    # If another live node holds the user's node name: when to ask again, and until when.
     register_at: float | None = None
     name_deadline: float | None = None
 
@@ -64,22 +64,22 @@ class Join:
     """An answer to the master's order to join: prepared, then sent. Each preparation makes another one."""
 
     round: int
-    # Digest of the checkpoint that is looked for; empty where there is none.
+    # Digest of the checkpoint that is looked for; empty if there is none.
     resume: str = ""
-    # Looked for without an end: the master knows that it is not in sight.
+    # It is looked for without an end: the master knows that it is not in sight.
     patient: bool = False
     sent: bool = False
-    # When the same one is prepared again.
+    # When the same Join is prepared again.
     again_at: float | None = None
 
     def answers(self, round: int, resume: str) -> bool:
-        """Whether it is for this order."""
+        """Whether it answers this order."""
         return (self.round, self.resume) == (round, resume)
 
 
 @dataclass
 class Place:
-    """How this node comes by a place in a world; made anew when it has one, and with each registration."""
+    """How this node gets a place in a world; made anew when it has one, and with each registration."""
 
     # What the master wants: a Join, or to wait for a place.
     order: control_pb2.Gather | control_pb2.Wait | None = None
@@ -91,55 +91,55 @@ class Place:
 
 @dataclass
 class Leave:
-    """A notice: this node goes, at the latest at its end. Made with the first signal."""
+    """A notice: this node goes, at the latest when the notice ends. Made with the first signal."""
 
     deadline: float
     # Workers were running when it came: without their save the run goes back to its last commit.
     unsaved: bool = False
-    # Until when the master's word is waited for, once this node's part is safe.
+    # Until when this node waits for the master's word, once its part is safe.
     release_deadline: float | None = None
 
 
 @dataclass
 class Epoch:
-    """How the ranks fare that this agent started last; made anew with each start."""
+    """What is known of the ranks that this agent started last; made anew with each start."""
 
     outcome: Outcome = Outcome.NONE
     exits: tuple[tuple[int, int], ...] = ()
     drained_ranks: frozenset[int] = frozenset()
     finished_ranks: frozenset[int] = frozenset()
     drained: control_pb2.CheckpointRef | None = None
-    # What these ranks drained into came too late: a newer epoch was open already.
+    # The checkpoint of these ranks' drain came too late: a newer epoch was open already.
     refused: bool = False
-    # The last step of this epoch that a rank of this node has sealed, and that the master says is committed.
+    # The last step of this epoch that a rank of this node has sealed, and the last that the master says is committed.
     sealed_step: int = 0
     committed_step: int = 0
     step: int = 0
-    # `step` is the last that was made: it was read behind the end of a rank.
+    # Whether `step` is exactly the last one made, because it was read after a rank's end.
     counted: bool = False
     loss: float = 0.0
     longest_seconds: float = 0.0
-    # Of all saves so far; the one in flight, and how far each rank's part of it is, by rank.
+    # Bytes of all saves so far; the name of the one in flight, and the bytes of each rank's part of it.
     saved_bytes: int = 0
     saving: str = ""
     saving_parts: Mapping[int, int] = field(default_factory=dict)
-    # Size of the files of the one in flight, as each rank sees them; 0, or nothing: there is none.
+    # Bytes in the files of the save in flight, as each rank sees them; 0, or no entry: there is none.
     written_bytes: Mapping[int, int] = field(default_factory=dict)
     # Signs of life between steps, by rank.
     beats: Mapping[int, int] = field(default_factory=dict)
     has_session: bool = False
-    # A rank has imported what session() comes from, which its script's text did not say.
+    # A rank has imported session(), although its script's text did not say so.
     expects_session: bool = False
-    # The standby workers that are to follow these are ready.
+    # The standby workers for the next epoch are ready.
     warm: bool = False
     agreed: bool = False
     anyone_sees_master: bool = False
     bad_reported: bool = False
-    # What all ranks agreed that they must not train, by the ranks that said so and have made no step since.
+    # Refusals that all ranks agreed on, by the ranks that reported them and have made no step since.
     refusals: Mapping[int, str] = field(default_factory=dict)
-    # Ranks that end because a connection to another one broke, by their own word, and have made no step since.
+    # Ranks that reported that they end because a connection to another rank broke, and have made no step since.
     peer_lost: frozenset[int] = frozenset()
-    # The flags as the workers were told last.
+    # The flags as the workers were last told.
     told: tuple[bool, bool, int] = (False, False, 0)
 
 
@@ -148,10 +148,10 @@ class AgentState:
     """Everything the agent decides on. Collections are immutable and replaced.
 
     Attributes:
-        door: of a registration.
-        epoch: of the ranks that were started last.
-        place: in the world that comes next.
-        leave: of a notice; None: none came.
+        door: the registration under way.
+        epoch: the ranks that were started last.
+        place: the way to a place in the next world.
+        leave: the notice; None: none came.
     """
 
     settings: AgentSettings = field(default_factory=AgentSettings)
@@ -161,42 +161,42 @@ class AgentState:
     door: Door = field(default_factory=Door)
     run_id: str = ""
     phase: int = control_pb2.PHASE_UNSPECIFIED
-    # The world whose workers this agent started last, and how they fare.
+    # The world whose workers this agent started last, and what is known of them.
     world: control_pb2.World | None = None
     started: int = 0
     workers: Workers = Workers.NONE
     epoch: Epoch = field(default_factory=Epoch)
-    # Of STOPPING: when it is over, whatever became of the processes.
+    # For STOPPING: when it is over, whatever became of the processes.
     stop_deadline: float = 0.0
-    # Some rank that this agent ever started has opened a session: the script has one, even before its hello.
+    # Some rank that this agent ever started has opened a session, so the script has one, even before its hello.
     session_known: bool = False
     drain_ordered: bool = False
-    # How its save ends, a `control.Ending`.
+    # How its save ends, as `control.Ending`.
     ending: int = 0
-    # The other nodes that still save have a notice, too, or there are none.
+    # All other nodes that still save have a notice, too, or there are none.
     all_leave: bool = False
     drain_for_outage: bool = False
     place: Place = field(default_factory=Place)
-    # What the person heard last of why this node waits, and of why a Join could not be prepared: each once.
+    # What people were last told about why this node waits, and why a Join could not be prepared: each once.
     wait_said: str = ""
     join_problem: str = ""
     warm: bool = False
     # Manifests being read before their commit is sent; a drain is reported after them.
     reading: frozenset[str] = frozenset()
-    # How long they took to save, by name.
+    # Seconds that they took to save, by name.
     took_seconds: Mapping[str, float] = field(default_factory=dict)
     lease: int = 0
     verified: int = 0
     pruning: tuple[str, ...] = ()
-    # Digest of the checkpoint that this node was asked to look for last.
+    # Digest of the last checkpoint that this node was asked to look for.
     sighting: str = ""
     head: str = ""
     # The run has a committed checkpoint.
     has_head: bool = False
     notice: int = 0
-    # Of the last directive.
+    # From the last directive.
     heard_generation: int = 0
-    # A directive has come in before.
+    # Whether a directive has come in before.
     directed: bool = False
     link_up: bool = True
     link_lost_at: float | None = None
@@ -206,7 +206,7 @@ class AgentState:
     wake: float | None = None
 
     def copy(self) -> AgentState:
-        """The state as it is now, whatever becomes of this one."""
+        """A copy that later changes of this one do not affect."""
         other = copy.copy(self)
         other.door, other.epoch = copy.copy(self.door), copy.copy(self.epoch)
         other.place, other.leave = copy.copy(self.place), copy.copy(self.leave)
@@ -214,7 +214,7 @@ class AgentState:
 
     @property
     def leaving(self) -> bool:
-        """A notice has come."""
+        """Whether a notice has come."""
         return self.leave is not None
 
 

@@ -1,6 +1,6 @@
 """Checks what a worker says. Pure: numbers within bounds, names of checkpoints, texts of one line.
 
-A message that breaks a rule here comes from no worker of ours: the connection that brought it is cut.
+A message that breaks a rule here was not sent by a worker of ours, so the connection that brought it is cut.
 """
 
 from __future__ import annotations
@@ -13,22 +13,22 @@ from dalsegno.protos import worker_pb2
 
 __all__ = ["MOST", "checked", "one_line"]
 
-# Steps, bytes and signs of life: far above any, and sums of many of them still fit into 64 bits.
+# The most steps, bytes and signs of life: far above any, and sums of many of them still fit into 64 bits.
 MOST = 1 << 53
-# Seconds that one step, save or evaluation may have taken: 30 days.
+# The most seconds of one step, save or evaluation: 30 days.
 _LONGEST = 30 * 86400.0
-# Characters of a text that a person is shown.
+# The most characters of a text that people are shown.
 _TEXT = 1000
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
 
 
 def checked(message: worker_pb2.ToAgent, rank: int, *, seals: bool = False) -> worker_pb2.ToAgent:
-    """The message of this rank as the agent goes on with it: each text cut to one printable line.
+    """This rank's message in the form that the agent uses: each text cut to one printable line.
 
-    `seals`: the agent has asked its ranks to seal what others left, so it need not be rank 0.
+    `seals`: the agent has asked its ranks to seal what others left, so the sealing rank need not be rank 0.
 
     Raises:
-        ValueError: no worker of this version says that; the text names the field.
+        ValueError: no worker of this version sends that; the text names the field.
     """
     body = message.WhichOneof("body")
     match body:
@@ -70,7 +70,7 @@ def checked(message: worker_pb2.ToAgent, rank: int, *, seals: bool = False) -> w
 
 
 def one_line(text: str) -> str:
-    """The text as it may stand in a log or on a terminal: one line, without control characters, not long."""
+    """The text in a form for a log or a terminal: one line, without control characters, not too long."""
     line = " ".join(text[: 4 * _TEXT].split())
     line = "".join(char if char.isprintable() else "\ufffd" for char in line)
     return line if len(line) <= _TEXT else line[: _TEXT - 1] + "…"
