@@ -1,10 +1,10 @@
-"""Checkpoints of scripts without a session: what DeepSpeed or Hugging Face's Trainer saved by itself is taken over.
+"""Takes over checkpoints that DeepSpeed or Hugging Face's Trainer saved in scripts without a session.
 
-A script that is handed `${save_dir}` saves below a directory of its epoch's own, as it always does. The agent of group
-rank 0 looks there, and puts a copy of each complete checkpoint among the run's, sealed like any other. The script may
-delete its own, or save again under the same name, which writes over its files where they lie: so a link would not do.
-It never writes into ours, because the next epoch has another directory, whose `latest` leads DeepSpeed out of it to the
-resume point.
+A script that gets `${save_dir}` saves below a directory of its epoch's own, in its usual way. The agent of group rank 0
+looks there, and puts a copy of each complete checkpoint among the run's, sealed like any other. A link would not do:
+the script may delete its own checkpoint, or save again under the same name, which overwrites its files in place. The
+script never writes into ours, because the next epoch has another directory, whose `latest` leads DeepSpeed from there
+to the resume point.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from .foreign import Foreign, candidates, complete, state_of
 __all__ = ["MACRO", "Adopter", "Adoption", "Origin", "prepare", "save_directory"]
 
 MACRO = "${save_dir}"
-# Seconds between two looks; what has not changed from one to the next is no longer written.
+# Seconds between two looks; what has not changed between them is no longer being written.
 LOOK_EVERY = 1.0
-# The longest pause after what could not be written.
+# The longest pause, in seconds, after a copy that could not be written.
 LONGEST_PAUSE = 60.0
-# How long the end of a worker waits for what it saved last.
+# Seconds that the end of a worker waits for its last save to be adopted.
 SETTLE_WITHIN = 600.0
 _BEGAN_ANEW = "it is older than the resume point: the script did not load what DALSEGNO_RESUME_DIR names"
 
@@ -52,12 +52,12 @@ logger = logging.getLogger(__name__)
 
 
 def save_directory(run_dir: Path, epoch: int) -> Path:
-    """Where the script saves in this epoch, and in no other."""
+    """The directory in which the script saves in this epoch, and in no other."""
     return run_dir / f"e{epoch}"
 
 
 def prepare(run_dir: Path, world: control_pb2.World) -> Path:
-    """Makes the epoch's directory, as DeepSpeed wants to find it. Every agent does, before its workers start.
+    """Makes the epoch's directory, as DeepSpeed expects it. Every agent does that before its workers start.
 
     Raises:
         OSError: the file system says no.
@@ -65,8 +65,8 @@ def prepare(run_dir: Path, world: control_pb2.World) -> Path:
     directory = save_directory(run_dir, world.epoch)
     directory.mkdir(parents=True, exist_ok=True)
     if world.HasField("resume"):
-        # The name of a tag, which DeepSpeed puts behind the directory: a way out of it.
-        # Of this epoch alone, and the next one's agents make their own: nothing has to outlast a power cut.
+        # `latest` holds a tag, which DeepSpeed appends to the directory as a path: a way out of the directory. It is of
+        # this epoch only, and the next epoch's agents make their own, so nothing has to survive a power cut.
         replace_file(directory / "latest", f"../{world.resume.source.ref.name}".encode(), lasting=False)
         if world.resume.form == control_pb2.FORM_UNIVERSAL:
             universal = f"../{world.resume.universal.name}".encode()
@@ -76,7 +76,7 @@ def prepare(run_dir: Path, world: control_pb2.World) -> Path:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a manifest says of the epoch that writes, beside what its world says."""
+    """What a manifest says about the writing epoch and the world does not contain."""
 
     job_id: str
     generation: int
@@ -90,11 +90,11 @@ class Changed(Exception):
 
 
 def adopt(foreign: Foreign, run_dir: Path, world: control_pb2.World, origin: Origin) -> Manifest:
-    """Puts a copy of it among the run's checkpoints, and seals that. What cannot be finished is taken away again.
+    """Seals a copy of it among the run's checkpoints. A copy that cannot be finished is removed again.
 
     Raises:
         Changed: it is being written again.
-        CheckpointDamaged: somebody else has changed the copy.
+        CheckpointDamaged: another process has changed the copy.
         OSError: the file system says no.
     """
     name = str(CheckpointStore(run_dir).next_name(foreign.step, world.epoch))
@@ -123,7 +123,7 @@ def adopt(foreign: Foreign, run_dir: Path, world: control_pb2.World, origin: Ori
         )
         seal(target, manifest)
     except BaseException:
-        # It would take room until the epoch is over, and the next try makes another.
+        # Removed, because it would take room until the epoch is over, and the next try makes another one.
         if not os.path.lexists(target / MANIFEST):
             shutil.rmtree(target, ignore_errors=True)
         raise
@@ -131,7 +131,7 @@ def adopt(foreign: Foreign, run_dir: Path, world: control_pb2.World, origin: Ori
 
 
 def _take(foreign: Foreign, target: Path) -> None:
-    """Copies its files: all are linked first, in a moment, so that the script may delete them meanwhile."""
+    """Copies its files. All are first linked, in a moment, so that the script may delete them meanwhile."""
     for name, _, _ in foreign.state:
         place_file(foreign.path / name, target / name)
     if state_of(foreign.path, [name for name, _, _ in foreign.state]) != foreign.state:
@@ -139,7 +139,7 @@ def _take(foreign: Foreign, target: Path) -> None:
     for number, (name, size, written) in enumerate(foreign.state):
         link = target / name
         if os.stat(link).st_nlink == 1:
-            continue  # A copy already, or nobody else's any more.
+            continue  # it is a copy already, or the script has deleted its own
         copy = target / f".copy-{number}"
         copy_file(link, copy)
         now = os.stat(link)
@@ -152,10 +152,10 @@ class Adopter:
     """Looks at one epoch's directory until it is closed, on a thread of its own.
 
     Args:
-        run_dir: the run's.
-        world: the epoch's.
+        run_dir: the run's directory.
+        world: the epoch's world.
         origin: for the manifests.
-        deliver: given what the agent hears of a worker that sealed something, or of a checkpoint that is no good.
+        deliver: gets the same events as for a worker that sealed something or found a bad checkpoint.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Adopter:
         self._step = world.resume.source.step if world.HasField("resume") else 0
         self._seen: dict[Path, tuple[Foreign, float]] = {}
         self._said: set[str] = set()
-        # Something was seen for the first time, or has changed: the next look decides.
+        # Something is new, or has changed: the next look decides.
         self._undecided = False
         self._closing = False
         self._asked = self._answered = 0
@@ -173,13 +173,13 @@ class Adopter:
         threading.Thread(target=self._run, name="adoption", daemon=True).start()
 
     def close(self) -> None:
-        """Looks no more. What it is at just now is finished, and refused where it comes too late."""
+        """Stops looking. A copy under way is finished, and refused if it comes too late."""
         with self._news:
             self._closing = True
             self._news.notify_all()
 
     def settle(self, timeout: float) -> None:
-        """Waits until all that is complete has been taken, or cannot be; at most `timeout` seconds."""
+        """Waits until everything complete has been adopted, or cannot be; at most `timeout` seconds."""
         with self._news:
             self._asked += 1
             mine = self._asked
@@ -198,20 +198,20 @@ class Adopter:
                 with self._news:
                     self._answered = asked
                     self._news.notify_all()
-            # Not every second, where each try may fill the disk first.
+            # Not every second, because each try may first fill the disk.
             pause = LOOK_EVERY if calm else min(2 * pause, LONGEST_PAUSE)
 
     def _wait(self, pause: float, asked: int) -> int:
-        """For the next look; at once where somebody waits for it. Returns how many have ever waited, `asked` before."""
+        """Waits for the next look; not if somebody waits for it. Returns how many ever waited, `asked` before."""
         with self._news:
             self._news.wait_for(lambda: self._closing or self._asked > asked, pause)
             return self._asked
 
     def _look(self, directory: Path) -> bool:
-        """At all that is newer than what the run has; newest first, which may be all that there is time for.
+        """Looks at everything newer than what the run has; newest first, because there may be time for no more.
 
         Returns:
-            Whether the file system let it be.
+            Whether the file system allowed it.
         """
         try:
             found = candidates(directory)
@@ -229,7 +229,7 @@ class Adopter:
             try:
                 self._consider(path, step)
             except (FileNotFoundError, Changed):
-                # The script deletes old ones while we look, or writes this one again.
+                # The script deletes old ones during the look, or writes this one again.
                 self._undecided = True
             except OSError as error:
                 self._complain(path, str(error))
@@ -246,7 +246,7 @@ class Adopter:
         if before != foreign:
             since = time.monotonic()
             self._seen[path] = foreign, since
-        # Whoever waits makes us look early.
+        # A caller of `settle` makes the look come early.
         if before != foreign or time.monotonic() - since < LOOK_EVERY:
             self._undecided = True
             return
@@ -258,17 +258,17 @@ class Adopter:
         self._deliver(ev.WorkerSaid(self._world.epoch, 0, worker_pb2.ToAgent(sealed=sealed)))
 
     def _complain(self, path: Path, problem: str) -> None:
-        """Once, also where it is the same with the next one."""
+        """Warns once of a problem, even if the next checkpoint has the same."""
         if problem not in self._said:
             self._said.add(problem)
             self._deliver(ev.ManifestRead(path.name, None, problem))
 
 
 class Adoption:
-    """One agent's, through all epochs. Does nothing for a script that is not handed `${save_dir}`.
+    """Adopts checkpoints for one agent, through all epochs. Does nothing for a script that gets no `${save_dir}`.
 
     Args:
-        arguments: the script's.
+        arguments: the script's arguments.
         deliver: see `Adopter`.
     """
 
@@ -280,12 +280,12 @@ class Adoption:
     def begin(
         self, run_dir: Path, world: control_pb2.World, origin: Origin, arguments: Sequence[str], *, first: bool
     ) -> tuple[str, ...]:
-        """An epoch's workers are about to start.
+        """Called when an epoch's workers are about to start.
 
         Args:
             run_dir, world, origin: see `Adopter`.
-            arguments: the script's.
-            first: this agent is the world's first, the one that looks.
+            arguments: the script's arguments.
+            first: whether this agent is the world's first, which is the one that looks.
 
         Returns:
             The arguments with the epoch's directory in them.
@@ -302,7 +302,7 @@ class Adoption:
         return tuple(argument.replace(MACRO, str(directory)) for argument in arguments)
 
     def hint(self, world: control_pb2.World, arguments: Sequence[str]) -> str:
-        """What a person has to change for the script to find what it resumes from; empty where nothing is."""
+        """What people must change for the script to find its resume point; empty if nothing."""
         if not self._wanted or world.resume.form != control_pb2.FORM_UNIVERSAL or FLAG in arguments:
             return ""
         return (
@@ -311,13 +311,13 @@ class Adoption:
         )
 
     def settle(self, timeout: float = SETTLE_WITHIN) -> None:
-        """A worker has ended well: what it saved last becomes the run's before that is told. From any thread."""
+        """Called when a worker has ended well: adopts its last save before its end is reported. From any thread."""
         adopter = self._adopter
         if adopter is not None:
             adopter.settle(timeout)
 
     def close(self) -> None:
-        """The epoch is over."""
+        """Called when the epoch is over."""
         if self._adopter is not None:
             self._adopter.close()
             self._adopter = None

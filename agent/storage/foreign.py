@@ -1,6 +1,6 @@
-"""Checkpoints in the layouts of DeepSpeed and of Hugging Face's Trainer: what there is, and whether it is complete.
+"""Finds checkpoints in the layouts of DeepSpeed and of Hugging Face's Trainer, and tells whether they are complete.
 
-The names of the files and their last bytes tell; nothing is loaded.
+It goes by the names of the files and their last bytes; nothing is loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MODEL_OF_RANK = re.compile(r"zero_pp_rank_([0-9]{1,9})_mp_rank_00_model_states\
 _MODEL = "mp_rank_00_model_states.pt"
 _NOT_ONLY_DATA = re.compile(r"(?:layer_|expp_rank_|.*mp_rank_(?!00_)).*[-_](?:model|optim)_states\.pt")
 _TRAINER_STATE = "trainer_state.json"
-# Bytes of DeepSpeed's `latest`, which holds the name of a directory.
+# The most bytes of DeepSpeed's `latest`, which holds the name of a directory.
 _MAX_TAG = 4096
 _RNG_OF_RANK = re.compile(r"rng_state_([0-9]{1,9})\.pth")
 
@@ -36,9 +36,9 @@ class Foreign:
     Attributes:
         path: its directory.
         step: optimizer steps done.
-        strategy: for the manifest's shape.
-        any_world_size: it loads at any.
-        state: names, sizes and times of its files: while it is written, this changes.
+        strategy: the strategy, for the manifest's shape.
+        any_world_size: it loads at any world size.
+        state: names, sizes and times of its files, which change while it is being written.
     """
 
     path: Path
@@ -49,7 +49,7 @@ class Foreign:
 
 
 def candidates(directory: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of what is named like a checkpoint in a script's directory, newest first.
+    """(step, directory) of everything that is named like a checkpoint in a script's directory, newest first.
 
     Raises:
         OSError: the file system says no.
@@ -64,11 +64,11 @@ def candidates(directory: Path) -> list[tuple[int, Path]]:
 
 
 def complete(path: Path, step: int, world_size: int) -> Foreign | None:
-    """One of the `candidates`, if all ranks have written their files of it.
+    """One of the `candidates`, if all ranks have written their files.
 
     Raises:
         CheckpointDamaged: it holds something that is no file.
-        ValueError: it is not of data parallelism alone.
+        ValueError: it was not written by data parallelism alone.
         OSError: the file system says no.
     """
     look = _of_deepspeed if _DEEPSPEED.fullmatch(path.name) else _of_transformers
@@ -84,7 +84,7 @@ def _of_deepspeed(path: Path, step: int, world_size: int) -> Foreign | None:
 
 
 def _latest(directory: Path) -> str:
-    """The tag that DeepSpeed wrote after all the files of rank 0: then what is not partitioned has no more to come."""
+    """The tag that DeepSpeed writes after all files of rank 0: then everything that is not partitioned is there."""
     try:
         return read_regular(directory / "latest", _MAX_TAG).decode().strip()
     except FileNotFoundError:
@@ -92,12 +92,12 @@ def _latest(directory: Path) -> str:
 
 
 def _of_transformers(path: Path, step: int, world_size: int) -> Foreign | None:
-    """The Trainer's own files, and where DeepSpeed trains, those of its engine in a directory further down."""
+    """A Trainer's own files and, if DeepSpeed trains, those of its engine in a directory below."""
     names = list_files(path)
     ranks = {int(match[1]) for name in names if (match := _RNG_OF_RANK.fullmatch(name))}
     if _TRAINER_STATE not in names or ranks not in (set(), set(range(world_size))):
         return None
-    # Those of other ranks, which the state of the Trainer does not tell of.
+    # Files of other ranks, which the Trainer's state does not mention.
     if not all(_is_archive(path / name) for name in names if _RNG_OF_RANK.fullmatch(name)):
         return None
     engines = {name.partition("/")[0] for name in names if _DEEPSPEED.fullmatch(name.partition("/")[0])}
@@ -113,7 +113,7 @@ def _engine_is_complete(path: Path, names: list[str], world_size: int) -> bool |
     """Whether DeepSpeed's states are partitioned by rank; None: something is still missing.
 
     Raises:
-        ValueError: which files there must be cannot be told.
+        ValueError: nobody can tell which files must be there.
     """
     everybody = set(range(world_size))
     if other := next(filter(_NOT_ONLY_DATA.fullmatch, names), ""):

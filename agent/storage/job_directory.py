@@ -1,4 +1,4 @@
-"""What the agent does in the checkpoint directory, always off the main thread.
+"""The agent's work in the checkpoint directory, always off the main thread.
 
 The directory is one file system that all nodes see, possibly NFS: everything may take long, and what another node
 wrote may come into sight late.
@@ -40,24 +40,24 @@ from .survey import Manifests, Survey, is_run, look_at, newest_of, run_number
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
 
-# Seconds that a member looks again for a resume point which it does not see (NFS caches attributes for up to 60 s, but
-# opening the directory revalidates it; the master waits for this answer).
+# Seconds for which a member looks again for a resume point that it does not see. (NFS caches attributes for up to 60 s,
+# but opening the directory revalidates it; the master waits for this answer.)
 LOOK_SECONDS = 10.0
-# Between two looks: the master waits for a member; a spare may look for days.
+# Seconds between two looks: the master waits for a member; a spare may look for days.
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS, _LAST_PATIENT_PAUSE_SECONDS = 0.1, 1.0, 8.0
-# Between the tries of a verification that the file system spoils (ESTALE, EIO, a mount that is away), seconds.
+# Seconds between the tries of a verification that the file system spoils (ESTALE, EIO, a mount that is away).
 _VERIFY_PAUSES = (1.0, 3.0, 6.0, 10.0)
-# What a file system may show late, over NFS for one, and how often it must be found before it counts.
+# Damage that may only be late sight, over NFS for one, and how often in a row it must be found before it counts.
 _MAY_COME_LATE = (Damage.MANIFEST, Damage.DIGEST, Damage.MISSING_FILE, Damage.WRONG_SIZE)
 _DAMAGE_LOOKS = 3
-# Between two words on how far a verification is, seconds.
+# Seconds between two reports of how far a verification is.
 _MOVED_EVERY = 5.0
-# Between the looks for what another node has just sealed: file systems remember for up to a minute what was not there.
+# Seconds between the looks for what another node has just sealed: file systems cache a missing name for up to a minute.
 _SIGHT_PAUSES = (0.5, 2.0, 5.0, 10.0, 20.0, 30.0)
-# Looks at a directory in sight whose manifest is no good, before that is told: over NFS a manifest may come into sight
-# later than its directory.
+# How often a directory in sight without a usable manifest is looked at before that is reported: over NFS a manifest may
+# come into sight later than its directory.
 _UNUSABLE_LOOKS = 5
-# A probe file is a token; more is not ours.
+# The most bytes of a probe file, which holds a token.
 _MAX_PROBE = 256
 
 logger = logging.getLogger(__name__)
@@ -88,10 +88,10 @@ class JobDirectory:
         return self.runs / run_id
 
     def prepare(self) -> None:
-        """Makes the directories and checks that they can be written, the private one by us alone.
+        """Makes the directories and checks that they can be written, the private one only by us.
 
         Raises:
-            StorageError: they cannot, or it can.
+            StorageError: they cannot be written, or others can write the private one.
         """
         try:
             self.private.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -111,17 +111,17 @@ class JobDirectory:
     def probe(self) -> str:
         """The content of the job's probe file: the same for all nodes that see the same directory.
 
-        Made by whoever comes first: written aside and linked into place, so that nobody ever reads half of it.
+        The first agent makes it: written aside and linked into place, so that nobody ever reads half of it.
 
         Raises:
-            NotPrivateError: something else is there, or somebody else's.
+            NotPrivateError: something else is there, or somebody else's file.
             OSError: it cannot be read or made.
         """
         path = self.private / "probe"
         with contextlib.suppress(FileNotFoundError):
             if probe := self._read_probe(path):
                 return probe
-            # It would be nobody's for ever.
+            # No other agent would ever write it.
             logger.warning("%s is empty: it is made anew", path)
             path.unlink(missing_ok=True)
         self.private.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -131,7 +131,7 @@ class JobDirectory:
             file.flush()
             os.fsync(file.fileno())
         try:
-            # Somebody else's came first: theirs counts.
+            # Another agent's came first, so that one counts.
             with contextlib.suppress(FileExistsError):
                 publish(aside, path)
         finally:
@@ -140,23 +140,23 @@ class JobDirectory:
 
     @staticmethod
     def _read_probe(path: Path) -> str:
-        # All nodes that see the same file say the same, whatever somebody made of it.
+        # All nodes that see the same file say the same, whatever somebody has written into it.
         return one_line(read_private(path).decode("ascii", errors="replace"), _MAX_PROBE)
 
     def survey(self) -> Survey:
         """For `Register`: the newest checkpoints of the runs that are not finished, and the finished runs.
 
-        Of all runs but the last only the newest checkpoint: they tell which epochs there were.
+        Of all runs but the last it has only the newest checkpoint, which tells the run's epochs.
 
         Raises:
-            OSError: the job's directory cannot be read, or that of the run that goes on.
+            OSError: the job's directory cannot be read, or that of the run that continues.
         """
         finished = [run for run in finished_runs(self.runs) if is_run(run)]
         found: list[control_pb2.Checkpoint] = []
         for run in self._open_runs(finished):
             room = MOST_CHECKPOINTS - len(found)
             try:
-                # Sealed is enough: what is damaged must be in sight to be found damaged.
+                # A seal is enough, because a damaged one must be in sight to be found damaged.
                 found += newest_of(self.runs / run, self._manifests, min(room, 1) if found else room)
             except OSError as error:
                 if not found:
@@ -185,18 +185,18 @@ class JobDirectory:
 
 
 class Storage:
-    """Runs such work on a few threads and hands the results to callbacks (called on those threads).
+    """Does such work on a few threads and passes the results to callbacks (called on those threads).
 
     Args:
-        directory: the job's.
-        threads: for one verification.
+        directory: the job's directory.
+        threads: threads of one verification.
     """
 
     def __init__(self, directory: JobDirectory, threads: int = 4) -> None:
         self.directory = directory
         self._threads = threads
         self._closing = threading.Event()
-        # A slow verification or deletion must not hold up a Join.
+        # Pools of their own, so that a slow verification or deletion does not hold up a Join.
         self._quick = ThreadPoolExecutor(2, thread_name_prefix="storage")
         self._slow = ThreadPoolExecutor(2, thread_name_prefix="storage-slow")
         self._look = 0
@@ -226,9 +226,9 @@ class Storage:
     ) -> None:
         """Looks until `resume` is in sight, at most `seconds` (for ever if `patient`), then delivers what is seen.
 
-        Where its directory is in sight, and its manifest no good in several looks, that is delivered; a patient look
-        goes on behind that. A later `look` ends an earlier one without a delivery. A directory that cannot be read is
-        an empty one.
+        If the directory is in sight, but has no usable manifest in several looks, that is delivered, and a patient look
+        then goes on. A later `look` ends an earlier one without a delivery. A directory that cannot be read counts as
+        empty.
         """
         with self._look_lock:
             self._look += 1
@@ -248,11 +248,11 @@ class Storage:
                     deliver(survey)
                 if over:
                     return
-                # A file that another machine makes gives no event over NFS.
+                # Over NFS no event tells of a file that another machine makes.
                 self._closing.wait(pause)
                 pause = min(pause * 2, longest)
 
-        # On a thread of its own: it may take for ever.
+        # On a thread of its own, because it may take for ever.
         threading.Thread(target=work, name="storage-look", daemon=True).start()
 
     def read_manifest(self, run_id: str, name: str, digest: str, deliver: Callable[[ManifestRead], None]) -> None:
@@ -274,11 +274,11 @@ class Storage:
         verification: control_pb2.Verification,
         deliver: Callable[[VerificationMoved | VerificationDone], None],
     ) -> None:
-        """Checks all checksums of one directory; delivers now and then how far it is, and last the verdict.
+        """Checks all checksums of one directory. Delivers from time to time how far it is, and last the verdict.
 
-        Only damage is a verdict, and where it could be that something comes into sight late, only when it is found in
-        several looks. A file system that fails is tried a few times, for about 20 seconds in all, and then
-        reported as inconclusive: it says nothing about the checkpoint, which other nodes may read well.
+        Only damage is a verdict; damage that may only be late sight must be found in several looks. If the file system
+        fails, the verification is tried a few times, for about 20 seconds in all, and then reported as inconclusive:
+        that says nothing about the checkpoint, which other nodes may be able to read.
         """
 
         def work() -> None:
@@ -293,11 +293,11 @@ class Storage:
     def _look_through(
         self, run_id: str, verification: control_pb2.Verification, moved: Callable[[int], None]
     ) -> VerificationDone | None:
-        """Blocks. None: this storage was closed meanwhile."""
+        """Looks for damage; blocks. None: this storage was closed meanwhile."""
         problem = ""
         looks = 0
         for pause in (0.0, *_VERIFY_PAUSES):
-            # Nothing tells when a file system is well again.
+            # No event tells when a file system works again.
             if self._closing.wait(pause):
                 return None
             try:
@@ -314,11 +314,11 @@ class Storage:
         return VerificationDone(verification.number, False, problem, inconclusive=True)
 
     def sight(self, run_id: str, ref: control_pb2.CheckpointRef, deliver: Callable[[Sighted], None]) -> None:
-        """Looks for a checkpoint that another node has sealed, as long as file systems take to show it."""
+        """Looks for a checkpoint that another node has sealed, for as long as file systems may take to show it."""
 
         def work() -> None:
             for pause in (0.0, *_SIGHT_PAUSES):
-                # A file that another machine makes gives no event over NFS.
+                # Over NFS no event tells of a file that another machine makes.
                 if self._closing.wait(pause):
                     return
                 try:
@@ -329,7 +329,7 @@ class Storage:
                     deliver(Sighted(ref))
                     return
 
-        # On a thread of its own: it may take a minute.
+        # On a thread of its own, because it may take a minute.
         threading.Thread(target=work, name="storage-sight", daemon=True).start()
 
     def prune(self, run_id: str, refs: Sequence[control_pb2.CheckpointRef], deliver: Callable[[Pruned], None]) -> None:
@@ -373,10 +373,10 @@ class Storage:
         self._submit(self._slow, work)
 
     def _own_run(self, run_id: str) -> Path:
-        """The run's directory, in which something will be deleted.
+        """The run's directory, for a deletion.
 
         Raises:
-            OSError: it is a link: what is elsewhere may be somebody else's too.
+            OSError: it is a link, and files elsewhere may be used by others, too.
         """
         path = self.directory.run(run_id)
         if os.path.islink(path):
@@ -398,7 +398,7 @@ class Storage:
     def mark_finished(
         self, run_id: str, step: int, head: control_pb2.CheckpointRef | None, timeout: float = 10.0
     ) -> None:
-        """Writes `FINISHED.json`; waits for it, as the agent is about to exit."""
+        """Writes `FINISHED.json`, and waits for that, because the agent is about to exit."""
 
         def work() -> None:
             store = CheckpointStore(self.directory.run(run_id))
@@ -447,7 +447,7 @@ class Storage:
         names = [name for name in os.listdir(run_dir) if is_checkpoint_name(name)]
         if wanted.lease is not None:
             return [ref.name]
-        # Later forms first: while the source is there, what is left of a form can be told from a stray directory.
+        # Later forms first: while the source exists, the remains of a form can be told from a stray directory.
         forms = [name for name in names if CheckpointName.parse(name).source == wanted and name != ref.name]
         return [*forms, ref.name]
 
@@ -460,17 +460,17 @@ def _sealed_as(store: CheckpointStore, ref: control_pb2.CheckpointRef | None) ->
 
 
 def _damage_of(path: Path, digest: str, threads: int, moved: Callable[[int], None]) -> CheckpointDamaged | None:
-    """What is wrong with a sealed checkpoint; None where nothing is.
+    """What is wrong with a sealed checkpoint; None if nothing is.
 
     Raises:
-        OSError: it cannot be told: the file system fails, or the directory is not in sight as a whole.
+        OSError: nobody can tell: the file system fails, or the whole directory is out of sight.
     """
     try:
         verify(path, read_sealed(path, digest), threads, moved=moved)
     except CheckpointDamaged as damaged:
         if os.path.isdir(path):
             return damaged
-        # A mount that is away looks like missing files; whether all nodes miss it is for the master to find out.
+        # A mount that is away looks like missing files; the master finds out whether all nodes miss them.
         others = sum(is_checkpoint_name(name) for name in os.listdir(path.parent))
         raise OSError(
             errno.ENOENT, f"it is not in sight, and {others} others are in the run's directory", str(path)

@@ -1,7 +1,7 @@
-"""A job's private directory, `.dalsegno/<job>`: only files of its owner are believed.
+"""A job's private directory, `.dalsegno/<job>`: only files of its owner are trusted.
 
-Others may be able to write the checkpoint directory. With a planted token they would be let in by the job's master.
-With a planted claim the agent would end a stranger's process. With a planted link as log file it would write anywhere.
+Others may be able to write the checkpoint directory. A planted token would let them in to the job's master. A planted
+claim would make the agent end a stranger's process. A planted link as log file would make it write anywhere.
 """
 
 from __future__ import annotations
@@ -16,25 +16,25 @@ from pathlib import Path
 
 __all__ = ["NotPrivateError", "check_private", "open_private", "put_aside", "read_private"]
 
-# Bytes: more is none of ours.
+# The most bytes of a file of ours.
 _MOST_READ = 1 << 16
 _MOST_PUT_ASIDE = 9
-# How often a file that is found empty is looked at, and seconds between two looks.
+# How often an empty file is looked at, and seconds between two looks.
 PUBLISHED_TRIES, PUBLISHED_PAUSE_SECONDS = 40, 0.05
 
 
 class NotPrivateError(OSError):
-    """Somebody else's, or writable for others; one line that says what to change."""
+    """It belongs to another user, or others can write it; one line that says what to change."""
 
 
 def check_private(directory: Path) -> None:
-    """Whether `directory` is ours, and writable for nobody else.
+    """Checks that `directory` is ours, and that nobody else can write it.
 
-    Ours is what belongs to the user to whom the file system gives a file that we make there: with NFS and `root_squash`
-    that is not the user who runs this.
+    Ours is what belongs to the user to whom the file system assigns a file that we make there: with NFS and
+    `root_squash` that is not the user who runs this.
 
     Raises:
-        NotPrivateError: it is not.
+        NotPrivateError: it is not ours alone.
         OSError: nothing can be written there.
     """
     found = os.lstat(directory)
@@ -68,11 +68,11 @@ def open_private(path: Path, flags: int, *, secret: bool = False) -> int:
 
     Args:
         path: in a private directory.
-        flags: of os.open; a file that is made is its owner's alone.
+        flags: as for os.open; a new file is readable and writable for its owner only.
         secret: others may not even read it.
 
     Raises:
-        NotPrivateError: it is a link or no file, or somebody else's.
+        NotPrivateError: it is a link or no file, or belongs to another user.
         OSError: it cannot be opened.
     """
     try:
@@ -105,10 +105,10 @@ def _check_file(path: Path, found: os.stat_result, secret: bool) -> None:
 
 
 def read_private(path: Path, *, secret: bool = False) -> bytes:
-    """What is in a small private file. One that is found empty is looked at again: see `publish`.
+    """The content of a small private file. An empty one is looked at again: see `publish`.
 
     Raises:
-        FileNotFoundError: nothing yet.
+        FileNotFoundError: there is none yet.
         NotPrivateError: see `open_private`.
         OSError: it cannot be read.
     """
@@ -117,7 +117,7 @@ def read_private(path: Path, *, secret: bool = False) -> bytes:
             data = file.read(_MOST_READ)
         if data:
             break
-        time.sleep(PUBLISHED_PAUSE_SECONDS)  # why: whoever made it without links is about to write it; no event says so
+        time.sleep(PUBLISHED_PAUSE_SECONDS)  # why: on a mount without links its maker is about to write; no event tells
     return data
 
 

@@ -1,8 +1,8 @@
-"""What an agent tells of its job's checkpoint directory: names are listed, manifests read only where they matter.
+"""What an agent reports of its job's checkpoint directory: it lists names, and reads manifests only where needed.
 
-A directory may hold ten thousand checkpoints and a job a thousand nodes, so nobody reads all manifests. What there is
-in a run is known from the names, and the master knows what it has recorded. See `JobDirectory.survey`, for `Register`,
-and `JobDirectory.look`, for `Join`.
+A directory may hold ten thousand checkpoints and a job a thousand nodes, so nobody reads all manifests. The names tell
+what a run contains, and the master knows what it has recorded. See `JobDirectory.survey`, for `Register`, and
+`JobDirectory.look`, for `Join`.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_UNUSABLE
 
 __all__ = ["Manifests", "Survey", "is_run", "look_at", "newest_of", "run_number"]
 
-# How many of the newest, and of those of each of the last epochs, a Join always tells: what a closed epoch sealed too
-# late to be recorded is among them, as that was the last thing that it did.
+# A Join always reports so many of the newest, and so many of each of the last epochs. What a closed epoch sealed too
+# late to be recorded is among these, because that was the last thing that the epoch did.
 _NEWEST, _EPOCHS, _OF_EPOCH = 16, 8, 4
-# Among so many of the newest. What a master does not know it deletes once the run has gone on without it. So a Join
-# tells of nothing that could not be told to a master without memory: the newest 256, forms and best ones among them.
+# A master deletes checkpoints that it does not know once the run has gone on without them. So a Join reports only what
+# Register could report to a master without memory: the newest 256, including forms and best ones.
 _RECENT = 100
-# Manifests whose description an agent remembers.
+# How many manifests' descriptions an agent remembers.
 _REMEMBERED = 1024
 _RUN = re.compile(r"run-([0-9]{1,9})", re.ASCII)
 
@@ -53,13 +53,13 @@ def is_run(name: str) -> bool:
 
 
 def run_number(name: str) -> int:
-    """Of a run's name."""
+    """The number in a run's name."""
     match = _RUN.fullmatch(name)
     return int(match[1]) if match else 0
 
 
 class Manifests:
-    """Reads manifests, each once as long as it is the same file. For several threads."""
+    """Reads manifests, each only once while its file does not change. For several threads."""
 
     def __init__(self) -> None:
         self._known: dict[Path, tuple[tuple[int, int, int], control_pb2.Checkpoint | str]] = {}
@@ -70,7 +70,7 @@ class Manifests:
 
         Raises:
             CheckpointDamaged, OSError: see `Manifest.read`.
-            ValueError: what a manifest of this size and time said before was no good.
+            ValueError: a manifest of the same size and time was unusable before.
         """
         try:
             found = os.lstat(directory / MANIFEST)
@@ -99,7 +99,7 @@ class Manifests:
                 del self._known[next(iter(self._known))]
 
     def usable(self, run_dir: Path, names: Iterable[CheckpointName]) -> Iterator[control_pb2.Checkpoint]:
-        """Those of `names` that are sealed. What else there is, is passed over."""
+        """Those of `names` that are sealed; others are skipped."""
         for name in names:
             try:
                 yield self.describe(run_dir / str(name))
@@ -110,7 +110,7 @@ class Manifests:
 
 
 def newest_of(run_dir: Path, manifests: Manifests, most: int = MOST_CHECKPOINTS) -> list[control_pb2.Checkpoint]:
-    """For a master that may know nothing: the newest checkpoints with their later forms, and what they name as best.
+    """For a master that may know nothing: the newest checkpoints with their later forms, and those named as best.
 
     Raises:
         OSError: the run's directory cannot be read.
@@ -136,10 +136,10 @@ def look_at(
     """For a master that has asked for `resume`, and may not know what was sealed lately.
 
     Args:
-        run_dir: the run's.
+        run_dir: the run's directory.
         resume: None: nothing was asked for.
-        newer_than: epoch and step of the newest checkpoint that the master has told of; None: of none.
-        manifests: reads them.
+        newer_than: epoch and step of the newest checkpoint that the master has told; None: it has told none.
+        manifests: reads the manifests.
 
     Returns:
         `JoinRequest.inventory` and `JoinRequest.unusable`.
@@ -169,10 +169,10 @@ def look_at(
 def _asked_for(
     run_dir: Path, name: CheckpointName, resume: control_pb2.CheckpointRef, manifests: Manifests
 ) -> control_pb2.Checkpoint | str:
-    """The resume point, or a later form of it: as its manifest says, or why that cannot be used; "": out of sight."""
+    """The resume point, or a later form of it: its description, or why its manifest is unusable; "": out of sight."""
     directory = run_dir / str(name)
     try:
-        # The resume point's is read each time: a disk that has lost a bit shows no other time.
+        # The resume point's manifest is read each time, because a lost bit on the disk does not change its time.
         found = Manifest.read(directory).to_proto() if name.lease is None else manifests.describe(directory)
     except (CheckpointDamaged, ValueError) as error:
         return printable(str(error)) if os.path.lexists(directory) else ""
@@ -187,7 +187,7 @@ def _asked_for(
 
 
 def _unrecorded(sources: list[CheckpointName], newer_than: tuple[int, int] | None) -> list[CheckpointName]:
-    """What the master may not have recorded, newest first."""
+    """Checkpoints that the master may not have recorded, newest first."""
     newer = [one for one in sources if newer_than is None or (one.epoch, one.step) > newer_than]
     recent = sources[-_RECENT:]
     chosen = {*newer[-MOST_CHECKPOINTS:], *recent[-_NEWEST:]}
