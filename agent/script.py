@@ -1,6 +1,6 @@
-"""How a person's script looks from outside: whether it can be run, what its text and its arguments say.
+"""How a user's script looks from outside: whether it can be run, what its text and its arguments tell.
 
-All that the agent guesses about scripts is here; what it knows of them they say themselves (`worker.proto`).
+All guesses of the agent about scripts are here; what it knows of them they say themselves (`worker.proto`).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ __all__ = [
     "tells_of_a_peer",
 ]
 
-# With it a script is told to load universal files.
+# This flag tells a script to load universal files.
 FLAG = "--universal-checkpoint"
 # argparse's exit code for arguments that it does not know.
 _BAD_ARGUMENTS = 2
-# The file that ms-swift is given with --external_plugins.
+# The file that is given to ms-swift with --external_plugins.
 _SWIFT_PLUGIN = "dalsegno_swift_plugin"
 
-# What torch says of a collective whose peer has ended: gloo, and NCCL (ncclRemoteError).
+# What torch says about a collective whose peer has ended: gloo, and NCCL (ncclRemoteError).
 _PEER = re.compile("Connection closed by peer|Connection reset by peer|ncclRemoteError|remote process exited")
 
-# The first DDP wrap imports torch._dynamo: seconds on a busy machine.
+# Imported by the first DDP wrap, which takes seconds on a busy machine.
 ALWAYS = ("torch", "torch.distributed", "torch._dynamo")
-# Worth importing ahead where the script's text imports them: heavy, and silent about CUDA when they are imported.
+# Worth importing ahead if the script's text imports them: heavy, and their import does not start CUDA.
 _HEAVY = (
     "numpy",
     "deepspeed",
@@ -55,7 +55,7 @@ _HEAVY = (
     "dalsegno.swift_plugin",
     "swift",
 )
-# What these import only when they are used, which then takes seconds; "?": silently left out where it is not there.
+# What these modules import only when used, which then takes seconds; "?": silently left out if it is missing.
 _LATER = {
     "deepspeed": ("deepspeed.runtime.zero.muon.muon_optimizer?",),
     "dalsegno.elastic": ("dalsegno.elastic.training.entry?",),
@@ -65,7 +65,7 @@ _LATER = {
     "swift": ("swift.pipelines.train.sft?", "swift.trainers.seq2seq_trainer?", "dalsegno.swift_plugin.swift_hooks?"),
 }
 _IMPORT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([\w.]+)", re.MULTILINE)
-# A script is text of a person's; more than this is not read to guess what it imports.
+# Characters of a script that are read to guess what it imports.
 _MAX_TEXT = 1 << 20
 
 
@@ -83,7 +83,7 @@ class Script:
 
     @property
     def module(self) -> bool:
-        """Run with `-m`."""
+        """Whether it is run with `-m`."""
         return self.arguments[1:2] == ("-m",)
 
     @property
@@ -100,30 +100,30 @@ class Script:
 
     @property
     def source(self) -> Path | str | None:
-        """What can tell what it imports: the script's file, or the module's name."""
+        """Where its imports can be found out: the script's file, or the module's name."""
         if not self.adoptable:
             return None
         return self.own[0] if self.module else Path(self.own[0])
 
 
 class ScriptError(Exception):
-    """There is nothing to run; one line for the person."""
+    """There is nothing to run; one line for people."""
 
 
 def check_script(name: str, *, module: bool, no_python: bool) -> None:
-    """Whether there is something to run.
+    """Checks that there is something to run.
 
     Args:
-        name: Of a file, of a module (`-m`), or of a program (`--no-python`).
+        name: Name of a file, of a module (`-m`), or of a program (`--no-python`).
 
     Raises:
-        ScriptError: there is not.
+        ScriptError: there is nothing to run.
     """
     if no_python:
         if shutil.which(name) is None:
             raise ScriptError(f"the program {name} does not exist or cannot be executed")
     elif module:
-        # Only the top: finding a sub-module would import its parents.
+        # Only the top-level module, because finding a sub-module would import its parents.
         top = name.partition(".")[0]
         sys.path.insert(0, os.getcwd())
         try:
@@ -138,7 +138,7 @@ def check_script(name: str, *, module: bool, no_python: bool) -> None:
 
 
 def asks_for_universal(arguments: Sequence[str]) -> bool:
-    """Whether the script's own arguments have the flag, as a word, with a value, or as ms-swift spells its flags."""
+    """Whether the script's own arguments have the flag: as a word, with a value, or in ms-swift's spelling."""
     for number, argument in enumerate(arguments):
         name, _, value = argument.partition("=")
         if name in (FLAG, FLAG.replace("-c", "_c")):
@@ -148,14 +148,14 @@ def asks_for_universal(arguments: Sequence[str]) -> bool:
 
 
 def refuses_flag(code: int) -> bool:
-    """Whether a worker that was handed the flag ended as one that does not know it."""
+    """Whether a worker that got the flag ended because it does not know it."""
     return code == _BAD_ARGUMENTS
 
 
 def knows_us(script: Script) -> bool:
-    """Whether the script has our session, which reads the environment and needs no flag.
+    """Whether the script uses our session, which reads the environment and needs no flag.
 
-    Its text says so, or it is ms-swift, with our plugin or not: that program takes no flag that it does not know.
+    Its text says so, or it is ms-swift, with or without our plugin: that program refuses flags that it does not know.
     """
     if _has_plugin(script):
         return True
@@ -169,7 +169,7 @@ def knows_us(script: Script) -> bool:
 
 
 def expects_session(script: Script) -> bool:
-    """Whether its arguments or its own text say that it may call `session()`. Where they don't, it still may."""
+    """Whether its arguments or its own text say that it may call `session()`. If they don't, it still may."""
     packages = ("dalsegno.elastic", "dalsegno.swift_plugin")
     return _has_plugin(script) or any(
         name == "dalsegno" or name.startswith(tuple(f"{one}." for one in packages)) or name in packages
@@ -178,20 +178,20 @@ def expects_session(script: Script) -> bool:
 
 
 def runs_ahead(script: Script, wanted: str) -> bool:
-    """Whether a standby worker runs it up to where it needs its place.
+    """Whether a standby worker runs the script up to where it needs its place.
 
     Args:
-        wanted: "auto", "always" or "never". Of itself only one with a session does, which resumes from what that hands
-            out: any other may look for what it saved last before it needs its place.
+        wanted: "auto", "always" or "never". "auto" means only scripts with a session, which resume from what the
+            session gives them; any other may look for its last save before it needs its place.
     """
-    # Python 3.10 has paths whose functions nothing can be put before.
+    # Python 3.10 has paths whose functions cannot be replaced.
     if sys.version_info < (3, 11) or not script.adoptable:
         return False
     return wanted == "always" or (wanted == "auto" and expects_session(script))
 
 
 def tells_of_a_peer(error: str) -> bool:
-    """Whether the last line of a script's errors is what gloo or NCCL say where another rank is gone."""
+    """Whether the last line of a script's errors is what gloo or NCCL say when another rank is gone."""
     return _PEER.search(error) is not None
 
 
@@ -199,8 +199,8 @@ def modules_of(script: Path | str | None) -> tuple[str, ...]:
     """The heavy modules to import for a script.
 
     Args:
-        script: Its file, whose text is looked at; or the name of a module, which alone counts: to find its file could
-            take imports. None: neither.
+        script: Its file, whose text is searched; or the name of a module, of which only the name counts, because
+            finding its file could need imports. None: neither.
     """
     named = _named_by(script)
     wanted = [module for module in _HEAVY if any(name == module or name.startswith(f"{module}.") for name in named)]
@@ -221,7 +221,7 @@ def _text(path: Path) -> str:
 
 def _named_by(script: Path | str | None) -> set[str]:
     if isinstance(script, str):
-        # Those run ms-swift.
+        # These run ms-swift.
         return {script, "swift"} if script.startswith("dalsegno.swift_plugin.") else {script}
     if script is None or not script.is_file():
         return set()

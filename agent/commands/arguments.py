@@ -23,8 +23,8 @@ _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # The master asks the same; seconds.
 LEAST_NODE_TIMEOUT = 5.0
 _TRUE = ("1", "true", "yes", "on")
-# Accepted because scripts for DLRover or torchrun carry them: name, takes a value, why it is not needed here. With ours
-# that are called the same, these are all of DLRover's.
+# Accepted because scripts for DLRover or torchrun use them: name, whether it takes a value, why it is not needed here.
+# Together with those of ours that have the same name, these are all of DLRover's.
 _IGNORED: tuple[tuple[str, bool, str], ...] = (
     ("--precheck", True, "see --network-check"),
     ("--network-check", False, "a node that cannot take part is noticed and named while the run goes on"),
@@ -45,11 +45,11 @@ _IGNORED: tuple[tuple[str, bool, str], ...] = (
 )
 
 
-# What shows this node to a master that is a service.
+# Flags that show this node to a master that is a service.
 _FOR_A_SERVICE = ("--token-file", "--tls-ca", "--tls-cert", "--tls-key")
-# What holds where nothing is said.
+# Defaults.
 _SETTINGS = JobSettings()
-# Of torchrun, read by torch's launcher but by nothing that runs here: name, torch's default, why.
+# Flags of torchrun that torch's launcher reads but nothing here: name, torch's default, why.
 _UNUSED: tuple[tuple[str, Any, str], ...] = (
     ("rdzv-conf", "", "the rendezvous is the master's, with flags of its own such as --join-timeout and --quiet-time"),
     ("monitor-interval", 0.1, "a worker's exit is noticed at once"),
@@ -64,7 +64,7 @@ class UsageError(Exception):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Bad input is one line, not a page of usage."""
+    """Reports bad input in one line, not with a page of usage."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (see {self.prog} --help)")
@@ -179,16 +179,16 @@ class _Group:
         self._environ = environ
 
     def value(self, *flags: str, default: Any = None, type: Callable[[str], Any] = str, **extra: Any) -> None:
-        """A flag with a value. One from the environment is checked like one from the command line.
+        """Adds a flag with a value. A value from the environment is checked like one from the command line.
 
-        What is a setting of the job has its default there.
+        The defaults of the job's settings are those of `JobSettings`.
         """
         name = flags[-1].lstrip("-").replace("-", "_")
         given = self._environ.get(f"{Variable.FLAG}{name.upper()}", getattr(_SETTINGS, name, default))
         self._group.add_argument(*_spellings(flags), dest=name, default=given, type=type, **extra)
 
     def switch(self, *flags: str, **extra: Any) -> None:
-        """A flag without one."""
+        """Adds a flag without a value."""
         name = flags[-1].lstrip("-").replace("-", "_")
         given = self._environ.get(f"{Variable.FLAG}{name.upper()}", "").lower() in _TRUE
         self._group.add_argument(*_spellings(flags), dest=name, action="store_true", default=given, **extra)
@@ -313,7 +313,7 @@ def build_parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentPa
 
 
 class _Given(argparse.Action):
-    """Notes that a flag without a value was there."""
+    """Notes that a flag without a value was given."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, True)
@@ -335,7 +335,7 @@ def ignored(options: argparse.Namespace) -> list[str]:
 
 
 def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.environ) -> argparse.Namespace:
-    """Parses and checks what can be checked without torch, the network or the disk.
+    """Parses the command line, and checks what can be checked without torch, the network or the disk.
 
     Raises:
         UsageError: bad input.

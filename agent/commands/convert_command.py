@@ -1,7 +1,7 @@
 """`dalsegno convert SRC DST`: a DeepSpeed ZeRO checkpoint becomes one that loads at any world size.
 
-The converter is a process of its own, as in an agent. So this process needs no torch, and can say in a line what killed
-the converter. After a kill or an interruption the same command goes on where it stopped.
+The converter is a process of its own, as in an agent. So this process needs no torch, and can say in one line what
+killed the converter. After a kill or an interruption the same command continues.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["add_arguments", "convert"]
 
 _MODULE = "dalsegno.elastic.universal"
 _EXTRA = ("torch", "deepspeed")
-# Seconds that a converter may take from its last word to its end.
+# Seconds that a converter may take from its last message to its end.
 _END_WITHIN = 60.0
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
@@ -67,7 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def convert(options: argparse.Namespace) -> int:
-    """Runs one conversion; the exit code.
+    """Runs one conversion; returns the exit code.
 
     Raises:
         ValueError: Nothing can be converted here; one line for a person.
@@ -137,7 +137,7 @@ def _follow(process: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def _bar() -> Progress:
-    """On standard error; nothing where that is no terminal."""
+    """A progress bar on standard error; nothing if that is no terminal."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -150,7 +150,7 @@ def _bar() -> Progress:
 
 
 def _death(code: int, errors: IO[bytes]) -> str:
-    """One line about a converter that said nothing at its end."""
+    """One line about a converter that ended without a message."""
     if code == -signal.SIGKILL:
         return "the converter was killed, perhaps because memory was short; the same command goes on from here"
     if code < 0:
@@ -170,7 +170,7 @@ def _summary(target: Path, seconds: float) -> str:
 
 
 def _bytes(text: str) -> int:
-    """`64M` and the like in bytes."""
+    """Parses a size like `64M` into bytes."""
     match = re.fullmatch(r"(\d+)\s*([KMG]?)i?B?", text.strip(), re.IGNORECASE)
     if match is None:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size like 64M")

@@ -73,7 +73,7 @@ def _convert(options: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    """One line, whatever the names of directories are made of."""
+    """Prints one line, whatever characters the names of directories contain."""
     print(printable(text))
 
 
@@ -82,10 +82,10 @@ def _run_directories(directory: Path, *, follow: bool = True) -> tuple[list[Path
 
     Args:
         directory: As the person gave it.
-        follow: Also where a link below it leads to. False: what leads out of it is said, and passed over.
+        follow: Also follow links below it. False: a link that leads out of it is reported and skipped.
 
     Returns:
-        The directories, and the exit code so far: what cannot be read is said, and the others count.
+        The directories, and the exit code so far: what cannot be read is reported, and the others count.
     """
     if not directory.is_dir():
         raise _UsageError(f"{directory} is no directory")
@@ -141,11 +141,11 @@ def _marks(manifest: Manifest, chain: Sequence[Manifest]) -> Iterator[str]:
 
 
 class _NotOurs(Exception):
-    """Somebody else decides what is deleted of a run."""
+    """Another program or person decides what is deleted of a run."""
 
 
 def _prune(options: argparse.Namespace) -> int:
-    """Deletes old checkpoints where nobody else does: those of a live job are its master's to retire."""
+    """Deletes old checkpoints of runs that nobody else prunes; the master of a live job retires its own."""
     if options.keep < 1:
         raise _UsageError(f"--keep {options.keep}: at least 1, the newest always stays")
     runs, code = _run_directories(options.directory, follow=False)
@@ -192,7 +192,7 @@ def _prune_run(run: Path, options: argparse.Namespace) -> int:
 
 
 def _damaged(run: Path, chain: Sequence[Manifest], keep: int) -> list[str]:
-    """Says and returns which of the newest do not count as kept: every byte of those that do is read."""
+    """Reports and returns the newest ones that do not count as kept, because they are damaged. Reads every byte."""
     damaged: list[str] = []
     sound = 0
     for manifest in reversed(chain):
@@ -292,7 +292,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_master(command: argparse.ArgumentParser) -> None:
-    """Which master to ask, and how it lets in."""
+    """Adds the options that name the master to ask, and the credentials for it."""
     command.add_argument("--master", default=os.environ.get(Variable.MASTER), metavar="HOST:PORT")
     command.add_argument("--job-id")
     command.add_argument(
@@ -306,7 +306,7 @@ def _add_master(command: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: Sequence[str] | None) -> int:
-    """Runs one command and returns its exit code: 0 well, 1 something is wrong with what was looked at, 2 usage."""
+    """Runs one command and returns its exit code: 0 success, 1 something is wrong with what it looked at, 2 usage."""
     try:
         options = _parser().parse_args(arguments)
         return int(options.act(options))
@@ -321,7 +321,7 @@ def main() -> None:
         code = run(None)
         sys.stdout.flush()
     except BrokenPipeError:
-        # Whoever read our output has seen enough; what is left must not fail again at exit.
+        # The reader of our output has seen enough; flushing the rest must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         code = EXIT_FAILED
     sys.exit(code)

@@ -29,12 +29,12 @@ from .arguments import UsageError, ignored, parse
 
 __all__ = ["default_job_id", "main", "run"]
 
-# Seconds that the line of one who leaves early may take to a terminal that does not read.
+# Seconds that the last line of an early leave may take to a terminal that does not read.
 _LAST_LINE = 1.0
 
 
 def default_job_id(options: argparse.Namespace, user: str) -> str:
-    """The same for the same user, script and script arguments, so that a second terminal finds the first."""
+    """A job id that is the same for the same user, script and script arguments: a second terminal joins the first."""
     script = options.training_script
     if not options.module and not options.no_python:
         script = os.path.realpath(script)
@@ -44,7 +44,7 @@ def default_job_id(options: argparse.Namespace, user: str) -> str:
 
 
 def check_installation() -> None:
-    """Whether the trainer's extra is installed.
+    """Checks that the trainer's extra is installed.
 
     Raises:
         UsageError: it is not.
@@ -54,9 +54,9 @@ def check_installation() -> None:
 
 
 def leave_early(number: int, output: Output) -> NoReturn:
-    """A signal before there is an agent: no worker runs, no master knows this node, and what was started ends with it.
+    """Handles a signal before there is an agent: no worker runs, and no master knows this node.
 
-    Not by an exception: most of that time passes inside the imports of others.
+    It ends the process directly, because an exception would mostly be raised inside somebody else's import.
     """
     line = f"{signal.Signals(number).name}: left on notice; no workers were running here"
     output.console.say(line)
@@ -76,7 +76,7 @@ def run(arguments: Sequence[str] | None) -> int:
 
 
 def run_with_output(arguments: Sequence[str] | None) -> int:
-    """The same, where a thread for its output can be had."""
+    """The same, once there is a thread for its output."""
     with Output() as output:
         try:
             options = parse(arguments)
@@ -94,7 +94,7 @@ def run_with_output(arguments: Sequence[str] | None) -> int:
 
 
 def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output) -> int:
-    """The same for a command line that can be parsed.
+    """The same for a command line that was parsed.
 
     Raises:
         UsageError: bad input that only now came to light.
@@ -108,7 +108,7 @@ def run_checked(options: argparse.Namespace, watch: SignalWatch, output: Output)
         options.job_id = default_job_id(options, getpass.getuser())
         options.job_id_is_default = True
     with quiet_grpc():
-        from . import launch  # Imports torch: not before the checks above.
+        from . import launch  # imports torch, so not before the checks above
 
     return launch.launch(options, ignored(options), watch, output)
 
@@ -117,7 +117,8 @@ def main() -> None:
     """The console script."""
     code = run(None)
     logging.shutdown()
-    # Everything was ended in order; what is left is a thread that reads a hanging file system, and nobody waits for it.
+    # Everything was ended in order. Only a thread that reads a hanging file system may be left, and nobody waits for
+    # it.
     os._exit(code)
 
 

@@ -1,7 +1,7 @@
 """`dalsegno doctor`: checks the installation or, if it is given a script, the training before its first step.
 
-The script runs as it would, by itself or under torchrun, up to its first step, where its session writes down what it
-found (`dalsegno.elastic.training.findings`) and ends it. Nothing is saved, and no checkpoint is touched.
+The script runs as usual, by itself or under torchrun, up to its first step. There its session notes what it found
+(`dalsegno.elastic.training.findings`) and ends the script. Nothing is saved, and no checkpoint is touched.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ PARTS = {
     "swift": ("ms-swift", "transformers"),
     "log": ("tensorboard", "wandb"),
 }
-# Seconds that a script has to end once it was asked to.
+# Seconds that a script has to end after it was told to.
 _END_WITHIN = 10.0
 
 
@@ -59,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Looks, prints, and returns the exit code.
+    """Examines, prints, and returns the exit code.
 
     Raises:
-        ValueError: There is nothing to look at.
+        ValueError: There is nothing to examine.
     """
     if options.script is None:
         return _installation()
@@ -77,7 +77,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 
 def _owners() -> dict[str, list[str]]:
-    """Which installed distributions declare each of our scripts."""
+    """The installed distributions that declare each of our scripts."""
     owners: dict[str, list[str]] = {name: [] for name in _SCRIPTS}
     for point in importlib.metadata.entry_points(group="console_scripts"):
         distribution = getattr(point, "dist", None)
@@ -139,10 +139,10 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _run(command: list[str], environment: dict[str, str], timeout: float) -> int | None:
-    """The exit code, None: it took too long. Nothing of it is left, whatever it has made of itself."""
-    # What leaves its group and its parents comes to us, and so does what they leave behind.
+    """Runs the command. Returns the exit code; None: it took too long. No process of it is left afterwards."""
+    # Orphans become children of this process, even if they have left their process group.
     adopt_orphans()
-    lifeline = Lifeline()  # where this process is killed
+    lifeline = Lifeline()  # for the case that this process is killed
     with starting("the script"):
         process = subprocess.Popen(command, env={**environment, **lifeline.environment()}, start_new_session=True)
     lifeline.add_group(process.pid)
@@ -158,7 +158,7 @@ def _run(command: list[str], environment: dict[str, str], timeout: float) -> int
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Torchrun ends its ranks when it is asked to; what is left then is killed."""
+    """Ends the process: torchrun ends its ranks when told to; what is left then is killed."""
     if process.poll() is None:
         kill_group(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):

@@ -41,12 +41,12 @@ __all__ = ["launch"]
 
 logger = logging.getLogger(__name__)
 
-# DLRover's client library, used in a script, would take our master for its own.
+# Variables by which DLRover's client library, if a script uses it, would take our master for its own.
 _NOT_FOR_WORKERS = (Variable.MASTER, Variable.TOKEN)
 
 
 def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWatch, output: Output) -> int:
-    """Runs one agent to its end. Signals are the agent's once it has a loop that can hear them.
+    """Runs one agent to its end. Signals go to the agent as soon as it has a loop that can hear them.
 
     Raises:
         UsageError: bad input that only now came to light.
@@ -83,10 +83,10 @@ def launch(options: argparse.Namespace, notices: Sequence[str], watch: SignalWat
 
 
 def _trace_into(directory: str | None) -> None:
-    """From here on this process, and all that it starts, note what happens when.
+    """Makes this process, and all that it starts, note what happens when.
 
     Raises:
-        OSError: there can be no such directory.
+        OSError: the directory cannot be made.
     """
     if directory is not None:
         os.makedirs(directory, exist_ok=True)
@@ -94,7 +94,7 @@ def _trace_into(directory: str | None) -> None:
 
 
 def verdict(reason: str, log_dir: Path) -> str:
-    """The last line of a job that failed: why, where more is, and what to do."""
+    """The last line of a failed job: why it failed, where to find more, and what to do."""
     return (
         f"the job failed: {reason}; logs in {log_dir}; the same command tries again, from the newest checkpoint if"
         " there is one, --new-run starts over"
@@ -102,7 +102,7 @@ def verdict(reason: str, log_dir: Path) -> str:
 
 
 class _Where:
-    """`job/node/epoch/step` of the moment, for every line of the log."""
+    """The present `job/node/epoch/step`, for every line of the log."""
 
     def __init__(self, job_id: str) -> None:
         self.now: Callable[[], str] = lambda: f"{job_id}/-/0/0"
@@ -112,7 +112,7 @@ class _Where:
 
 
 class _Source:
-    """Where the master is: given by the user, or embedded."""
+    """The master's addresses: given by the user, or an embedded master's."""
 
     def __init__(self, addresses: Sequence[str], files: CredentialFiles, embedded: EmbeddedMaster | None) -> None:
         self._addresses = tuple(addresses)
@@ -135,14 +135,14 @@ class _Source:
 
 
 def _torch_config(options: argparse.Namespace, log_dir: Path) -> tuple[Any, Script]:
-    """Torch's own reading of its part of the command line: processes, log files, filters."""
-    # What a newer torch's flags are called, with their defaults.
+    """Torch's own parsing of its part of the command line: processes, log files, filters."""
+    # Flags of newer versions of torch, with their defaults.
     known = vars(torchrun.get_args_parser().parse_args([options.training_script]))
     merged = argparse.Namespace(**{**known, **vars(options)})
     merged.log_dir = str(log_dir)
     merged.rdzv_backend = "dalsegno"
     merged.rdzv_id = options.job_id
-    # A standby worker is the same interpreter running the same path.
+    # A standby worker is the same interpreter with the same path.
     merged.run_path = False
     try:
         torch_config, entrypoint, arguments = torchrun.config_from_args(merged)
@@ -155,7 +155,7 @@ def _agent_config(
     options: argparse.Namespace, nproc: int, directory: JobDirectory, log_dir: Path, script: Script
 ) -> AgentConfig:
     settings = control_pb2.Settings(**{name: getattr(options, name) for name in JobSettings.names()})
-    # Also where the script is told so from the beginning: its own flag is the same.
+    # Also if the user gave the script this flag itself; it is called the same.
     settings.universal_checkpoint |= asks_for_universal(options.training_script_args)
     return AgentConfig(
         job_id=options.job_id,
@@ -253,7 +253,7 @@ def _run(
                 torch_config.log_line_prefix_template,
             )
     except OSError as error:
-        # No place for the workers' socket, or no process can be made.
+        # There is no place for the workers' socket, or no process can be started.
         effects.close(0.0)
         lifeline.close()
         raise UsageError(str(error)) from error
@@ -269,7 +269,7 @@ def _run(
 
 
 def _later_fields(torch_config: Any) -> dict[str, Any]:
-    """Fields of WorkerSpec that came with later versions of torch, where both sides have them."""
+    """Fields of WorkerSpec that later versions of torch have added, as far as both sides have them."""
     names = ("event_log_handler", "numa_options", "duplicate_stdout_filters", "duplicate_stderr_filters")
     wanted = (*names, "virtual_local_rank")
     fields = WorkerSpec.__dataclass_fields__

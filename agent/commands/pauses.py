@@ -1,4 +1,4 @@
-"""`dalsegno pauses DIR`: where the time of each change went, out of what `dlrover-run --trace-dir DIR` left."""
+"""`dalsegno pauses DIR`: where the time of each change went, read from the marks of `dlrover-run --trace-dir DIR`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def lines(pause: Pause) -> list[str]:
-    """One change, for people."""
+    """The lines about one change, for people."""
     how = "planned" if pause.planned else f"unplanned, {pause.lost} steps made again"
     ranks = "1 rank" if pause.ranks == 1 else f"{pause.ranks} ranks"
     width = max(len(name) for name in (*PARTS, *pause.parts))

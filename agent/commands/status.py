@@ -27,17 +27,17 @@ from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
 __all__ = ["scale", "status"]
 
 _TIMEOUT = 5.0
-# To see whether anybody listens where an embedded master was, seconds.
+# Seconds in which a listener at an embedded master's address must answer.
 _LOOK = 1.0
-# The master did answer, and the detail is the line.
+# Status codes with which the master did answer, so that the detail is the line to print.
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
 
 def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
-    """Address and credentials: those given, or those of the embedded master's claim.
+    """Address and credentials: those given, or those in the embedded master's claim.
 
     Raises:
-        ValueError: there is none to ask, or what was given cannot be used; one line.
+        ValueError: there is no master to ask, or what was given cannot be used; one line.
         OSError: a file cannot be read.
     """
     if options.master:
@@ -60,14 +60,14 @@ def _master_of(options: argparse.Namespace) -> tuple[str, Credentials]:
 
 
 def _the_one(private: Path, jobs: Sequence[str]) -> str | None:
-    """The job that a person means who names none: the only one, or the only one that has a master just now."""
+    """The job that a person means who names none: the only one, or the only one that has a master now."""
     if len(jobs) > 1:
         jobs = [job for job in jobs if _is_served(ClaimFile(private / job).read())]
     return jobs[0] if len(jobs) == 1 else None
 
 
 def _is_served(claim: Claim | None) -> bool:
-    """Whether somebody listens there."""
+    """Whether a process listens at the claim's address."""
     if claim is None:
         return False
     host, _, port = claim.address.rpartition(":")
@@ -79,7 +79,7 @@ def _is_served(claim: Claim | None) -> bool:
 
 
 def status(options: argparse.Namespace) -> int:
-    """Asks the master and prints what it says; the exit code.
+    """Asks the master and prints its answer; returns the exit code.
 
     Raises:
         ValueError, OSError: see `_master_of`.
@@ -88,7 +88,7 @@ def status(options: argparse.Namespace) -> int:
 
 
 def scale(options: argparse.Namespace) -> int:
-    """Tells the master how many nodes the world may have; the exit code.
+    """Tells the master how many nodes the world may have; returns the exit code.
 
     Raises:
         ValueError, OSError: see `_master_of`.
@@ -99,7 +99,7 @@ def scale(options: argparse.Namespace) -> int:
 
 
 def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Callable[[Any], list[str]]) -> int:
-    """One call to the job's master; prints its answer."""
+    """Makes one call to the job's master, and prints the answer."""
     address, credentials = _master_of(options)
     request.job_id = options.job_id or ""
     with credentials.channel(address) as channel:
@@ -123,7 +123,7 @@ def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
 
 
 def counted(number: int, what: str) -> str:
-    """How many of something, in words."""
+    """A number of things, in words."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
@@ -138,17 +138,17 @@ def scale_lines(reply: control_pb2.ScaleReply) -> list[str]:
 
 
 def _progress(reply: control_pb2.StatusReply) -> str:
-    """How far the run is, as far as somebody has told."""
+    """How far the run is, as far as nodes have reported."""
     if reply.unheard:
         return f"resumed at step {reply.step}, no steps heard since" if reply.step else "no steps heard"
     return f"step {reply.step}" + (f", loss {reply.loss:.4f}" if math.isfinite(reply.loss) else "")
 
 
 def _course(record: control_pb2.EpochRecord, reply: control_pb2.StatusReply) -> str:
-    """What an epoch has made, and what it cost to begin it."""
+    """The steps of an epoch, and what its beginning cost."""
     if record.unheard:
         return "no steps heard"
-    # The record of the newest epoch has the last of its steps once it is over.
+    # The newest epoch's record gets its last step only when the epoch is over.
     last_step = max(record.last_step, reply.step) if record.epoch == reply.epoch else record.last_step
     lost = counted(record.lost_steps, "step")
     if record.lost_more:
@@ -173,5 +173,5 @@ def status_lines(reply: control_pb2.StatusReply) -> list[str]:
         f"  epoch {record.epoch}: {record.cause}, {counted(record.nodes, 'node')}, {_course(record, reply)}"
         for record in reply.history
     ]
-    # What others have put into it cannot move the cursor; the space before it is ours.
+    # Escape sequences in names must not move the cursor; the leading spaces are ours.
     return [line[: len(line) - len(line.lstrip())] + one_line(line.lstrip()) for line in lines]

@@ -1,1 +1,1 @@
-"""Processes that the agent answers for: what they are, which signals they get, and that none outlives it."""
+"""Processes for which the agent is responsible: their facts, their signals, and that none outlives it."""

@@ -1,4 +1,4 @@
-"""The keeper of one node: ends everything the agent started when the agent is gone, however it went.
+"""The keeper of one node: ends everything that the agent started when the agent is gone, however it ended.
 
 It is a process of its own, executed as a file with `python -I -S` so that it starts in milliseconds and needs
 nothing but the standard library. It reads lines from its standard input, a pipe whose only write end the agent
@@ -9,10 +9,10 @@ holds:
     drop PGID           that group is over
     path DIRECTORY      a private directory of the agent to remove with it
 
-When the pipe ends (the kernel closes it with the agent, SIGKILL included) every registered group gets SIGKILL,
-and so does every process whose environment carries the mark: it finds grandchildren that left their group with
-setsid, and processes that were spawned but not yet registered. PR_SET_PDEATHSIG alone would do neither: it fires
-when the spawning *thread* ends and does not reach grandchildren.
+When the pipe ends (the kernel closes it with the agent, even after SIGKILL) every registered group gets SIGKILL, and so
+does every process whose environment carries the mark. That finds grandchildren that left their group with setsid, and
+processes that were spawned but not yet registered. PR_SET_PDEATHSIG alone would do neither: it fires when the spawning
+*thread* ends and does not reach grandchildren.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import signal
 import sys
 import time
 
-# Whoever signals all processes of a node means the agent; the keeper ends with it.
+# Signals to all processes of a node are meant for the agent; the keeper ends with it.
 DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-# Scans go on until two in a row found nothing alive, so that a process which was just forking is met again.
+# Scans go on until two in a row found nothing alive, so that a process that was just forking is found.
 QUIET_SCANS = 2
 SCAN_PAUSE = 0.02
-# Seconds; a process in uninterruptible sleep can outlive SIGKILL, and nobody waits for the keeper.
+# Seconds. A process in uninterruptible sleep can outlive SIGKILL, and nobody waits for the keeper.
 PATIENCE = 10.0
 
 
@@ -45,10 +45,10 @@ def _carries(pid: str, mark: bytes) -> bool:
 
 
 def is_ours(group: int, started: int) -> bool:
-    """Whether a registered group is still the registered one: its leader is gone or began when we were told.
+    """Whether a registered group is still the same: its leader is gone, or has the start time that was registered.
 
-    While any process of a group lives its number is not given to a new process, so a leader with another start
-    time means that the group is over and the number belongs to somebody else.
+    While any process of a group lives, its number is not given to a new process. So a leader with another start time
+    means that the group is over and the number belongs to somebody else.
     """
     try:
         fields = _stat(str(group))
@@ -70,7 +70,7 @@ def find(groups: dict[int, int], mark: str) -> list[int]:
             if int(fields[2]) in groups or (mark and _carries(pid, os.fsencode(mark))):
                 found.append(int(pid))
         except (OSError, ValueError):
-            # Gone between the listing and the reading, or another user's: not ours.
+            # It was gone before it could be read, or belongs to another user: not ours.
             continue
     return found
 
@@ -88,13 +88,13 @@ def end_all(groups: dict[int, int], mark: str, patience: float = PATIENCE) -> No
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         quiet = 0 if found else quiet + 1
-        # why: the death of a process that is not our child makes no event; the scan has to come again.
+        # why: no event tells of the death of a process that is not our child; the scan has to come again.
         time.sleep(SCAN_PAUSE)
 
 
 def main() -> None:
     """Reads the agent's lines until the pipe ends, then ends all that is registered."""
-    # Blocked by the agent already, if it could.
+    # The agent has blocked them already, if it could.
     for signum in DEAF_TO:
         signal.signal(signum, signal.SIG_IGN)
     groups: dict[int, int] = {}

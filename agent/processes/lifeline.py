@@ -25,9 +25,9 @@ from .signals import held_back
 
 __all__ = ["Lifeline"]
 
-# Seconds between two keepers when they die one after another; the first is replaced at once.
+# Seconds between two keepers if they die one after another; the first is replaced at once.
 _RESPAWN_PAUSE = 0.2
-# How many are told to end everything, if they die before they have.
+# How many keepers are told to end everything, if they die before they have done so.
 _LAST_KEEPERS = 3
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Lifeline:
     """One keeper process, always alive while this object is open. Thread-safe.
 
     Args:
-        on_respawn: called with the number of replacements so far after a dead keeper was replaced.
+        on_respawn: called with the number of replacements so far, after a dead keeper was replaced.
     """
 
     def __init__(self, on_respawn: Callable[[int], None] | None = None) -> None:
@@ -71,28 +71,28 @@ class Lifeline:
         """Registers a process group whose leader, `pgid`, is a child of this process that was not yet reaped."""
         started = start_time(pgid)
         if started is None:
-            # Not reaped, so it cannot be gone; a caller that reaped first has nothing left to register.
+            # It is not reaped, so it cannot be gone; a caller that reaped it first has nothing left to register.
             return
         with self._lock:
             self._groups[pgid] = started
             self._send(f"add {pgid} {started}")
 
     def drop_group(self, pgid: int) -> None:
-        """Takes a group off the list, once all of it has ended."""
+        """Removes a group from the list, once all of it has ended."""
         with self._lock:
             if self._groups.pop(pgid, None) is not None:
                 self._send(f"drop {pgid}")
 
     def add_path(self, path: Path) -> None:
-        """A private directory which is removed after the agent is gone."""
+        """Registers a private directory that is removed after the agent is gone."""
         with self._lock:
             self._paths.append(str(path))
             self._send(f"path {path}")
 
     def close(self, timeout: float = 10.0) -> None:
-        """Ends everything that is still registered or carries the token, and the keeper. Bounded by `timeout` s.
+        """Ends everything that is registered or carries the token, and the keeper. Takes at most `timeout` seconds.
 
-        Where the keeper has died, also just now, another one is started for it.
+        If the keeper has died, even just now, another one is started for that.
         """
         deadline = time.monotonic() + timeout
         with self._lock:
@@ -130,7 +130,7 @@ class Lifeline:
                 bufsize=0,
             )
         assert process.stdin is not None
-        # A stopped keeper must not stop the agent with it: a full pipe is an error, not a wait.
+        # A stopped keeper must not stop the agent with it, so a full pipe is an error, not a wait.
         os.set_blocking(process.stdin.fileno(), False)
         return process
 
@@ -140,7 +140,7 @@ class Lifeline:
         if self._process.stdin.closed:
             return
         try:
-            # Shorter than PIPE_BUF: written as a whole or not at all (None, as the pipe does not block).
+            # Shorter than PIPE_BUF, so written as a whole or not at all (None, because the pipe does not block).
             written = self._process.stdin.write(os.fsencode(line + "\n"))
         except BrokenPipeError:
             # It died; the watcher replaces it and registers everything again.
@@ -172,11 +172,11 @@ class Lifeline:
                 return
             with self._lock:
                 if self._closing.is_set():
-                    return  # `close` has its eye on it
+                    return  # `close` takes care of it
                 try:
                     self._replace()
                 except OSError as error:
-                    # Tried again: without a keeper nothing would end with this agent.
+                    # Tried again, because without a keeper nothing would end with this agent.
                     self._respawns += 1
                     logger.error("%s", error)
                     continue

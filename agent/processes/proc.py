@@ -27,15 +27,15 @@ _SCAN_PAUSE = 0.02
 
 
 def start_time(pid: int) -> int | None:
-    """See `Status`; None when it is gone."""
+    """Start time of a process, see `Status`; None if it is gone."""
     status = status_of(pid)
     return status.started if status else None
 
 
 def belongs_to(pid: int, root: int) -> bool:
-    """Whether `pid` is the process `root`, comes from it, or is in the session that it leads.
+    """Whether `pid` is the process `root`, descends from it, or is in the session that it leads.
 
-    Of a process that is gone nobody can tell any more; it counts as one that did.
+    Nobody can tell that of a process that is gone; it counts as one that did.
     """
     seen: set[int] = set()
     while pid != root:
@@ -43,7 +43,7 @@ def belongs_to(pid: int, root: int) -> bool:
         if fields is None:
             return True
         seen.add(pid)
-        # Its session; then on to its parent. Process ids are reused, so that a chain may end in itself.
+        # Look at its session, then go on to its parent. Process ids are reused, so a chain may end in itself.
         if int(fields[3]) == root:
             return True
         pid = int(fields[1])
@@ -62,7 +62,7 @@ def kill_group(pgid: int, signum: int = signal.SIGKILL) -> bool:
 
 
 def owner_of(pid: int) -> int | None:
-    """The effective user of a process (`Uid` of proc(5) status); None when it is gone or hidden."""
+    """The effective user of a process (`Uid` of proc(5) status); None if it is gone or hidden."""
     try:
         text = Path(f"/proc/{pid}/status").read_text(encoding="ascii", errors="replace")
     except (FileNotFoundError, ProcessLookupError, PermissionError):
@@ -72,12 +72,12 @@ def owner_of(pid: int) -> int | None:
 
 
 def adopt_orphans() -> None:
-    """From now on descendants of this process whose parents end become its children (prctl(2))."""
+    """Makes descendants of this process whose parents end its children from now on (prctl(2))."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def descendants(root: int) -> list[int]:
-    """Live processes that come from `root`, without itself and without zombies."""
+    """Live processes that descend from `root`, without itself and without zombies."""
     children: dict[int, list[int]] = {}
     dead: set[int] = set()
     for name in os.listdir("/proc"):
@@ -95,12 +95,12 @@ def descendants(root: int) -> list[int]:
 
 
 def end_descendants(seconds: float) -> list[int]:
-    """Kills all that come from this process, which has adopted their orphans; what is left after so long."""
+    """Kills all descendants of this process, which has adopted orphans. Returns those left after `seconds`."""
     deadline = time.monotonic() + seconds
     while (left := descendants(os.getpid())) and time.monotonic() < deadline:
         for pid in left:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
-        # why: what was adopted is no child that this program has started; the scan has to come again.
+        # why: no event tells of the death of a process that was adopted; the scan has to come again.
         time.sleep(_SCAN_PAUSE)
     return left

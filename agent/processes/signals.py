@@ -16,14 +16,14 @@ from typing import Any
 
 __all__ = ["SignalWatch", "held_back", "signals_of"]
 
-# Whoever has them ignored when we start (nohup; a shell, for a job in the background) wants them to stay so. The others
-# are sent to somebody on purpose.
+# If these are ignored when we start (by nohup, or a shell for a background job), they are meant to stay so. The other
+# signals are sent to somebody on purpose.
 _MAY_STAY_IGNORED = frozenset({signal.SIGHUP, signal.SIGQUIT})
 _NOBODY_CAN_HANDLE = frozenset({signal.SIGKILL, signal.SIGSTOP})
 
 
 def signals_of(text: str) -> tuple[signal.Signals, ...]:
-    """The signals of a list like "SIGTERM,SIGINT", as torchrun's --signals-to-handle has it.
+    """The signals in a list like "SIGTERM,SIGINT", as in torchrun's --signals-to-handle.
 
     Raises:
         ValueError: one of them does not exist or cannot be handled.
@@ -41,9 +41,9 @@ def signals_of(text: str) -> tuple[signal.Signals, ...]:
 
 @contextlib.contextmanager
 def held_back(signals: Iterable[int]) -> Iterator[None]:
-    """A process started meanwhile begins with these blocked, so that none reaches it before it is ready.
+    """Processes that are started inside begin with these signals blocked, so that none arrives before they are ready.
 
-    It unblocks them itself. One that is meant for this process goes to another of its threads.
+    They unblock the signals themselves. A signal to this process goes to another of its threads.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
@@ -53,15 +53,15 @@ def held_back(signals: Iterable[int]) -> Iterator[None]:
 
 
 def _nothing(signum: int, frame: FrameType | None) -> None:
-    """The number goes through the wake-up descriptor."""
+    """Does nothing: the number goes through the wake-up descriptor."""
 
 
 class SignalWatch:
-    """While open, each of `signals` is given to `first`, later to whom `to` says. Main thread only.
+    """While open, passes each of `signals` to `first`, and later to the function given to `to`. Main thread only.
 
     Args:
-        signals: those to watch for.
-        first: called with the number on a thread of the watch's own until the first `to`; it may end the process.
+        signals: the signals to watch for.
+        first: called with the number on the watch's own thread until the first `to`; it may end the process.
     """
 
     def __init__(self, signals: Sequence[signal.Signals], first: Callable[[int], None]) -> None:
@@ -96,7 +96,7 @@ class SignalWatch:
 
     @contextlib.contextmanager
     def to(self, deliver: Callable[[int], None]) -> Iterator[None]:
-        """Gives signals to `deliver` instead. Afterwards nobody gets them: whoever got them has ended, and so do we."""
+        """Passes signals to `deliver` inside. Afterwards nobody gets them, because this process is about to end."""
         with self._lock:
             self._deliver = deliver
         try:

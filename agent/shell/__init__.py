@@ -1,1 +1,1 @@
-"""What carries decisions out: torch's agent, the effects, the mailbox, the console."""
+"""Carries the decisions out: torch's agent, the effects, the mailbox, the console."""

@@ -19,11 +19,11 @@ class AgentConfig:
         settings: what all agents of the job must agree on.
         log_dir: the agent's own log, and those of standby workers and the converter.
         node_name: empty: the master gives one.
-        local_addr: where other nodes reach this one; None: found out.
+        local_addr: address under which other nodes reach this one; None: find it out.
         new_run: start over although the job's last run is finished or has failed.
         connect_timeout: how long the first registration may take.
-        addresses: where the master was looked for, for a person.
-        script_flag: where the job was told `--universal-checkpoint`, add it to the script's own arguments when it
+        addresses: where the master was looked for, for people.
+        script_flag: if the job uses `--universal-checkpoint`, add the flag to the script's own arguments when it
             resumes from universal files.
         expects_session: the script's text says that it may call `session()`, however late.
         run_ahead: standby workers run the script up to where it needs its place in a world.
@@ -46,7 +46,7 @@ class AgentConfig:
 
 
 def differences(mine: control_pb2.Settings, job: control_pb2.Settings) -> str:
-    """What an agent was told otherwise than its job has it, as one line for the person; empty where they agree."""
+    """The settings in which this agent's command line differs from its job's, in one line; empty if they agree."""
     found = []
     if (mine.min_nodes, mine.max_nodes) != (job.min_nodes, job.max_nodes):
         found.append(f"--nnodes={job.min_nodes}:{job.max_nodes}, not {mine.min_nodes}:{mine.max_nodes}")

@@ -1,4 +1,4 @@
-"""What a person sees, and where everything else goes."""
+"""What people see on the console, and where everything else goes."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from .outlet import Outlet
 
 __all__ = ["LARGEST_LOG", "Console", "LogFile", "make_log_dir", "set_up_logging"]
 
-# Bytes of a log file, of which an older one is kept beside it.
+# Bytes of a log file; one older file is kept beside it.
 LARGEST_LOG = 10_000_000
 
-# Characters of one line.
+# The most characters of one line.
 _LONGEST = 4000
 
 logger = logging.getLogger(__name__)
 
 
 class Console:
-    """One line per thing that happened to the run, on standard error, so that the script's output stays its own.
+    """Prints one line for each thing that happens to the run, on standard error: standard output is the script's own.
 
     Args:
-        outlet: where lines go; default: this process's standard error. Nobody ever waits for it.
-        name: of the program.
+        outlet: the way to the terminal; default: this process's standard error. Nobody ever waits for it.
+        name: the program's name.
     """
 
     def __init__(self, outlet: Outlet | None = None, name: str = "dlrover-run") -> None:
@@ -43,7 +43,7 @@ class Console:
         self._last = ""
 
     def say(self, text: str, warning: bool = False) -> None:
-        """Prints a line, unless it is the same as the one before. What others put into it cannot move the cursor."""
+        """Prints a line, unless it equals the line before. Escape sequences in it cannot move the cursor."""
         text = one_line(text, _LONGEST)
         with self._lock:
             if text == self._last:
@@ -73,7 +73,7 @@ class _Where(logging.Filter):
 class LogFile(RotatingFileHandler):
     """A log of at most twice `LARGEST_LOG` bytes.
 
-    One that cannot be written (a full disk) is told once, and does not flood the console with tracebacks.
+    If it cannot be written (a full disk), that is said once, instead of a traceback for every line.
     """
 
     _told = False
@@ -92,9 +92,10 @@ class LogFile(RotatingFileHandler):
 
 
 def make_log_dir(given: str | None, job_id: str) -> Path:
-    """A directory for the logs of this process: below the `given` one, else one of the system's for temporary files.
+    """Makes a directory for this process's logs, below the `given` one or the system's directory for temporary files.
 
-    Not among the checkpoints, which may lie on a small or slow file system. As torchrun's, nobody else can write there.
+    It is not among the checkpoints, which may lie on a small or slow file system. As with torchrun, nobody else can
+    write in it.
 
     Raises:
         OSError: it cannot be made.

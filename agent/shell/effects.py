@@ -1,4 +1,4 @@
-"""Carries out what the agent's decisions ask for, as far as it does not touch the workers.
+"""Carries out the actions of the agent's decisions, except those about workers.
 
 Shared by the elastic agent of `dlrover-run` and by the rendezvous handler for plain torchrun; both feed the same
 decisions from the same mailbox.
@@ -31,24 +31,24 @@ from .mailbox import Mailbox
 
 __all__ = ["Effects"]
 
-# What to do about a master that makes no sense.
+# What to do about a master whose messages make no sense.
 _CHECK = "check that a dlrover-master of this version is at that address"
 
 logger = logging.getLogger(__name__)
 
 
 class Effects:
-    """The hands of one agent.
+    """Carries out one agent's actions.
 
     Args:
-        config: of the agent.
-        directory: of the job.
-        connector: to the master.
-        master_address: the address known first; decides where stores are bound.
-        lifeline: of the node.
+        config: the agent's configuration.
+        directory: the job's directory.
+        connector: the way to the master.
+        master_address: the first known address; it decides where stores are bound.
+        lifeline: the node's lifeline.
         mailbox: where events go.
-        say: prints one line for the person.
-        seen_generation: of a claim, if there was one.
+        say: prints one line for people.
+        seen_generation: the generation in a claim, if there was one.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class Effects:
         self._say = say
         self._directory = directory
         self.run_id = ""
-        # In force: the job's, once the master has answered.
+        # The settings in force: the job's, once the master has answered.
         self.settings = config.settings
         self._told: control_pb2.Settings | None = None
         self._disagreement = self._passed_over = ""
         self._incarnation = ""
         self._epoch = 0
-        # The newest commit that the master has told of.
+        # The newest commit that the master has told.
         self._head: control_pb2.Checkpoint | None = None
         self.stores = StoreServers(node_address(master_address, config.local_addr))
         self.storage = Storage(directory)
@@ -94,7 +94,7 @@ class Effects:
         self.client.saw_generation(seen_generation)
 
     def perform(self, action: ev.Action) -> bool:
-        """Carries out one action. False: it is about workers, or the exit, and the caller's own."""
+        """Carries out one action. False: it is about workers, or the exit, which the caller handles."""
         match action:
             case ev.Register():
                 self._register(action.previous_incarnation, action.node)
@@ -133,11 +133,11 @@ class Effects:
             self._mailbox.put(ev.Broken(str(error)))
 
     def run_dir(self) -> Path:
-        """Of the present run."""
+        """The present run's directory."""
         return self._directory.run(self.run_id)
 
     def close(self, last_calls: float) -> None:
-        """Gives unanswered calls `last_calls` seconds, then ends everything. Bounded."""
+        """Waits at most `last_calls` seconds for unanswered calls, then ends everything."""
         if not self.client.flush(last_calls):
             logger.warning("%d calls were not answered before the agent ended", self.client.waiting())
         self.conversion.stop()
@@ -148,7 +148,7 @@ class Effects:
     # ---- registration -----------------------------------------------------------------------------------------------
 
     def _register(self, previous: str, node: str) -> None:
-        # Now, not when the survey is done: what is called in between speaks for the new incarnation.
+        # Now, not after the survey: calls made in between belong to the new incarnation.
         self.client.new_session()
         incarnation = secrets.token_hex(8)
 
@@ -174,7 +174,7 @@ class Effects:
 
         def unreadable(reason: str) -> None:
             if previous:
-                # It was there before: this node may come back as a spare.
+                # The directory could be read before, so this node may come back as a spare.
                 ready(Survey("", (), ()))
             else:
                 self._mailbox.put(ev.Refused("STORAGE", reason))
@@ -192,7 +192,7 @@ class Effects:
         self._mailbox.put(ev.Registered(incarnation, reply))
 
     def _in_force(self, settings: control_pb2.Settings) -> None:
-        """The job's settings as the master tells them; the person hears once what their own flags say otherwise."""
+        """Takes the job's settings from the master. People are told once how this node's own flags differ."""
         self.settings = self._told = settings
         disagreement = differences(self._config.settings, settings)
         if disagreement and disagreement != self._disagreement:
@@ -224,7 +224,7 @@ class Effects:
         try:
             host, port = self.stores.open()
         except (OSError, RuntimeError) as error:
-            # RuntimeError is what torch's store makes of a port that it cannot have.
+            # torch's store raises RuntimeError for a port that it cannot have.
             why = shortage(error)
             reason = f"no store can be served at {self.stores.address} ({error}); check --local-addr"
             reason = f"no store can be served here, tried again: {why}" if why else reason

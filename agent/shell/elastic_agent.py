@@ -1,8 +1,8 @@
 """The elastic agent: torch's LocalElasticAgent with another loop.
 
-Torch's agent polls its workers and its rendezvous; this one sleeps until something happens (a directive, an exit, a
-message, a signal, a deadline), puts it to `decisions.handle`, and carries out the actions. Processes, log files, error
-files and the health check stay torch's.
+Torch's agent polls its workers and its rendezvous. This one sleeps until something happens (a directive, an exit, a
+message, a signal, a deadline), passes it to `decisions.handle`, and carries out the actions. Processes, log files,
+error files and the health check stay torch's.
 """
 
 from __future__ import annotations
@@ -54,32 +54,32 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class _Exited(ev.WorkerExited):
-    """Says also which start of the epoch's workers it belongs to."""
+    """Also says to which start of the epoch's workers it belongs."""
 
     start: int = 0
 
 
 @dataclass(frozen=True)
 class Ending:
-    """How the agent's run ended: an exit code of docs/contracts.md and a line for the person."""
+    """How the agent's run ended: an exit code of docs/contracts.md and a line for people."""
 
     code: int
     message: str
 
 
 class ElasticAgent(LocalElasticAgent):
-    """One node.
+    """The agent of one node.
 
     Args:
         spec: torch's description of the workers; its rendezvous handler only names the job.
         logs_specs: torch's choice of files.
-        config: of this agent.
+        config: this agent's configuration.
         script: what the workers run.
         mailbox: where all events arrive.
         effects: made for the same mailbox.
-        lifeline: of the node.
-        watch: for signals.
-        prefix: torch's template for lines that are shown of a worker's file.
+        lifeline: the node's lifeline.
+        watch: the source of signals.
+        prefix: torch's template for the prefix of lines that are shown from a worker's file.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class ElasticAgent(LocalElasticAgent):
         self._place: Place | None = None
         self._use_flag = config.script_flag
         self._starts = 0
-        # Whose successors the standby workers are.
+        # The epoch whose successors the standby workers are.
         self._prepared_for = 0
         self._link = WorkerLink(self._worker_said)
         lifeline.add_path(self._link.directory)
@@ -127,21 +127,21 @@ class ElasticAgent(LocalElasticAgent):
 
     @property
     def ending(self) -> Ending:
-        """How it ended; only after `run`."""
+        """How the run ended; only valid after `run`."""
         assert self._ending is not None, "run() comes first"
         return self._ending
 
     def where(self) -> str:
-        """`job/node/epoch/step` of the moment, for the log."""
+        """The present `job/node/epoch/step`, for the log."""
         state = self._state
         return f"{self._config.job_id}/{state.node or '-'}/{state.started}/{state.epoch.step}"
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def _invoke_run(self, role: str = "default") -> RunResult:
-        """Runs until the decisions say Exit. Torch's `run` calls this and records what comes out of it."""
+        """Runs until the decisions say Exit. Torch's `run` calls this and records the result."""
         with self._watch.to(self._signalled):
-            # Before the registration: the imports run while the master answers.
+            # Before the registration, so that the imports run while the master answers.
             self._prepare(low_priority=False)
             self._handle(ev.Started())
             while self._ending is None:
@@ -193,7 +193,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _worker_said(self, epoch: int, rank: int, message: worker_pb2.ToAgent) -> None:
         body = message.WhichOneof("body")
-        # Each seal and each failed save counts; of anything else only what the rank said last.
+        # Each seal and each failed save counts; of other messages only a rank's last one does.
         newest = (epoch, rank, body) if body not in ("sealed", "save_failed") else None
         self._mailbox.put(ev.WorkerSaid(epoch, rank, message), replaces=newest)
 
@@ -202,7 +202,7 @@ class ElasticAgent(LocalElasticAgent):
     def _make_pool(self) -> StandbyPool | None:
         spec = self._worker_group.spec
         virtual = getattr(spec, "virtual_local_rank", False)
-        # Both are in force from a process's first moment: its own CUDA_VISIBLE_DEVICES, its binding to a NUMA node.
+        # Both take effect in a process's first moment: its own CUDA_VISIBLE_DEVICES, its binding to a NUMA node.
         if not self._script.adoptable or virtual or getattr(spec, "numa_options", None) is not None:
             return None
         return StandbyPool(
@@ -216,7 +216,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _start_world(self, world: control_pb2.World) -> None:
         self._end_context()
-        # The flags of the old world are not the new one's; the decisions tell again what differs.
+        # The old world's flags do not apply to the new one; the decisions tell again what differs.
         self._link.tell(drain=False, master_seen=False)
         try:
             self._place = place_of(world, self._state.incarnation)
@@ -233,7 +233,7 @@ class ElasticAgent(LocalElasticAgent):
         self._worker_group.state = WorkerState.HEALTHY
 
     def _enter(self, world: control_pb2.World, place: Place) -> None:
-        """Fills in torch's worker group as its rendezvous would; the world came with every rank."""
+        """Fills in torch's worker group as its rendezvous would; the master's message already has every rank."""
         group: Any = self._worker_group
         group.group_rank, group.group_world_size = place.group_rank, place.nodes
         group.master_addr, group.master_port = world.store_host, world.store_port
@@ -340,9 +340,9 @@ class ElasticAgent(LocalElasticAgent):
         return exited
 
     def _refused_the_flag(self, event: ev.WorkerExited) -> bool:
-        """Whether a script did not know the flag that we added; it is then started again without it, once.
+        """Whether a script did not know the flag that we added; then it is started once more, without the flag.
 
-        It reads its arguments before it meets any other rank, so the world, which sees the same on every node, stands.
+        It reads its arguments before it meets any other rank, so the world stands: the same happens on every node.
         """
         world = self._state.world
         if not refuses_flag(event.code) or self._state.epoch.has_session or self._context is None or world is None:
@@ -358,7 +358,7 @@ class ElasticAgent(LocalElasticAgent):
         return True
 
     def _first_step(self) -> None:
-        """After the first step of a world its successors' standby workers are started, out of training's way."""
+        """After the first step of a world, starts the standby workers for the next one, with low priority."""
         if self._prepared_for < self._state.started:
             self._prepared_for = self._state.started
             self._prepare(low_priority=True)
@@ -370,7 +370,7 @@ class ElasticAgent(LocalElasticAgent):
             self._pool.fill(low_priority=low_priority, ahead=self._assignments_ahead())
 
     def _assignments_ahead(self) -> list[Assignment]:
-        """What standby workers run before they have a place; nothing where that is not wanted, or memory is short."""
+        """What standby workers run before they have a place; empty if that is not wanted, or memory is short."""
         running = () if self._context is None else self._context.pids().values()
         if not self._config.run_ahead or not has_room_beside(running):
             return []
@@ -403,10 +403,10 @@ class ElasticAgent(LocalElasticAgent):
             except Exception:
                 logger.exception("the workers of epoch %d were not stopped in order", epoch)
             finally:
-                # The decisions wait for this word, whatever stopping them has met.
+                # The decisions wait for this event, whatever went wrong while stopping.
                 self._mailbox.put(ev.WorkersStopped(epoch))
 
-        # A process that is stuck in the kernel must not stop the agent from hearing its master.
+        # On a thread, because a process stuck in the kernel must not keep the agent from hearing its master.
         try:
             threading.Thread(target=stop, name="stop-workers", daemon=True).start()
         except RuntimeError as error:
@@ -420,7 +420,7 @@ class ElasticAgent(LocalElasticAgent):
             self._context = None
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """Ends everything; torch's `run` calls it whatever happened. Workers that still run are killed."""
+        """Ends everything; torch's `run` calls it in any case. Workers that still run are killed."""
         self._end_context()
         if self._pool is not None:
             self._pool.close()

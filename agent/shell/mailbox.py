@@ -1,4 +1,4 @@
-"""Where every thread of the agent leaves events for the one thread that decides."""
+"""The queue in which every thread of the agent leaves events for the one thread that decides."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ T = TypeVar("T")
 
 
 class MailboxFull(queue.Full):
-    """The reader did not keep up for as long as the sender was ready to wait."""
+    """The reader did not keep up for as long as the sender could wait."""
 
 
 class Mailbox(Generic[T]):
     """A bounded queue with one reader, in which a newer item may take the place of an unread older one.
 
     Args:
-        capacity: how many unread items there may be.
+        capacity: the most unread items.
         patience: seconds that `put` waits for room before it raises `MailboxFull`.
     """
 
@@ -37,13 +37,13 @@ class Mailbox(Generic[T]):
         """Appends an item. With `replaces`, an unread item put under the same key is dropped.
 
         Raises:
-            MailboxFull: no room came up within the patience.
+            MailboxFull: there was no room within the patience.
         """
         deadline = time.monotonic() + self._patience
         with self._changed:
             key: Hashable = ("once", self._serial) if replaces is None else ("newest", replaces)
             self._serial += 1
-            # The newer one goes to the end: what was put between the two must not be overtaken by it.
+            # The newer one goes to the end, because it must not overtake what was put between the two.
             self._items.pop(key, None)
             while len(self._items) >= self._capacity:
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
@@ -52,7 +52,7 @@ class Mailbox(Generic[T]):
             self._changed.notify_all()
 
     def get(self, timeout: float | None) -> T | None:
-        """The oldest item; None when none came within `timeout` seconds (None: waits for ever)."""
+        """The oldest item; None if none came within `timeout` seconds (None: waits for ever)."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._items, timeout):
                 return None

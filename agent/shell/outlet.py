@@ -1,4 +1,4 @@
-"""The way to a terminal. The terminal may stop reading or go away, and its writers must not be held up by that."""
+"""The way to a terminal. The terminal may stop reading or go away, and that must not hold writers up."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections import deque
 
 __all__ = ["Outlet"]
 
-# Bytes that may wait to be read, and that are written at once.
+# The most bytes that wait to be read, and that one write takes.
 _CAPACITY = 1 << 20
 _PIECE = 4096
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 class Outlet:
-    """Writes to a descriptor on a thread of its own, in order. What there is no room for is dropped, and counted.
+    """Writes to a descriptor on a thread of its own, in order. What finds no room is dropped and counted.
 
     Args:
-        fd: where to; it stays open. None: nowhere.
-        name: of the program, before the line that says how much was dropped.
+        fd: the descriptor; it stays open. None: write nowhere.
+        name: the program's name, before the line that says how much was dropped.
     """
 
     def __init__(self, fd: int | None, name: str = "dlrover-run") -> None:
@@ -32,22 +32,22 @@ class Outlet:
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
         self._size = 0
-        # Bytes written so far: whether somebody reads.
+        # Bytes written so far, which tell whether somebody reads.
         self._written = 0
         self._dropped = 0
-        # Nobody reads; only who can wait has found that out.
+        # Nobody reads; only a caller that could wait has found that out.
         self._stalled = False
         self._gone = fd is None
         if fd is not None:
             threading.Thread(target=self._write_all, name="outlet", daemon=True).start()
 
     def put(self, data: bytes, patience: float = 0.0) -> bool:
-        """Has some whole lines written. False: they were dropped.
+        """Queues some whole lines. False: they were dropped.
 
         Args:
             data: what to write.
-            patience: seconds to wait for room while not a byte is read; not at all once they have passed in vain, until
-                it is read again.
+            patience: seconds to wait for room while not a byte is read. After one such wait in vain nothing waits any
+                more, until somebody reads again.
         """
         with self._changed:
             if patience and not self._stalled and not self._room(len(data), patience):
@@ -94,14 +94,14 @@ class Outlet:
             self._note_dropped()
 
     def _write(self, data: bytes) -> None:
-        """Blocks, in pieces that show whether anybody reads."""
+        """Writes, blocking, in pieces that show whether anybody reads."""
         assert self._fd is not None
         view = memoryview(data)
         while view:
             try:
                 written = os.write(self._fd, view[:_PIECE])
             except BlockingIOError:
-                # Whoever shares the terminal may have made it so.
+                # Another process that shares the terminal may have made it non-blocking.
                 select.select([], [self._fd], [])
                 continue
             view = view[written:]

@@ -1,8 +1,8 @@
-"""Standard output and error of the agent, and of all that inherit them.
+"""Standard output and error of the agent, and of all processes that inherit them.
 
-A process that writes straight to a terminal waits for it if it was stopped with Ctrl-S, and one that writes to a pipe
-fails if nobody reads it any more (`| head -1`). So there is a pipe of ours in between, which is always read. Its
-content is shown as long as somebody looks, and is in the log in any case. Files are written to as ever.
+A process that writes directly to a terminal waits if the terminal was stopped with Ctrl-S, and one that writes to a
+pipe fails if nobody reads the pipe any more (`| head -1`). So there is a pipe of ours in between, which is always read.
+Its content is shown as long as somebody reads, and goes to the log in any case. Files are written directly.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .outlet import Outlet
 
 __all__ = ["Output"]
 
-# Bytes in the pipe, where the system allows it: what workers can say while this process is stopped.
+# Bytes in the pipe, if the system allows it: what workers can write while this process is stopped.
 _PIPE_SIZE = 1 << 20
 _READ = 1 << 16
-# Seconds for a reader to take anything before lines are dropped, and for the last ones at the end.
+# Seconds that a reader has to take anything before lines are dropped, and seconds for the last lines at the end.
 _PATIENCE = 1.0
 _LAST_LINES = 2.0
 
@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 
 
 class Output:
-    """Use as a context manager around everything that writes; main thread.
+    """Use it as a context manager around everything that writes; main thread.
 
     Attributes:
-        console: one for the person, on standard error.
+        console: the console for people, on standard error.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Output:
         self.close()
 
     def divert(self, log: Path) -> None:
-        """From now on nothing that writes to standard output or error can be held up, or fail, for want of a reader."""
+        """From now on a missing reader neither holds up nor fails anything that writes to standard output or error."""
         shown: _Log | None = None
         for fd, outlet in self._outlets.items():
             if fd not in self._closed and not _can_stop(fd):
@@ -68,7 +68,7 @@ class Output:
             os.dup2(pump.writer, fd)
 
     def close(self) -> None:
-        """Shows what was said so far, for a bounded time, and gives standard output and error back."""
+        """Shows what was written so far, for a bounded time, and restores standard output and error."""
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 try:
@@ -85,7 +85,7 @@ class Output:
 
 
 def _reopen() -> set[int]:
-    """Which of standard output and error were closed (`>&-`): nobody else's file may get their numbers."""
+    """Opens standard output and error if they were closed (`>&-`), so that no other file gets their numbers."""
     closed = set()
     for fd, stream in ((0, sys.stdin), (1, sys.stdout), (2, sys.stderr)):
         if stream is not None:
@@ -107,13 +107,13 @@ def _reopen() -> set[int]:
 
 
 def _can_stop(fd: int) -> bool:
-    """Whether what is written there waits for a reader: terminals, pipes and sockets."""
+    """Whether a writer may have to wait for a reader: on terminals, pipes and sockets."""
     mode = os.fstat(fd).st_mode
     return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(fd)
 
 
 class _Log:
-    """The last of what was said, byte for byte. Thread-safe."""
+    """The log of what was written, byte for byte. Thread-safe."""
 
     def __init__(self, path: Path) -> None:
         self._file: RotatingFileHandler = LogFile(path, errors="surrogateescape", delay=True)
@@ -125,7 +125,7 @@ class _Log:
 
 
 class _Pump:
-    """One pipe, read to its end."""
+    """Reads one pipe to its end."""
 
     def __init__(self, outlet: Outlet, log: _Log) -> None:
         self._outlet = outlet

@@ -1,4 +1,4 @@
-"""Our rendezvous for torch: `dlrover-run` uses it for its name only, plain torchrun for everything but draining."""
+"""Our rendezvous for torch: `dlrover-run` uses only its name, plain torchrun everything except draining."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ from .mailbox import Mailbox
 
 __all__ = ["NamedRendezvous", "Rendezvous", "create", "factory"]
 
-# Seconds for the other nodes to finish, and for the last calls, when torch's agent ends.
+# Seconds that the other nodes have to finish, and seconds for the last calls, when torch's agent ends.
 _LAST_WORD = 30.0
 _LAST_CALLS = 3.0
 
 
 class NamedRendezvous(RendezvousHandler):
-    """For `dlrover-run`, whose own loop hears about worlds by itself: names backend and job, and does nothing."""
+    """For `dlrover-run`, whose own loop learns of worlds: names backend and job, and does nothing else."""
 
     def __init__(self, job_id: str) -> None:
         self._job_id = job_id
@@ -64,7 +64,7 @@ class NamedRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Closing the job is the master's business."""
+        """Does nothing: closing the job is the master's business."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -79,12 +79,12 @@ class NamedRendezvous(RendezvousHandler):
 class Rendezvous(RendezvousHandler):
     """For plain torchrun: a node of a job with a master, without draining (its workers have no socket to us).
 
-    The same decisions as in `dlrover-run`, on a thread of their own; torch's agent stands where the workers are:
-    `next_rendezvous` is "the workers have stopped", and returns when the decisions want them started.
+    The same decisions as in `dlrover-run` run on a thread of their own. Torch's agent takes the place of the workers: a
+    call of `next_rendezvous` means that the workers have stopped, and it returns when the decisions want them started.
 
     Args:
-        config: of this node.
-        addresses: of the master.
+        config: this node's configuration.
+        addresses: the master's.
         files: token and certificates.
         timeout: seconds that one `next_rendezvous` may take.
     """
@@ -103,18 +103,18 @@ class Rendezvous(RendezvousHandler):
             nproc=config.nproc,
             node_name=config.node_name,
             drain_timeout=config.settings.drain_timeout,
-            # Its workers cannot drain, so an outage of the master must not ask them to.
+            # Its workers cannot drain, so an outage of the master must not make them.
             master_outage_timeout=float("inf"),
             addresses=config.addresses,
             connect_timeout=config.connect_timeout,
         )
         self._state = handling.fresh(settings)
         self._lifeline = Lifeline()
-        # Torch starts the workers with this process's environment: so they end with it, even when it is killed.
+        # Torch starts the workers with this process's environment, so they end with it, even if it is killed.
         os.environ.update(self._lifeline.environment())
         directory = JobDirectory(config.checkpoint_dir, config.job_id)
         directory.prepare()
-        # Torch's own log is torchrun's business.
+        # torchrun handles torch's own log.
         set_up_logging(config.log_dir / "agent.log", self._where, names=("dalsegno",))
         connector = Connector(lambda: addresses, files.read, explain=mismatch)
         self._console = console = Console(name="torchrun")
@@ -130,7 +130,7 @@ class Rendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Gives up the world that this node was in, if any, and waits for the next.
+        """Leaves the world that this node was in, if any, and waits for the next.
 
         Raises:
             SystemExit: The run has finished (exit code 0).
@@ -142,7 +142,7 @@ class Rendezvous(RendezvousHandler):
             stop_wanted, self._stop_wanted = self._stop_wanted, False
         if running is not None:
             if not stop_wanted:
-                # Torch's agent restarts by itself only after a worker's failure.
+                # By itself torch's agent restarts only after a worker's failure.
                 self._mailbox.put(ev.WorkerExited(running.epoch, 0, 1, "a worker failed (see torchrun's output)"))
             self._mailbox.put(ev.WorkersStopped(running.epoch))
         with self._changed:
@@ -151,7 +151,7 @@ class Rendezvous(RendezvousHandler):
             if self._world is None:
                 assert self._ending is not None
                 if self._ending.code == ev.EXIT_FINISHED:
-                    # Torch has an exception for this, after which its launcher fails on the result that there is not.
+                    # Torch has an exception for this, but its launcher then fails because there is no result.
                     raise SystemExit(0)
                 raise RendezvousClosedError(self._ending.message)
             (world, store), self._world = self._world, None
@@ -169,25 +169,25 @@ class Rendezvous(RendezvousHandler):
             return self._ending is not None
 
     def set_closed(self) -> None:
-        """Closing the job is the master's business."""
+        """Does nothing: closing the job is the master's business."""
 
     def num_nodes_waiting(self) -> int:
         with self._changed:
-            # Torch's agent restarts its workers when somebody waits; that is how it is asked to stop them.
+            # Torch's agent restarts its workers if somebody waits; this is how it is asked to stop them.
             return int(self._stop_wanted)
 
     def get_run_id(self) -> str:
         return self._config.job_id
 
     def shutdown(self) -> bool:
-        """Says how the workers of this node ended, and goes. Torch calls it at the end, in a `finally`."""
+        """Reports how the workers of this node ended, and leaves. Torch calls it at the end, in a `finally`."""
         with self._changed:
             if self._closed:
                 return True
             self._closed = True
             running = self._running
         if running is not None:
-            # Torch does not tell; an exception on its way out does.
+            # Torch does not pass the outcome, but an exception on its way out tells it.
             code = 0 if sys.exc_info()[0] is None else 1
             for rank in range(self._config.nproc):
                 self._mailbox.put(ev.WorkerExited(running.epoch, rank, code, ""))
@@ -235,7 +235,7 @@ class Rendezvous(RendezvousHandler):
                 self._changed.notify_all()
 
     def _withdraw(self, epoch: int) -> None:
-        """The workers of an epoch are to stop: torch's agent is told, unless it never got that far."""
+        """The workers of an epoch must stop: tells torch's agent, unless it never started them."""
         if self._world is not None and self._world[0].epoch == epoch:
             self._world = None
             self._mailbox.put(ev.WorkersStopped(epoch))

@@ -1,1 +1,1 @@
-"""Processes that have imported what a worker needs, and run its script ahead of its place in a world."""
+"""Processes that have imported what a worker needs, and that run its script before its place in a world is known."""

@@ -1,4 +1,4 @@
-"""The agent's side of workers that run their script ahead of a world, by local rank."""
+"""The agent's side of workers that run their script before a world opens, by local rank."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from .worker_main import Assignment
 
 __all__ = ["AHEAD_PATIENCE", "AheadWorkers", "place_of"]
 
-# Seconds that a script may take to where it needs its place: an hour's worth of data is not read ahead.
+# Seconds that a script may take until it needs its place.
 AHEAD_PATIENCE = 600.0
-# Seconds that a worker which waits may take to take its place: it compares what it has looked at. One that was stopped,
-# or is stuck in the kernel, is replaced then.
+# Seconds that a waiting worker may take to take its place, which includes checking what it has looked at. A worker that
+# was stopped, or is stuck in the kernel, is replaced after that.
 _TAKE_PATIENCE = 20.0
-# As many times in a row a script may have looked at what had changed by the time of its place.
+# After so many starts in a row in which files that the script looked at had changed meanwhile, nothing runs ahead.
 _MOST_STALE = 2
 
 logger = logging.getLogger(__name__)
 
 
 def place_of(ahead: Assignment, wanted: Assignment) -> dict[str, object] | None:
-    """What a worker that runs `ahead` must be told to be the `wanted` one; None: it can't be. Pure."""
+    """What a worker that runs `ahead` must be told to become the `wanted` one; None: it cannot become that. Pure."""
     if (ahead.arguments, ahead.module, ahead.cwd) != (wanted.arguments, wanted.module, wanted.cwd):
         return None
     old, new = ahead.environment, wanted.environment
@@ -40,12 +40,12 @@ def place_of(ahead: Assignment, wanted: Assignment) -> dict[str, object] | None:
 
 
 class AheadWorkers:
-    """Those of one node.
+    """The workers of one node that run ahead.
 
     Args:
         on_settled: called on any thread when one of them waits for its place, or has ended.
         patience: seconds until those that still run are given up.
-        take_patience: seconds that one may take to take its place.
+        take_patience: seconds that a worker may take to take its place.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class AheadWorkers:
         self._lock = threading.Lock()
         self._workers: dict[int, tuple[Nursery, Assignment, StandbyProcess]] = {}
         self._timer: threading.Timer | None = None
-        # Of those that have been handed their place, and have not said that they took it.
+        # Timers of workers that got their place and have not said that they took it.
         self._late: dict[StandbyProcess, threading.Timer] = {}
         # Why nothing runs ahead any more.
         self._given_up = ""
@@ -68,17 +68,17 @@ class AheadWorkers:
 
     @property
     def settled(self) -> bool:
-        """Each of them waits for its place, or has ended."""
+        """Whether each of them waits for its place, or has ended."""
         with self._lock:
             return all(one.parked or one.returncode is not None for _, _, one in self._workers.values())
 
     def forget_ended(self) -> None:
-        """Those that have ended are missing from now on."""
+        """Forgets workers that have ended, so that they count as missing."""
         with self._lock:
             self._workers = {rank: known for rank, known in self._workers.items() if known[2].returncode is None}
 
     def run(self, nursery: Nursery, wanted: Sequence[Assignment]) -> None:
-        """Starts what is missing; nothing where that has turned out to be in vain."""
+        """Starts the missing workers; does nothing once running ahead has turned out to be in vain."""
         with self._lock:
             missing = [rank for rank in range(len(wanted)) if rank not in self._workers]
             if self._given_up or not missing:
@@ -96,7 +96,7 @@ class AheadWorkers:
             worker.when_settled(lambda rank=rank, worker=worker: self._settled(rank, worker))  # type: ignore[misc]
 
     def take(self, rank: int, wanted: Assignment) -> StandbyProcess | None:
-        """Hands the worker of this local rank its place. None: there is none that could take it."""
+        """Gives the worker of this local rank its place. None: no worker could take it."""
         with self._lock:
             known = self._workers.pop(rank, None)
         if known is None:
@@ -110,7 +110,7 @@ class AheadWorkers:
             late.daemon = True
             with self._lock:
                 self._late[worker] = late
-            with contextlib.suppress(RuntimeError):  # No thread is to be had: it is waited for without an end.
+            with contextlib.suppress(RuntimeError):  # without a thread for the timer it is waited for without an end
                 late.start()
             return worker
         worker.discard()
@@ -136,7 +136,7 @@ class AheadWorkers:
             worker.discard()
 
     def _settled(self, rank: int, worker: StandbyProcess) -> None:
-        """One waits, has taken its place, or has ended without."""
+        """Handles a worker that waits, has taken its place, or has ended without one."""
         with self._lock:
             late = self._late.pop(worker, None) if worker.taken or worker.returncode is not None else None
             if late is not None:

@@ -1,7 +1,7 @@
-"""What a script does not do before it has its place: the functions whose effects others would see, as long as it waits.
+"""Holds back what a script must not do before it has its place: functions whose effects others would see.
 
-Python's own functions are replaced by ones that wait, and put back when the place is there, so that nothing is slower
-in training. What native code does by itself is not seen, except for a card's first use.
+Python's own functions are replaced by functions that wait for the place, and restored when the place is known. So
+nothing is slower in training. What native code does by itself is not seen, except for the first use of a card.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .looked import Looked
 __all__ = ["Holds"]
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-# Of `os`, by the number of paths that they change.
+# Functions of `os`, by the number of paths that they change.
 _ONE_PATH = (
     *("mkdir", "rmdir", "remove", "unlink", "truncate", "chmod", "chown", "lchown", "utime", "mkfifo", "mknod"),
     *("setxattr", "removexattr"),
@@ -38,7 +38,7 @@ _PROCESSES = (
 _SOCKETS = ("connect", "connect_ex", "bind", "sendto", "sendmsg")
 _PROCESS, _CONNECTION, _CARD, _GROUP = "it starts a process", "it opens a connection", "it uses a card", "its group"
 _DATABASE, _SHARED_MEMORY = "it opens a database", "it uses shared memory"
-# Of other modules, as soon as they are imported: what is called there waits in any case. Written by native code.
+# Functions of other modules, held as soon as these are imported: calls wait in any case. They are native code.
 _ELSEWHERE = (
     ("_posixsubprocess", "fork_exec", _PROCESS),
     ("_posixshmem", "shm_open", _SHARED_MEMORY),
@@ -57,7 +57,7 @@ _ELSEWHERE = (
     ("torch.distributed", "TCPStore.__init__", _CONNECTION),
     ("torch.distributed", "FileStore.__init__", "it opens a store"),
 )
-# Copies of `open` in modules that may have been imported before, and names of files that native code reads.
+# Copies of `open` in modules that may have been imported before, and functions of native code that read a named file.
 _COPIES = (("tarfile", "bltn_open"), ("bz2", "_builtin_open"), ("tokenize", "_builtin_open"))
 _READERS = tuple((name, "safe_open") for name in ("safetensors", "safetensors._safetensors_rust", "safetensors.torch"))
 
@@ -68,7 +68,7 @@ _NAMED = frozenset(module for module, *_ in (*_ELSEWHERE, *_COPIES, *_READERS))
 
 
 class _Imports:
-    """Tells of modules that have functions to be held, as they are imported. It finds none itself."""
+    """An import hook that tells when modules with functions to hold are imported. It finds no module itself."""
 
     def __init__(self, imported: Callable[[str], None]) -> None:
         self._imported = imported
@@ -93,16 +93,16 @@ class _Imports:
             if self in sys.meta_path:
                 self._imported(name)
 
-        with contextlib.suppress(AttributeError):  # A class of Python's own modules, which are imported by now.
+        with contextlib.suppress(AttributeError):  # a class of Python's own modules, which are imported by now
             loader.exec_module = exec_module
 
 
 class Holds:
-    """Replaces the functions, and puts them back.
+    """Replaces the functions, and restores them.
 
     Args:
-        meet: Waits for the place, told what for.
-        looked: Told what the script looks at.
+        meet: Waits for the place; gets the reason.
+        looked: Records what the script looks at.
     """
 
     def __init__(self, meet: Callable[[str], None], looked: Looked) -> None:
@@ -110,11 +110,11 @@ class Holds:
         self._looked = looked
         self._over = False
         self._imports = _Imports(self._hold)
-        # Where, under which name, ours, and what was there; None: a base class has it.
+        # The owner, the name, our function, and the original; None: the owner inherits it.
         self._replaced: list[tuple[Any, str, _Function, _Function | None]] = []
 
     def begin(self) -> None:
-        """From now on they wait."""
+        """Makes the functions wait from now on."""
         for owner in (builtins, io):
             self._replace(owner, "open", self._before_open)
         self._replace(os, "open", self._before_os_open)
@@ -131,14 +131,14 @@ class Holds:
         for name in _SOCKETS:
             self._replace(socket.socket, name, self._always(_CONNECTION))
         self._replace(subprocess, "_fork_exec", self._always(_PROCESS))
-        # Whether a module's source is still what was imported.
+        # Checked later: whether a module's source is still what was imported.
         self._replace(SourceFileLoader, "path_stats", lambda loader, path: self._look(path))
         for module in {*_NAMED} & set(sys.modules):
             self._hold(module)
         sys.meta_path.insert(0, self._imports)
 
     def _hold(self, module: str) -> None:
-        """Those of a module that is imported."""
+        """Holds the functions of a module that is imported."""
         holds = [(name, self._always(need)) for owner, name, need in _ELSEWHERE if owner == module]
         holds += [(name, self._before_open) for owner, name in _COPIES if owner == module]
         holds += [
@@ -152,7 +152,7 @@ class Holds:
             self._replace(owner, last, before)
 
     def end(self) -> None:
-        """They are again what they were. One that somebody has wrapped meanwhile stays, and lets everything pass."""
+        """Restores the functions. A function that somebody has wrapped meanwhile stays, and lets every call pass."""
         self._over = True
         if self._imports in sys.meta_path:
             sys.meta_path.remove(self._imports)
@@ -200,7 +200,7 @@ class Holds:
 
     def _before_change(self, name: str, paths: int, *args: Any, **options: Any) -> None:
         if name == "mkdir" and args and os.path.lexists(args[0]):
-            return  # As `makedirs(…, exist_ok=True)` does: nothing comes of it.
+            return  # as in `makedirs(…, exist_ok=True)`: the call changes nothing
         if len(args) < paths or any(key.endswith("dir_fd") and value is not None for key, value in options.items()):
             self._meet(f"os.{name}")
             return
@@ -213,7 +213,7 @@ class Holds:
 
     def _before_scan(self, path: Any = ".") -> None:
         self._look(path, entries=True)
-        # Their DirEntry tells sizes and times by itself.
+        # Its DirEntry objects tell sizes and times without a further call.
         for name in self._looked.few_entries(path):
             self._look(name)
 

@@ -1,4 +1,4 @@
-"""What a script writes to a stream while it runs ahead of its place: it is kept, and comes with the place."""
+"""Keeps what a script writes to a stream while it runs ahead of its place, and writes it out with the place."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import time
 
 __all__ = ["KeptOutput"]
 
-# Bytes that wait; a script that writes more ahead waits, too.
+# The most bytes that are kept; a script that writes more waits.
 _MOST = 1 << 20
-# Seconds without a word after which a script is taken to write nothing just now; how long that is waited for; and how
-# long a write that is under way may pause.
+# Seconds without a word after which a script counts as not writing now; how long that is waited for; and how long a
+# write under way may pause.
 _QUIET = 0.05
 _PATIENCE = 2.0
 _PAUSE = 1.0
@@ -24,7 +24,8 @@ _READS = 64
 class KeptOutput:
     """One stream, 1 or 2, which is a pipe until `release`.
 
-    The script may have moved it by then: its duplicates are output as well, and what it has put in its place stays.
+    The script may have moved it by then: its duplicates count as output as well, and what the script has put in its
+    place stays.
     """
 
     def __init__(self, stream: int) -> None:
@@ -36,17 +37,17 @@ class KeptOutput:
 
     @property
     def full(self) -> bool:
-        """Who writes more waits."""
+        """Whether so much is kept that a further write must wait."""
         return not select.select([], [self._writer], [], 0)[1]
 
     def release(self, path: str | None, console: int, *, writes: bool) -> None:
-        """Hands out what was kept, then lets the stream go to the file of this path, or to the console.
+        """Writes out what was kept, then connects the stream to the file of this path, or to the console.
 
         Args:
-            writes: The script may be writing just now.
+            writes: The script may be writing now.
 
         Raises:
-            OSError: it cannot be written there.
+            OSError: the output cannot be written there.
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         target = os.dup(console) if path is None else os.open(path, flags, 0o666)
@@ -57,7 +58,7 @@ class KeptOutput:
         os.close(self._writer)
         for fd in _duplicates(self._reader):
             os.dup2(target, fd, inheritable=os.get_inheritable(fd))
-        # A write that is under way has still the pipe, and is not to be cut off. Nobody can begin another one.
+        # A write under way still has the pipe, and must not be cut off. Nobody can begin another one.
         while select.select([self._reader], [], [], _PAUSE)[0]:
             if _pass_on(self._reader, target):
                 os.close(self._reader)
@@ -68,19 +69,19 @@ class KeptOutput:
 
 
 def _duplicates(reader: int) -> list[int]:
-    """The numbers under which this process can write to the pipe."""
+    """The descriptors with which this process can write to the pipe."""
     found = []
     pipe = os.fstat(reader)
     for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # The number with which the directory was read.
+        with contextlib.suppress(OSError):  # the descriptor with which the directory was read
             if int(name) != reader and os.path.samestat(os.fstat(int(name)), pipe):
                 found.append(int(name))
     return found
 
 
 def _pass_on(source: int, target: int) -> bool:
-    """Writes what there is to read now. Returns whether that was all that there will be."""
-    for _ in range(_READS):  # There may be no end of it.
+    """Writes what can be read now. Returns whether that was all that will ever come."""
+    for _ in range(_READS):  # there may be no end of it
         try:
             data = os.read(source, 1 << 16)
         except BlockingIOError:
@@ -90,7 +91,7 @@ def _pass_on(source: int, target: int) -> bool:
         while data:
             try:
                 data = data[os.write(target, data) :]
-            except BlockingIOError:  # A console that somebody else has set so.
+            except BlockingIOError:  # another process has made the console non-blocking
                 select.select([], [target], [])
     return False
 

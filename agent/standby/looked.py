@@ -1,4 +1,4 @@
-"""What a script has looked at in the file system while it ran ahead, and whether that is still so."""
+"""Records what a script has looked at in the file system while it ran ahead, and checks whether that has changed."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import tempfile
 
 __all__ = ["Looked", "holds_a_lock"]
 
-# The functions as they are while nobody waits.
+# The original functions, which wait for nothing.
 _stat = os.stat
 _abspath = os.path.abspath
 _open = open
 _listdir = os.listdir
-# Variables that name a cache, and where caches are without them. Their libraries write them from many processes at
-# once, and look a thing up by what it is: whether it is there makes no other training.
+# Variables that name a cache, and where caches are without them. Libraries write their caches from many processes at
+# once, and look things up by content, so their state cannot change a training.
 _CACHES = (
     *("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "TORCH_HOME", "TORCH_EXTENSIONS_DIR"),
     *("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "MPLCONFIGDIR", "NUMBA_CACHE_DIR"),
 )
-# What of such a directory is a cache; people have more there.
+# The parts of such a directory that are a cache; people keep other things there, too.
 _INSIDE = {"HF_HOME": ("hub", "datasets", "modules", "assets", "xet", "evaluate", "metrics"), "TORCH_HOME": ("hub",)}
 _DEFAULT_CACHES = ("~/.cache", "~/.triton", "~/.config/matplotlib")
-# Not the work of a training, except for what people keep in shared memory. Some of it anybody may write.
+# Directories with nothing of a training, except what people keep in shared memory. Anybody may write to some of them.
 _SYSTEM = ("/proc", "/sys", "/dev")
 _SHARED_MEMORY = ("/dev/shm", "/dev/mqueue", "/dev/hugepages")
 _WRITABLE = (
     *("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", "/dev/stdout", "/dev/stderr", "/dev/fd"),
     *("/proc/self", "/proc/thread-self"),
 )
-# As many entries of a directory are looked at each for itself, where their sizes and times come with the list.
+# Up to so many entries of a directory are each looked at, if their sizes and times come with the list.
 _FEW = 256
-# Of files and directories; a script that looks at more waits.
+# The most files and directories; a script that looks at more waits.
 _MOST = 100_000
 
-# Existence and kind; of a file its size, times and number, too; of a directory whose entries were read, its times.
+# Existence and kind; for a file also size, times and number; for a directory whose entries were read, its times.
 _Print = tuple[int, ...] | None
 
 
@@ -45,7 +45,7 @@ def _below(path: str, roots: tuple[str, ...]) -> bool:
 
 
 def _caches() -> tuple[str, ...]:
-    """Those that hold nothing else: a directory that is worked in is a person's, whatever a variable calls it."""
+    """Cache directories that hold nothing else: a directory with other things is not one, whatever a variable says."""
     named = [
         os.path.join(os.environ[name], inside)
         for name in _CACHES
@@ -62,21 +62,21 @@ def _installed() -> tuple[str, ...]:
 
 
 class Looked:
-    """Prints of files and directories, taken before the script had what it asked for."""
+    """Prints of files and directories, each taken before the script got its answer."""
 
     def __init__(self) -> None:
         caches = _caches()
         self._shared = (*_WRITABLE, *caches)
         self._passed_over = (*_SYSTEM, *caches, *_installed())
-        # Found out by writing there, the first time.
+        # Found out the first time, by writing there.
         self._temporary = _abspath(tempfile.gettempdir())
         self._prints: dict[tuple[str, bool], _Print] = {}
 
     def is_shared(self, path: str, *, new: bool = False) -> bool:
-        """Whether anybody may write this file ahead: a cache's, compiled Python, a device, a temporary one.
+        """Whether any process may write this file ahead: a cache's, compiled Python, a device, a temporary one.
 
-        One that must be `new` may be a lock, which others would wait for until this process has its place. Where it has
-        the name of a temporary file it is none.
+        A file that must be `new` may be a lock, for which others would wait until this process has its place. It is
+        none if it has the name of a temporary file.
         """
         path = _abspath(path)
         shared = _below(path, self._shared) or "/__pycache__/" in path
@@ -87,20 +87,20 @@ class Looked:
 
     @property
     def full(self) -> bool:
-        """There is no room for more."""
+        """Whether there is no room for more."""
         return len(self._prints) >= _MOST
 
     def note(self, path: object, *, entries: bool = False) -> None:
-        """The script looks at a path, which may not be there; `entries`: at what a directory holds."""
+        """The script looks at a path, which may not exist; `entries`: it reads what a directory contains."""
         if not isinstance(path, (str, bytes, os.PathLike)):
-            return  # A descriptor: what it is of was looked at when it was opened.
+            return  # a descriptor: its file was looked at when it was opened
         name = _abspath(os.fsdecode(path))
         if (name, entries) in self._prints or self._is_passed_over(name):
             return
         self._prints[name, entries] = _print(name, entries)
 
     def few_entries(self, path: object) -> list[str]:
-        """The paths of what a directory holds, if that is not much."""
+        """The paths of a directory's entries, if they are few."""
         if not isinstance(path, (str, bytes, os.PathLike)) or self._is_passed_over(root := _abspath(os.fsdecode(path))):
             return []
         try:
@@ -114,7 +114,7 @@ class Looked:
         return passed_over and not _below(name, _SHARED_MEMORY)
 
     def changed(self) -> str:
-        """The first path that is another one now; "": none."""
+        """The first path whose print has changed; "": none."""
         # The script may still run, and look at more.
         for (name, entries), before in list(self._prints.items()):
             if _print(name, entries) != before:
@@ -130,7 +130,7 @@ def _print(name: str, entries: bool) -> _Print:
     kind = stat.S_IFMT(found.st_mode)
     if stat.S_ISDIR(found.st_mode) and not entries:
         return (kind, found.st_dev, found.st_ino)
-    # `st_ctime`: a copy may have been given the size and the time of what it replaced.
+    # `st_ctime`, because a copy may have been given the size and the time of what it replaced.
     return (kind, found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
 
 
@@ -141,5 +141,5 @@ def holds_a_lock() -> bool:
             lines = [line.split() for line in file]
     except (OSError, ValueError):
         return False
-    # "1: FLOCK ADVISORY WRITE 7493 …"; with "->" it is one that somebody waits for.
+    # A line is "1: FLOCK ADVISORY WRITE 7493 …"; one with "->" is a lock that somebody waits for.
     return any(line[4:5] == [str(os.getpid())] and "->" not in line for line in lines)

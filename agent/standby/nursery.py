@@ -1,20 +1,20 @@
-"""The nursery: a process that has imported the heavy modules once, and forks a worker whenever one is wanted.
+"""The nursery: a process that has imported the heavy modules once, and forks a worker when one is wanted.
 
-Executed as `python -u -m dalsegno.agent.standby.nursery --channel FD …` by `standby_pool`. Over the channel (a
-socket, JSON messages behind four bytes of length) it says what it has imported, takes `{"start": ID, …assignment}`, and
-tells `{"started": ID, "pid": PID}` and later `{"exited": ID, "code": STATUS}` (negative for a signal). In between comes
-what a worker says itself, as `{"of": ID, …}`: `"imports"` if its script imports `dalsegno.elastic`, where `session()`
-comes from, and that was not imported here. `{"cancel": ID}` takes a start back that it has not carried out; it then
-tells `exited` alone. The forked process becomes the script as `python -u script.py …` or `python -u -m module …` would
-have run it, with the assignment's environment, arguments, working directory and output. End of the channel: it ends,
-and its workers with it.
+Executed as `python -u -m dalsegno.agent.standby.nursery --channel FD …` by `standby_pool`. Over the channel (a socket,
+JSON messages behind four bytes of length) it reports what it has imported, takes `{"start": ID, …assignment}`, and
+answers `{"started": ID, "pid": PID}` and later `{"exited": ID, "code": STATUS}` (negative for a signal). In between it
+passes on messages of the worker itself, as `{"of": ID, …}`: `"imports"` if the script imports `dalsegno.elastic`, where
+`session()` comes from, and the nursery had not. `{"cancel": ID}` takes back a start that was not carried out; then
+only `exited` follows. The forked process becomes the script as `python -u script.py …` or `python -u -m module …` would
+have run it, with the assignment's environment, arguments, working directory and output. At the end of the channel the
+nursery ends, and its workers with it.
 
 A worker that is started with `"ahead": true` has no place in a world yet: it runs as far as it can without one
-(`run_ahead`) and says `"parked"`. With `{"place": ID, …}` it gets its place and says `"taken"`. Where it cannot take
-it, it says why (`"stale"`, `"failed"`) and ends.
+(`run_ahead`) and reports `"parked"`. `{"place": ID, …}` gives it its place, and it reports `"taken"`. If it cannot take
+the place, it reports why (`"stale"`, `"failed"`) and ends.
 
-Forking is sound because nothing but imports has happened here: one thread, no CUDA, no connection. Where an import did
-start threads, or CUDA's driver, which do not survive a fork, the nursery says so (`"unforkable"`) and is not used.
+Forking is safe because only imports have happened here: one thread, no CUDA, no connection. If an import started
+threads, or CUDA's driver, neither of which survives a fork, the nursery says so (`"unforkable"`) and is not used.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = ["CANNOT_START", "receive", "send"]
 
 _PR_SET_PDEATHSIG = 1
 _CUDA_NOT_INITIALIZED = 3
-# In place of an exit status: there was no process (EX_OSERR of sysexits.h).
+# Stands for an exit status if there was no process (EX_OSERR of sysexits.h).
 CANNOT_START = 71
 
 
@@ -72,7 +72,7 @@ def _read(channel: socket.socket, count: int) -> bytes | None:
 
 
 def _die_with_parent(parent: int) -> None:
-    """In addition to the keeper: SIGKILL when the thread that spawned us ends (prctl(2))."""
+    """In addition to the keeper: SIGKILL when the thread that spawned this process ends (prctl(2))."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != parent:
         raise SystemExit("the parent is gone")
@@ -80,13 +80,13 @@ def _die_with_parent(parent: int) -> None:
 
 def _import_all(modules: list[str], niceness: int, failed: dict[str, str]) -> None:
     if niceness:
-        # On Linux this is a property of the calling thread: the main thread, which is going to train, keeps its own,
-        # because a process without privileges could never take it back.
+        # On Linux the priority belongs to the calling thread. The main thread, which is going to train, keeps its own,
+        # because a process without privileges could never raise it again.
         os.setpriority(os.PRIO_PROCESS, 0, niceness)
     for name in modules:
         try:
             importlib.import_module(name.removesuffix("?"))
-        except Exception as error:  # Anything may come out of a foreign module; the script itself will say it again.
+        except Exception as error:  # a foreign module may raise anything; the script itself will raise it again
             if not name.endswith("?"):
                 failed[name] = f"{type(error).__name__}: {error}"
 
@@ -106,8 +106,8 @@ def warm_up(modules: list[str], niceness: int) -> dict[str, object]:
 def cuda_started() -> bool:
     """Whether something in this process has initialized CUDA's driver, which then works in no forked process.
 
-    Asked of the driver itself: before cuInit, cuDeviceGetCount answers CUDA_ERROR_NOT_INITIALIZED (3). Where the
-    library was never loaded, nothing can have started it.
+    The driver itself is asked: before cuInit, cuDeviceGetCount answers CUDA_ERROR_NOT_INITIALIZED (3). If the library
+    was never loaded, nothing can have initialized it.
     """
     with open("/proc/self/maps", encoding="ascii", errors="replace") as maps:
         if not any("libcuda.so" in line for line in maps):
@@ -120,22 +120,22 @@ class _Nursery:
     """The serving side; `serve` returns in the nursery at its end, and in every worker with its assignment.
 
     Args:
-        single: do not fork: become the first assignment oneself (for a nursery that turned out not to be forkable).
-        notices: signals to pass over; blocked until then.
+        single: do not fork, but become the first assignment (for a nursery that turned out not to be forkable).
+        notices: signals to ignore; blocked until then.
     """
 
     def __init__(
         self, channel: socket.socket, modules: list[str], niceness: int, single: bool, notices: list[int]
     ) -> None:
         self._channel = channel
-        # What is sent to all processes of the node is the agent's to hear; a worker has again what was there before.
+        # A signal to all processes of the node is meant for the agent; a worker gets back the handlers from before.
         self._before = {number: signal.signal(number, signal.SIG_IGN) for number in notices}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, notices)
         self._single = single
         self._workers: dict[int, object] = {}
-        # Of each worker by its process, the socket over which it says how it fares.
+        # For each worker, by its process: the socket over which it reports.
         self._words: dict[int, socket.socket] = {}
-        # In a forked worker: its end of that; and whether it runs ahead.
+        # In a forked worker: its end of that socket; and whether it runs ahead.
         self.word: Word | None = None
         self.ahead = False
         self._selector = selectors.DefaultSelector()
@@ -148,7 +148,7 @@ class _Nursery:
         self._imports = threading.Thread(target=self._import, args=(modules, niceness), name="imports")
 
     def serve(self) -> Assignment | None:
-        """Takes requests from the beginning, and carries them out once the imports are done."""
+        """Receives requests from the beginning, and carries them out once the imports are done."""
         signal.signal(signal.SIGCHLD, lambda signum, frame: None)
         signal.set_wakeup_fd(self._wake_writer.fileno(), warn_on_full_buffer=False)
         self._imports.start()
@@ -175,7 +175,7 @@ class _Nursery:
                         return assignment
 
     def _take_requests(self) -> bool:
-        """All that have come: a start and its cancelling may come together. False: the agent is gone."""
+        """Receives all waiting requests: a start and its cancelling may come together. False: the agent is gone."""
         while select.select([self._channel], [], [], 0)[0]:
             message = receive(self._channel)
             if message is None:
@@ -191,10 +191,10 @@ class _Nursery:
         self._wake_writer.send(b"\0")
 
     def _settle(self) -> None:
-        # Alone again: only a process of one thread is forked.
+        # Only one thread is left: only then can this process be forked.
         self._imports.join()
         self._ready = True
-        # Shared with every worker for as long as nobody writes to it, which the collector would do.
+        # Frozen, so that this memory stays shared with every worker: the garbage collector would write to it.
         gc.collect()
         gc.freeze()
         assert self._report is not None
@@ -204,7 +204,7 @@ class _Nursery:
         send(self._channel, {"ready": self._report})
 
     def _cancel(self, number: object) -> None:
-        """Of one that was started meanwhile the agent knows, or hears just now."""
+        """Cancels a start. If it was carried out meanwhile, the agent knows, or is about to hear."""
         left = [request for request in self._requests if request.get("start") != number]
         if len(left) < len(self._requests):
             self._requests = left
@@ -230,14 +230,14 @@ class _Nursery:
             except OSError as error:
                 ours.close()
                 theirs.close()
-                # Those that were started before live on: what becomes of them is the agent's to say.
+                # Workers that were started before live on: the agent decides about them.
                 why = shortage(error) or str(error)
                 failure = f"it cannot be started: {why}"
                 send(self._channel, {"exited": number, "code": CANNOT_START, "failure": failure})
                 return None
         if pid:
             theirs.close()
-            # Until it has a group of its own; an end of file if it died before.
+            # Waits until it has a group of its own; the end of the file if it died before.
             ours.recv(1)
             self._workers[pid] = number
             self._words[pid] = ours
@@ -253,7 +253,7 @@ class _Nursery:
         return assignment
 
     def _place(self, message: dict[str, object]) -> None:
-        """Hands a worker that runs ahead its place. One that is gone, or does not listen, is not to live."""
+        """Gives a worker that runs ahead its place. A worker that is gone, or does not listen, must not live on."""
         number = message.pop("place")
         for pid, known in self._workers.items():
             if known == number and pid in self._words:
@@ -263,7 +263,7 @@ class _Nursery:
                     os.killpg(pid, signal.SIGKILL)
 
     def _hear_word(self, pid: int) -> bool:
-        """Passes on one message of a worker. False: there is none; nor will there be, if its end is closed."""
+        """Passes on one message of a worker. False: there is none; if its end is closed, none will come."""
         try:
             data = self._words[pid].recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -275,13 +275,13 @@ class _Nursery:
             self._selector.unregister(reader)
             reader.close()
             return False
-        # A script that writes where it does not know to is not to end the others.
+        # A script that writes to descriptors that it does not know must not end the others.
         with contextlib.suppress(ValueError):
             send(self._channel, {**dict(json.loads(data)), "of": self._workers[pid]})
         return True
 
     def _drop_word(self, pid: int) -> None:
-        """It is gone; what it has said last still counts."""
+        """Closes the socket of a worker that is gone; its last messages still count."""
         while pid in self._words and self._hear_word(pid):
             pass
         if (reader := self._words.pop(pid, None)) is not None:
@@ -289,7 +289,7 @@ class _Nursery:
             reader.close()
 
     def _leave(self) -> None:
-        """What the worker must not keep of the nursery."""
+        """Drops what the worker must not keep of the nursery."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number, handler in self._before.items():
@@ -300,8 +300,8 @@ class _Nursery:
             reader.close()
         random = sys.modules.get("numpy.random")
         if random is not None:
-            # The global generator was seeded when it was imported; workers must not share that. Python's own `random`
-            # is seeded anew in a forked process by itself.
+            # numpy's global generator was seeded at its import, and workers must not share that state. Python's own
+            # `random` seeds itself anew in a forked process.
             random.seed()
 
     def execs(self) -> bool:
@@ -314,7 +314,7 @@ class _Nursery:
             with contextlib.suppress(ChildProcessError):
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT | os.WNOHANG)
                 if ended is not None:
-                    # Not reaped yet: the number of its group is still its own while the rest of the group is killed.
+                    # Not reaped yet: the number of its group stays its own while the rest of the group is killed.
                     if ended.si_pid in self._workers:
                         with contextlib.suppress(ProcessLookupError):
                             os.killpg(ended.si_pid, signal.SIGKILL)
@@ -328,7 +328,7 @@ class _Nursery:
 
 
 def main() -> None:
-    """The nursery's life; in a forked worker, the script's."""
+    """Runs the nursery; in a forked worker, the script."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--channel", type=int, required=True)
     parser.add_argument("--console", type=int, nargs=2, required=True)
@@ -342,7 +342,7 @@ def main() -> None:
         os.set_inheritable(fd, False)
     if options.parent:
         _die_with_parent(options.parent)
-    # Lets torch look for devices without starting CUDA's driver, which would make this process useless for forking.
+    # Lets torch look for devices without initializing CUDA's driver, after which this process could not fork.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     console = (options.console[0], options.console[1])
     nursery = _Nursery(
@@ -351,7 +351,7 @@ def main() -> None:
     try:
         assignment = nursery.serve()
     except (BrokenPipeError, ConnectionResetError):
-        return  # The agent is gone.
+        return  # the agent is gone
     if assignment is not None:
         become(assignment, console, nursery.execs(), nursery.word, ahead=nursery.ahead)
 

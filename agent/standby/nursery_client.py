@@ -1,4 +1,4 @@
-"""The agent's side of one nursery, and of the workers that come out of it."""
+"""The agent's side of one nursery, and of the workers that it forks."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from .worker_main import Assignment
 
 __all__ = ["Nursery", "StandbyProcess"]
 
-# Seconds to wait for one after SIGKILL; what waits for a file system that is away may be stuck in the kernel.
+# Seconds to wait for a process after SIGKILL; one that waits for a missing file system may be stuck in the kernel.
 _KILL_TIMEOUT = 5.0
 
 logger = logging.getLogger(__name__)
 
 
 class StandbyProcess:
-    """A worker out of a nursery, with the part of `subprocess.Popen`'s interface that torch uses.
+    """A worker from a nursery, with the part of `subprocess.Popen`'s interface that torch uses.
 
     It is the nursery's child, so its exit status comes over the channel, after its whole group was killed. It may not
     exist yet: a nursery that still imports starts it afterwards.
 
     Args:
-        cancel: asks its nursery not to start it. Whether the nursery answers: with its end, or its start where that
-            came first.
-        ahead: it runs ahead of a world, and is nobody's worker before it has taken its place.
+        cancel: asks its nursery not to start it. Returns whether the nursery will answer: with its end, or with its
+            start if that came first.
+        ahead: it runs ahead of a world, and counts as a worker only once it has taken its place.
 
     Attributes:
-        parked: of one that runs ahead: what it wants its place for; "" while it runs.
-        taken: it has its place, and is a worker as any other.
-        stale: what it had looked at, and is otherwise now: it ended for that.
+        parked: for one that runs ahead: why it wants its place; "" while it runs.
+        taken: it has its place, and is a worker like any other.
+        stale: what it had looked at and has changed since, because of which it ended.
         failed: why its script ended ahead.
     """
 
@@ -49,13 +49,13 @@ class StandbyProcess:
         self.parked = self.stale = self.failed = ""
         self.taken = False
         self._on_news: Callable[[], None] | None = None
-        # Told to end before it was known to exist.
+        # It was told to end before it was known to exist.
         self._unwanted = False
         # 0 until it exists.
         self.pid = 0
-        # Its nursery is stuck or gone, or it ended ahead: as a worker it never was, and never will be.
+        # Its nursery is stuck or gone, or it ended ahead: it never was a worker, and never will be.
         self.abandoned = False
-        # Why its nursery could not start it, for a person.
+        # Why its nursery could not start it, for people.
         self.failure = ""
         self.returncode: int | None = None
         self._imported = False
@@ -64,11 +64,11 @@ class StandbyProcess:
         self._ended = threading.Event()
 
     def poll(self) -> int | None:
-        """The exit status, None while it lives."""
+        """The exit status; None while it lives."""
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status.
+        """Waits for its end, and returns the exit status.
 
         Raises:
             subprocess.TimeoutExpired: it still lives after `timeout` seconds.
@@ -79,10 +79,10 @@ class StandbyProcess:
         return self.returncode
 
     def signal_group(self, signum: int) -> None:
-        """Signals its whole process group; one that does not exist yet never will.
+        """Signals its whole process group; a worker that does not exist yet is never started.
 
-        It may exist before we hear of it. So it has only ended once its nursery says so; with one that still imports,
-        at once.
+        It may exist before we know. So it has ended only once its nursery says so; if the nursery still imports, at
+        once.
         """
         with self._lock:
             if self.returncode is not None or self._unwanted:
@@ -95,19 +95,19 @@ class StandbyProcess:
             self.ended(-signum)
 
     def discard(self) -> None:
-        """Kills one that runs ahead: nobody waits for it."""
+        """Kills a worker that runs ahead; nobody waits for it."""
         with self._lock:
             self._ahead = False
         self.signal_group(signal.SIGKILL)
 
     def started(self, pid: int) -> bool:
-        """It exists now. False: nobody wants it any more."""
+        """Notes that it exists now. False: nobody wants it any more."""
         with self._lock:
             self.pid = pid
             return self.returncode is None and not self._unwanted
 
     def when_imported(self, call: Callable[[], None]) -> None:
-        """Calls, on any thread, when the script imports `dalsegno.elastic`; not where its nursery has imported that."""
+        """Calls, on any thread, when the script imports `dalsegno.elastic`; never if its nursery has imported that."""
         with self._lock:
             self._on_import = call
             known = self._imported
@@ -115,7 +115,7 @@ class StandbyProcess:
             call()
 
     def when_settled(self, call: Callable[[], None]) -> None:
-        """Calls, on any thread, when one that runs ahead waits for its place or has ended."""
+        """Calls, on any thread, when a worker that runs ahead waits for its place or has ended."""
         with self._lock:
             self._on_news = call
             known = bool(self.parked) or self.taken or self.returncode is not None
@@ -123,7 +123,7 @@ class StandbyProcess:
             call()
 
     def said(self, message: dict[str, object]) -> None:
-        """What the worker itself has told its nursery."""
+        """Handles a message of the worker itself to its nursery."""
         with self._lock:
             if "taken" in message:
                 self._ahead, self.taken = False, True
@@ -139,13 +139,13 @@ class StandbyProcess:
                 call()
 
     def abandon(self) -> None:
-        """Its nursery is given up or gone: whoever waits for it starts it another way, unless it was told to end."""
+        """Its nursery is given up or gone: its owner starts it in another way, unless it was told to end."""
         with self._lock:
             self.abandoned = self.returncode is None and not self.pid and not self._unwanted
         self.ended(-signal.SIGKILL)
 
     def ended(self, code: int) -> None:
-        """It is gone."""
+        """Notes that it is gone."""
         with self._lock:
             if self.returncode is None:
                 self.returncode = code
@@ -153,7 +153,7 @@ class StandbyProcess:
                 self.abandoned = self.abandoned or (self._ahead and not self._unwanted)
             call = None if self.taken else self._on_news
         try:
-            # First: who waits for its end may look at what follows from it.
+            # Set first, because the code that waits for its end may look at it.
             if call is not None:
                 call()
         finally:
@@ -165,7 +165,7 @@ class Nursery:
 
     Args:
         process: as started by `StandbyPool`.
-        channel: our end.
+        channel: our end of the channel.
         lifeline: every worker is registered with it.
         on_ready: called with (nursery, report) when the imports are done.
     """
@@ -180,7 +180,7 @@ class Nursery:
     ) -> None:
         self.process = process
         self.ready = threading.Event()
-        # It is ready, or gone before it was.
+        # It is ready, or ended before it was.
         self.settled = threading.Event()
         self.single = single
         self._channel = channel
@@ -198,7 +198,7 @@ class Nursery:
         return not self._gone and self.process.poll() is None
 
     def start_worker(self, assignment: Assignment, *, ahead: bool = False) -> StandbyProcess:
-        """Has a worker started, `ahead` of its world or with its place; returns at once.
+        """Asks for a worker, `ahead` of its world or with its place; returns at once.
 
         Raises:
             OSError: the nursery is gone, or did not take the request within a few seconds.
@@ -218,7 +218,7 @@ class Nursery:
         return worker
 
     def place(self, worker: StandbyProcess, place: dict[str, object]) -> bool:
-        """Hands a worker that runs ahead its place. False: it has gone meanwhile."""
+        """Gives a worker that runs ahead its place. False: it has ended meanwhile."""
         with self._lock:
             numbers = [number for number, known in self._workers.items() if known is worker]
             if self._gone or not numbers:
@@ -231,7 +231,7 @@ class Nursery:
         return True
 
     def _cancel(self, number: int) -> bool:
-        """Whether a worker is there or on its way, and its end will be told. Not while it only waits for imports."""
+        """Cancels a start. Returns whether the worker's end will be reported; not while it only waits for imports."""
         with self._lock:
             if not self.single and number in self._workers:
                 try:
@@ -241,7 +241,7 @@ class Nursery:
             return self.ready.is_set() and number in self._workers
 
     def give_up(self) -> None:
-        """Ends it because its imports do not; what it was to start is `abandoned`."""
+        """Ends it because its imports do not end; the workers that it was to start are `abandoned`."""
         with self._lock:
             self._gone = True
             workers, self._workers = list(self._workers.values()), {}
@@ -251,7 +251,7 @@ class Nursery:
         self._reap()
 
     def end(self) -> None:
-        """Kills it, with the workers that it has."""
+        """Kills it, with its workers."""
         kill_group(self.process.pid)
         if not self.single:
             self._reap()
@@ -266,7 +266,7 @@ class Nursery:
             self._lifeline.drop_group(self.process.pid)
 
     def _listen(self) -> None:
-        """Reads what it says until it is gone, on a thread of its own."""
+        """Reads its messages until it is gone, on a thread of its own."""
         with self._channel:
             try:
                 while (message := receive(self._channel)) is not None:
@@ -278,7 +278,7 @@ class Nursery:
                 workers, self._workers = list(self._workers.values()), {}
         self.settled.set()
         if self.single and self.ready.is_set() and workers:
-            # It has become its worker: the agent's own child.
+            # It has become its only worker, which is the agent's own child.
             self._follow(workers[0])
             return
         if workers:
@@ -287,7 +287,7 @@ class Nursery:
             if not worker.pid and not self.ready.is_set():
                 worker.abandon()
                 continue
-            # One that is not known yet may have begun all the same, and dies with its parent: it is not begun again.
+            # A worker that is not known yet may have begun, and dies with its parent: it is not started again.
             if worker.pid:
                 worker.signal_group(signal.SIGKILL)
             worker.ended(-signal.SIGKILL)
@@ -304,7 +304,7 @@ class Nursery:
         with self._lock:
             worker = self._workers.pop(number, None) if "exited" in message else self._workers.get(number)
         if worker is None:
-            return  # It was given up, and is being killed.
+            return  # it was given up, and is being killed
         if "of" in message:
             worker.said(message)
             return
@@ -321,7 +321,7 @@ class Nursery:
     def _follow(self, worker: StandbyProcess) -> None:
         pid = self.process.pid
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        # Not reaped yet, so the number of its group is still its own while the rest of the group is killed.
+        # Not reaped yet, so the number of its group stays its own while the rest of the group is killed.
         kill_group(pid)
         code = self.process.wait()
         self._lifeline.drop_group(pid)

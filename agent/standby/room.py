@@ -10,10 +10,10 @@ from dalsegno.protos.shortage import own_cgroups
 
 __all__ = ["available_bytes", "has_room_beside", "is_enough", "private_bytes"]
 
-# Of what is available, beside as much again as the workers have by now: they grow, and so do the caches.
+# The share of available memory that must remain, besides as much again as the workers have: they and caches grow.
 _RESERVE = 0.5
 _MEMINFO = Path("/proc/meminfo")
-# Of control groups of version 2 and 1: the limit, what is used, and how much of that is cache.
+# Files of control groups of version 2 and 1: the limit, what is used, and how much of that is cache.
 _LIMITS = (
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 def is_enough(available: int, needed: int) -> bool:
-    """Whether so many bytes more leave a reserve. Pure."""
+    """Whether a reserve remains after `needed` more bytes. Pure."""
     return needed * (1 + _RESERVE) <= available
 
 
 def has_room_beside(pids: Iterable[int]) -> bool:
-    """Whether as much memory as these processes have for themselves is to be had once more."""
+    """Whether as much memory is available as these processes have for themselves."""
     needed = sum(private_bytes(pid) for pid in pids)
     available = available_bytes()
     if is_enough(available, needed):
@@ -38,19 +38,19 @@ def has_room_beside(pids: Iterable[int]) -> bool:
 
 
 def private_bytes(pid: int) -> int:
-    """Anonymous memory of a process; 0 where it is gone."""
+    """Anonymous memory of a process in bytes; 0 if it is gone."""
     return _field(Path(f"/proc/{pid}/status"), "RssAnon:") or 0
 
 
 def available_bytes() -> int:
-    """What can still be had: of the machine, or of the container or job (its control groups) where that is less."""
+    """Bytes that are available on the machine, or in the container or job (its control groups) if that is less."""
     found = [_field(_MEMINFO, "MemAvailable:") or 0]
     found += [left for group in own_cgroups("memory") if (left := _left_in(group)) is not None]
     return min(found)
 
 
 def _left_in(group: Path) -> int | None:
-    """What a control group lets its processes have, its file cache included; None: it has no limit."""
+    """Bytes that a control group leaves its processes, including its file cache; None: it has no limit."""
     for most, now, cache in _LIMITS:
         limit, used = _number(group / most), _number(group / now)
         if limit is not None and used is not None:
@@ -62,7 +62,7 @@ def _number(path: Path) -> int | None:
     try:
         return int(path.read_text(encoding="ascii"))
     except (OSError, ValueError):
-        return None  # There is none, or it is "max".
+        return None  # there is no such file, or it says "max"
 
 
 def _field(path: Path, name: str, unit: int = 1024) -> int | None:

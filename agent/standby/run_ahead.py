@@ -1,16 +1,16 @@
-"""In a standby worker: the script runs before it has a place in a world, as far as it can.
+"""In a standby worker: runs the script before its place in a world is known, as far as possible.
 
-Nothing that it does ahead may be seen from outside, nor rest on what may be otherwise by then. So it waits for its
-place where it first
+Nothing that the script does ahead may be seen from outside, nor depend on anything that may change meanwhile. So it
+waits for its place as soon as it
 
 - reads one of the variables that tell its place (`session()` does, and `init_process_group()`), or all variables;
 - would write a file, change a directory, start a process, open a connection, or touch a card (`holds.py`);
 - has written as much as is kept (`kept_output.py`);
 - has ended well.
 
-What it writes to its streams is kept until then. What it looks at is noted (`looked.py`): where a file is another one
-by the time the place is there, the worker says so and ends, and another one is started the usual way. The same happens
-where its script fails ahead, or would wait with a lock that others may want.
+Output is kept until then. What the script looks at is recorded (`looked.py`): if a file has changed by the time the
+place is known, the worker reports that and ends, and another one is started the usual way. The same happens if its
+script fails ahead, or would wait while it holds a lock that others may want.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from .word import Word
 
 __all__ = ["RunAhead", "report_of"]
 
-# Seconds between looks whether the script waits for its output to be read, and that the last of that may take.
+# Seconds between checks whether the script waits for its output to be read; and seconds for the last of its output.
 _LOOK_AT_OUTPUT = 0.5
 _LAST_OUTPUT = 5.0
-# The kernel's first choice while nobody needs this process; the trainers beside it are not to pay for it.
+# Makes it the kernel's first choice when memory is short, as long as nobody needs it: trainers must not pay for it.
 _FIRST_TO_DIE = "1000"
 _OOM_SCORE = "/proc/self/oom_score_adj"
 
 
 class _Environ(os._Environ[Any]):
-    """`os.environ` or `os.environb` while the variables of a place are not known: who asks for one, or for all, waits.
+    """`os.environ` or `os.environb` while the place's variables are not known: reading one of them, or all, waits.
 
-    Meanwhile it becomes a plain one again, so its base class is called by name.
+    Meanwhile it becomes a plain mapping again, so the base class is called by name.
     """
 
     ahead: RunAhead
@@ -85,19 +85,20 @@ class RunAhead:
     """This process's life ahead of a world.
 
     Args:
-        word: To the nursery: `{"parked": NEED}`, `{"stale": WHAT}`, `{"failed": WHY}` and `{"taken": true}` out; in
-            comes a place, `{"environment": {…}, "drop": […], "stdout": PATH or null, "stderr": PATH or null}`.
-        console: Where output goes that the place names no file for.
+        word: The way to the nursery. Sends `{"parked": NEED}`, `{"stale": WHAT}`, `{"failed": WHY}` and `{"taken":
+            true}`; receives a place, `{"environment": {…}, "drop": […], "stdout": PATH or null, "stderr": PATH or
+            null}`.
+        console: Descriptors for output for which the place names no file.
     """
 
     def __init__(self, word: Word, console: tuple[int, int]) -> None:
         self._word = word
         self._console = console
         self._placed = threading.Event()
-        # A signal's handler, or a finalizer, may need the place while its thread says that it waits.
+        # A signal's handler, or a finalizer, may need the place while its thread reports that it waits.
         self._lock = threading.RLock()
         self._said = False
-        # In `meet`: its threads that need a place do nothing until it comes.
+        # Threads in `meet`: they do nothing until the place comes.
         self._waits = False
         self._looked = Looked()
         self._holds = Holds(self.meet, self._looked)
@@ -108,11 +109,11 @@ class RunAhead:
 
     @property
     def over(self) -> bool:
-        """It has its place: what happens now is the worker's own."""
+        """Whether it has its place, so that what happens now is the worker's own."""
         return self._placed.is_set()
 
     def begin(self) -> None:
-        """From now on the script runs ahead."""
+        """Begins to run the script ahead."""
         self._outputs = [KeptOutput(stream) for stream in (1, 2)]
         self._set_oom_score(_FIRST_TO_DIE)
         self._holds.begin()
@@ -123,14 +124,14 @@ class RunAhead:
         self._thread.start()
 
     def meet(self, need: str) -> None:
-        """Waits for the place. `need`: what the script wants it for, for a person."""
+        """Waits for the place. `need`: why the script wants it, for people."""
         if self.over or threading.current_thread() is self._thread:
             return
         self._say_parked(need)
         self._waits = True
         self._placed.wait()
         if self._thread is not None:
-            # It ends now: a script may fork where it is alone.
+            # This thread ends now, because a script may fork while it has no other thread.
             self._thread.join(_LAST_OUTPUT)
 
     def _say_parked(self, need: str) -> None:
@@ -138,14 +139,14 @@ class RunAhead:
             if self._said or self.over:
                 return
             if holds_a_lock():
-                # Others that want it, the workers of now among them, would wait as long as this process does.
+                # Others that want the lock, perhaps the present workers, would wait as long as this process does.
                 self._end({"failed": f"it needs its place ({need}) while it holds a lock on a file"})
             self._said = True
             if not self._word.say({"parked": need}):
-                os._exit(1)  # The script has closed what it does not know: no place would reach it.
+                os._exit(1)  # the script has closed descriptors that it does not know, so no place would reach it
 
     def failed(self, why: str) -> None:
-        """The script has ended with an error. Ends the process where nobody has given it a place yet."""
+        """Handles a script that ended with an error. Ends the process if it has no place yet."""
         if self.over:
             return
         with self._lock:
@@ -159,7 +160,7 @@ class RunAhead:
                     self._say_parked("its output is read")
             place = self._word.hear()
             if place is None:
-                os._exit(1)  # The nursery is gone, and this process with it.
+                os._exit(1)  # the nursery is gone, and this process with it
             if changed := self._looked.changed():
                 self._end({"stale": changed})
             with self._lock:
@@ -171,7 +172,7 @@ class RunAhead:
             self._end({"failed": f"{type(error).__name__}: {error}"})
 
     def _settle(self, place: dict[str, Any]) -> None:
-        # The script may still run. What it has written comes first, and it sees all variables of its place, or waits.
+        # The script may still run. Its kept output comes first, and it sees all variables of its place, or waits.
         for output, path, console in zip(self._outputs, (place["stdout"], place["stderr"]), self._console, strict=True):
             output.release(path, console, writes=not self._waits)
         environ = self._environs[0]
@@ -195,5 +196,5 @@ class RunAhead:
 
 
 def report_of(error: BaseException) -> str:
-    """One line about an error that ended a script ahead."""
+    """One line about the error with which a script ended ahead."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]

@@ -1,4 +1,4 @@
-"""The agent's standby workers: one nursery that forks them, or processes of their own where it cannot (`standby`)."""
+"""The agent's standby workers: one nursery that forks them, or a process for each if forking is not possible."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from .worker_main import Assignment
 
 __all__ = ["StandbyPool"]
 
-# Yields to training, and still is done before the next change on a busy machine.
+# Low enough to yield to training, and still done before the next change on a busy machine.
 _NICENESS = 15
-# Seconds; a nursery that was stopped does not read.
+# Seconds to wait for a nursery to take a request; a stopped one does not read.
 _SEND_TIMEOUT = 10
-# Seconds that imports may take, on a busy machine and from a slow file system; after that they are taken for stuck.
+# Seconds that imports may take, on a busy machine and from a slow file system; after that they count as stuck.
 _IMPORT_PATIENCE = 120.0
-# As many nurseries of one agent may be stuck; then it starts no more.
+# If so many nurseries of one agent are stuck, it starts no more.
 _MOST_STUCK = 2
 
 logger = logging.getLogger(__name__)
@@ -43,13 +43,13 @@ class StandbyPool:
         count: how many workers are wanted (nproc per node).
         modules: what is imported ahead.
         log: where a nursery writes; workers write where their assignment says.
-        on_warm: called on any thread, once per filling: everything is imported, and what runs ahead waits for its
-            place.
+        on_warm: called on any thread, once for each `fill`, when everything is imported and what runs ahead waits for
+            its place.
         python: the interpreter.
-        fork: one nursery that forks; False: a process per worker. Falls back to that by itself.
+        fork: one nursery that forks; False: a process per worker. It falls back to that by itself.
         ahead_patience: seconds that a script may run ahead before it is given up.
-        patience: seconds that imports may take before a nursery is given up. Its workers start cold then.
-        notices: signals that a nursery passes over, as they may be sent to all processes of the node.
+        patience: seconds that imports may take before a nursery is given up. Its workers then start cold.
+        notices: signals that a nursery ignores, because they may be sent to all processes of the node.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class StandbyPool:
         self._stuck = 0
         self._lock = threading.RLock()
         self._nurseries: list[Nursery] = []
-        # Start nothing any more, but are the parents of living workers.
+        # These start nothing any more, but are the parents of living workers.
         self._retired: list[Nursery] = []
         self._closed = False
         self._ahead = AheadWorkers(self._advance, ahead_patience)
-        # What is to run ahead, by local rank; and whether this filling has been told to be warm.
+        # What is to run ahead, by local rank; and whether `on_warm` was called for this `fill`.
         self._wanted: tuple[Assignment, ...] = ()
         self._announced = True
 
@@ -90,7 +90,7 @@ class StandbyPool:
 
         Args:
             low_priority: its imports yield to the workers that train now.
-            ahead: by local rank, what is to run as far as it can without a place in a world.
+            ahead: by local rank, what is to run as far as possible without a place in a world.
         """
         with self._lock:
             self._wanted, self._announced = tuple(ahead), False
@@ -111,19 +111,19 @@ class StandbyPool:
                 try:
                     self._nurseries.append(self._start(low_priority))
                 except OSError as error:
-                    # Nobody waits for what will not be there: workers start cold.
+                    # Nobody waits for what will not come: workers start cold.
                     logger.warning("%s", error)
                     self._announce()
                     return
 
     def _advance(self) -> None:
-        """Once the imports are there, has the script run ahead; once that has got as far as it can, says so."""
+        """Once the imports are done, runs the script ahead; once that has got as far as possible, calls `on_warm`."""
         with self._lock:
             if self._closed or self._announced:
                 return
             if self.warm() < self._count:
                 if not any(nursery.usable for nursery in self._nurseries):
-                    self._announce()  # It was killed while scripts ran ahead. Nothing more comes of it.
+                    self._announce()  # it was killed while scripts ran ahead, so nothing more will come of it
                 return
             wanted = self._wanted if self._fork else ()
             nursery = self._nurseries[0]
@@ -145,14 +145,14 @@ class StandbyPool:
             return ready * self._count if self._fork else ready
 
     def start_worker(self, assignment: Assignment, local_rank: int | None = None) -> StandbyProcess | None:
-        """Starts a worker, from the warmest process there is; None when there is none to start it from.
+        """Starts a worker from the warmest process there is; None if there is none.
 
         Args:
-            local_rank: a worker that has run ahead under this number takes the place, if it is what is wanted.
+            local_rank: a worker that has run ahead under this number takes the place, if it fits.
         """
         if local_rank is not None:
             with self._lock:
-                # It starts now: what has not begun to run ahead of it would run beside it, for nothing.
+                # The world starts now: what has not begun to run ahead of it would run beside it, for nothing.
                 self._wanted = ()
             if (worker := self._ahead.take(local_rank, assignment)) is not None:
                 return worker
@@ -174,7 +174,7 @@ class StandbyPool:
                 nursery.end()
 
     def start_helper(self, assignment: Assignment) -> StandbyProcess | None:
-        """Starts something that is not a worker, without taking the place of one: None where nothing is forked."""
+        """Starts a helper that is not a worker and takes no worker's place; None if nothing is forked."""
         with self._lock:
             forks = self._fork and self.warm() > 0
         return self.start_worker(assignment) if forks else None
@@ -193,7 +193,7 @@ class StandbyPool:
         ours, theirs = socket.socketpair()
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT, 0))
         console = (os.dup(1), os.dup(2))
-        # PDEATHSIG fires when the spawning thread ends; only the main thread lives as long as the agent.
+        # PDEATHSIG fires when the spawning thread ends, and only the main thread lives as long as the agent.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         command = [
             *(self._python, "-u", "-m", "dalsegno.agent.standby.nursery"),
@@ -213,7 +213,8 @@ class StandbyPool:
                     stderr=log,
                     pass_fds=(theirs.fileno(), *console),
                     start_new_session=True,
-                    # Whatever modules read while they are imported (OMP_NUM_THREADS, DS_ACCELERATOR) is in here.
+                    # Includes the variables that modules read while they are imported (OMP_NUM_THREADS,
+                    # DS_ACCELERATOR).
                     env={**os.environ, **self._lifeline.environment()},
                 )
         finally:
@@ -235,16 +236,16 @@ class StandbyPool:
         return nursery
 
     def _watch_imports(self, nursery: Nursery) -> None:
-        """Gives up a nursery whose imports are not over in time: deadlocked, endless, or from a file system away."""
+        """Gives up a nursery whose imports do not end in time: deadlocked, endless, or from a missing file system."""
         settled = nursery.settled.wait(self._patience)
         with self._lock:
             if self._closed or nursery.ready.is_set():
                 return
             if settled or not nursery.usable:
-                # It ended at its imports. There is nothing to wait for before this node takes part.
+                # It ended during its imports, so this node has nothing to wait for before it takes part.
                 self._announce()
                 return
-            if nursery in self._nurseries:  # One that becomes its worker itself has left it already.
+            if nursery in self._nurseries:  # one that becomes its own worker has left the list already
                 self._nurseries.remove(nursery)
             self._stuck += 1
         logger.warning(
@@ -252,7 +253,7 @@ class StandbyPool:
             *(nursery.process.pid, ", ".join(self._modules), self._patience, self._log),
         )
         nursery.give_up()
-        # There is nothing to wait for any more before this node takes part.
+        # This node has nothing more to wait for before it takes part.
         self._announce()
 
     def _on_ready(self, nursery: Nursery, report: dict[str, object]) -> None:
@@ -262,7 +263,8 @@ class StandbyPool:
             if self._closed:
                 return
             if self._fork and report["unforkable"]:
-                # It serves those who asked already (with fresh interpreters); from now on each worker has its own.
+                # It serves earlier requests (with fresh interpreters); from now on each worker has a process of its
+                # own.
                 logger.warning("%s: workers are not forked, but wait one by one", report["unforkable"])
                 self._fork = False
                 self._nurseries.remove(nursery)

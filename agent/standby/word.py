@@ -1,4 +1,4 @@
-"""A worker's way to its nursery: messages over a socket that the script does not know of."""
+"""A worker's way to its nursery: messages over a socket that the script does not know."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 
 __all__ = ["MAX_MESSAGE", "Word"]
 
-# A worker's place is some variables and two paths.
+# The most bytes of a message: a worker's place is some variables and two paths.
 MAX_MESSAGE = 1 << 17
 
 
 class Word:
     """One end of a socket pair of messages (SOCK_SEQPACKET) in a forked worker.
 
-    A script may close every file that it does not know, and the number may be another file's afterwards: nothing is
-    written there then.
+    A script may close every descriptor that it does not know, and the number may then be another file's: nothing is
+    written to that.
     """
 
     def __init__(self, end: socket.socket) -> None:
@@ -27,7 +27,7 @@ class Word:
         self._stat = os.fstat(self._fd)
 
     def say(self, message: dict[str, object]) -> bool:
-        """Sends it. False: there is nobody to hear it."""
+        """Sends a message. False: nobody is there to receive it."""
         try:
             return self._is_ours() and os.write(self._fd, json.dumps(message).encode()) > 0
         except OSError:
@@ -42,14 +42,14 @@ class Word:
         return dict(json.loads(data)) if data else None
 
     def waits(self, seconds: float) -> bool:
-        """Whether within so many seconds there is something to hear, be it the end."""
+        """Whether something can be received within so many seconds, even if it is only the end."""
         try:
             return not self._is_ours() or bool(select.select([self._fd], [], [], seconds)[0])
         except (OSError, ValueError):
             return True
 
     def close(self) -> None:
-        """There is nothing more to say."""
+        """Closes it, when there is nothing more to say."""
         with contextlib.suppress(OSError):
             if self._is_ours():
                 os.close(self._fd)

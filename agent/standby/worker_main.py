@@ -1,4 +1,4 @@
-"""A forked process becomes a person's script, as the interpreter would have run it."""
+"""Turns a forked process into a user's script, as the interpreter would have run it."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Assignment:
     Attributes:
         arguments: the script's path, or the module's name, and its own arguments.
         module: `arguments[0]` names a module.
-        environment: all of it; what the process had before is dropped.
+        environment: the whole environment; variables that the process had before are dropped.
         cwd: the working directory.
-        stdout, stderr: files to write to instead of what the agent itself writes to.
+        stdout, stderr: files to write to instead of the agent's own streams.
     """
 
     arguments: list[str]
@@ -59,13 +59,13 @@ def _report_and_end(error: BaseException) -> None:
 def _end(code: object) -> NoReturn:
     """Ends this process as the interpreter would, but without the destructors of C++ libraries.
 
-    Threads of collective libraries meet them now and then, and abort a process that has done all its work (exit code
-    -6, "terminate called without an active exception").
+    Threads of collective libraries sometimes meet these destructors, and abort a process that has done all its work
+    (exit code -6, "terminate called without an active exception").
     """
     status = 0 if code is None else code if isinstance(code, int) else 1
     if code is not None and not isinstance(code, int):
         print(code, file=sys.stderr)
-    # What Py_FinalizeEx does first: wait for threads that are no daemons, then the handlers, then the streams.
+    # As Py_FinalizeEx begins: wait for threads that are no daemons, then run the handlers, then flush the streams.
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
@@ -75,7 +75,7 @@ def _end(code: object) -> NoReturn:
 
 
 def _set_first_path(path: str) -> None:
-    # With -P or PYTHONSAFEPATH the interpreter has put nothing of its own in front.
+    # With -P or PYTHONSAFEPATH the interpreter adds no path of its own in front.
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = path
 
@@ -94,7 +94,7 @@ def _run_script(path: str) -> None:
 
 
 class _SessionImport:
-    """Says once that this process imports what `session()` comes from. It finds no module."""
+    """An import hook that reports once that this process imports what `session()` comes from. It finds no module."""
 
     def __init__(self, word: Word) -> None:
         self._word = word
@@ -111,7 +111,7 @@ def become(
     """Turns this process into the script, with a `fresh` interpreter or in this one.
 
     Args:
-        word: To the nursery; None: there is none.
+        word: The way to the nursery; None: there is none.
         ahead: It has no place in a world yet, and runs as far as it can without one (`run_ahead`).
     """
     os.environ.clear()
@@ -140,7 +140,7 @@ def become(
     except BaseException as error:
         code = error.code if isinstance(error, SystemExit) else 1
         if running is not None:
-            # It may be for being ahead. Where it is not, it comes again in a worker that is not.
+            # The reason may be that it runs ahead. If it is not, the error comes again in a worker that does not.
             running.meet("its end") if code in (0, None) else running.failed(report_of(error))
         if isinstance(error, SystemExit):
             _end(code)

@@ -1,1 +1,1 @@
-"""The processes of a world: what they are started with, what they say, and why they ended."""
+"""The processes of a world: what they are started with, what they report, and why they ended."""

@@ -33,14 +33,15 @@ _STATES = {
     65: control_pb2.CONVERSION_STATE_SOURCE_BAD,
     69: control_pb2.CONVERSION_STATE_IMPOSSIBLE,
 }
-# Seconds between two progress events; the master only wants to know that it moves, and they are kept while it is away.
+# Seconds between two progress events. The master only wants to know that it moves, and events are kept while it is
+# away.
 _PROGRESS_INTERVAL = 1.0
 
 logger = logging.getLogger(__name__)
 
 
 class _Converter:
-    """A running converter, started cold or out of the nursery."""
+    """A running converter, started cold or from the nursery."""
 
     def __init__(self, process: subprocess.Popen[str] | StandbyProcess, said: IO[str], silence: int | None) -> None:
         self._process = process
@@ -52,23 +53,24 @@ class _Converter:
         return self._process.pid
 
     def kill(self) -> None:
-        """With everything in its group."""
+        """Kills it with everything in its group."""
         if isinstance(self._process, StandbyProcess):
             self._process.signal_group(signal.SIGKILL)
         else:
             kill_group(self._process.pid)
 
     def wait(self) -> int:
-        """Its exit status; nothing of its group lives any more. On the thread that reads `said`, or another."""
+        """Waits for its end, and returns its exit status; nothing of its group lives then. On any thread."""
         if not isinstance(self._process, StandbyProcess):
-            # Pool workers that outlived the converter go with it; not reaped yet, so the group's number is its own.
+            # Pool workers that outlived the converter are killed, too; it is not reaped yet, so the group's number is
+            # its own.
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PID, self._process.pid, os.WEXITED | os.WNOWAIT)
                 kill_group(self._process.pid)
         return self._process.wait()
 
     def hang_up(self) -> None:
-        """Waits for its end, then lets the reader of `said` come to an end too."""
+        """Waits for its end, then lets the reader of `said` come to an end, too."""
         self.wait()
         if self._silence is not None:
             os.close(self._silence)
@@ -78,7 +80,7 @@ class ConversionJob:
     """At most one conversion at a time.
 
     Args:
-        lifeline: the process hangs on it.
+        lifeline: the process is registered with it.
         log: where the converter's standard error goes.
         deliver: called on a thread of the job's with progress, and once with the end of each conversion that was not
             stopped. READY comes with the description of the sealed form.
@@ -96,7 +98,7 @@ class ConversionJob:
         self._log = log
         self._deliver = deliver
         self._module = module
-        # Starts a worker that has torch in memory already, if there is a nursery: seconds on a busy machine.
+        # Starts a worker that already has torch in memory, if there is a nursery: that saves seconds on a busy machine.
         self.nursery: Callable[[Assignment], StandbyProcess | None] | None = None
         self._lock = threading.Lock()
         self._converter: _Converter | None = None
@@ -129,7 +131,7 @@ class ConversionJob:
             raise
 
     def stop(self, lease: int | None = None) -> None:
-        """Kills the conversion (of that lease) with everything it started; nothing is delivered for it any more."""
+        """Kills the conversion (of that lease) with everything it started; nothing more is delivered for it."""
         with self._lock:
             converter = self._converter
             if converter is None or lease not in (None, self._lease):
@@ -147,8 +149,8 @@ class ConversionJob:
             module=True,
             environment={**os.environ, **self._lifeline.environment()},
             cwd=os.getcwd(),
-            # It opens our end of the pipe anew. We keep ours until it has ended, so that the reader cannot come to an
-            # end before it has begun.
+            # It opens our end of the pipe anew. We keep ours until it has ended, so that the reader does not come to an
+            # end before the converter has begun.
             stdout=f"/proc/{os.getpid()}/fd/{writer}",
             stderr=str(self._log),
         )

@@ -1,4 +1,4 @@
-"""Why a worker ended, for a person: one line out of what it left in its files."""
+"""Why a worker ended, in one line for people, taken from the files that it left."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from pathlib import Path
 
 __all__ = ["error_message", "last_words"]
 
-# Of a worker's errors: how much of the file's end is looked at, and how much of its last line is told.
+# How many bytes at the end of a worker's errors are read, and how many characters of its last line are shown.
 _TAIL_BYTES = 8192
 _LONGEST_LINE = 300
-# How a traceback ends: the exception's name, not indented, alone or with its text.
+# The last line of a traceback: the exception's name, not indented, alone or with its text.
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(: .*)?$")
 # A progress bar of tqdm: `  5%|▌    | 5/100 [00:01<00:19, 4.9it/s]`, or `5it [00:01, 4.9it/s]`.
 _BAR = re.compile(r"^.*\[\d+:\d\d(:\d\d)?(<|, )[^\]]*\]")
-# What moves the cursor of a terminal, or colours what it shows.
+# Sequences that move the cursor of a terminal, or colour its text.
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 logger = logging.getLogger(__name__)
 
 
 def last_words(path: str, code: int) -> str:
-    """Why a worker ended with `code`, as the end of its errors has it, and where the rest is.
+    """Why a worker ended with `code`, according to the end of its errors, and where to find the rest.
 
-    The last line, whatever it is, for a script that ended by itself. A signal (a negative code) ends a process wherever
-    it is, so its last line counts only where it is the error of Python itself. Empty when its errors are in no file.
-    A progress bar is no line: it was there before.
+    For a script that ended by itself it is the last line, whatever that says. A signal (a negative code) ends a process
+    anywhere, so its last line counts only if it is an error of Python itself. Empty if its errors are in no file. A
+    progress bar does not count as a line, because it was there before.
     """
     if not path:
         return ""
@@ -50,9 +50,9 @@ def last_words(path: str, code: int) -> str:
 
 
 def _without_bars(physical: str) -> str:
-    """One line of the file without what was drawn over something, or to be drawn over; "" if nothing is left.
+    """One line of the file without what was drawn over, or was to be drawn over; "" if nothing is left.
 
-    What a script prints behind a bar that has not ended its line is kept: its last error may be there.
+    What a script prints after a bar that has not ended its line is kept, because its last error may be there.
     """
     line = _ESCAPE.sub("", physical).rstrip()
     drawn, _, last = line.rpartition("\r")
@@ -63,7 +63,7 @@ def _without_bars(physical: str) -> str:
 
 
 def _error_of_python(lines: Sequence[str]) -> str:
-    """The line that names the exception of a traceback at the end, or of the interpreter's own death; "" without."""
+    """The line that names the exception of a traceback at the end, or of the interpreter's own death; "" if none."""
     for line in reversed(lines):
         if line.startswith("Fatal Python error: "):
             return line.strip()
@@ -72,7 +72,7 @@ def _error_of_python(lines: Sequence[str]) -> str:
 
 
 def error_message(path: str) -> str:
-    """One line from the error file that torch's `@record` writes in a worker; empty when there is none."""
+    """One line from the error file that torch's `@record` writes in a worker; empty if there is none."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8", errors="replace") or "{}")
     except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""The last step that a worker has made, which it counts in a file beside the agent's socket (`protos.contract`)."""
+"""Reads the last step of a worker, which counts its steps in a file beside the agent's socket (`protos.contract`)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_step_count(directory: Path, epoch: int, rank: int) -> int | None:
-    """Of a rank whose process is gone; None where it has counted nothing. The file goes."""
+    """The last step of a rank whose process is gone; None if it has counted none. Deletes the file."""
     path = directory / step_count_name(epoch, rank)
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:

@@ -1,7 +1,7 @@
 """Fresh key-value stores for worlds: one TCPStore server per Join, served by the agent itself.
 
-A store kept across worlds leaves stale keys behind, which torch's own agents stumble over. Here every Join brings a
-store that nobody has used; the world that opens uses the one of its group rank 0, and the others are closed.
+A store that is kept across worlds contains stale keys, over which torch's own agents stumble. Here every Join offers a
+store that nobody has used. The world that opens uses the one of its group rank 0, and the others are closed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dalsegno.protos import control_pb2
 
 __all__ = ["StoreServers", "node_address"]
 
-# Offers of a node that joins again and again without ever getting a place; only the newest can be meant.
+# The most open offers of a node that joins again and again without getting a place; only the newest can be meant.
 _MOST_OFFERED = 8
 
 
@@ -24,8 +24,8 @@ def node_address(master: str, local_addr: str | None) -> str:
     """The address under which other nodes reach this one.
 
     Args:
-        master: HOST:PORT of the master.
-        local_addr: what the user said, if anything.
+        master: the master's HOST:PORT.
+        local_addr: what the user gave, if anything.
 
     Raises:
         OSError: the master's name or `local_addr` cannot be resolved.
@@ -36,14 +36,14 @@ def node_address(master: str, local_addr: str | None) -> str:
     family, _, _, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     if ipaddress.ip_address(str(address[0]).split("%")[0]).is_loopback:
         return str(address[0])
-    # Connecting a datagram socket sends nothing; it only chooses the way out, and with it our own address.
+    # Connecting a datagram socket sends nothing. It only chooses the route, and with it our own address.
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)
         return str(probe.getsockname()[0])
 
 
 class StoreServers:
-    """The stores of one agent: those that were offered and wait for a world, and the one in use. Main thread only.
+    """The stores of one agent: those offered that wait for a world, and the one in use. Main thread only.
 
     Args:
         address: where to bind; never all interfaces.
@@ -59,7 +59,7 @@ class StoreServers:
     def open(self) -> tuple[str, int]:
         """Opens a fresh store and returns where it listens.
 
-        Earlier offers stay for now: a world may just be opening with one of them.
+        Earlier offers stay for now, because a world may just be opening with one of them.
 
         Raises:
             OSError: the address cannot be bound.
@@ -67,7 +67,7 @@ class StoreServers:
         family = socket.AF_INET6 if ":" in self.address else socket.AF_INET
         listener = socket.socket(family, socket.SOCK_STREAM)
         try:
-            # Bound by ourselves: left alone, a TCPStore listens on all interfaces.
+            # We bind it, because a TCPStore would listen on all interfaces.
             listener.bind((self.address, 0))
             port = int(listener.getsockname()[1])
             store = TCPStore(
@@ -90,7 +90,7 @@ class StoreServers:
         return self.address, port
 
     def use(self, world: control_pb2.World, mine: bool) -> TCPStore | None:
-        """The store of a world if this node serves it (`mine`), else None. Closes what is not needed any more."""
+        """The store of a world if this node serves it (`mine`), else None. Closes stores that are no longer needed."""
         self._used = self._waiting.pop(world.store_port, None) if mine else None
         self._waiting.clear()
         return self._used

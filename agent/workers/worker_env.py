@@ -16,11 +16,11 @@ _FORMS = {control_pb2.FORM_SHARDED: "sharded", control_pb2.FORM_UNIVERSAL: "univ
 
 @dataclass(frozen=True)
 class Place:
-    """Where one node stands in a world. Ranks are dealt to the nodes in order of their group rank.
+    """Where one node stands in a world. Ranks are assigned to the nodes in order of their group rank.
 
     Attributes:
         first_rank: the global rank of the node's local rank 0.
-        nodes: how many there are.
+        nodes: number of nodes.
     """
 
     group_rank: int
@@ -32,10 +32,10 @@ class Place:
 
 
 def place_of(world: control_pb2.World, incarnation: str) -> Place:
-    """The place of the incarnation that was told of this world.
+    """The place of the incarnation to which this world was sent.
 
     Raises:
-        ValueError: it was told to another one.
+        ValueError: it was sent to another one.
     """
     place = world.place
     if place.incarnation != incarnation:
@@ -44,7 +44,7 @@ def place_of(world: control_pb2.World, incarnation: str) -> Place:
 
 
 def resume_environment(world: control_pb2.World, run_dir: Path) -> dict[str, str]:
-    """What to start from; empty for step 0."""
+    """The variables that say what to start from; empty for step 0."""
     if not world.HasField("resume"):
         return {}
     resume = world.resume
@@ -64,7 +64,7 @@ def resume_environment(world: control_pb2.World, run_dir: Path) -> dict[str, str
 
 
 def job_environment(job_id: str, role: str, nproc: int, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What is the same for all workers of a node in every world: a script may read it before its place is known."""
+    """The variables that are the same for all workers of a node in every world, and known before a place is."""
     return {
         "LOCAL_WORLD_SIZE": str(nproc),
         "ROLE_NAME": role,
@@ -86,7 +86,7 @@ def worker_environment(
 ) -> list[dict[str, str]]:
     """Per local rank, the variables that differ from the agent's own environment.
 
-    `LOCAL_RANK` and `CUDA_VISIBLE_DEVICES` are left to torch's agent, `DALSEGNO_SOCKET` and the keeper's token to ours.
+    Torch's agent sets `LOCAL_RANK` and `CUDA_VISIBLE_DEVICES`; ours sets `DALSEGNO_SOCKET` and the keeper's token.
     """
     common = {
         **job_environment(job_id, role, place.nproc, inherited),

@@ -1,10 +1,10 @@
 """The agent's end of the Unix socket over which its workers speak (worker.proto, docs/contracts.md).
 
-One thread serves all connections. What a worker says is handed to a callback; what the agent wants of the workers is
-one small message, sent to every connection when it changes and to every newcomer at once.
+One thread serves all connections. Messages of workers go to a callback. What the agent wants of the workers is one
+small message, sent to every connection when it changes, and at once to each new one.
 
-A connection speaks for one rank of the epoch that the agent started last, and one process at a time speaks for a rank:
-its worker, or a process that the worker started. Whoever says anything else is cut off, with a line in the log.
+A connection speaks for one rank of the epoch that the agent started last. One process at a time speaks for a rank: its
+worker, or a process that the worker started. A connection that says anything else is cut, with a line in the log.
 """
 
 from __future__ import annotations
@@ -36,25 +36,25 @@ from .step_counts import take_step_count
 
 __all__ = ["MAX_FRAME", "WorkerLink"]
 
-# Bytes; worker.proto.
+# The most bytes of a message (worker.proto).
 MAX_FRAME = 1 << 20
-# Bytes that a worker may leave unread before it is cut off: about ten thousand messages of ours.
+# The most bytes that a worker may leave unread before it is cut off: about ten thousand messages of ours.
 _MAX_UNSENT = 1 << 16
-# Connections that have not said who they are: how many there may be, for how long (seconds), and with how many bytes.
+# Limits for connections without a Hello: how many, for how many seconds, and with how many bytes.
 _MAX_STRANGERS, _HELLO_TIMEOUT, _MAX_HELLO = 64, 10.0, 1024
-# How many may wait to be let in; the kernel's own limit is mostly 4096.
+# How many connections may wait to be accepted; the kernel's own limit is mostly 4096.
 _BACKLOG = 4096
-# How often a connection is read whose process seems to have a successor: more than all that one frame takes.
+# How often a connection is read whose process seems to have a successor: more often than one frame needs.
 _LAST_READS = 32
-# Lines that the log gets of cut connections, in so many seconds.
+# The most lines about cut connections that the log gets, in so many seconds.
 _COMPLAINTS, _COMPLAINTS_SECONDS = 20, 60.0
-# Seconds until the next look at who wants in, where this process has no file descriptors left.
+# Seconds without accepting, if this process has no file descriptors left.
 _DESCRIPTORS_PAUSE = 1.0
 _PEER = struct.Struct("3i")
-# sun_path of unix(7), without the closing zero.
+# Length of sun_path of unix(7), without the closing zero.
 _MAX_PATH = 107
 _SOCKET = "agent.sock"
-# Where TMPDIR is too long a path.
+# Where the socket goes if TMPDIR is too long a path.
 _SHORT_DIRECTORIES = ("/tmp", "/var/tmp", "/dev/shm")
 
 logger = logging.getLogger(__name__)
@@ -64,13 +64,13 @@ Deliver = Callable[[int, int, worker_pb2.ToAgent], None]
 
 @dataclass
 class _Expected:
-    """The workers that the agent started last; by local rank, what tells the process of each (0: not known yet)."""
+    """The workers that the agent started last; by local rank, a function that returns the process (0: not known)."""
 
     epoch: int
     first_rank: int
     nproc: int
     pids: dict[int, Callable[[], int]] = field(default_factory=dict)
-    # Who speaks for a rank; owned by the serving thread.
+    # The connection that speaks for each rank; owned by the serving thread.
     speakers: dict[int, _Connection] = field(default_factory=dict)
 
 
@@ -85,11 +85,11 @@ class _Connection:
 
 
 class _Broken(Exception):
-    """The peer does not keep to the protocol, or is gone."""
+    """The peer violates the protocol, or is gone."""
 
 
 def _private_directory(wanted: Path | None) -> Path:
-    """A directory of ours for the socket, whose path is short enough for the kernel.
+    """A directory of ours for the socket, with a path short enough for the kernel.
 
     Raises:
         OSError: there is none; one line that says what to change.
@@ -134,11 +134,11 @@ class WorkerLink:
         self._flushes: deque[tuple[int, threading.Event]] = deque()
         self._closing = False
         self._connections: dict[socket.socket, _Connection] = {}
-        # Those without a Hello, the oldest first.
+        # Connections without a Hello, the oldest first.
         self._strangers: dict[socket.socket, _Connection] = {}
         self._listening_again_at: float | None = None
         self._complaints: deque[float] = deque(maxlen=_COMPLAINTS)
-        # Who waits for all messages of a process; owned by the serving thread.
+        # Callers that wait for all messages of a process; owned by the serving thread.
         self._waiting: dict[int, list[threading.Event]] = {}
         self._wake_reader, self._wake_writer = socket.socketpair()
         for end in (self._wake_reader, self._wake_writer):
@@ -155,7 +155,7 @@ class WorkerLink:
         self._thread.start()
 
     def tell(self, *, drain: bool, master_seen: bool, ending: int = 0) -> None:
-        """Sets what the workers should know; sent to all of them if it changed, and to newcomers."""
+        """Sets what the workers should know; sent to all of them if it changed, and to new connections."""
         with self._lock:
             told = worker_pb2.ToWorker(drain=drain, master_seen=master_seen, ending=ending)
             if told == self._told:
@@ -164,21 +164,21 @@ class WorkerLink:
         self._wake()
 
     def expect(self, epoch: int, first_rank: int, nproc: int) -> None:
-        """Whose Hello counts from now on: these ranks of this epoch. Connections of earlier ones stay."""
+        """Sets whose Hello counts from now on: these ranks of this epoch. Earlier connections stay."""
         with self._lock:
             self._expected = _Expected(epoch, first_rank, nproc)
 
     def started(self, local_rank: int, pid: Callable[[], int]) -> None:
-        """What tells the process of one of the expected ranks: it, and what it starts, may speak for it.
+        """Sets the function that returns the process of an expected rank, which may speak for it, with its children.
 
-        It is asked with each Hello, and answers 0 while it does not know (a standby worker that is about to start).
+        It is called for each Hello, and returns 0 while it does not know (a standby worker that is about to start).
         """
         with self._lock:
             if self._expected is not None:
                 self._expected.pids[local_rank] = pid
 
     def flush(self, pid: int, timeout: float) -> bool:
-        """Waits until all that process `pid`, which has ended, ever said was delivered. False: not within `timeout`."""
+        """Waits until everything that process `pid`, now ended, said is delivered. False: not within `timeout`."""
         done = threading.Event()
         with self._lock:
             self._flushes.append((pid, done))
@@ -186,7 +186,7 @@ class WorkerLink:
         return done.wait(timeout)
 
     def last_step(self, epoch: int, rank: int) -> int | None:
-        """The last step that a rank has made whose process is gone; None where it has counted none. Once."""
+        """The last step of a rank whose process is gone; None if it has counted none. Can be called once."""
         return take_step_count(self.directory, epoch, rank)
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class WorkerLink:
         try:
             self._wake_writer.send(b"\0")
         except BlockingIOError:
-            return  # Full of earlier wake-ups that were not read yet: it will wake.
+            return  # full of earlier wake-ups that were not read yet, so it will wake up
 
     # ---- the serving thread -----------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ class WorkerLink:
                 self._flush(pid, done)
 
     def _patience(self) -> float | None:
-        """Seconds until the next thing that no socket tells of."""
+        """Seconds until the next thing to do that no socket announces."""
         times = [connection.since + _HELLO_TIMEOUT for connection in list(self._strangers.values())[:1]]
         if self._listening_again_at is not None:
             times.append(self._listening_again_at)
@@ -274,7 +274,7 @@ class WorkerLink:
             self._make_room()
 
     def _make_room(self) -> None:
-        """The oldest of too many strangers goes, unless its Hello is there and was only not read yet."""
+        """Cuts the oldest of too many unknown connections, unless its Hello is there and was only not read yet."""
         while len(self._strangers) > _MAX_STRANGERS:
             oldest = next(iter(self._strangers.values()))
             self._serve_connection(oldest, selectors.EVENT_READ)
@@ -282,7 +282,7 @@ class WorkerLink:
                 self._cut(oldest, f"{_MAX_STRANGERS} others came without a Hello, too")
 
     def _stop_listening(self, error: OSError) -> None:
-        """For a moment: a listener that cannot accept would have this thread go round and round."""
+        """Stops for a moment, because a listener that cannot accept would keep this thread busy."""
         if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
             raise error
         self._complain(f"no worker can connect for now: {error.strerror}")
@@ -310,13 +310,13 @@ class WorkerLink:
             self._cut(connection, str(error))
 
     def _cut(self, connection: _Connection, why: str) -> None:
-        """Ends a connection; without a reason it ended by itself."""
+        """Cuts a connection; no reason means that it ended by itself."""
         if why:
             self._complain(f"connection of process {connection.pid} cut: {one_line(why)}")
         self._drop(connection)
 
     def _complain(self, text: str) -> None:
-        """One line in the log, unless there were too many of late."""
+        """Writes one line to the log, unless there were too many lately."""
         now = time.monotonic()
         if len(self._complaints) < _COMPLAINTS or now - self._complaints[0] > _COMPLAINTS_SECONDS:
             logger.warning("%s", text)
@@ -352,7 +352,7 @@ class WorkerLink:
         self._hand_over(connection.hello.epoch, rank, checked(message, rank, seals=self._any_rank_seals()))
 
     def _admit(self, connection: _Connection, hello: worker_pb2.Hello) -> None:
-        """A process says which rank it is. What it says of its own process id does not count: the kernel knows."""
+        """Handles a Hello, in which a process says which rank it is. Its process id comes from the kernel instead."""
         if connection.hello is not None:
             raise _Broken("it says Hello twice")
         with self._lock:
@@ -361,7 +361,7 @@ class WorkerLink:
         if expected is None or hello.epoch != expected.epoch:
             raise _Broken(f"it is of epoch {hello.epoch}, whose workers were not started last")
         local_rank = hello.rank - expected.first_rank
-        # With --virtual-local-rank every worker's is 0.
+        # With --virtual-local-rank every worker's local rank is 0.
         if not 0 <= local_rank < expected.nproc or hello.local_rank not in (0, local_rank):
             raise _Broken(f"rank {hello.rank}, local rank {hello.local_rank} is none of this node's")
         worker = 0 if process is None else process()
@@ -379,12 +379,12 @@ class WorkerLink:
         self._strangers.pop(connection.socket, None)
 
     def _any_rank_seals(self) -> bool:
-        """Rank 0 may be gone: then the node that was told to seals."""
+        """Whether any rank may seal: rank 0 may be gone, and then the node that was told to seals."""
         with self._lock:
             return self._told.ending == control_pb2.ENDING_SEAL
 
     def _hand_over(self, epoch: int, rank: int, message: worker_pb2.ToAgent) -> None:
-        """Nothing that a worker said is lost because whoever decides is behind."""
+        """Delivers a message again and again if the deciding thread is behind, so that none is lost."""
         while True:
             try:
                 self._deliver(epoch, rank, message)
@@ -403,7 +403,7 @@ class WorkerLink:
                 raise _Broken("it does not read")
             self._write(connection)
         except (_Broken, OSError) as error:
-            # A worker that is ending: what it sent before is still to be read, so the read side finds the end.
+            # A worker that is ending: what it sent before must still be read, and the read side finds the end.
             logger.info("cannot send to process %d: %s", connection.pid, error)
             connection.unsent.clear()
 

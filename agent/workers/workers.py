@@ -1,8 +1,8 @@
 """Starting, watching and ending the workers of one epoch on this node.
 
-Extends torch's subprocess context: its log files, tee and error files stay; a worker may be an adopted standby
-process, every exit is an event instead of something to poll for, and every process group hangs on the keeper. Ending
-them is our own: torch's asks whether a process lives and signals it afterwards, when our watcher may have reaped it.
+Extends torch's subprocess context, whose log files, tee and error files stay. A worker may be an adopted standby
+process, every exit is an event instead of something to poll for, and every process group is registered with the keeper.
+We end workers ourselves, because torch checks that a process lives and signals it later, when we may have reaped it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from .worker_link import WorkerLink
 
 __all__ = ["WorkersContext"]
 
-# Seconds that a worker's last messages may take from its exit to us; its end of the socket is already closed.
+# Seconds that a worker's last messages may take to us after its exit; its end of the socket is then closed.
 _LAST_WORDS = 5.0
 # Seconds to wait for a process after SIGKILL before it is given up as stuck in the kernel.
 _KILL_TIMEOUT = 10.0
@@ -49,9 +49,9 @@ OnExit = Callable[[int, int, str], None]
 
 
 class _ColdProcess:
-    """A worker that is our own child, with `StandbyProcess`'s way of being signalled.
+    """A worker that is our own child, with `StandbyProcess`'s interface for signals.
 
-    Only `follow` reaps it. So whenever it is signalled the number of its group is still its own.
+    Only `follow` reaps it, so the number of its group is still its own whenever it is signalled.
     """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
@@ -72,7 +72,7 @@ class _ColdProcess:
             os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)
             orphans = True
         except ChildProcessError:
-            # Somebody else has reaped it. A new leader under that number would be somebody else's.
+            # Another part of this process has reaped it. A new leader under that number would be a stranger's.
             orphans = start_time(self.pid) is None
         with self._lock:
             if orphans:
@@ -83,7 +83,7 @@ class _ColdProcess:
 
 
 class _StandbyHandler(SubprocessHandler):
-    """A worker out of a nursery, in the shape in which torch keeps its workers."""
+    """A worker from a nursery, in the form in which torch keeps its workers."""
 
     def __init__(self, process: StandbyProcess, local_rank: int) -> None:
         # Not torch's __init__: that starts a process.
@@ -95,7 +95,7 @@ class _StandbyHandler(SubprocessHandler):
 
 @dataclass(frozen=True)
 class _Running:
-    """One worker, until its watcher has told its exit."""
+    """One worker, until its watcher has reported its exit."""
 
     process: _ColdProcess | StandbyProcess
     # Set once nothing of its process group is left.
@@ -108,18 +108,18 @@ class WorkersContext(SubprocessContext):
 
     Args:
         script: what they run.
-        arguments: per local rank, what follows the interpreter (or program).
-        environments: per local rank, what is added to the agent's environment.
+        arguments: for each local rank, the arguments of the interpreter (or program).
+        environments: for each local rank, what is added to the agent's environment.
         logs_specs: torch's choice of files for output and errors.
-        prefixes: per local rank, before each line that is shown of a file.
+        prefixes: for each local rank, the prefix of each line that is shown from a file.
         pool: standby workers to adopt; None: all are started cold.
         lifeline: every process group is registered with it.
-        link: asked to deliver a worker's last words before its exit is told.
+        link: delivers a worker's last messages before its exit is reported.
         on_exit: called on a thread of its own with (local rank, exit status, message); the status is negative for a
             signal. The worker's whole process group is dead by then.
-        on_import: called on any thread, once for each worker, when a script imports `dalsegno.elastic` of which that
-            could not be seen before.
-        extras: `numa_options` and the output filters, as torch has them.
+        on_import: called on any thread, once for each worker, if a script imports `dalsegno.elastic` and nothing had
+            shown that before.
+        extras: `numa_options` and the output filters, as in torch.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class WorkersContext(SubprocessContext):
             duplicate_stderr_filters=stderr_filters,
         )
         self._script = script
-        # Binding to NUMA nodes happens in the command line, which an adopted process has behind it.
+        # NUMA binding happens in the command line, which an adopted process has already left behind.
         self._pool = pool if script.adoptable and numa_options is None else None
         self._lifeline = lifeline
         self._link = link
@@ -180,8 +180,8 @@ class WorkersContext(SubprocessContext):
     def stop(self, grace: float) -> None:
         """Ends all workers and waits for them; SIGKILL after `grace` seconds, at once for 0. Any thread, repeatedly.
 
-        Every exit has been told through `on_exit` when this returns, except of processes that SIGKILL did not end in
-        time: those are named in the log and given up. Takes at most 17 s more than `grace`.
+        When this returns, every exit has been reported through `on_exit`, except of processes that SIGKILL did not end
+        in time: those are named in the log and given up. Takes at most 17 s more than `grace`.
         """
         with self._lock:
             self._stopping = True
@@ -198,7 +198,7 @@ class WorkersContext(SubprocessContext):
         self._end_output()
 
     def close(self, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
-        """In place of torch's, whose agent calls it."""
+        """Replaces torch's method, which torch's agent calls."""
         self.stop(0 if death_sig == signal.SIGKILL else timeout)
 
     def _signal(self, signum: signal.Signals) -> None:
@@ -215,7 +215,7 @@ class WorkersContext(SubprocessContext):
         return [one.process.pid for one in self._running if not one.ended.wait(max(0.0, deadline - time.monotonic()))]
 
     def _end_output(self) -> None:
-        """Ends the threads that copy files to the console. One whose write does not end is left to itself."""
+        """Ends the threads that copy files to the console. A thread whose write does not end is left alone."""
 
         def end() -> None:
             for tail in self._tail_logs:
@@ -280,7 +280,7 @@ class WorkersContext(SubprocessContext):
         self._lifeline.add_group(handler.proc.pid)
         for ours in (handler._stdout, handler._stderr):
             if ours is not None:
-                ours.close()  # The worker has its own.
+                ours.close()  # the worker has its own
         self.subprocess_handlers[rank] = handler
         return _ColdProcess(handler.proc)
 
@@ -304,10 +304,10 @@ class WorkersContext(SubprocessContext):
             self._on_exit(rank, code, self._reason(rank, code) if code else "")
 
     def _start_instead(self, rank: int, abandoned: StandbyProcess) -> _ColdProcess | StandbyProcess | None:
-        """For a worker that its nursery could not start, or that has ended ahead of its place.
+        """Starts a worker that its nursery could not start, or that ended before it had its place.
 
         Returns:
-            None if all are to end anyway, or it cannot be started.
+            None if all workers are to end anyway, or it cannot be started.
         """
         with self._lock:
             if self._stopping:
