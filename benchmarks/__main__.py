@@ -21,7 +21,7 @@ BENCHMARKS: dict[str, Callable[[], int]] = {
     "rendezvous": rendezvous.main,
     "gpu": gpu.main,
 }
-# Those that take flags of their own.
+# Benchmarks that take flags of their own.
 WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert": convert.main,
     "gpu": gpu.main,
@@ -31,7 +31,7 @@ WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns 0 if every benchmark that ran did."""
+    """Returns 0 if every benchmark that ran succeeded."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if len(given) > 1 and given[0] in WITH_FLAGS and given[1].startswith("-"):
         return WITH_FLAGS[given[0]](given[1:])

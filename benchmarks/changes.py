@@ -12,12 +12,12 @@ from pathlib import Path
 
 RUNS = 3
 BUDGET = 600.0
-# The scene's worlds, in its order: what brought each of them about.
+# The scene's worlds, in order, by what brought each of them about.
 CHANGES = ("two nodes join, 2 to 4", "node 0 is killed, 4 to 3", "a node leaves, 3 to 2")
 
 
 def _play(output: Path) -> list[tuple[float, int]]:
-    """Seconds without steps and steps lost of each change, from one demo."""
+    """The seconds without steps and the steps lost of each change in one demo."""
     command = [sys.executable, "-m", "examples.demo", "--plain", f"--output={output}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=BUDGET, check=False)
     if done.returncode != 0:

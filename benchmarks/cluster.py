@@ -1,4 +1,4 @@
-"""A real master and swarms of simulated nodes beside it, as processes: start, stop, lose, wait, and what they cost."""
+"""Runs a real master and swarms of simulated nodes as processes: starts, stops and loses them, and takes the cost."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ __all__ = ("PATIENCE", "Cluster", "SceneFailed", "World")
 
 ROOT = Path(__file__).resolve().parents[1]
 JOB = "rendezvous"
-# Seconds after which whatever is waited for has failed.
+# Seconds after which a wait has failed.
 PATIENCE = 60.0
-# Descriptors that a shell gives a process where nobody has raised them.
+# The usual limit of descriptors in a shell, if nobody has raised it.
 DESCRIPTORS = 1024
 TICK = os.sysconf("SC_CLK_TCK")
 
@@ -38,7 +38,7 @@ Event = dict[str, Any]
 
 
 class SceneFailed(Exception):
-    """What was waited for did not come, or cannot come any more; one line."""
+    """What was waited for did not come, or can no longer come; one line."""
 
 
 class World(NamedTuple):
@@ -52,7 +52,7 @@ class World(NamedTuple):
 
 
 class Process:
-    """A child of this one that is ended with it, and the CPU time that it took."""
+    """A child process, which ends with this one; and its CPU time."""
 
     def __init__(self, command: list[str], console: Path) -> None:
         self.console = console
@@ -72,7 +72,7 @@ class Process:
         self.said("")
 
     def said(self, line: str) -> None:
-        """In a thread of its own; "" at the end."""
+        """Called for each line on a thread of its own; "" at the end."""
         self._lines.put(line)
 
     def line(self, seconds: float) -> str:
@@ -84,7 +84,7 @@ class Process:
         self._process.send_signal(number)
 
     def cpu(self) -> float:
-        """Seconds, of all its threads; 0 when it has ended."""
+        """CPU seconds of all its threads; 0 when it has ended."""
         fields = processes.stat_fields(self._process.pid)
         return (int(fields[11]) + int(fields[12])) / TICK if fields else 0.0
 
@@ -128,7 +128,7 @@ class Master(Process):
 
 
 class SwarmProcess(Process):
-    """One swarm; what it says goes to its cluster."""
+    """One swarm; its messages go to its cluster."""
 
     def __init__(self, cluster: Cluster, prefix: str, count: int) -> None:
         self.cluster, self.prefix, self.count = cluster, prefix, count
@@ -156,7 +156,7 @@ class Cluster:
         self._started = 0
         self._events: list[tuple[SwarmProcess, Event]] = []
         self._changed = threading.Condition()
-        # What ends every wait: a client that broke is a fault of the benchmark, a master that ended is a finding.
+        # What ends every wait: a client that broke is an error of the benchmark, a master that ended is a result.
         self._broken: Exception | None = None
 
     def __enter__(self) -> Cluster:
@@ -176,22 +176,22 @@ class Cluster:
         self._folder.cleanup()
 
     def start_master(self) -> None:
-        """Also again, on the same port and store."""
+        """Starts the master, or starts it again on the same port and store."""
         self.master = Master(self.folder, self.port, self.master_ended)
         self.address = self.master.address
 
     def start(self, role: str, count: int) -> SwarmProcess:
-        """A swarm of new nodes in this role, in place of one that was lost."""
+        """Starts a swarm of new nodes in this role, in place of a lost one."""
         self._started += 1
         self.swarms[role] = SwarmProcess(self, f"{role}-{self._started}", count)
         return self.swarms[role]
 
     def kill(self, role: str) -> None:
-        """All connections of these nodes close at once."""
+        """Kills these nodes: all their connections close at once."""
         self.swarms.pop(role).close()
 
     def silence(self, role: str) -> None:
-        """Nothing is heard of these nodes any more, not even an answer to a ping; their connections stay open."""
+        """Stops these nodes: they no longer answer, not even a ping, but their connections stay open."""
         self.swarms[role].signal(signal.SIGSTOP)
 
     def wake(self, role: str) -> None:
@@ -212,7 +212,7 @@ class Cluster:
             self._changed.notify_all()
 
     def wait(self, find: Callable[[], T | None], what: str, seconds: float = PATIENCE) -> T:
-        """What `find` gives, as soon as it is not None. Raises SceneFailed, and RuntimeError for a broken client."""
+        """Waits until `find` returns something. Raises SceneFailed, or RuntimeError for a broken client."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while (found := find()) is None:
@@ -223,7 +223,7 @@ class Cluster:
         return found
 
     def world(self, roles: list[str], since: float = 0.0, seconds: float = PATIENCE) -> World:
-        """The first world after `since` that consists of all nodes of these swarms, when all were told."""
+        """The first world after `since` that consists of all nodes of these swarms, once all were told."""
         swarms = [self.swarms[role] for role in roles]
         count = sum(swarm.count for swarm in swarms)
 
@@ -245,7 +245,7 @@ class Cluster:
         return self.wait(lambda: self.ended_at(epoch, roles), f"the end of the world of epoch {epoch}", seconds)
 
     def ended_at(self, epoch: int, roles: list[str]) -> float | None:
-        """The same if it was so by now."""
+        """The same if that has happened by now; else None."""
         prefixes = {self.swarms[role].prefix for role in roles}
         with self._changed:
             left = [(swarm.prefix, event) for swarm, event in self._events if event["event"] == "left"]
@@ -253,11 +253,11 @@ class Cluster:
         return min(times, default=None)
 
     def ask(self, role: str, do: str = "report", **fields: Any) -> Event:
-        """An order and its answer."""
+        """Gives an order, and waits for the answer."""
         return self.answers(self.order(role, do, **fields), fields.get("seconds", 0.0))
 
     def order(self, role: str, do: str, **fields: Any) -> tuple[SwarmProcess, int]:
-        """An order whose answer `answers` waits for."""
+        """Gives an order; `answers` waits for the answer."""
         with self._changed:
             mark = len(self._events)
         self.swarms[role].order(do, **fields)
@@ -278,13 +278,13 @@ class Cluster:
 
 
 def last_line(path: Path) -> str:
-    """Of a console; "" where nothing was written."""
+    """Last line of a console; "" if nothing was written."""
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else ""
 
 
 def _free_port() -> int:
-    """One that is free now: a master that is started again needs the same one."""
+    """A port that is free now: a master that is started again needs the same one."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         return int(server.getsockname()[1])

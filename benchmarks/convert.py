@@ -1,7 +1,7 @@
 """Conversion into the universal form beside a plain copy and DeepSpeed's converter: time, and memory at its peak.
 
-Two ranks of real DeepSpeed make a checkpoint of ZeRO-2, then one of ZeRO-3. Of each, several times and in turn, each in
-a process of its own that has imported what it needs before the clock starts:
+Two ranks of real DeepSpeed make a checkpoint of ZeRO-2, then one of ZeRO-3. For each of them these run in turn, several
+times, each in a process of its own that has imported what it needs before the clock starts:
 
 - copy: the same files, one after the other, each made durable (fsync) as ours are;
 - copy, parallel: the same with as many threads as ours;
@@ -9,10 +9,10 @@ a process of its own that has imported what it needs before the clock starts:
 - DeepSpeed: ``ds_to_universal`` with its own numbers of workers. It verifies nothing and makes nothing durable.
 
 Memory is that of the process and all its children: resident, sampled, in runs that are not timed. Shared pages count
-once for each process (RSS), and once altogether (PSS).
+once for each process in RSS, and once altogether in PSS.
 
-A virtual machine's memory is several times slower when it is touched for the first time. So before each run the page
-cache is made to fill what is free: whatever memory the run is given was in use before.
+On a virtual machine memory is several times slower when it is touched for the first time. So before each run the page
+cache is made to fill what is free: then whatever memory the run gets was in use before.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ ROOT = Path(__file__).resolve().parents[1]
 WORKER = Path(__file__).with_name("zero_ranks.py")
 STAGES = (2, 3)
 RANKS = 2
-# Of the model: everything grows with its width. ZeRO-2 saves 14 bytes per parameter: bf16, and fp32 three times. A
-# layer has eight tensors.
+# The model, whose size grows with its width. ZeRO-2 saves 14 bytes per parameter: bf16, and fp32 three times. A layer
+# has eight tensors.
 LAYERS, WORDS_PER_WIDTH, BYTES_PER_PARAMETER = 14, 40, 14
 MEGABYTES, REPEATS = 2000, 7
 STEP = 2
-# Seconds between two looks at memory, and for one run.
+# Seconds between two looks at memory, and the most seconds of one run.
 LOOK_EVERY, PATIENCE = 0.01, 600.0
-# What is left free when memory is touched, for everybody else.
+# Bytes left free for other processes when memory is touched.
 SPARE_BYTES = 1 << 30
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """A line for each way and stage, medians; 0 if all could be measured."""
+    """Prints a line for each way and stage, medians; returns 0 if all could be measured."""
     flags = argparse.ArgumentParser(prog="python -m benchmarks.convert", description=__doc__.splitlines()[0])
     flags.add_argument("--megabytes", type=int, default=MEGABYTES, help="of the ZeRO-2 checkpoint (%(default)s)")
     flags.add_argument("--layers", type=int, default=LAYERS, help="of the model, eight tensors each (%(default)s)")
@@ -76,14 +76,14 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def shape(nbytes: int, layers: int = LAYERS) -> dict[str, int]:
-    """A model of so many layers whose ZeRO-2 checkpoint has about so many bytes."""
+    """A model of `layers` layers whose ZeRO-2 checkpoint has about `nbytes` bytes."""
     per_square = 12 * layers + 2 * WORDS_PER_WIDTH
     width = max(16, round(math.sqrt(nbytes / BYTES_PER_PARAMETER / per_square)))
     return {"layers": layers, "width": width, "words": WORDS_PER_WIDTH * width}
 
 
 def _make(folder: Path, stage: int, model: dict[str, int]) -> tuple[Path, int]:
-    """A sealed checkpoint, and how many parameters it has."""
+    """Makes a sealed checkpoint; returns it and its number of parameters."""
     from tests.support.workers.zero_runs import run_worker, seal_sharded
 
     source = folder / f"zero{stage}" / f"step-{STEP}.e1.0"
@@ -129,10 +129,10 @@ def _measure(source: Path, stage: int, repeats: int, memory: _Touched) -> list[d
 
 @contextmanager
 def _target(source: Path, memory: _Touched) -> Iterator[Path]:
-    """A directory's name for one run. What it writes is gone afterwards."""
+    """A directory name for one run, whose output is deleted afterwards."""
     target = source.parent / f"{source.name}.universal.1"
     memory.touch()
-    # What others have written, or DeepSpeed has left to the kernel, must not be this one's to wait for.
+    # This run must not wait for data that other processes have written, or DeepSpeed has left to the kernel.
     os.sync()
     try:
         yield target
@@ -179,10 +179,10 @@ class _Child:
     def __init__(self, way: str, process: subprocess.Popen[str], errors: IO[str]) -> None:
         self._way, self._process, self._errors = way, process, errors
         self.pid = process.pid
-        self._line()  # it is ready
+        self._line()  # says that it is ready
 
     def finish(self) -> float:
-        """Lets it begin; the seconds that it took."""
+        """Lets it begin; returns the seconds that it took."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -214,7 +214,7 @@ def _child(way: str, source: Path, target: Path) -> Iterator[_Child]:
         )
 
         def end() -> None:
-            # With its pool: DeepSpeed's workers outlive their parent.
+            # Killed with its pool, because DeepSpeed's workers outlive their parent.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
 
@@ -229,7 +229,7 @@ def _child(way: str, source: Path, target: Path) -> Iterator[_Child]:
 
 
 class _Touched:
-    """Keeps free memory in use, with pages of files that have none on the disk: the kernel takes them when it wants."""
+    """Fills free memory with pages of files that are not on the disk, which the kernel takes back when it wants."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._files = folder, 0

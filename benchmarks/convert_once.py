@@ -1,7 +1,7 @@
 """One conversion or copy for `benchmarks.convert`, in a process of its own: ``python -m benchmarks.convert_once WAY``.
 
-Imports what it needs, says so with a line, waits for one on standard input, then does it: ``SOURCE TARGET`` follow the
-way on the command line. Says at its end how long it took, as JSON.
+It imports what it needs, prints a line, waits for a line on standard input, then runs: ``SOURCE TARGET`` follow the way
+on the command line. At the end it prints how long that took, as JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _deepspeeds() -> Convert:
     from deepspeed.checkpoint import ds_to_universal
 
     def theirs(source: Path, target: Path) -> None:
-        # Its command line's own defaults, but for the state that it wants injected.
+        # The defaults of its command line, except for the state that it wants injected.
         ds_to_universal.main(
             argparse.Namespace(
                 input_folder=str(source),

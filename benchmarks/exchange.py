@@ -1,4 +1,4 @@
-"""What a step costs more with the session's exchange, beside no agreement and beside an all-reduce in each step."""
+"""What the session's exchange adds to a step, compared with no agreement and with an all-reduce in each step."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from benchmarks.results import report
 
 WORKER = Path(__file__).with_name("exchange_rank.py")
 RANKS = (2, 4)
-# Seconds of a step, and how many are made.
+# Seconds of a step, and number of steps.
 STEPS = {0.001: 2000, 0.02: 200}
 REPEATS = 3
 
 
 def main() -> int:
-    """A line for each number of ranks, length of a step and way; medians of the slowest rank's mean."""
+    """Prints a line for each number of ranks, length of step and way; medians of the slowest rank's mean."""
     rows = [row for ranks in RANKS for seconds, steps in STEPS.items() for row in _measure(ranks, seconds, steps)]
     report("exchange", rows, title="One optimizer step", settings={"repeats": REPEATS, "backend": "gloo"})
     return 0

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.exchange`: steps of a given length, with and without something that ranks agree by.
+"""One rank of `benchmarks.exchange`: steps of a given length, with and without a way for the ranks to agree.
 
 One JSON object in ``argv[1]``: ``steps``, ``seconds`` (of a step's own work), ``way`` and ``out``.
 """
@@ -19,7 +19,7 @@ from dalsegno.elastic import Session, session
 
 
 def work(seconds: float) -> None:
-    """Stands for forward and backward: other ranks may have the core meanwhile, as they do while a GPU computes."""
+    """Stands for forward and backward: other ranks may use the core meanwhile, as they can while a GPU computes."""
     time.sleep(seconds)
 
 
@@ -52,7 +52,7 @@ def with_tokens_before(s: Session, seconds: float) -> None:
     s.begin_step(ahead=1 << 30)
     s.sum(1000)
     work(seconds / 2)
-    work(seconds / 2)  # alike: a sleep takes longer than it is told
+    work(seconds / 2)  # in two parts, as above, because a sleep takes longer than it is told
     s.end_step()
 
 

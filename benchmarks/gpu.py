@@ -1,10 +1,10 @@
 """What a change of the world costs on a card, part by part, and what a save does: `python -m benchmarks gpu`.
 
-For each size of state a run saves a checkpoint. Then ranks start from it as those of a changed world do, with a fresh
-interpreter ("cold") and out of a warm nursery ("standby", which is how `dlrover-run` starts them): process, imports,
-CUDA context, session (which reads the checkpoint and compares checksums), process group with its first collective,
-model, load, and first step. Each part ends when the card has done it; of several ranks the slowest counts. What an
-agent adds, to notice and to agree, the other benchmarks show.
+For each size of state a run saves a checkpoint. Then ranks start from it like those of a changed world, with a fresh
+interpreter ("cold") and from a warm nursery ("standby", which is how `dlrover-run` starts them). The parts are process,
+imports, CUDA context, session (which reads the checkpoint and compares checksums), process group with its first
+collective, model, load, and first step. Each part ends when the card has finished it; of several ranks the slowest
+counts. What an agent adds, to notice and to agree, is in the other benchmarks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dalsegno.agent.standby.worker_main import Assignment
 
 SIZES, REPEATS, SAVES = "1,10", 3, 3
 RANK = Path(__file__).with_name("gpu_rank.py")
-# Seconds for one start, and for the imports of a nursery.
+# The most seconds of one start, and of the imports of a nursery.
 PATIENCE = 500.0
 PARTS = ("process", "imports", "context", "session", "process group", "model", "load", "first step")
 
@@ -41,7 +41,7 @@ Start = Callable[[list[str], dict[str, str]], Any]
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """A line for each size and way to start, and for each way to save; 0 if all was measured, or without a card."""
+    """Prints a line for each size and way to start or save; returns 0 if all was measured, or without a card."""
     flags = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__.splitlines()[0])
     flags.add_argument("--sizes", default=SIZES, help="of the state, in GB, with commas (%(default)s)")
     flags.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try it (%(default)s)")
@@ -76,7 +76,7 @@ class _Measuring:
         self.backend = ""
 
     def saves(self, count: int) -> list[dict[str, Any]]:
-        """Makes the checkpoint, too."""
+        """Times saves, and so makes the checkpoint, too."""
         found = self._run(_cold, ["--saves", str(count)])
         rows = []
         for way in dict.fromkeys(row["way"] for row in found[0]["saves"]):

@@ -1,4 +1,4 @@
-"""One rank of `benchmarks.gpu`: starts as the worker of a changed world does, and says what each part of that took.
+"""One rank of `benchmarks.gpu`: starts like the worker of a changed world, and reports how long each part took.
 
 With ``--saves`` it trains and saves instead.
 """
@@ -7,7 +7,7 @@ import time
 
 _MAIN = time.monotonic()
 
-import argparse  # noqa: E402  # what is imported from here on is a part that is timed
+import argparse  # noqa: E402  # imports from here on are a part that is timed
 import json  # noqa: E402
 import os  # noqa: E402
 import sys  # noqa: E402
@@ -26,33 +26,33 @@ from dalsegno.elastic.trainer.strategies import own_device  # noqa: E402
 
 _IMPORTED = time.monotonic()
 
-# Weights and two moments, in bytes.
+# Bytes of weights and two moments, for each parameter.
 PER_PARAMETER = 12
 ROWS = 16
 
 
 class Parts:
-    """How long one part after the other took, each to the end of what it asked of the card."""
+    """Durations of consecutive parts, each until the card has finished its work."""
 
     def __init__(self, began: float) -> None:
         self.seconds = {"process": _MAIN - began, "imports": _IMPORTED - _MAIN}
         self._last = _IMPORTED
 
     def end(self, name: str) -> None:
-        """The part that this ends."""
+        """Ends a part."""
         settle()
         now = time.monotonic()
         self.seconds[name], self._last = now - self._last, now
 
 
 def settle() -> None:
-    """Until the card has done what it was asked for."""
+    """Waits until the card has finished its work."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
 
 
 def make_model(state_bytes: int) -> nn.Module:
-    """Layers of weights that, with Adam's moments, take about so many bytes."""
+    """Layers whose weights, with Adam's moments, take about `state_bytes` bytes."""
     parameters = state_bytes / PER_PARAMETER
     width = 4096 if parameters > 8 * 4096**2 else 1024
     layers = max(1, round(parameters / width**2))
@@ -113,7 +113,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> N
 
 
 def save(s: Any, state: TrainingState, step: Callable[[], None], count: int) -> list[dict[str, Any]]:
-    """Saves of both ways; how long the script stood still, what the step after it took, and until it was sealed."""
+    """Times saves of both ways: how long the script stood still, the next step, and the time until the seal."""
     found = []
     ways: dict[str, Any] = {"waiting": state.write, "in the background": background(state.files)}
     for way, content in ways.items():
@@ -132,7 +132,7 @@ def save(s: Any, state: TrainingState, step: Callable[[], None], count: int) -> 
 
 
 def timed(step: Callable[[], None]) -> float:
-    """Seconds of one step, to its end on the card."""
+    """Seconds of one step, until the card has finished it."""
     settle()
     began = time.monotonic()
     step()

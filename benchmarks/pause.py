@@ -1,9 +1,10 @@
 """What a change of the world costs, part by part, over the size of the state and the number of its tensors.
 
-Real agents with an embedded master on this machine, one rank per node, beside torchrun with each framework's own save
-and load, one after the other in the same run. A node joins (1 to 2); then it is killed (2 to 1), with all its processes
-at once. Each change is split into its parts by the marks of `--trace-dir` (`dalsegno pauses DIR`); the parts sum to the
-pause. Each measured change is a line of a file, out of which `--draw` makes the table and the picture of docs/pause.md.
+Real agents with an embedded master on this machine, one rank per node, are compared with torchrun and each framework's
+own save and load, one after the other in the same run. A node joins (1 to 2); then it is killed (2 to 1), with all its
+processes at once. The marks of `--trace-dir` (`dalsegno pauses DIR`) divide each change into its parts, whose sum is
+the pause. Each measured change is a line of a file, from which `--draw` makes the table and the picture of
+docs/pause.md.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from examples.history import StepLine
 from tests.support.jobs import local_processes as processes
 
 SCRIPT = Path(__file__).resolve().parent / "pause_rank.py"
-# Of weights and both moments of AdamW in fp32, for each parameter.
+# Bytes of weights and both moments of AdamW in fp32, for each parameter.
 BYTES_EACH = 12
 SIZES = {"16MB": 16 * 10**6, "150MB": 150 * 10**6, "0.5GB": 500 * 10**6, "2GB": 2 * 10**9}
 TENSORS = (100, 1000, 5000)
-# Of a framework: what `dlrover-run` is told, and how the change is then made.
+# For each way: the framework, and the flags for `dlrover-run` that decide how the change is made.
 WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ddp": ("ddp", ()),
     "fsdp2": ("fsdp2", ()),
@@ -46,7 +47,7 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
 }
 LAUNCHERS = {"ours": "dlrover-run", "torchrun": "torchrun, tuned"}
 SCENES = ("join", "kill")
-# Steps that a world makes before something happens to it, and seconds: standby workers are warm by then.
+# Steps and seconds that a world trains before something happens to it: standby workers are warm by then.
 STEPS, SETTLE = 5, 4.0
 
 
@@ -68,7 +69,7 @@ def shape(size: int, tensors: int) -> tuple[int, int]:
     """Layers and their width, so that weights and biases, two tensors each, and their moments take `size` bytes."""
     layers = max(1, tensors // 2)
     parameters = size / BYTES_EACH / layers
-    # width^2 + width of them in each layer.
+    # Each layer has width^2 + width parameters.
     return layers, max(1, round((parameters + 0.25) ** 0.5 - 0.5))
 
 
@@ -82,15 +83,15 @@ class Options:
     settle: float = SETTLE
     patience: float = 300.0
     directory: Path | None = None
-    # Where marks are kept; None: nowhere.
+    # Where marks are kept; None: not kept.
     trace: Path | None = None
 
 
 def measure(cell: Cell, options: Options) -> list[Change]:
-    """A job of one node, to which another comes, which is then killed.
+    """Runs a job of one node; another node joins, and is then killed.
 
     Raises:
-        TimeoutError: A change did not come about; the message has what the job's console said last.
+        TimeoutError: A change did not come about; the message has the last lines of the job's consoles.
     """
     layers, width = shape(cell.bytes, cell.tensors)
     flags = [f"--framework={cell.framework}", f"--layers={layers}", f"--width={width}"]
@@ -136,7 +137,7 @@ def _play(cell: Cell, job: Job, marks: Path, options: Options) -> list[Change]:
 
 
 def _settle(job: Job, size: int, since: float, options: Options) -> None:
-    """Waits until a world of this size has made some steps, also the one after which it has saved, and is at rest."""
+    """Waits until a world of this size has made some steps, and one more after its save, and is at rest."""
     job.wait(lambda: len(job.steps_of_world(size, since)) >= STEPS, f"a world of {size}")
     first = job.steps_of_world(size, since)[0]
     saved = (max(line.step for line in job.lines) // options.save_every + 1) * options.save_every
@@ -160,7 +161,7 @@ def _change(cell: Cell, scene: str, pause: Pause, lines: Sequence[StepLine], eve
         scene=scene,
         pause=pause.seconds,
         gap=gap,
-        # From the last step of before to one that nobody had made.
+        # From the last step before the event to the first step that nobody had made.
         past=past - max(line.time for line in lines if line.epoch != after[-1].epoch),
         step=statistics.median(b - a for a, b in zip(ends[-STEPS:], ends[-STEPS + 1 :], strict=False)),
         lost=pause.lost,
@@ -204,7 +205,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """Measures, a line for each change, or draws what was measured. 0 if all could be."""
+    """Measures, with a line for each change, or draws what was measured. Returns 0 if all could be measured."""
     flags = _parser().parse_args(arguments)
     folder = Path(os.environ.get(DIRECTORY_VARIABLE) or DEFAULT_DIRECTORY)
     results = flags.results or folder / "pause.jsonl"
@@ -212,7 +213,7 @@ def main(arguments: Sequence[str] = ()) -> int:
         draw(read_changes(results), flags.draw)
         return 0
     results.parent.mkdir(parents=True, exist_ok=True)
-    # What was started is ended by whoever started it, also where this is ended.
+    # Each `with` ends what it has started, even if this process is ended by a signal.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = Options(
         flags.scenes, flags.save_every, flags.step_time, patience=flags.patience, directory=flags.directory
@@ -231,7 +232,7 @@ def main(arguments: Sequence[str] = ()) -> int:
 
 
 def _cells(flags: argparse.Namespace) -> list[Cell]:
-    """All that were asked for, torchrun right behind what it is held against."""
+    """All cells that were asked for, torchrun's right after the one that it is compared with."""
     found = []
     for size in flags.sizes:
         for tensors in flags.tensors:

@@ -1,4 +1,4 @@
-"""The page of `benchmarks.pause`: its table and its picture, out of what was measured. Standard library only."""
+"""The page of `benchmarks.pause`: its table and its picture, made from its measurements. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 __all__ = ("Change", "draw", "picture", "read_changes", "table")
 
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
-# Columns of the table: parts that are told as one.
+# Columns of the table, each with the parts that it sums up.
 GROUPS: dict[str, tuple[str, ...]] = {
     "noticed": ("noticed",),
     "step finished": ("step finished",),
@@ -40,16 +40,16 @@ class Change:
     """One change that was measured.
 
     Attributes:
-        way: of `benchmarks.pause.WAYS`.
-        bytes, tensors: of the state; of the model.
+        way: one of `benchmarks.pause.WAYS`.
+        bytes, tensors: size of the state in bytes; number of the model's tensors.
         launcher: "ours" or "torchrun".
         scene: "join" or "kill".
         pause: seconds, and what they consist of.
         gap: longest time in which no rank ended a step, until the new world's first.
-        past: seconds from the last step of before to one that nobody had made.
-        step: seconds of one of before.
+        past: seconds from the last step before the event to the first that nobody had made.
+        step: seconds of a step before the event.
         lost: steps that were made twice.
-        load: of the machine, the mean of the minute before.
+        load: the machine's load, as the mean of the minute before.
     """
 
     way: str
@@ -67,10 +67,10 @@ class Change:
 
 
 def read_changes(path: Path) -> list[Change]:
-    """What `benchmarks.pause` has written.
+    """Reads what `benchmarks.pause` has written.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     names = {field.name for field in fields(Change)}
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -78,7 +78,7 @@ def read_changes(path: Path) -> list[Change]:
 
 
 def grouped(parts: Mapping[str, float]) -> dict[str, float]:
-    """By the table's columns; a part of no column counts where a script's own marks do, as an engine that is built."""
+    """Parts by the table's columns; a part without a column counts with the script's own marks (building an engine)."""
     known = {part: group for group, own in GROUPS.items() for part in own}
     found = dict.fromkeys(GROUPS, 0.0)
     for part, seconds in parts.items():
@@ -87,7 +87,7 @@ def grouped(parts: Mapping[str, float]) -> dict[str, float]:
 
 
 def table(changes: Iterable[Change]) -> str:
-    """Markdown: a line for each cell, ours and torchrun's side by side, medians."""
+    """Markdown: a line for each cell with ours and torchrun's side by side, medians."""
     cells = _cells(changes)
     columns = [*GROUPS]
     head = ["way", "MB", "tensors", "change", "a step", "pause", *columns]
@@ -131,7 +131,7 @@ def _order(item: tuple[Key, object]) -> tuple[object, ...]:
 
 
 def _framework(cells: Cells, way: str, size: int, tensors: int, scene: str) -> list[Change]:
-    """torchrun has one way for each framework, whatever ours is."""
+    """torchrun's changes of the same framework, which it runs in one way only."""
     return cells.get((way.partition("-")[0], size, tensors, scene), {}).get("torchrun", [])
 
 
@@ -144,7 +144,7 @@ def _lost(changes: Sequence[Change]) -> str:
 
 
 def picture(changes: Iterable[Change]) -> str:
-    """SVG: a panel for each scene and number of tensors; pause over state, both logarithmic. Dashed: torchrun."""
+    """SVG: a panel for each scene and number of tensors; pause over state, both logarithmic. torchrun is dashed."""
     cells = _cells(changes)
     scenes = sorted({key[3] for key in cells})
     tensors = sorted({key[2] for key in cells})
@@ -207,7 +207,7 @@ def _grid(place, sizes: Sequence[int], low: float, high: float) -> list[str]:  #
 def _line(points: Sequence[tuple[float, float]], colour: str, dash: str) -> list[str]:
     if not points:
         return []
-    # A single point has no line that says whose it is.
+    # A single point has no line that would identify it.
     inside = "none" if dash else colour
     track = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
     parts = [f'<polyline points="{track}" fill="none" stroke="{colour}" stroke-width="2"{dash}/>']

@@ -1,8 +1,8 @@
-"""One rank of `benchmarks.pause`: so many tensors of so many bytes, trained by DDP, FSDP2, ZeRO-1 or ZeRO-3.
+"""One rank of `benchmarks.pause`: a model of given bytes and tensors, trained by DDP, FSDP2, ZeRO-1 or ZeRO-3.
 
-Under `dlrover-run` it is a script with a session. With `--own DIR` it is one for torchrun: it saves every so many steps
-with what its framework has for that (`torch.save`, torch's distributed checkpoint, DeepSpeed's `save_checkpoint`), and
-begins with the newest of those. Another number of ranks then takes DeepSpeed's own conversion to universal files.
+Under `dlrover-run` it is a script with a session. With `--own DIR` it is a script for torchrun: it saves every few
+steps with its framework's own means (`torch.save`, torch's distributed checkpoint, DeepSpeed's `save_checkpoint`), and
+begins with the newest save. Another number of ranks then needs DeepSpeed's own conversion to universal files.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from dalsegno.protos.contract import Variable
 from dalsegno.protos.trace import mark
 
 SAMPLES, GLOBAL_BATCH, SEED = 1 << 16, 4, 1
-# FSDP gathers so many parts of the model one by one.
+# Number of parts of the model that FSDP gathers one by one.
 BLOCKS = 8
 
 
 class Layer(nn.Module):
-    """Two tensors, a weight and a bias; adds a little to what comes in."""
+    """Two tensors, a weight and a bias; adds a little to its input."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Layer(nn.Module):
 
 
 class Rows(torch.utils.data.Dataset[Tensor]):
-    """Rows of numbers, each computed from its place."""
+    """Rows of numbers, each computed from its index."""
 
     def __init__(self, width: int) -> None:
         self._places = torch.arange(1.0, width + 1)
@@ -57,7 +57,7 @@ class Rows(torch.utils.data.Dataset[Tensor]):
 
 
 class Log:
-    """One line for each step, as `examples.history` reads them."""
+    """One line for each step, in the format that `examples.history` reads."""
 
     def __init__(self, directory: Path, rank: int, world_size: int, epoch: int) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def loss_of(model: Any, rows: Tensor) -> Tensor:
 
 
 def shard(model: nn.Sequential) -> nn.Module:
-    """FSDP2, block by block."""
+    """Shards the model with FSDP2, block by block."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model:
@@ -97,7 +97,7 @@ def shard(model: nn.Sequential) -> nn.Module:
 
 
 def configuration(flags: argparse.Namespace) -> dict[str, Any]:
-    """DeepSpeed's, without batch sizes."""
+    """DeepSpeed's configuration, without batch sizes."""
     return {
         "zero_optimization": {"stage": int(flags.framework.removeprefix("zero"))},
         "zero_allow_untested_optimizer": True,
@@ -105,7 +105,7 @@ def configuration(flags: argparse.Namespace) -> dict[str, Any]:
 
 
 def device() -> torch.device:
-    """This rank's card, where there is one."""
+    """This rank's card, if there is one."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     found = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -118,7 +118,7 @@ def join() -> None:
 
 
 class Pace:
-    """Stretches steps to a least duration, as those of a model on a card are long beside what surrounds them."""
+    """Stretches steps to a least duration, because a model's steps on a card are long beside what surrounds them."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._last = seconds, time.monotonic()
@@ -193,7 +193,7 @@ def _elastic_torch(flags: argparse.Namespace, s: Any, plan: BatchPlan) -> tuple[
 
 
 class _Stepping:
-    """`Accumulation`, and the optimizer's step behind it."""
+    """`Accumulation`, followed by the optimizer's step."""
 
     def __init__(self, accumulate: Accumulation, optimizer: torch.optim.Optimizer) -> None:
         self._accumulate, self._optimizer = accumulate, optimizer
@@ -237,7 +237,7 @@ def own(flags: argparse.Namespace) -> None:
         import deepspeed
         import deepspeed.ops
 
-        # Not used under torchrun, and compiled for a minute.
+        # Not used under torchrun, and its compilation takes a minute.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         deepspeed.init_distributed("nccl" if torch.cuda.is_available() else "gloo", verbose=False)
         step, done, save = _own_zero(flags)
@@ -246,7 +246,7 @@ def own(flags: argparse.Namespace) -> None:
         step, done, save = _own_torch(flags)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     number = torch.tensor([int(time.monotonic() * 1000)], device=device())
-    dist.broadcast(number, 0)  # what `dlrover-run` calls an epoch
+    dist.broadcast(number, 0)  # plays the part of an epoch under `dlrover-run`
     os.environ[Variable.EPOCH] = str(int(number))
     log, pace, rows = Log(flags.step_log, rank, world_size, int(number)), Pace(flags.step_time), Rows(flags.width)
     mark("ready")
@@ -309,7 +309,7 @@ def _own_torch(flags: argparse.Namespace) -> Own:
 
 
 def _note(newest: Path, count: int) -> None:
-    """Once all have written: what to begin with."""
+    """Once all have written: notes which save to begin with."""
     dist.barrier()
     if dist.get_rank() == 0:
         aside = newest.with_suffix(".new")

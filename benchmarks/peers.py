@@ -1,12 +1,12 @@
 """How long a change of membership stops training: dlrover-run beside torchrun, the same script on the same machine.
 
-Plain DDP (`examples/ddp.py`), one process per node. Three scenes, each from its event to the first step that every rank
-of the new world has done: a node joins (1 to 2), a node is killed with SIGKILL (3 to 2, not node 0, whose death ends a
-torchrun job), a worker crashes (2 nodes). torchrun runs with its defaults and tuned: last call 2 s, keep-alive 3 x 2 s,
-a store of its own for the workers. With `DLROVER_PYTHON`, an interpreter that has DLRover and this package, DLRover
-runs too, its last call at 5 s.
+Plain DDP (`examples/ddp.py`), one process per node. Three scenes are timed, each from its event to the first step that
+every rank of the new world has done: a node joins (1 to 2), a node is killed with SIGKILL (3 to 2, not node 0, whose
+death ends a torchrun job), a worker crashes (2 nodes). torchrun runs with its defaults and tuned: last call 2 s,
+keep-alive 3 x 2 s, a store of its own for the workers. If `DLROVER_PYTHON` names an interpreter that has DLRover and
+this package, DLRover runs too, with a last call of 5 s.
 
-What is measured is the longest time without a step after the event; for a join also until the newcomer takes part.
+The result is the longest time without a step after the event; for a join also the time until the newcomer takes part.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ TUNED = "last_call_timeout=2,keep_alive_interval=2,keep_alive_max_attempt=3"
 
 @dataclass
 class Job:
-    """One job below one directory: nodes are started, killed, and read by what their ranks logged.
+    """One job below one directory: starts and kills nodes, and reads what their ranks logged.
 
     Attributes:
         nnodes: as the launcher's flag.
-        script, flags: what each rank runs; `--step-log` is added, and where there is no `dlrover-run` `alone`, a flag
-            for a directory to save in.
+        script, flags: what each rank runs. `--step-log` is added and, without `dlrover-run`, the flag `alone`, which
+            names a directory to save in.
         more: flags for `dlrover-run`.
         patience: seconds that a change may take.
     """
@@ -65,7 +65,7 @@ class Job:
     patience: float = PATIENCE
     name: str = field(default_factory=lambda: f"peers-{secrets.token_hex(4)}")
     nodes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    # Processes that are no nodes: a peer's master.
+    # Processes that are no nodes, for instance a peer's master.
     others: list[subprocess.Popen[bytes]] = field(default_factory=list)
     lines: list[StepLine] = field(default_factory=list)
 
@@ -108,7 +108,7 @@ class Job:
         while not condition():
             if time.monotonic() > deadline or not any(node.poll() is None for node in self.nodes):
                 raise TimeoutError(f"{self.launcher}: {what}: not within {self.patience:.0f} s, or all nodes ended")
-            time.sleep(LOOK_EVERY)  # Files of other processes: there is no event.
+            time.sleep(LOOK_EVERY)  # why: no event tells of files of other processes
 
     def steps_of_world(self, size: int, since: float) -> list[float]:
         """Times at which all ranks of a world of this size had done a step, from `since` on."""
@@ -178,7 +178,7 @@ LAUNCHERS: dict[str, Callable[[Job, int], tuple[list[str], dict[str, str]]]] = {
 
 @contextlib.contextmanager
 def a_job(launcher: str, below: Path | None = None, **options: Any) -> Iterator[Job]:
-    """One in a directory of its own, which goes with all that was started. `options` as `Job` has them."""
+    """A job in a directory of its own, which is deleted with all its processes. `options` as in `Job`."""
     with tempfile.TemporaryDirectory(prefix="peers-", dir=below) as folder, socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = int(server.getsockname()[1])
@@ -191,7 +191,7 @@ def a_job(launcher: str, below: Path | None = None, **options: Any) -> Iterator[
 
 
 def _open(job: Job, count: int) -> None:
-    """A first world, in which node 0 hosts the store or the master: its death is another scene."""
+    """Opens a first world, in which node 0 hosts the store or the master; its death would be another scene."""
     began = time.time()
     job.start_node()
     job.wait(lambda: hosts(job), "node 0 hosts")
@@ -209,7 +209,7 @@ def hosts(job: Job) -> bool:
 
 
 def _pause(job: Job, size: int, event: float) -> float:
-    """Longest time without a step, from the last one before the event to some after the world has `size` ranks."""
+    """Longest time without a step, from the last one before the event until the world has `size` ranks and trains."""
     job.wait(lambda: len(job.steps_of_world(size, event + 2 * STEP_TIME)) >= WARM_STEPS, f"a world of {size}")
     before = max(line.time for line in job.lines if line.time <= event)
     after = sorted({line.time for line in job.lines if line.time > event})
@@ -227,7 +227,7 @@ def joined(launcher: str) -> tuple[float, float]:
 
 
 def killed(launcher: str) -> tuple[float, float]:
-    """A node that is not node 0 is killed; the same number twice."""
+    """Kills a node that is not node 0; returns the same number twice."""
     with a_job(launcher) as job:
         _open(job, 3)
         event = time.time()
@@ -238,7 +238,7 @@ def killed(launcher: str) -> tuple[float, float]:
 
 
 def crashed(launcher: str) -> tuple[float, float]:
-    """The worker of one of two nodes is killed; the same number twice."""
+    """Kills the worker of one of two nodes; returns the same number twice."""
     with a_job(launcher) as job:
         _open(job, 2)
         (worker,) = [
@@ -256,7 +256,7 @@ SCENES = {"a node joins, 1 to 2": joined, "a node is killed, 3 to 2": killed, "a
 
 
 def _row(scene: str, launcher: str) -> dict[str, object]:
-    """One line of the table: medians over the repeats that came to an end."""
+    """One line of the table: medians of the repeats that came to an end."""
     found, failed = [], 0
     for _ in range(REPEATS):
         try:

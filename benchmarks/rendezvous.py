@@ -1,25 +1,26 @@
 """What many nodes cost the master: forming, heartbeats, losses, a restart, at 10 to 2,000 nodes.
 
 A real `dlrover-master` with a SQLite store, as a user starts it, and real gRPC clients, one channel and stream for each
-node (`benchmarks.swarm_node`), in three processes on the same cores: one node, half of the nodes, and the rest. So a
-loss is real: SIGKILL closes all connections of a process at once; SIGSTOP leaves them open, and nothing answers, not
-even pings. The nodes have no workers: what is measured is the master, and what it makes a change wait for.
+node (`benchmarks.swarm_node`). The clients are three processes on the same cores: one node, half of the nodes, and the
+rest. So a loss is real: SIGKILL closes all connections of a process at once; SIGSTOP leaves them open, but nothing
+answers, not even pings. The nodes have no workers: the result is the cost of the master, and of what it makes a change
+wait for.
 
 - *forming*: all nodes start at once; from the last node's Join to the last node's directive that names the whole world.
 - *steady*: nothing but heartbeats.
 - *one silent*, *one closed*, *half silent*, *half closed*: from the event to the first survivor that is told
   ("noticed"), and from there to the last survivor that is told of the next world ("formed"). After each, the lost nodes
   come back (*... back*): from the last newcomer's Join to the world of all.
-- *half closed, master killed*: both in the same moment; counted from when the next master serves, to which agents
-  come back first.
+- *half closed, master killed*: both at the same moment; counted from when the next master serves, because agents must
+  first come back to it.
 - *progress*: 50 nodes report ten steps a second, one node calls every 50 ms and commits a checkpoint every 2 s.
 
-Nodes that fall silent together are not found out together: each had spoken at another moment. So with half of them
-"noticed" is the first, and it is the sum that has to be kept.
+Nodes that fall silent together are not found out together, because each had spoken at another moment. So with half of
+them "noticed" is the first, and the limit is on the sum.
 
-CPU is what the master's process used (user and system) in the scene, from the event to the formed world. Other tables:
-how long calls waited; how each cost grows with the number of nodes N (the exponent of a fit of log CPU over log N: 1 is
-linear), with the longest directives; and what a commit costs a master that keeps all checkpoints.
+CPU is what the master's process used (user and system) in the scene, from the event to the formed world. Other tables
+show how long calls waited; how each cost grows with the number of nodes N (the exponent of a fit of log CPU over log N:
+1 is linear), with the longest directives; and what a commit costs a master that keeps all checkpoints.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from dalsegno.master.brain.listening import RECONNECT
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.contract import JobSettings
 
-# Seconds: from the last Join to the world, from a loss noticed to the next world, and what may be added to the time in
-# which a loss must be noticed, for the ways of calls and processes.
+# Seconds: from the last Join to the world, from a noticed loss to the next world, and what calls and processes may add
+# to the time in which a loss must be noticed.
 FORMED_WITHIN, NEXT_WITHIN, SLACK = 6.0, 3.0, 1.0
-# A closed connection counts as a loss after this long (seconds).
+# Seconds after which a closed connection counts as a loss.
 CLOSED_GRACE = 1.0
-# Share of one core, in percent, that steady heartbeats of so many nodes may take.
+# Percent of one core that steady heartbeats of so many nodes may take.
 STEADY_PERCENT, STEADY_NODES = 15.0, 1000
 REPORTERS, REPORT_EVERY, REPORT_SECONDS = 50, 0.1, 10.0
-# How large the record is when a commit's cost is looked at, over how many commits, and how long all of them may take.
+# Sizes of the record at which a commit's cost is measured, over how many commits, and the most seconds of all of them.
 MARKS, LAST_COMMITS, RECORD_SECONDS = (100, 1_000, 3_000, 10_000), 50, 600.0
 RECORD_NODES = 10
 ROLES = ["one", "half", "stay"]
@@ -69,11 +70,11 @@ class Options:
 
 @dataclass
 class Results:
-    """What was measured; one line of a table each."""
+    """The measurements; each list holds the lines of one table."""
 
     rows: list[Row] = field(default_factory=list)
     calls: list[Row] = field(default_factory=list)
-    # Of each kind of directive and number of nodes the longest, bytes.
+    # By kind of directive and number of nodes: the longest, in bytes.
     sizes: dict[str, dict[int, int]] = field(default_factory=dict)
 
 
@@ -89,11 +90,11 @@ class Scenes:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Nodes of each role."""
+        """Number of nodes by role."""
         return dict(zip(ROLES, counts(self.nodes), strict=True))
 
     def form(self) -> None:
-        """All nodes start at once."""
+        """Starts all nodes at once."""
         with self._row("forming") as row:
             for role, count in self.sizes.items():
                 self.cluster.start(role, count)
@@ -102,7 +103,7 @@ class Scenes:
             self.epoch = world.epoch
 
     def steady(self) -> None:
-        """Nothing but heartbeats."""
+        """Only heartbeats."""
         for role in ROLES:
             self._told(self.cluster.ask(role))
         with self._row("steady"):
@@ -123,9 +124,9 @@ class Scenes:
         self._lose("half", silent=True)
 
     def restart(self) -> None:
-        """Half of the nodes and the master die in the same moment."""
+        """Half of the nodes and the master die at the same moment."""
         with self._row("half closed, master killed") as row:
-            # The survivors are told by the next master only.
+            # Only the next master tells the survivors.
             self.cluster.master.close()
             self.cluster.kill("half")
             self.cluster.start_master()
@@ -134,7 +135,7 @@ class Scenes:
         self._back("half", "half closed, master killed", silent=False)
 
     def progress(self) -> None:
-        """Many report steps; one that does nothing unusual calls all the time."""
+        """Many nodes report steps, and an ordinary one calls all the time."""
         reporters = min(REPORTERS, counts(self.nodes)[1])
         with self._row("progress"):
             asked = self.cluster.order("half", "progress", nodes=reporters, every=REPORT_EVERY, seconds=REPORT_SECONDS)
@@ -163,7 +164,7 @@ class Scenes:
         self.epoch = world.epoch
 
     def _back(self, role: str, scene: str, *, silent: bool) -> None:
-        """The lost nodes come back, as new ones where their process was killed."""
+        """The lost nodes come back, as new ones if their process was killed."""
         with self._row(f"{scene}, back") as row:
             event = time.monotonic()
             if silent:
@@ -176,7 +177,7 @@ class Scenes:
 
     @contextlib.contextmanager
     def _row(self, scene: str) -> Iterator[Row]:
-        """A row with what the scene cost; it stays, with what went wrong, when the scene fails."""
+        """A row with what the scene cost; if the scene fails, the row stays and says what went wrong."""
         row: Row = {"nodes": self.nodes, "scene": scene, "noticed (s)": None, "formed (s)": None}
         began, before, clients = time.monotonic(), self.cluster.master.cpu(), self._clients()
         try:
@@ -198,13 +199,13 @@ class Scenes:
         return sum(swarm.cpu() for swarm in self.cluster.swarms.values())
 
     def _told(self, told: Row) -> None:
-        """How long the directives were that a swarm got."""
+        """Notes the lengths of the directives that a swarm got."""
         for order, size in told["sizes"].items():
             sizes = self.results.sizes.setdefault(order, {})
             sizes[self.nodes] = max(size, sizes.get(self.nodes, 0))
 
     def _calls(self, scene: str, role: str, told: Row) -> None:
-        """How long calls waited, as one swarm saw it."""
+        """Notes how long a swarm's calls waited."""
         self._told(told)
         for method, waits in told["waits"].items():
             failed = sum(count for what, count in told["failures"].items() if what.startswith(f"{method} "))
@@ -214,19 +215,19 @@ class Scenes:
 
 
 def counts(nodes: int) -> tuple[int, int, int]:
-    """Nodes of each role: one, half of them, the rest."""
+    """Number of nodes by role: one, half of them, the rest."""
     half = nodes // 2
     return 1, half, nodes - half - 1
 
 
 def formed(world: World) -> Row:
-    """Of a world that waited for its last node."""
+    """The row of a world that waited for its last node."""
     seconds = world.formed - world.joined
     return {"formed (s)": seconds, "late": seconds > FORMED_WITHIN}
 
 
 def judged(row: Row) -> Row:
-    """Says in ``kept`` whether the scene kept what it should, and in ``remark`` what went wrong."""
+    """Says in ``kept`` whether the scene kept its limits, and in ``remark`` what went wrong."""
     late = row.pop("late", None)
     if row["scene"] == "steady" and row["nodes"] == STEADY_NODES:
         late = row["master (%)"] > STEADY_PERCENT
@@ -237,19 +238,19 @@ def judged(row: Row) -> Row:
 
 
 def shown(row: Row) -> str:
-    """One line while it runs."""
+    """One line for the console."""
     parts = [f"{key} {value:.3g}" if isinstance(value, float) else f"{key} {value}" for key, value in row.items()]
     return f"  {', '.join(parts)}"
 
 
 def settings(nodes: int, options: Options, **changes: Any) -> pb.Settings:
-    """The agents' own, but for the sizes, and a growth whenever somebody comes."""
+    """The agents' own settings, except for the sizes, and with a growth whenever a node comes."""
     values = {"min_nodes": max(1, nodes // 4), "max_nodes": nodes, "grow_interval": 0.0}
     return pb.Settings(**(asdict(JobSettings()) | values | {"node_timeout": options.node_timeout} | changes))
 
 
 def measure(results: Results, nodes: int, options: Options) -> None:
-    """All scenes; after one that failed a new cluster is formed for the next."""
+    """Runs all scenes; after a failed one the next begins with a new cluster."""
     waiting: list[Callable[[Scenes], None]] = [
         Scenes.steady,
         Scenes.one_silent,
@@ -273,14 +274,15 @@ def measure(results: Results, nodes: int, options: Options) -> None:
 
 
 def record(options: Options) -> list[Row]:
-    """What a commit and a heartbeat cost the more the longer the record is, where all checkpoints are kept."""
+    """How the cost of a commit and of a heartbeat grows with the record, if all checkpoints are kept."""
     rows: list[Row] = []
     end = time.monotonic() + RECORD_SECONDS
     with Cluster(settings(RECORD_NODES, options, keep_checkpoints=0)) as cluster:
         Scenes(RECORD_NODES, options, cluster, Results()).form()
         done = step = 0
         for mark in [mark for mark in MARKS if mark < options.commits] + [options.commits]:
-            # Side by side they share transactions, which fills the record sooner; what is measured comes by itself.
+            # Side by side they share transactions, which fills the record sooner; those that are measured come one by
+            # one.
             count, step, *_ = _calls(cluster, "half", step, mark - LAST_COMMITS - done, end)
             done += count
             count, step, cpu, took = _calls(cluster, "one", step, mark - done, end)
@@ -302,9 +304,9 @@ def record(options: Options) -> list[Row]:
 
 
 def _calls(cluster: Cluster, role: str, step: int | None, count: int, end: float) -> tuple[int, int, float, float]:
-    """Has the nodes of a role commit what is above a step, or send heartbeats (None).
+    """Makes the nodes of a role commit steps above `step`, or send heartbeats (None).
 
-    Returns how many they made, the last step, and milliseconds for each: of the master's CPU, and in all.
+    Returns how many there were, the last step, and milliseconds for each: of the master's CPU, and altogether.
     """
     left = end - time.monotonic()
     if count <= 0 or left <= 0:
@@ -317,11 +319,11 @@ def _calls(cluster: Cluster, role: str, step: int | None, count: int, end: float
 
 
 def growth(results: Results) -> list[Row]:
-    """Of each scene the exponent with which the master's CPU time grows with the nodes; and how long directives are."""
+    """For each scene the exponent of the master's CPU time over the nodes; and the lengths of directives."""
     costs: dict[str, dict[int, float]] = {}
     for row in results.rows:
         if not row["remark"]:
-            # A clock tick at least: there is no logarithm of nothing.
+            # At least a clock tick, because 0 has no logarithm.
             costs.setdefault(row["scene"], {})[row["nodes"]] = max(row["master CPU (s)"], 0.01)
     found: list[Row] = []
     for scene, points in costs.items():
@@ -350,7 +352,7 @@ def main(arguments: Sequence[str] = ()) -> int:
     options = Options([int(n) for n in given.nodes.split(",")], given.steady, given.node_timeout, given.commits)
     if min(options.nodes) < len(ROLES) or 0 < options.commits < 2 * LAST_COMMITS:
         flags.error(f"at least {len(ROLES)} nodes and {2 * LAST_COMMITS} commits")
-    # Ended by a signal it still ends the processes that it has started, stopped ones too.
+    # Ended by a signal, it still ends the processes that it has started, even stopped ones.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results = Results()
     for nodes in options.nodes:

@@ -1,8 +1,8 @@
-"""Loading ZeRO shards into a world of another size as they lie, beside DeepSpeed's own load where the size is the same.
+"""Loads ZeRO shards as they are into a world of another size, compared with DeepSpeed's own load into the same size.
 
-Real DeepSpeed makes a checkpoint with two ranks, and the same model's with one and with three. Then, several times and
-in turn, two fresh ranks load: their own with DeepSpeed alone ("native"), the others' by re-sharding, and one by
-converting it first. Timed is the load from barrier to barrier, without the processes' start; files are in the page
+Real DeepSpeed makes a checkpoint with two ranks, and checkpoints of the same model with one and with three. Then two
+fresh ranks load, several times and in turn: their own with DeepSpeed alone ("native"), the others' by re-sharding, and
+one after converting it. The load is timed from barrier to barrier, without the processes' start; files are in the page
 cache.
 """
 
@@ -27,7 +27,7 @@ MEGABYTES, REPEATS = 1000, 5
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    """A line for each way and stage, medians; 0 if all could be measured."""
+    """Prints a line for each way and stage, medians; returns 0 if all could be measured."""
     flags = argparse.ArgumentParser(prog="python -m benchmarks.reshard", description=__doc__.splitlines()[0])
     flags.add_argument("--megabytes", type=int, default=MEGABYTES, help="of the ZeRO-2 checkpoint (%(default)s)")
     flags.add_argument("--repeats", type=int, default=REPEATS, help="timed runs of each way (%(default)s)")

@@ -1,4 +1,4 @@
-"""What benchmarks share: where they ran, a table for people, and the same as JSON."""
+"""What benchmarks share: a description of the machine, a table for people, and the same as JSON."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-# Where results go, unless the environment says otherwise.
+# Where results go, unless the environment names another directory.
 DIRECTORY_VARIABLE = "DALSEGNO_BENCH_DIR"
 DEFAULT_DIRECTORY = Path("build/benchmarks")
 WIDTH = 160
@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 
 
 def machine() -> dict[str, Any]:
-    """The machine that this process runs on: processor, cores that it may use, memory, system; no names of hosts."""
+    """The machine of this process: processor, cores that it may use, memory, system; no host names."""
     return {
         "processor": _first("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
@@ -35,7 +35,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
-    """Versions of Python and of those packages that are installed."""
+    """Versions of Python and of those of the packages that are installed."""
     found = {"python": platform.python_version()}
     for package in packages:
         try:
@@ -49,10 +49,10 @@ def report(name: str, rows: Sequence[Row], *, title: str, settings: Row | None =
     """Prints ``rows`` as a table, with machine and versions below it, and writes all of it as JSON.
 
     Args:
-        name: Of the benchmark; the file is ``<name>.json``.
+        name: The benchmark's name; the file is ``<name>.json``.
         rows: One mapping for each line: column to value, with units in the columns' names. Lines may lack columns.
         title: What the table shows.
-        settings: What the benchmark was run with, for the JSON and the line below the table.
+        settings: The benchmark's settings, for the JSON and the line below the table.
 
     Returns:
         The file.
@@ -70,7 +70,7 @@ def report(name: str, rows: Sequence[Row], *, title: str, settings: Row | None =
         table.add_column(column, justify="right" if number else "left")
     for row in rows:
         table.add_row(*(_text(row.get(column)) for column in columns))
-    # What goes to a file or a pipe is not squeezed into 80 columns.
+    # Output to a file or a pipe is not squeezed into 80 columns.
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     console.print(table)
     memory = f"{here['memory_bytes'] / 2**30:.0f} GiB"

@@ -1,8 +1,8 @@
-"""ElasticSampler beside torch's DistributedSampler: time to the first index, memory, and seeking to the middle.
+"""Compares ElasticSampler with torch's DistributedSampler: time to the first index, memory, and seeking to the middle.
 
-Each measurement is a process of its own, with a bound on its memory, which tells what it took at its peak. What the two
-are asked for: begin a shuffled data epoch on rank 0 of 8, and go on in the middle of one, as after a resume.
-DistributedSampler has no position: going on means to draw the order again and to pass over what was consumed.
+Each measurement is a process of its own with bounded memory, whose peak is reported. The task is to begin a shuffled
+data epoch on rank 0 of 8, and to continue in the middle of one, as after a resume. DistributedSampler has no position:
+to continue, it must draw the order again and skip what was consumed.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from benchmarks import results
 
 LENGTHS = (10**6, 10**7, 10**8, 10**9)
 GLOBAL_BATCH, RANKS = 256, 8
-# Of the memory that is free, so that a benchmark does not bring down what else runs.
+# The share of free memory that it may use, so that other processes do not suffer.
 SHARE = 0.5
 BUDGET = 600.0
 REPEATS = 2000
 
 
 class Data:
-    """As much of a data set as DistributedSampler looks at."""
+    """What DistributedSampler needs of a data set."""
 
     def __init__(self, length: int) -> None:
         self._length = length

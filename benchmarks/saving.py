@@ -1,4 +1,4 @@
-"""How long a save holds up the training: written while it waits, and in the background."""
+"""How long a save holds up the training: while the loop waits for it, and in the background."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SAVES = 4
 
 
 def main() -> int:
-    """Seconds that the loop stands still for a save, in one process with all state on the CPU."""
+    """Prints seconds for which the loop stands still for a save, in one process with all state on the CPU."""
     weights = {f"layer-{number}": torch.randn(BYTES // FILES // 4) for number in range(FILES)}
     rows = []
     with tempfile.TemporaryDirectory() as folder:

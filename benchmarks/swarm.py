@@ -1,11 +1,11 @@
 """A process full of simulated nodes, which `benchmarks.cluster` starts: orders and events are JSON lines.
 
-It ends when its standard input is closed. Stopped by a signal, its nodes are silent while their connections stay open;
-killed, all their connections close at once: so nodes die as they do in life.
+It ends when its standard input is closed. If a signal stops it, its nodes are silent while their connections stay open;
+if it is killed, all their connections close at once. So nodes die as real ones do.
 
 Events carry times of the machine's monotonic clock, which all of its processes share:
 
-- ``registered``: all nodes have, for the first time;
+- ``registered``: all nodes have registered for the first time;
 - ``running``: all nodes were told of the world ``epoch``; ``joined``: when the last of them had asked for a place;
 - ``left``: the first of the nodes was told that the world ``epoch`` is over;
 - ``done``: the answer to an order, with counts, waits and sizes since the last one.
@@ -27,7 +27,7 @@ from google.protobuf import json_format
 from benchmarks.swarm_node import Node
 from dalsegno.protos import control_pb2 as pb
 
-# Seconds between two commits, and two heartbeats out of turn, of the node that measures how long calls wait.
+# Seconds between two commits, and between two extra heartbeats, of the node that measures how long calls wait.
 COMMIT_EVERY, PROBE_EVERY = 2.0, 0.05
 
 
@@ -41,7 +41,7 @@ class Swarm:
         self._running: Counter[int] = Counter()
         self._left: set[int] = set()
         self._joined_at = 0.0
-        # The last one that a node has tried to commit.
+        # The last step that a node has tried to commit.
         self.step = 0
         self.clear()
 
@@ -85,7 +85,7 @@ class Swarm:
     # ---- orders -----------------------------------------------------------------------------------------------------
 
     async def obey(self) -> None:
-        """Until standard input is closed."""
+        """Carries out orders until standard input is closed."""
         loop = asyncio.get_running_loop()
         reader = asyncio.StreamReader()
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -98,10 +98,10 @@ class Swarm:
             self.clear()
 
     async def do_report(self) -> None:
-        """Nothing but the answer."""
+        """Only answers."""
 
     async def do_progress(self, nodes: int, every: float, seconds: float) -> None:
-        """So many of the nodes report steps, each at that pace, or as often as the master lets them."""
+        """`nodes` of the nodes report steps, each at that pace, or as often as the master lets them."""
         end = time.monotonic() + seconds
 
         async def report(node: Node, first: float) -> None:
@@ -116,7 +116,7 @@ class Swarm:
         await asyncio.gather(*(report(node, now + every * n / len(chosen)) for n, node in enumerate(chosen)))
 
     async def do_probe(self, seconds: float) -> None:
-        """The first node calls again and again, and commits now and then: how long does a good agent wait?"""
+        """The first node calls again and again, and commits sometimes, to measure how long a good agent waits."""
         node = self.nodes[0]
         end = time.monotonic() + seconds
         commit_at = time.monotonic() + COMMIT_EVERY / 2
@@ -128,7 +128,7 @@ class Swarm:
             await asyncio.sleep(PROBE_EVERY)
 
     async def do_calls(self, commits: bool, count: int, seconds: float, above: int) -> None:
-        """So many commits above a step, or heartbeats, of all nodes side by side, as far as the time goes."""
+        """All nodes side by side make `count` commits above a step, or send heartbeats, as far as the time goes."""
         end = time.monotonic() + seconds
         left = count
         self.step = max(self.step, above)
@@ -140,7 +140,7 @@ class Swarm:
                 if commits:
                     self.step = 1 + max(self.step, node.newest)
                 if not await (node.commit(self.step) if commits else node.beat()):
-                    # A newer one was faster, and this one is refused.
+                    # A newer commit was faster, so this one is refused.
                     left += 1
                     await asyncio.sleep(PROBE_EVERY)
 
@@ -157,7 +157,7 @@ class Swarm:
 
 
 def spread(waits: list[float]) -> dict[str, float]:
-    """Seconds: median, 99th percentile, the longest; and how many."""
+    """Waits in seconds: median, 99th percentile, the longest; and how many."""
     ordered = sorted(waits)
     return {
         "count": len(ordered),
@@ -168,12 +168,12 @@ def spread(waits: list[float]) -> dict[str, float]:
 
 
 def say(event: str, **fields: Any) -> None:
-    """One line for whoever started this process."""
+    """Prints one line for the process that started this one."""
     print(json.dumps({"event": event, "at": time.monotonic(), **fields}), flush=True)
 
 
 async def live(swarm: Swarm) -> None:
-    """All nodes, until there are no more orders."""
+    """Runs all nodes until there are no more orders."""
     tasks = [asyncio.create_task(node.run()) for node in swarm.nodes]
     for task in tasks:
         task.add_done_callback(_complain)
@@ -183,7 +183,7 @@ async def live(swarm: Swarm) -> None:
 
 
 def _complain(task: asyncio.Task[None]) -> None:
-    """A node must not end by itself, and never unseen."""
+    """Reports a node that ended by itself, which must not happen unseen."""
     if not task.cancelled():
         say("broken", error=repr(task.exception()))
 

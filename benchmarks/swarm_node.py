@@ -1,11 +1,11 @@
-"""One simulated node: all that the master can see of an agent, and nothing else.
+"""One simulated node: everything that the master can see of an agent, and nothing else.
 
-It has a channel of its own with the agents' own options, a Watch stream, heartbeats at the agents' pace, an outbox that
-is sent in order and repeated until it is answered. It answers a Gather with a Join, a Drain with ReportDrained, and
-registers anew when it is fenced. It has no workers: what it is told takes no time.
+It has a channel of its own with the agents' own options, a Watch stream, heartbeats at the agents' pace, and an outbox
+that is sent in order and repeated until it is answered. It answers a Gather with a Join, a Drain with ReportDrained,
+and registers anew when it is fenced. It has no workers, so it carries out orders in no time.
 
 Thousands of them share one event loop beside the master, so they are lean: calls without generated stubs, heartbeats
-serialised once per epoch, answers not parsed.
+serialised once per epoch, answers that are not parsed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ METHODS = ("Register", "Join", "Heartbeat", "ReportProgress", "ReportWarm", "Rep
 METHODS += ("ReportPruned", "ReportSighted", "CommitCheckpoint")
 HEARTBEAT_TIMEOUT = 3.0
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
-# A name that its predecessor still holds is asked for again; in seconds.
+# Seconds until it asks again for a name that its predecessor still holds.
 NAME_PAUSE = 0.5
-# A world without steps is taken for stuck: so often a reporting node says that its ranks are busy (seconds). Not
-# that they make steps: those are collectives, so the master takes them for a proof that silent nodes live.
+# Seconds between two reports that the ranks are busy, because a world without steps counts as stuck. They do not report
+# steps: those are collectives, so the master would take them for a proof that silent nodes live.
 BUSY_EVERY = 10
-# What a node claims that its longest step took; in seconds.
+# Seconds of the longest step, as a node claims.
 STEP_SECONDS = 0.1
 
 
@@ -50,7 +50,7 @@ class Fenced(Exception):
 
 
 class Observer(Protocol):
-    """Who counts what the nodes see. Times are of the machine's monotonic clock, which its processes share."""
+    """Counts what the nodes see. Times are those of the machine's monotonic clock, which its processes share."""
 
     job_id: str
     address: str
@@ -73,17 +73,17 @@ class Observer(Protocol):
 
 @dataclass
 class Node:
-    """`run` it as a task until it is cancelled. `reports`: it says now and then, for the whole world, that it moves."""
+    """Run `run` as a task until it is cancelled. `reports`: it reports now and then, for all nodes, that work goes on."""
 
     observer: Observer
     name: str
     number: int
     reports: bool = False
     incarnation: str = ""
-    # The epoch whose world it is in, and how many nodes that has; 0: none.
+    # The epoch whose world it is in, and the number of nodes of that world; 0: none.
     epoch: int = 0
     nodes: int = 0
-    # The last opened epoch that it heard of, and the highest generation.
+    # The last opened epoch and the highest generation that it has heard of.
     known: int = 0
     generation: int = 0
     run_id: str = ""
@@ -149,7 +149,7 @@ class Node:
         self._send("ReportWarm", pb.WarmRequest(caller=self.caller()))
 
     async def _attend(self) -> None:
-        """Until this incarnation is fenced."""
+        """Runs until this incarnation is fenced."""
         pulse = asyncio.create_task(self._pulse())
         try:
             await self._watch_on()
@@ -160,7 +160,7 @@ class Node:
                 sender.cancel()
 
     async def _pulse(self) -> None:
-        """A heartbeat each interval, whatever else is said."""
+        """Sends a heartbeat each interval, no matter what else is sent."""
         loop = asyncio.get_running_loop()
         self._pace.begin(loop.time())
         busy = loop.time() + BUSY_EVERY
@@ -176,7 +176,7 @@ class Node:
                 await self.call("ReportProgress", self._progress(beats=count).SerializeToString(), HEARTBEAT_TIMEOUT)
 
     async def _watch_on(self) -> None:
-        """The stream of directives, opened again whenever it breaks."""
+        """Reads the stream of directives, and opens it again whenever it breaks."""
         pause = FIRST_PAUSE
         while not self._fenced:
             # The stream is the agent's lifeline and has no deadline; pings find a dead connection.
@@ -257,7 +257,7 @@ class Node:
         if world.epoch == self.epoch:
             return
         self.step = world.resume.source.step
-        # Older masters name all members and say no numbers.
+        # Older masters name all members but no numbers.
         self._set_epoch(world.epoch, world.nodes or len(world.members))
         self._joined = None
         self._send("ReportProgress", None)
@@ -278,7 +278,7 @@ class Node:
         self._pruned = names
 
     def _sight(self, directive: pb.Directive) -> None:
-        """A checkpoint that another node has committed is in sight at once. Older masters do not ask."""
+        """Sees a checkpoint that another node has committed at once. Older masters do not ask."""
         ref = directive.sight
         if ref is not None and ref.digest not in ("", self._sighted):
             self._sighted = ref.digest
@@ -308,24 +308,24 @@ class Node:
         )
 
     async def progress(self) -> None:
-        """One more step; the newest report only, as agents do it."""
+        """Makes one more step; only the newest report is sent, as agents do it."""
         self.step += 1
         await self.call("ReportProgress", self._progress().SerializeToString(), HEARTBEAT_TIMEOUT)
 
     async def beat(self) -> bool:
-        """A heartbeat out of turn; whether it was answered."""
+        """Sends an extra heartbeat; returns whether it was answered."""
         return await self.call("Heartbeat", self._beat, CALL_TIMEOUT) is not None
 
     @property
     def newest(self) -> int:
-        """The step that it has made or was told of."""
+        """The last step that it has made or was told of."""
         return max(self.step, self.head.step if self.head is not None else 0)
 
     async def commit(self, step: int) -> bool:
-        """Records a checkpoint; whether the master took it, as it does what is newer than all before."""
+        """Records a checkpoint; returns whether the master took it, which it does if it is newer than all before."""
         self.step = step
         checkpoint = pb.Checkpoint(
-            # No two nodes give the same name.
+            # No two nodes use the same name.
             ref=pb.CheckpointRef(name=f"step-{self.step}.e{self.epoch}.{self.number}", digest=secrets.token_hex(32)),
             run_id=self.run_id,
             step=self.step,
@@ -342,7 +342,7 @@ class Node:
         return await self.call("CommitCheckpoint", request.SerializeToString(), CALL_TIMEOUT) is not None
 
     def _send(self, method: str, request: Message | None) -> None:
-        """Into the outbox. None: the progress as it will be when its turn comes."""
+        """Puts a call into the outbox. None: the progress as it will be when its turn comes."""
         self._outbox.append((method, request))
         if self._sender is None or self._sender.done():
             self._sender = asyncio.create_task(self._send_all())
@@ -360,7 +360,7 @@ class Node:
                     self._outbox.popleft()
 
     async def _answered(self, method: str, request: Message) -> bytes | None:
-        """Repeated, with the same number, until the master answers. None: it refused. Raises Fenced."""
+        """Repeats a call with the same number until the master answers. None: it refused. Raises Fenced."""
         data, pause = request.SerializeToString(), FIRST_PAUSE
         while True:
             try:
@@ -370,14 +370,14 @@ class Node:
                 if self._fenced:
                     raise Fenced from error
                 if method == "Register" and error.code() not in (*RETRIED, grpc.StatusCode.ALREADY_EXISTS):
-                    raise  # Settings that make no sense: no simulated node mends that.
+                    raise  # the settings make no sense, which no simulated node can mend
                 if error.code() not in RETRIED:
                     return None
             await asyncio.sleep(pause * random.uniform(0.7, 1.3))
             pause = min(2 * pause, LAST_PAUSE)
 
     async def call(self, method: str, data: bytes, seconds: float) -> bytes | None:
-        """One attempt; how long it took is told to the observer. None: it failed."""
+        """Makes one attempt, and tells the observer how long it took. None: it failed."""
         began = time.monotonic()
         try:
             reply = await self._calls[method](data, timeout=seconds)
@@ -390,7 +390,7 @@ class Node:
         return reply
 
     def _told(self, reply: bytes) -> None:
-        """The master wants to be spoken to as often as this; older ones say nothing of it."""
+        """Takes the pace that the master wants; older masters give none."""
         ack = pb.Ack.FromString(reply)
         self._pace.told(ack.pace, asyncio.get_running_loop().time())
         self.pace = ack.pace.progress_seconds

@@ -1,8 +1,8 @@
 """One rank of a world of `benchmarks.convert` and `benchmarks.reshard`: a transformer's shapes, two steps of AdamW.
 
-One JSON object in ``argv[1]``: ``stage``, ``layers``, ``width``, ``words``, ``out``; and ``save``: the checkpoint to
-make; or ``load``: the one to load into a fresh engine, with ``universal`` or ``reshard`` as `restore` does it, with
-``native`` as DeepSpeed alone does where the number of ranks is the same. How long that took is in the result.
+``argv[1]`` is one JSON object: ``stage``, ``layers``, ``width``, ``words``, ``out``; and ``save``: the checkpoint to
+make; or ``load``: the one to load into a fresh engine. With ``universal`` or ``reshard`` it is loaded as by `restore`,
+with ``native`` by DeepSpeed alone, which needs the same number of ranks. The result says how long that took.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def main() -> None:
     (Path(task["out"]) / f"result-{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # DeepSpeed's threads sometimes abort in the interpreter's own end
+    os._exit(0)  # DeepSpeed's threads sometimes abort at the interpreter's own end
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the examples share: real text that every machine has, their flags, and the step log.
+"""What the examples share: real text that exists on every machine, their flags, and the step log.
 
 The text is the source code of Python's own standard library, read as bytes: 256 tokens, no tokenizer, no download.
 """
@@ -34,7 +34,7 @@ class StdlibText(Dataset[Tensor]):
         max_samples: Upper bound of the length.
 
     Raises:
-        RuntimeError: The standard library's sources are not there (some frozen builds ship none).
+        RuntimeError: The standard library's sources are missing (some frozen builds ship none).
     """
 
     def __init__(self, block_size: int = 128, max_samples: int = 8192) -> None:
@@ -61,9 +61,9 @@ class StdlibText(Dataset[Tensor]):
 
 
 class StepLog:
-    """One JSON line per optimizer step and rank, on the disk's side of the process as soon as the step is done.
+    """One JSON line per optimizer step and rank, handed to the system as soon as the step is done.
 
-    The file is ``<directory>/rank-<rank>-epoch-<epoch>.jsonl``; it is appended to. With ``directory=None`` nothing is
+    The file is ``<directory>/rank-<rank>-epoch-<epoch>.jsonl``; lines are appended. With ``directory=None`` nothing is
     written.
     """
 
@@ -79,7 +79,7 @@ class StepLog:
 
         Args:
             step: The optimizer step just done, counted from 1.
-            data_epoch: The data epoch its samples belong to.
+            data_epoch: The data epoch of its samples.
             sample_ids: The real samples that this rank computed.
             loss: Mean over the step's real samples of all ranks.
             grad_norm: Norm of the whole gradient, before any clipping.
@@ -124,10 +124,10 @@ def parser(description: str) -> argparse.ArgumentParser:
 
 
 def global_mean(total: float | Tensor, count: int) -> float:
-    """Sums ``total`` over the ranks (where there are any) and divides by the step's real samples, ``count``."""
+    """Sums ``total`` over the ranks (if there are several) and divides by the step's real samples, ``count``."""
     value = torch.as_tensor(total, dtype=torch.float64).detach().clone().cpu().reshape(1)
     if dist.is_initialized() and dist.get_world_size() > 1:
-        # NCCL works on cards only.
+        # NCCL works only on cards.
         value = value.cuda() if dist.get_backend() == "nccl" else value
         dist.all_reduce(value)
     return float(value.item() / count)

@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 examples/ddp.py             two
     dlrover-run --nnodes=1:4 examples/ddp.py                as many as there are, and they may come and go
 
-Outside ``dlrover-run`` it saves where ``--checkpoint-dir DIR`` says, and nowhere without it.
-The lines marked ``elastic`` are what it has beyond a plain DDP script.
+Outside ``dlrover-run`` it saves only if ``--checkpoint-dir DIR`` is given.
+The lines marked ``elastic`` are what it adds to a plain DDP script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, T
 
 
 def make_model(width: int = 64) -> nn.Module:
-    """A next-byte model that looks at one byte only: (batch, length) -> (batch, length, 256)."""
+    """A next-byte model that looks at only one byte: (batch, length) -> (batch, length, 256)."""
     return nn.Sequential(nn.Embedding(common.VOCABULARY, width), nn.GELU(), nn.Linear(width, common.VOCABULARY))
 
 

@@ -1,8 +1,8 @@
-"""The main job as a scene with real processes on one machine: `python -m examples.demo`, or `make demo`.
+"""A scene of the main job with real processes on one machine: `python -m examples.demo`, or `make demo`.
 
 Two nodes start, two join, node 0 is killed with SIGKILL, one node leaves on SIGTERM, the run ends. Then the same script
-runs undisturbed, alone. While they run, a live view in the terminal (plain lines where there is none); at the end a
-page with both loss curves, the timeline of epochs and what each change cost.
+runs undisturbed, alone. While they run, there is a live view in the terminal (without a terminal: plain lines). At the
+end there is a page with both loss curves, the timeline of epochs and what each change cost.
 
 Exit code 0 only if the losses of all steps agree within the limit and every sample was consumed exactly once.
 """
@@ -31,7 +31,7 @@ from examples.report import Change, Scene, picture, render
 LIMIT = 1e-5
 EXIT_LEFT = 75
 AGENT_SAYS = "dlrover-run: "
-# Between two looks at processes and logs; people don't see more.
+# Seconds between two looks at processes and logs.
 LOOK_EVERY = 0.2
 TRAIN = Path(__file__).with_name("train.py")
 
@@ -42,7 +42,7 @@ class DemoError(Exception):
 
 @dataclass
 class Node:
-    """One agent, with what it wrote to its console and the exit code that its part in the scene should end with."""
+    """One agent, its console output, and the exit code with which its part in the scene should end."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -60,7 +60,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Act:
-    """One thing that happens: once a world of `world_size` ranks has made `steps` steps."""
+    """One thing that happens, once a world of `world_size` ranks has made `steps` steps."""
 
     world_size: int
     steps: int
@@ -95,12 +95,12 @@ class Stage:
             command += [str(TRAIN), *script_flags(self.options, self.step_log), f"--step-time={self.options.step_time}"]
             console = self.output / f"{name}.log"
             with console.open("wb") as file:
-                # A session of its own, so that Ctrl-C in this terminal reaches the demo only.
+                # In a session of its own, so that Ctrl-C in this terminal reaches only the demo.
                 process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
             self.nodes.append(Node(name, process, console))
 
     def alive(self) -> list[Node]:
-        """Nodes whose agent runs."""
+        """Nodes whose agents run."""
         return [node for node in self.nodes if node.process.poll() is None]
 
     def say(self, text: str) -> None:
@@ -118,7 +118,7 @@ def runner() -> list[str]:
 
 
 def agent_flags(options: argparse.Namespace, checkpoints: Path) -> list[str]:
-    """What a user would type; growths follow each other at once because the scene is short."""
+    """The flags that a user would give; growths follow each other at once because the scene is short."""
     return [
         "--nnodes=1:4",
         "--nproc-per-node=1",
@@ -144,13 +144,13 @@ def script_flags(options: argparse.Namespace, step_log: Path) -> list[str]:
 
 
 def join_two(stage: Stage) -> str:
-    """Two more terminals."""
+    """Starts two more terminals' agents."""
     stage.start("node-3", "node-4")
     return "two more nodes are started"
 
 
 def kill_node_zero(stage: Stage) -> str:
-    """SIGKILL to the agent of group rank 0, which serves the epoch's store; its workers must die with it."""
+    """Kills the agent of group rank 0, which serves the epoch's store, with SIGKILL; its workers must die with it."""
     ranks = stage.status.group_ranks if stage.status else {}
     victim = min(stage.alive(), key=lambda node: ranks.get(node.name, len(stage.nodes)))
     victim.expected = -signal.SIGKILL
@@ -159,7 +159,7 @@ def kill_node_zero(stage: Stage) -> str:
 
 
 def leave(stage: Stage) -> str:
-    """SIGTERM to a node: a pre-emption notice."""
+    """Sends SIGTERM to a node: a pre-emption notice."""
     leaver = next(node for node in stage.alive() if node.name in ("node-3", "node-4"))
     leaver.expected = EXIT_LEFT
     leaver.process.terminate()
@@ -167,10 +167,10 @@ def leave(stage: Stage) -> str:
 
 
 def play(stage: Stage) -> None:
-    """The disturbed run, from the first node to the last node's exit.
+    """Plays the disturbed run, from the first node's start to the last node's exit.
 
     Raises:
-        DemoError: An agent ended otherwise than it should have, or the scene did not end in time.
+        DemoError: An agent did not end as it should have, or the scene did not end in time.
     """
     options = stage.options
     acts = [
@@ -210,7 +210,7 @@ def _reached(lines: Sequence[StepLine], act: Act) -> bool:
 
 
 def _relay_consoles(stage: Stage) -> None:
-    """Every agent tells what happened to the run: each line once. What workers print stays in the logs."""
+    """Prints what the agents tell of the run, each line once. What workers print stays in the logs."""
     for node in stage.nodes:
         for line in node.new_lines():
             if line.startswith(AGENT_SAYS) and line not in stage.told:
@@ -239,7 +239,7 @@ def stop_all(stage: Stage) -> None:
 
 
 def play_undisturbed(stage: Stage, step_log: Path) -> None:
-    """The same script alone, as `python train.py`: no agent, no master, nobody who could disturb it."""
+    """Runs the same script alone, as `python train.py`: no agent, no master, no disturbance."""
     options = stage.options
     command = [sys.executable, str(TRAIN), *script_flags(options, step_log)]
     command.append(f"--checkpoint-dir={stage.output / 'undisturbed-checkpoints'}")
@@ -265,7 +265,7 @@ def play_undisturbed(stage: Stage, step_log: Path) -> None:
 
 
 def judge(stage: Stage, undisturbed_log: Path) -> tuple[Scene, Path]:
-    """Compares both runs and writes the page, and its numbers beside it as JSON."""
+    """Compares both runs, and writes the page with its numbers beside it as JSON."""
     lines = read_lines(stage.step_log)
     kept, undisturbed = kept_history(lines), kept_history(read_lines(undisturbed_log))
     changes = stage.status.changes if stage.status else {}
@@ -327,7 +327,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     flags.add_argument("--global-batch-size", type=int, default=16)
     flags.add_argument("--zero-stage", type=int, default=1, choices=(0, 1, 2, 3))
     flags.add_argument("--seed", type=int, default=0)
-    # At 1e-3 this model amplifies a difference of one rounding to 1e-5 within 200 steps, disturbed or not.
+    # At 1e-3 this model amplifies a single rounding difference to 1e-5 within 200 steps, disturbed or not.
     flags.add_argument("--learning-rate", type=float, default=3e-4)
     flags.add_argument("--timeout", type=float, default=240.0, help="seconds that each run may take")
     flags.add_argument("--plain", action="store_true", help="plain lines even in a terminal")

@@ -1,4 +1,4 @@
-"""What the demo shows while it runs: a live view in a terminal, plain lines where there is none."""
+"""What the demo shows while it runs: a live view in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class View:
 
     @classmethod
     def of(cls, steps: int, lines: Sequence[StepLine], status: JobStatus | None, alive: Sequence[str]) -> View:
-        """From the step lines so far."""
+        """The view after the step lines so far."""
         newest = lines[-1] if lines else None
         losses = {line.step: line.loss for line in lines}
         return cls(
@@ -58,14 +58,14 @@ class Screen(Protocol):
     """Where the demo shows itself."""
 
     def show(self, view: View) -> None:
-        """The present state; may be dropped."""
+        """Shows the present state; may be dropped."""
 
     def say(self, text: str, who: str = "demo") -> None:
-        """Something happened; never dropped."""
+        """Shows that something happened; never dropped."""
 
 
 class PlainScreen:
-    """Lines for a log: what happened, and now and then a step."""
+    """Lines for a log: what happened, and a step from time to time."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -118,14 +118,14 @@ class LiveScreen:
             rank = f"group rank {ranks[name]}" if name in ranks else ""
             nodes.add_row(Text(name, style="bold"), roles.get(name, ""), Text(rank, style="dim"))
         curve = Text(sparkline(view.losses, 72), style="green")
-        # By itself the bar does not end its line.
+        # The bar itself does not end its line.
         bar = Table.grid()
         bar.add_row(ProgressBar(total=view.steps, completed=view.step, width=72))
         return Panel(Group(head, bar, curve, nodes, *self._lines), title="Dal Segno", border_style="blue")
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Values as bars of eight heights, averaged into at most `width` columns; nothing for no values."""
+    """Values as bars of eight heights, averaged into at most `width` columns; empty without values."""
     if not values:
         return ""
     size = max(1, -(-len(values) // width))
@@ -137,7 +137,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 @contextmanager
 def open_screen(*, plain: bool) -> Iterator[Screen]:
-    """A live screen in a terminal, plain lines elsewhere or where `plain` asks for them."""
+    """A live screen in a terminal; plain lines elsewhere, or if `plain` asks for them."""
     if plain or not sys.stdout.isatty():
         yield PlainScreen()
         return

@@ -19,7 +19,7 @@ from dalsegno.swift_plugin import hf
 
 
 class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
-    """Blocks of source text, a byte a token."""
+    """Blocks of source text, one byte per token."""
 
     def __init__(self, first: int, last: int) -> None:
         self._text, self._first, self._last = common.StdlibText(block_size=64), first, last
@@ -33,7 +33,7 @@ class Blocks(torch.utils.data.Dataset[dict[str, Tensor]]):
 
 
 class StepLog(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
-    """One line for each step and rank: what it computed, and the loss of the step."""
+    """One line for each step and rank: the samples that it computed, and the loss of the step."""
 
     def __init__(self, directory: str | None) -> None:
         self._directory = directory
@@ -56,7 +56,7 @@ class StepLog(TrainerCallback):  # type: ignore[misc]  # transformers is not typ
 
 
 class Stretch(TrainerCallback):  # type: ignore[misc]
-    """Lets a step last a while, so that there is something to watch."""
+    """Stretches steps, so that there is something to watch."""
 
     def __init__(self, seconds: float) -> None:
         self._clock = common.StepClock(seconds)

@@ -1,7 +1,7 @@
 """What a run really did, read back from the step logs of its ranks.
 
-The *kept history* is what became part of the run: for every step the line of the highest epoch, where a step redone in
-a later epoch replaces its older line and everything at later steps of older epochs. This module reads the logs,
+The *kept history* is what became part of the run: for every step the lines of the highest epoch. A step that was redone
+in a later epoch replaces its older lines, and everything at later steps of older epochs. This module reads the logs,
 computes the kept history and compares it with the undisturbed run's. Standard library only.
 """
 
@@ -49,16 +49,16 @@ class KeptStep:
 
     @property
     def complete(self) -> bool:
-        """Did every rank of the world write its line, once?"""
+        """Whether every rank of the world wrote its line, once."""
         return self.ranks == tuple(range(self.world_size))
 
 
 @dataclass(frozen=True)
 class EpochSpan:
-    """What one epoch did: the steps that it made, when (seconds since 1970), and what it cost to get here.
+    """What one epoch did: its steps, when they were made (seconds since 1970), and what the way here cost.
 
-    `paused` is the time from the last step of the world before to the first of this one; `lost_steps` are steps of this
-    epoch that a later one had to redo.
+    `paused` is the time from the last step of the previous world to the first of this one; `lost_steps` are steps of
+    this epoch that a later one had to redo.
     """
 
     epoch: int
@@ -73,7 +73,7 @@ class EpochSpan:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How far a run is from the undisturbed one; no problems and a small difference mean that nobody can tell."""
+    """How far a run is from the undisturbed one: no problems and a small difference mean that they are the same."""
 
     largest_difference: float
     at_step: int
@@ -81,7 +81,7 @@ class Comparison:
 
 
 class StepLogReader:
-    """Reads a directory of step logs while they grow: each `poll` returns the lines that are new and complete."""
+    """Reads a directory of step logs while they grow: each `poll` returns new complete lines."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -90,7 +90,7 @@ class StepLogReader:
     def poll(self) -> list[StepLine]:
         """New lines, ordered by time.
 
-        A last line without its newline (its writer was killed, or is at it) is left for the next poll.
+        A last line without its newline (its writer was killed, or is writing it) is left for the next poll.
 
         Raises:
             ValueError: A complete line is no JSON object or lacks a key.
@@ -130,7 +130,7 @@ def read_lines(directory: Path) -> list[StepLine]:
 
 
 def kept_history(lines: Iterable[StepLine]) -> dict[int, KeptStep]:
-    """The kept history by step, in ascending order of steps; steps of which only some ranks tell are in it too."""
+    """The kept history by step, in ascending order; steps of which only some ranks have a line are in it, too."""
     by_epoch: dict[int, dict[int, list[StepLine]]] = {}
     for line in lines:
         by_epoch.setdefault(line.epoch, {}).setdefault(line.step, []).append(line)
@@ -166,7 +166,7 @@ def epoch_spans(lines: Iterable[StepLine]) -> list[EpochSpan]:
     for epoch in sorted({line.epoch for line in lines}):
         own = [line for line in lines if line.epoch == epoch]
         steps = {line.step for line in own}
-        # The first step of a world is there when its last rank has done it.
+        # The first step of a world counts when its last rank has done it.
         began = max(line.time for line in own if line.step == min(steps))
         spans.append(
             EpochSpan(
@@ -188,7 +188,7 @@ def sample_problems(kept: Mapping[int, KeptStep], steps: int | None = None) -> l
 
     Args:
         kept: The kept history.
-        steps: How many steps the run was to make, where that is known.
+        steps: How many steps the run was to make, if that is known.
     """
     problems = []
     expected = range(1, (steps if steps is not None else max(kept, default=0)) + 1)
@@ -215,10 +215,10 @@ def sample_problems(kept: Mapping[int, KeptStep], steps: int | None = None) -> l
 
 
 def compare(kept: Mapping[int, KeptStep], undisturbed: Mapping[int, KeptStep]) -> Comparison:
-    """Sets a kept history beside the undisturbed run's.
+    """Compares a kept history with the undisturbed run's.
 
     The difference is `|loss - undisturbed loss| / |undisturbed loss|`. Each step must have consumed the same samples;
-    their order within a step has no meaning, as ranks compute them side by side.
+    their order within a step has no meaning, because ranks compute them side by side.
     """
     problems = [f"undisturbed run: {problem}" for problem in sample_problems(undisturbed)]
     problems += sample_problems(kept, steps=max(undisturbed, default=0))
@@ -228,7 +228,7 @@ def compare(kept: Mapping[int, KeptStep], undisturbed: Mapping[int, KeptStep]) -
         if mine.data_epoch != other.data_epoch or sorted(mine.sample_ids) != sorted(other.sample_ids):
             problems.append(f"step {step} (epoch {mine.epoch}): other samples than in the undisturbed run")
         difference = relative_difference(mine.loss, other.loss)
-        # The negation lets a NaN count as the largest of all.
+        # Negated, so that a NaN counts as the largest of all.
         if not difference <= largest:
             largest, at_step = difference, step
             if difference != difference:
@@ -237,7 +237,7 @@ def compare(kept: Mapping[int, KeptStep], undisturbed: Mapping[int, KeptStep]) -
 
 
 def relative_difference(loss: float, reference: float) -> float:
-    """`|loss - reference| / |reference|`; 0 where both are equal, infinite where only the reference is 0."""
+    """`|loss - reference| / |reference|`; 0 if both are equal, infinite if only the reference is 0."""
     if loss == reference:
         return 0.0
     return abs(loss - reference) / abs(reference) if reference != 0 else float("inf")

@@ -1,4 +1,4 @@
-"""How the demo sees the job: `GetStatus` of the master that the agents started on this machine."""
+"""The job's status for the demo: `GetStatus` of the master that the agents started on this machine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class JobStatus:
 
 
 def read_status(checkpoint_dir: Path, job_id: str) -> JobStatus | None:
-    """Asks the job's embedded master; None while there is none, or where it doesn't answer within a second."""
+    """Asks the job's embedded master; None if there is none, or if it doesn't answer within a second."""
     state = checkpoint_dir / ".dalsegno" / job_id
     try:
         address = json.loads((state / "claim.json").read_text(encoding="utf-8"))["address"]

@@ -1,6 +1,6 @@
 """One self-contained HTML page about a run: both loss curves, the timeline of epochs, and what each change cost.
 
-Inline SVG only: no script, no font, no picture from elsewhere, so that the file can be mailed and opened anywhere.
+It contains only inline SVG, no script, font or picture from elsewhere, so the file can be mailed and opened anywhere.
 Standard library only.
 """
 
@@ -15,7 +15,7 @@ from html import escape
 from examples.history import Comparison, EpochSpan, KeptStep, relative_difference
 
 WIDTH, LEFT, RIGHT = 960, 70, 20
-# A difference of 0 has no place on a logarithmic axis: it is drawn on its floor.
+# A difference of 0 has no place on a logarithmic axis, so it is drawn on the axis's floor.
 FLOOR = 1e-10
 # Height of the picture of the curves.
 CURVES = 380
@@ -104,7 +104,7 @@ def picture(scene: Scene) -> str:
     """Both loss curves as a file of their own, on a white ground."""
     drawn = curves(scene).replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
     begin = drawn.index(">") + 1
-    # Colours as they are by day: not every program that shows pictures knows variables.
+    # The colours of the light scheme, because not every program that shows pictures knows variables.
     colours = dict(re.findall(r"--(\w+): (#\w+)", STYLE[: STYLE.index("@media")]))
     rules = "\n".join(line for line in STYLE.splitlines() if line.startswith(("svg text", ".mark", ".undis", ".ours")))
     rules = re.sub(r"var\(--(\w+)\)", lambda found: colours[found[1]], rules)
@@ -124,7 +124,7 @@ def curves(scene: Scene) -> str:
     rows = [0.0] * 4
     for span in scene.spans:
         place = x(span.first_step)
-        # Epochs that began at neighbouring steps have their labels below each other.
+        # Labels of epochs that began at neighbouring steps are placed below each other.
         row = next((number for number, end in enumerate(rows) if place >= end), len(rows) - 1)
         label = f"{span.world_size} rank{'s' if span.world_size != 1 else ''}"
         cause = scene.changes.get(span.epoch, Change()).cause
@@ -164,7 +164,7 @@ def differences(scene: Scene) -> str:
 
 
 def timeline(scene: Scene) -> str:
-    """One bar per epoch, as high as its world is large; the gaps are the pauses; what happened stands below."""
+    """One bar per epoch, as high as its world is large; gaps are pauses; labels below say what happened."""
     rows = len(scene.events)
     base, height = 150, 190 + 16 * rows
     moments = [span.began for span in scene.spans] + [span.ended for span in scene.spans]

@@ -4,9 +4,9 @@
     torchrun --nproc-per-node 2 examples/train.py                   two
     dlrover-run --nnodes=1:4 --universal-checkpoint examples/train.py     as many as there are; they may come and go
 
-Outside ``dlrover-run`` it saves where ``--checkpoint-dir DIR`` says, and nowhere without it.
-fp32, no dropout, AdamW: so that the loss curve of a disturbed run can be held against an undisturbed one. The lines
-marked ``elastic`` are what it has beyond a plain DeepSpeed script.
+Outside ``dlrover-run`` it saves only if ``--checkpoint-dir DIR`` is given.
+fp32, no dropout, AdamW: so that the loss curve of a disturbed run can be compared with an undisturbed one. The lines
+marked ``elastic`` are what it adds to a plain DeepSpeed script.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Gpt(nn.Module):
 
 
 def make_optimizer(model: nn.Module, learning_rate: float) -> torch.optim.AdamW:
-    """Weight decay for matrices only."""
+    """AdamW with weight decay for matrices only."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     others = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]

@@ -4,7 +4,7 @@ python examples/trainer.py                                  one process
 torchrun --nproc-per-node 2 examples/trainer.py             two
 dlrover-run --nnodes=1:4 examples/trainer.py                as many as there are, and they may come and go
 
-Outside ``dlrover-run`` it saves where ``--checkpoint-dir DIR`` says, and nowhere without it.
+Outside ``dlrover-run`` it saves only if ``--checkpoint-dir DIR`` is given.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from dalsegno.elastic import Evaluator, Tracked, Trainer
 
 
 def losses(model: nn.Module, blocks: Tensor) -> Tensor:
-    """Of each next byte: (batch, length + 1) -> (batch, length)."""
+    """The loss of each next byte: (batch, length + 1) -> (batch, length)."""
     return cross_entropy(model(blocks[:, :-1]).transpose(1, 2), blocks[:, 1:], reduction="none")
 
 
 def measure(model: nn.Module, blocks: Tensor) -> dict[str, Any]:
-    """Totals of one batch, each with what it is over."""
+    """Totals of one batch, each with its count."""
     found = losses(model, blocks)
     return {"loss": (found, found.numel())}
 
