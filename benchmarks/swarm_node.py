@@ -73,7 +73,7 @@ class Observer(Protocol):
 
 @dataclass
 class Node:
-    """Run `run` as a task until it is cancelled. `reports`: it reports for all nodes, now and then, that work goes on."""
+    """Run `run` as a task until it is cancelled. `reports`: it reports for all nodes that work goes on."""
 
     observer: Observer
     name: str
