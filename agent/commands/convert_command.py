@@ -32,7 +32,7 @@ __all__ = ["add_arguments", "convert"]
 _MODULE = "dalsegno.elastic.universal"
 _EXTRA = ("torch", "deepspeed")
 # Seconds that a converter may take from its last message to its end.
-_END_WITHIN = 60.0
+_END_WITHIN_SECONDS = 60.0
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -92,7 +92,7 @@ def convert(options: argparse.Namespace) -> int:
             )
         try:
             last = _follow(process)
-            code = process.wait(_END_WITHIN)
+            code = process.wait(_END_WITHIN_SECONDS)
         except KeyboardInterrupt:
             print("dalsegno: interrupted; the same command goes on from here", file=sys.stderr)
             return EXIT_FAILED

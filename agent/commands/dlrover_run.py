@@ -30,7 +30,7 @@ from .arguments import UsageError, ignored, parse
 __all__ = ["default_job_id", "main", "run"]
 
 # Seconds that the last line of an early leave may take to a terminal that does not read.
-_LAST_LINE = 1.0
+_LAST_LINE_SECONDS = 1.0
 
 
 def default_job_id(options: argparse.Namespace, user: str) -> str:
@@ -60,7 +60,7 @@ def leave_early(number: int, output: Output) -> NoReturn:
     """
     line = f"{signal.Signals(number).name}: left on notice; no workers were running here"
     output.console.say(line)
-    output.console.flush(_LAST_LINE)
+    output.console.flush(_LAST_LINE_SECONDS)
     os._exit(EXIT_LEFT)
 
 

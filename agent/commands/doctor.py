@@ -38,7 +38,7 @@ PARTS = {
     "log": ("tensorboard", "wandb"),
 }
 # Seconds that a script has to end after it was told to.
-_END_WITHIN = 10.0
+_END_WITHIN_SECONDS = 10.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,7 +153,7 @@ def _run(command: list[str], environment: dict[str, str], timeout: float) -> int
     finally:
         _end(process)
         lifeline.close()
-        if left := end_descendants(_END_WITHIN):
+        if left := end_descendants(_END_WITHIN_SECONDS):
             print(f"processes that the script has started do not end: {', '.join(map(str, left))}")
 
 
@@ -162,6 +162,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         kill_group(process.pid, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_WITHIN)
+            process.wait(_END_WITHIN_SECONDS)
     kill_group(process.pid)
     process.wait()

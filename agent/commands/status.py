@@ -26,9 +26,9 @@ from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
 
 __all__ = ["scale", "status"]
 
-_TIMEOUT = 5.0
+_TIMEOUT_SECONDS = 5.0
 # Seconds in which a listener at an embedded master's address must answer.
-_LOOK = 1.0
+_LOOK_SECONDS = 1.0
 # Status codes with which the master did answer, so that the detail is the line to print.
 _REFUSED = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
 
@@ -72,7 +72,7 @@ def _is_served(claim: Claim | None) -> bool:
         return False
     host, _, port = claim.address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_SECONDS):
             return True
     except (OSError, ValueError):
         return False
@@ -105,7 +105,7 @@ def _ask(options: argparse.Namespace, method: str, request: Any, lines_of: Calla
     with credentials.channel(address) as channel:
         try:
             call = getattr(control_pb2_grpc.ControlStub(channel), method)
-            reply = call(request, timeout=_TIMEOUT, metadata=credentials.metadata)
+            reply = call(request, timeout=_TIMEOUT_SECONDS, metadata=credentials.metadata)
         except grpc.RpcError as error:
             text = f"the master at {address} does not answer: {code_of(error).name}: {detail_of(error)}"
             if not options.master and code_of(error) is grpc.StatusCode.UNAVAILABLE:

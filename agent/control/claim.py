@@ -30,10 +30,10 @@ __all__ = ["Claim", "ClaimFile", "LockTimeout"]
 _LOCK_PAUSE_SECONDS = 0.05
 _WRITE_LOCK, _START_LOCK = "claim.lock", "start.lock"
 # Seconds.
-_WRITE_TIMEOUT = 10.0
-_READS, _READ_PAUSE = 5, 0.02
+_WRITE_TIMEOUT_SECONDS = 10.0
+_READS, _READ_PAUSE_SECONDS = 5, 0.02
 # The most bytes of a claim, which has a few hundred.
-_MOST_READ = 1 << 16
+_MOST_READ_BYTES = 1 << 16
 # The most characters of a host name, an address or a namespace.
 _LONGEST = 256
 
@@ -125,12 +125,12 @@ class ClaimFile:
         for _ in range(_READS):
             try:
                 with open(open_private(self.path, os.O_RDONLY), "rb") as file:
-                    return Claim.parse(file.read(_MOST_READ))
+                    return Claim.parse(file.read(_MOST_READ_BYTES))
             except FileNotFoundError:
                 return None
             except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 # why: half written, where the mount cannot rename; no event says when it is whole
-                time.sleep(_READ_PAUSE)
+                time.sleep(_READ_PAUSE_SECONDS)
         # The disk is damaged, or another program has written it.
         return None
 
@@ -141,7 +141,7 @@ class ClaimFile:
             LockTimeout: another process has been writing it for much longer than that takes.
             LocksUnavailable, OSError: see `bump`.
         """
-        with self._lock(_WRITE_LOCK, _WRITE_TIMEOUT, closing):
+        with self._lock(_WRITE_LOCK, _WRITE_TIMEOUT_SECONDS, closing):
             self._replace(claim)
 
     def _replace(self, claim: Claim) -> None:

@@ -17,7 +17,7 @@ __all__ = ["FIRST_BACKOFF", "LAST_BACKOFF", "Backoff", "Listener", "kept_up"]
 FIRST_BACKOFF, LAST_BACKOFF = 0.05, 1.0
 # A loop that fails so many times, each time within so many seconds, will never do its work.
 _MOST_FAILURES = 5
-_SOON = 30.0
+_SOON_SECONDS = 30.0
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def kept_up(name: str, loop: Callable[[], None], closing: threading.Event, broke
         try:
             loop()
         except Exception as error:
-            failures = failures + 1 if time.monotonic() - began < _SOON else 1
+            failures = failures + 1 if time.monotonic() - began < _SOON_SECONDS else 1
             logger.exception("the thread %r failed", name)
             if failures >= _MOST_FAILURES:
                 broken(f"the agent's thread {name!r} fails again and again ({type(error).__name__}: {error})")

@@ -29,7 +29,7 @@ RETRIED = frozenset(
 # How often in a row a handshake must fail: once proves nothing, because the master may be ending.
 _LOOKS = 3
 # The most bytes of a message. Inventories name many checkpoints of a run.
-_MESSAGE_LIMIT = 16 << 20
+_MESSAGE_LIMIT_BYTES = 16 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -67,8 +67,8 @@ def channel_options() -> list[tuple[str, int | str]]:
         ("grpc.max_reconnect_backoff_ms", 1000),
         # A new channel must not inherit the back-off of a closed one.
         ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.max_receive_message_length", _MESSAGE_LIMIT),
-        ("grpc.max_send_message_length", _MESSAGE_LIMIT),
+        ("grpc.max_receive_message_length", _MESSAGE_LIMIT_BYTES),
+        ("grpc.max_send_message_length", _MESSAGE_LIMIT_BYTES),
         # The master is reached directly, whatever proxy the environment names for the web.
         ("grpc.enable_http_proxy", 0),
     ]

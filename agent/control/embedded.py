@@ -30,19 +30,19 @@ from .spawning import COMMAND, MasterError, TokenLostError, make_token, read_tok
 __all__ = ["EmbeddedMaster", "MasterError"]
 
 # Seconds.
-_LOCK_TIMEOUT = 90.0
-_ANSWER_TIMEOUT = 2.0
+_LOCK_TIMEOUT_SECONDS = 90.0
+_ANSWER_TIMEOUT_SECONDS = 2.0
 # How long a living master may be silent before people are told.
-_SILENCE = 6.0
-_RENEWAL = 2.0
+_SILENCE_SECONDS = 6.0
+_RENEWAL_SECONDS = 2.0
 # The least time for which a claim is watched if its master cannot be seen: over NFS its counter moves late.
-_LEAST_WATCH = 10.0
+_LEAST_WATCH_SECONDS = 10.0
 # Between two looks at a claim, and at a master that does not answer.
-_LOOK_PAUSE = 0.5
+_LOOK_PAUSE_SECONDS = 0.5
 # The longest wait for the death of a process that was killed.
-_DEATH_TIMEOUT = 6.0
+_DEATH_TIMEOUT_SECONDS = 6.0
 # Between two attempts after one failed.
-_RETRY_PAUSE = 1.0
+_RETRY_PAUSE_SECONDS = 1.0
 # Answers of a process that is not our master: one of another job, or another program's server on the same port.
 _STRANGERS = (
     grpc.StatusCode.UNAUTHENTICATED,
@@ -96,13 +96,13 @@ class EmbeddedMaster:
     ) -> None:
         self._directory = directory
         self._job_id = job_id
-        self._watch = max(node_timeout, _LEAST_WATCH)
+        self._watch = max(node_timeout, _LEAST_WATCH_SECONDS)
         self._say = say
         # Messages said since the master was found last.
         self._said: set[str] = set()
         self._command = tuple(command)
         # A watched claim must have time to show that it stands still.
-        self._patience = max(patience, self._watch + _SILENCE)
+        self._patience = max(patience, self._watch + _SILENCE_SECONDS)
         self._machine = machine or Machine()
         self._place = self._machine.place()
         self._claims = ClaimFile(directory, self._machine)
@@ -160,7 +160,7 @@ class EmbeddedMaster:
         """Leaves the master, which ends by itself when the job has ended or no agent is left."""
         self._closing.set()
         self._missing.set()
-        deadline = time.monotonic() + _ANSWER_TIMEOUT + _SILENCE
+        deadline = time.monotonic() + _ANSWER_TIMEOUT_SECONDS + _SILENCE_SECONDS
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -185,12 +185,12 @@ class EmbeddedMaster:
             else:
                 continue
             self._missing.set()
-            if self._closing.wait(_RETRY_PAUSE):
+            if self._closing.wait(_RETRY_PAUSE_SECONDS):
                 return
 
     def _renew(self) -> None:
         said = ""
-        while not self._closing.wait(_RENEWAL):
+        while not self._closing.wait(_RENEWAL_SECONDS):
             # Reaps a master that we started and that has ended.
             self._children = [child for child in self._children if child.poll() is None]
             try:
@@ -270,11 +270,11 @@ class EmbeddedMaster:
                 f"{master} and {self._unasked or why}; if it never comes back, end it (kill -9), and an agent starts"
                 " the next"
             )
-        elif waited >= _SILENCE:
+        elif waited >= _SILENCE_SECONDS:
             why = "does not answer: its disk or this machine is slow"
             self._say_once(f"{master} and {self._unasked or why}; waiting for it", True)
         # No event tells of another process's answer, nor, over a network file system, of its claim.
-        self._closing.wait(_LOOK_PAUSE)
+        self._closing.wait(_LOOK_PAUSE_SECONDS)
 
     def _standing(self, claim: Claim | None) -> _Standing:
         if claim is None or claim.ended_with_boot(self._place):
@@ -308,7 +308,7 @@ class EmbeddedMaster:
             try:
                 request = control_pb2.StatusRequest(job_id=self._job_id, protocol=CONTROL_PROTOCOL)
                 control_pb2_grpc.ControlStub(channel).GetStatus(
-                    request, timeout=_ANSWER_TIMEOUT, metadata=credentials.metadata
+                    request, timeout=_ANSWER_TIMEOUT_SECONDS, metadata=credentials.metadata
                 )
             except grpc.RpcError as error:
                 code = code_of(error)
@@ -333,7 +333,7 @@ class EmbeddedMaster:
             MasterError, OSError: see `start`.
         """
         try:
-            with self._claims.starting(_LOCK_TIMEOUT, self._closing):
+            with self._claims.starting(_LOCK_TIMEOUT_SECONDS, self._closing):
                 now = self._claims.read()
                 if not self._is_as_it_was(now, claim, standing):
                     return False
@@ -371,7 +371,7 @@ class EmbeddedMaster:
             return
         if self._machine.kill(claim.pid, claim.start_time):
             logger.warning("killed the master (process %d): %s", claim.pid, standing.value)
-            deadline = time.monotonic() + _DEATH_TIMEOUT
+            deadline = time.monotonic() + _DEATH_TIMEOUT_SECONDS
             # No event tells of the death of a process that is not our child.
             while self._machine.is_same_process(claim.pid, claim.start_time) and time.monotonic() < deadline:
                 self._closing.wait(0.02)

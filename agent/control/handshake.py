@@ -15,7 +15,7 @@ from .connection import Credentials
 __all__ = ["mismatch"]
 
 # Seconds for connecting, and for each answer.
-_TIMEOUT = 3.0
+_TIMEOUT_SECONDS = 3.0
 # OpenSSL's numbers (x509_vfy.h): not yet valid, expired; another name, another address.
 _DATES = frozenset({9, 10})
 _NAMES = frozenset({62, 64})
@@ -30,7 +30,7 @@ def mismatch(address: str, credentials: Credentials) -> str:
     host, _, port = address.rpartition(":")
     host = host.strip("[]")
     try:
-        with socket.create_connection((host, int(port)), _TIMEOUT) as plain:
+        with socket.create_connection((host, int(port)), _TIMEOUT_SECONDS) as plain:
             if credentials.tls:
                 return _with_tls(plain, host, f"the master at {address}", credentials)
             return _without_tls(plain, f"the master at {address}")

@@ -23,7 +23,7 @@ __all__ = ["MOST", "problem_of", "problem_of_reply"]
 # The most that a generation, epoch, step or count of bytes may be: far above any real one.
 MOST = 1 << 53
 # The longest duration in seconds: thirty years.
-_LONGEST = 1e9
+_LONGEST_SECONDS = 1e9
 # The most characters of a name, a host or a digest.
 _NAME = 256
 # Texts for people, which are made one printable line where they are shown.
@@ -120,7 +120,7 @@ def _value(message: Message, field: FieldDescriptor, value: object) -> str:
         )
         wrong = wrong or (of_checkpoint and not is_checkpoint_name(value))
     elif isinstance(value, float) and name not in _ANY:
-        wrong = not math.isfinite(value) or abs(value) > _LONGEST
+        wrong = not math.isfinite(value) or abs(value) > _LONGEST_SECONDS
     elif isinstance(value, int):
         wrong = not 0 <= value <= MOST
     return f"{name} is {value!r:.80}" if wrong else ""

@@ -35,9 +35,9 @@ __all__ = ["CALL_TIMEOUT", "HEARTBEAT_INTERVAL", "Listener", "MasterClient", "Ou
 
 # Seconds.
 CALL_TIMEOUT = 10.0
-_HEARTBEAT_TIMEOUT = 3.0
+_HEARTBEAT_TIMEOUT_SECONDS = 3.0
 # Seconds of silence after which the master counts as away.
-_AWAY_AFTER = 3.0
+_AWAY_AFTER_SECONDS = 3.0
 # The most calls that may wait for an absent master; a run makes a few per epoch and one per checkpoint.
 _MOST_WAITING = 10_000
 # How often a call is repeated after an error inside the master, which a restart may cure.
@@ -262,7 +262,7 @@ class MasterClient:
         with self._changed:
             if self._closing.is_set():
                 return
-            away = self._heard_at is not None and self._clock() - self._heard_at > _AWAY_AFTER
+            away = self._heard_at is not None and self._clock() - self._heard_at > _AWAY_AFTER_SECONDS
             changed = away and self._up
             self._up = self._up and not away
         if changed:
@@ -397,10 +397,14 @@ class MasterClient:
             return
         try:
             if progress is not None:
-                ack = link.stub.ReportProgress(progress, timeout=_HEARTBEAT_TIMEOUT, metadata=self._connector.metadata)
+                ack = link.stub.ReportProgress(
+                    progress, timeout=_HEARTBEAT_TIMEOUT_SECONDS, metadata=self._connector.metadata
+                )
             else:
                 assert isinstance(request, control_pb2.HeartbeatRequest)
-                ack = link.stub.Heartbeat(request, timeout=_HEARTBEAT_TIMEOUT, metadata=self._connector.metadata)
+                ack = link.stub.Heartbeat(
+                    request, timeout=_HEARTBEAT_TIMEOUT_SECONDS, metadata=self._connector.metadata
+                )
         except (grpc.RpcError, ValueError) as error:
             self._beat_failed(progress, link, session, error)
             return

@@ -14,7 +14,7 @@ HEARTBEAT_INTERVAL = 1.0
 # Seconds between two progress reports; nobody reads more.
 PROGRESS_INTERVAL = 0.1
 # The longest interval that the master may ask for.
-_LONGEST = 60.0
+_LONGEST_SECONDS = 60.0
 # The share of the interval by which a heartbeat may be early.
 _JITTER = 0.05
 # The share of the interval after which a message that was not heard is repeated. Not at once, because the master may be
@@ -75,10 +75,13 @@ class Pace:
     def told(self, pace: control_pb2.Pace, now: float) -> None:
         """Takes the pace that the master wants."""
         if pace.heartbeat_seconds > 0:
-            before, self.heartbeat = self.heartbeat, min(max(HEARTBEAT_INTERVAL, pace.heartbeat_seconds), _LONGEST)
+            before, self.heartbeat = (
+                self.heartbeat,
+                min(max(HEARTBEAT_INTERVAL, pace.heartbeat_seconds), _LONGEST_SECONDS),
+            )
             self.spread = self.spread or self.heartbeat > before
         if pace.progress_seconds > 0:
-            self.progress = min(max(PROGRESS_INTERVAL, pace.progress_seconds), _LONGEST)
+            self.progress = min(max(PROGRESS_INTERVAL, pace.progress_seconds), _LONGEST_SECONDS)
         if 0 < pace.slot_seconds <= self.heartbeat * _LONGEST_SLOT and math.isfinite(pace.slot_in_seconds):
             early = (self.beat_at - now - pace.slot_in_seconds) % pace.slot_seconds
             self.beat_at = max(now, self.beat_at - early)

@@ -24,7 +24,7 @@ __all__ = ["COMMAND", "MasterError", "Started", "TokenLostError", "make_token", 
 
 COMMAND = (sys.executable, "-m", "dalsegno.master")
 # Seconds.
-_START_TIMEOUT = 60.0
+_START_TIMEOUT_SECONDS = 60.0
 # Characters of a token; the master takes no shorter one.
 _SHORTEST_TOKEN = 16
 
@@ -148,7 +148,7 @@ def _first_line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     with selectors.DefaultSelector() as selector, process.stdout:
         selector.register(process.stdout, selectors.EVENT_READ)
-        return process.stdout.readline() if selector.select(_START_TIMEOUT) else ""
+        return process.stdout.readline() if selector.select(_START_TIMEOUT_SECONDS) else ""
 
 
 def _last_line(log: Path, begin: int) -> str:

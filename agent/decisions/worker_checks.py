@@ -16,7 +16,7 @@ __all__ = ["MOST", "checked", "one_line"]
 # The most steps, bytes and signs of life: far above any, and sums of many of them still fit into 64 bits.
 MOST = 1 << 53
 # The most seconds of one step, save or evaluation: 30 days.
-_LONGEST = 30 * 86400.0
+_LONGEST_SECONDS = 30 * 86400.0
 # The most characters of a text that people are shown.
 _TEXT = 1000
 _DIGEST = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -82,7 +82,7 @@ def _bounded(number: int, what: str) -> None:
 
 
 def _duration(seconds: float, what: str) -> None:
-    if not (math.isfinite(seconds) and 0 <= seconds <= _LONGEST):
+    if not (math.isfinite(seconds) and 0 <= seconds <= _LONGEST_SECONDS):
         raise ValueError(f"{what} is {seconds} seconds")
 
 

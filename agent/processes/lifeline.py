@@ -26,7 +26,7 @@ from .signals import held_back
 __all__ = ["Lifeline"]
 
 # Seconds between two keepers if they die one after another; the first is replaced at once.
-_RESPAWN_PAUSE = 0.2
+_RESPAWN_PAUSE_SECONDS = 0.2
 # How many keepers are told to end everything, if they die before they have done so.
 _LAST_KEEPERS = 3
 
@@ -168,7 +168,7 @@ class Lifeline:
     def _watch(self) -> None:
         while True:
             self._process.wait()
-            if self._respawns and self._closing.wait(_RESPAWN_PAUSE):
+            if self._respawns and self._closing.wait(_RESPAWN_PAUSE_SECONDS):
                 return
             with self._lock:
                 if self._closing.is_set():

@@ -23,7 +23,7 @@ __all__ = [
 
 
 _PR_SET_CHILD_SUBREAPER = 36
-_SCAN_PAUSE = 0.02
+_SCAN_PAUSE_SECONDS = 0.02
 
 
 def start_time(pid: int) -> int | None:
@@ -102,5 +102,5 @@ def end_descendants(seconds: float) -> list[int]:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         # why: no event tells of the death of a process that was adopted; the scan has to come again.
-        time.sleep(_SCAN_PAUSE)
+        time.sleep(_SCAN_PAUSE_SECONDS)
     return left

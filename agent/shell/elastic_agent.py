@@ -47,7 +47,7 @@ from .mailbox import Mailbox
 __all__ = ["ElasticAgent", "Ending"]
 
 # Seconds that calls to the master may still take when the agent ends.
-_LAST_CALLS = 3.0
+_LAST_CALLS_SECONDS = 3.0
 
 logger = logging.getLogger(__name__)
 
@@ -425,6 +425,6 @@ class ElasticAgent(LocalElasticAgent):
         if self._pool is not None:
             self._pool.close()
         super()._shutdown(signal.SIGKILL, timeout)
-        self._effects.close(_LAST_CALLS)
+        self._effects.close(_LAST_CALLS_SECONDS)
         self._link.close()
         self._lifeline.close()

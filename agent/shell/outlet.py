@@ -12,8 +12,8 @@ from collections import deque
 __all__ = ["Outlet"]
 
 # The most bytes that wait to be read, and that one write takes.
-_CAPACITY = 1 << 20
-_PIECE = 4096
+_CAPACITY_BYTES = 1 << 20
+_PIECE_BYTES = 4096
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Outlet:
                 self._stalled = True
             if self._gone:
                 return False
-            if self._size and self._size + len(data) > _CAPACITY:
+            if self._size and self._size + len(data) > _CAPACITY_BYTES:
                 self._dropped += data.count(b"\n") or 1
                 return False
             self._waiting.append(data)
@@ -70,7 +70,7 @@ class Outlet:
     def _room(self, size: int, patience: float) -> bool:
         """Waits for room as long as anything is read; the caller holds the lock."""
         seen, deadline = self._written, time.monotonic() + patience
-        while self._size and self._size + size > _CAPACITY and not self._gone:
+        while self._size and self._size + size > _CAPACITY_BYTES and not self._gone:
             if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                 return False
             if self._written != seen:
@@ -99,7 +99,7 @@ class Outlet:
         view = memoryview(data)
         while view:
             try:
-                written = os.write(self._fd, view[:_PIECE])
+                written = os.write(self._fd, view[:_PIECE_BYTES])
             except BlockingIOError:
                 # Another process that shares the terminal may have made it non-blocking.
                 select.select([], [self._fd], [])

@@ -23,11 +23,11 @@ from .outlet import Outlet
 __all__ = ["Output"]
 
 # Bytes in the pipe, if the system allows it: what workers can write while this process is stopped.
-_PIPE_SIZE = 1 << 20
-_READ = 1 << 16
+_PIPE_BYTES = 1 << 20
+_READ_BYTES = 1 << 16
 # Seconds that a reader has to take anything before lines are dropped, and seconds for the last lines at the end.
-_PATIENCE = 1.0
-_LAST_LINES = 2.0
+_PATIENCE_SECONDS = 1.0
+_LAST_LINES_SECONDS = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Output:
             pump.close()
         self._pumps.clear()
         for outlet in {*self._outlets.values()}:
-            outlet.flush(_LAST_LINES)
+            outlet.flush(_LAST_LINES_SECONDS)
 
 
 def _reopen() -> set[int]:
@@ -133,7 +133,7 @@ class _Pump:
         self._reader, self.writer = os.pipe()
         os.set_blocking(self._reader, False)
         try:
-            fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)  # type: ignore[attr-defined,unused-ignore]
+            fcntl.fcntl(self.writer, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)  # type: ignore[attr-defined,unused-ignore]
         except (AttributeError, OSError) as error:
             logger.info("the pipe for output keeps its size: %s", error)
         self._stop_reader, self._stop_writer = os.pipe()
@@ -143,17 +143,17 @@ class _Pump:
     def close(self) -> None:
         """Passes on what is there already, and ends. A child that outlives us writes to nobody."""
         os.close(self._stop_writer)
-        self._thread.join(_PATIENCE + _LAST_LINES)
+        self._thread.join(_PATIENCE_SECONDS + _LAST_LINES_SECONDS)
         os.close(self.writer)
 
     def _pump(self) -> None:
         while True:
             readable, _, _ = select.select([self._reader, self._stop_reader], [], [])
             try:
-                data = os.read(self._reader, _READ)
+                data = os.read(self._reader, _READ_BYTES)
             except BlockingIOError:
                 if self._stop_reader in readable:
                     return
                 continue
             self._log.write(data)
-            self._outlet.put(data, _PATIENCE)
+            self._outlet.put(data, _PATIENCE_SECONDS)

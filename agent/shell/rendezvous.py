@@ -40,8 +40,8 @@ from .mailbox import Mailbox
 __all__ = ["NamedRendezvous", "Rendezvous", "create", "factory"]
 
 # Seconds that the other nodes have to finish, and seconds for the last calls, when torch's agent ends.
-_LAST_WORD = 30.0
-_LAST_CALLS = 3.0
+_LAST_WORD_SECONDS = 30.0
+_LAST_CALLS_SECONDS = 3.0
 
 
 class NamedRendezvous(RendezvousHandler):
@@ -192,12 +192,12 @@ class Rendezvous(RendezvousHandler):
             for rank in range(self._config.nproc):
                 self._mailbox.put(ev.WorkerExited(running.epoch, rank, code, ""))
             with self._changed:
-                self._changed.wait_for(lambda: self._ending, _LAST_WORD if code == 0 else 0)
+                self._changed.wait_for(lambda: self._ending, _LAST_WORD_SECONDS if code == 0 else 0)
         self._mailbox.put(ev.Tick())
-        self._thread.join(_LAST_WORD)
-        self._effects.close(_LAST_CALLS)
+        self._thread.join(_LAST_WORD_SECONDS)
+        self._effects.close(_LAST_CALLS_SECONDS)
         self._lifeline.close()
-        self._console.flush(_LAST_WORD)
+        self._console.flush(_LAST_WORD_SECONDS)
         return True
 
     def _where(self) -> str:

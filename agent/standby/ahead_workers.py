@@ -20,7 +20,7 @@ __all__ = ["AHEAD_PATIENCE", "AheadWorkers", "place_of"]
 AHEAD_PATIENCE = 600.0
 # Seconds that a waiting worker may take to take its place, which includes checking what it has looked at. A worker that
 # was stopped, or is stuck in the kernel, is replaced after that.
-_TAKE_PATIENCE = 20.0
+_TAKE_PATIENCE_SECONDS = 20.0
 # After so many starts in a row in which files that the script looked at had changed meanwhile, nothing runs ahead.
 _MOST_STALE = 2
 
@@ -52,7 +52,7 @@ class AheadWorkers:
         self,
         on_settled: Callable[[], None],
         patience: float = AHEAD_PATIENCE,
-        take_patience: float = _TAKE_PATIENCE,
+        take_patience: float = _TAKE_PATIENCE_SECONDS,
     ) -> None:
         self._on_settled = on_settled
         self._patience = patience

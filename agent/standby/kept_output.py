@@ -12,12 +12,12 @@ import time
 __all__ = ["KeptOutput"]
 
 # The most bytes that are kept; a script that writes more waits.
-_MOST = 1 << 20
+_MOST_BYTES = 1 << 20
 # Seconds without a word after which a script counts as not writing now; how long that is waited for; and how long a
 # write under way may pause.
-_QUIET = 0.05
-_PATIENCE = 2.0
-_PAUSE = 1.0
+_QUIET_SECONDS = 0.05
+_PATIENCE_SECONDS = 2.0
+_PAUSE_SECONDS = 1.0
 _READS = 64
 
 
@@ -32,7 +32,7 @@ class KeptOutput:
         self._reader, self._writer = os.pipe()
         os.dup2(self._writer, stream)
         with contextlib.suppress(OSError):
-            fcntl.fcntl(self._reader, fcntl.F_SETPIPE_SZ, _MOST)
+            fcntl.fcntl(self._reader, fcntl.F_SETPIPE_SZ, _MOST_BYTES)
         os.set_blocking(self._reader, False)
 
     @property
@@ -51,15 +51,15 @@ class KeptOutput:
         """
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
         target = os.dup(console) if path is None else os.open(path, flags, 0o666)
-        patience = time.monotonic() + _PATIENCE
+        patience = time.monotonic() + _PATIENCE_SECONDS
         _pass_on(self._reader, target)
-        while writes and time.monotonic() < patience and select.select([self._reader], [], [], _QUIET)[0]:
+        while writes and time.monotonic() < patience and select.select([self._reader], [], [], _QUIET_SECONDS)[0]:
             _pass_on(self._reader, target)
         os.close(self._writer)
         for fd in _duplicates(self._reader):
             os.dup2(target, fd, inheritable=os.get_inheritable(fd))
         # A write under way still has the pipe, and must not be cut off. Nobody can begin another one.
-        while select.select([self._reader], [], [], _PAUSE)[0]:
+        while select.select([self._reader], [], [], _PAUSE_SECONDS)[0]:
             if _pass_on(self._reader, target):
                 os.close(self._reader)
                 os.close(target)

@@ -19,7 +19,7 @@ from .worker_main import Assignment
 __all__ = ["Nursery", "StandbyProcess"]
 
 # Seconds to wait for a process after SIGKILL; one that waits for a missing file system may be stuck in the kernel.
-_KILL_TIMEOUT = 5.0
+_KILL_TIMEOUT_SECONDS = 5.0
 
 logger = logging.getLogger(__name__)
 
@@ -258,10 +258,10 @@ class Nursery:
 
     def _reap(self) -> None:
         try:
-            self.process.wait(_KILL_TIMEOUT)
+            self.process.wait(_KILL_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
             # The keeper still has it on its list.
-            logger.error("nursery %d did not end within %.0f s of SIGKILL", self.process.pid, _KILL_TIMEOUT)
+            logger.error("nursery %d did not end within %.0f s of SIGKILL", self.process.pid, _KILL_TIMEOUT_SECONDS)
         else:
             self._lifeline.drop_group(self.process.pid)
 

@@ -31,8 +31,8 @@ from .word import Word
 __all__ = ["RunAhead", "report_of"]
 
 # Seconds between checks whether the script waits for its output to be read; and seconds for the last of its output.
-_LOOK_AT_OUTPUT = 0.5
-_LAST_OUTPUT = 5.0
+_LOOK_AT_OUTPUT_SECONDS = 0.5
+_LAST_OUTPUT_SECONDS = 5.0
 # Makes it the kernel's first choice when memory is short, as long as nobody needs it: trainers must not pay for it.
 _FIRST_TO_DIE = "1000"
 _OOM_SCORE = "/proc/self/oom_score_adj"
@@ -132,7 +132,7 @@ class RunAhead:
         self._placed.wait()
         if self._thread is not None:
             # This thread ends now, because a script may fork while it has no other thread.
-            self._thread.join(_LAST_OUTPUT)
+            self._thread.join(_LAST_OUTPUT_SECONDS)
 
     def _say_parked(self, need: str) -> None:
         with self._lock:
@@ -155,7 +155,7 @@ class RunAhead:
 
     def _take_place(self) -> None:
         try:
-            while not self._said and not self._word.waits(_LOOK_AT_OUTPUT):
+            while not self._said and not self._word.waits(_LOOK_AT_OUTPUT_SECONDS):
                 if any(output.full for output in self._outputs):
                     self._say_parked("its output is read")
             place = self._word.hear()

@@ -26,9 +26,9 @@ __all__ = ["StandbyPool"]
 # Low enough to yield to training, and still done before the next change on a busy machine.
 _NICENESS = 15
 # Seconds to wait for a nursery to take a request; a stopped one does not read.
-_SEND_TIMEOUT = 10
+_SEND_TIMEOUT_SECONDS = 10
 # Seconds that imports may take, on a busy machine and from a slow file system; after that they count as stuck.
-_IMPORT_PATIENCE = 120.0
+_IMPORT_PATIENCE_SECONDS = 120.0
 # If so many nurseries of one agent are stuck, it starts no more.
 _MOST_STUCK = 2
 
@@ -62,7 +62,7 @@ class StandbyPool:
         python: str = sys.executable,
         fork: bool = True,
         notices: Sequence[int] = (),
-        patience: float = _IMPORT_PATIENCE,
+        patience: float = _IMPORT_PATIENCE_SECONDS,
         ahead_patience: float = AHEAD_PATIENCE,
     ) -> None:
         self._lifeline = lifeline
@@ -191,7 +191,7 @@ class StandbyPool:
 
     def _start(self, low_priority: bool) -> Nursery:
         ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT, 0))
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _SEND_TIMEOUT_SECONDS, 0))
         console = (os.dup(1), os.dup(2))
         # PDEATHSIG fires when the spawning thread ends, and only the main thread lives as long as the agent.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0

@@ -25,7 +25,7 @@ _MODEL = "mp_rank_00_model_states.pt"
 _NOT_ONLY_DATA = re.compile(r"(?:layer_|expp_rank_|.*mp_rank_(?!00_)).*[-_](?:model|optim)_states\.pt")
 _TRAINER_STATE = "trainer_state.json"
 # The most bytes of DeepSpeed's `latest`, which holds the name of a directory.
-_MAX_TAG = 4096
+_MAX_TAG_BYTES = 4096
 _RNG_OF_RANK = re.compile(r"rng_state_([0-9]{1,9})\.pth")
 
 
@@ -86,7 +86,7 @@ def _of_deepspeed(path: Path, step: int, world_size: int) -> Foreign | None:
 def _latest(directory: Path) -> str:
     """The tag that DeepSpeed writes after all files of rank 0: then everything that is not partitioned is there."""
     try:
-        return read_regular(directory / "latest", _MAX_TAG).decode().strip()
+        return read_regular(directory / "latest", _MAX_TAG_BYTES).decode().strip()
     except FileNotFoundError:
         return ""
 

@@ -46,19 +46,19 @@ LOOK_SECONDS = 10.0
 # Seconds between two looks: the master waits for a member; a spare may look for days.
 _FIRST_PAUSE_SECONDS, _LAST_PAUSE_SECONDS, _LAST_PATIENT_PAUSE_SECONDS = 0.1, 1.0, 8.0
 # Seconds between the tries of a verification that the file system spoils (ESTALE, EIO, a mount that is away).
-_VERIFY_PAUSES = (1.0, 3.0, 6.0, 10.0)
+_VERIFY_PAUSES_SECONDS = (1.0, 3.0, 6.0, 10.0)
 # Damage that may only be late sight, over NFS for one, and how often in a row it must be found before it counts.
 _MAY_COME_LATE = (Damage.MANIFEST, Damage.DIGEST, Damage.MISSING_FILE, Damage.WRONG_SIZE)
 _DAMAGE_LOOKS = 3
 # Seconds between two reports of how far a verification is.
-_MOVED_EVERY = 5.0
+_MOVED_EVERY_SECONDS = 5.0
 # Seconds between the looks for what another node has just sealed: file systems cache a missing name for up to a minute.
-_SIGHT_PAUSES = (0.5, 2.0, 5.0, 10.0, 20.0, 30.0)
+_SIGHT_PAUSES_SECONDS = (0.5, 2.0, 5.0, 10.0, 20.0, 30.0)
 # How often a directory in sight without a usable manifest is looked at before that is reported: over NFS a manifest may
 # come into sight later than its directory.
 _UNUSABLE_LOOKS = 5
 # The most bytes of a probe file, which holds a token.
-_MAX_PROBE = 256
+_MAX_PROBE_BYTES = 256
 
 logger = logging.getLogger(__name__)
 
@@ -141,7 +141,7 @@ class JobDirectory:
     @staticmethod
     def _read_probe(path: Path) -> str:
         # All nodes that see the same file say the same, whatever somebody has written into it.
-        return one_line(read_private(path).decode("ascii", errors="replace"), _MAX_PROBE)
+        return one_line(read_private(path).decode("ascii", errors="replace"), _MAX_PROBE_BYTES)
 
     def survey(self) -> Survey:
         """For `Register`: the newest checkpoints of the runs that are not finished, and the finished runs.
@@ -283,7 +283,7 @@ class Storage:
 
         def work() -> None:
             number = verification.number
-            moved = Meter(lambda count: deliver(VerificationMoved(number, count)), _MOVED_EVERY)
+            moved = Meter(lambda count: deliver(VerificationMoved(number, count)), _MOVED_EVERY_SECONDS)
             done = self._look_through(run_id, verification, moved)
             if done is not None:
                 deliver(done)
@@ -296,7 +296,7 @@ class Storage:
         """Looks for damage; blocks. None: this storage was closed meanwhile."""
         problem = ""
         looks = 0
-        for pause in (0.0, *_VERIFY_PAUSES):
+        for pause in (0.0, *_VERIFY_PAUSES_SECONDS):
             # No event tells when a file system works again.
             if self._closing.wait(pause):
                 return None
@@ -317,7 +317,7 @@ class Storage:
         """Looks for a checkpoint that another node has sealed, for as long as file systems may take to show it."""
 
         def work() -> None:
-            for pause in (0.0, *_SIGHT_PAUSES):
+            for pause in (0.0, *_SIGHT_PAUSES_SECONDS):
                 # Over NFS no event tells of a file that another machine makes.
                 if self._closing.wait(pause):
                     return

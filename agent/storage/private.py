@@ -17,7 +17,7 @@ from pathlib import Path
 __all__ = ["NotPrivateError", "check_private", "open_private", "put_aside", "read_private"]
 
 # The most bytes of a file of ours.
-_MOST_READ = 1 << 16
+_MOST_READ_BYTES = 1 << 16
 _MOST_PUT_ASIDE = 9
 # How often an empty file is looked at, and seconds between two looks.
 PUBLISHED_TRIES, PUBLISHED_PAUSE_SECONDS = 40, 0.05
@@ -114,7 +114,7 @@ def read_private(path: Path, *, secret: bool = False) -> bytes:
     """
     for _ in range(PUBLISHED_TRIES):
         with open(open_private(path, os.O_RDONLY, secret=secret), "rb") as file:
-            data = file.read(_MOST_READ)
+            data = file.read(_MOST_READ_BYTES)
         if data:
             break
         time.sleep(PUBLISHED_PAUSE_SECONDS)  # why: on a mount without links its maker is about to write; no event tells

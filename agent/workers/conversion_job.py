@@ -35,7 +35,7 @@ _STATES = {
 }
 # Seconds between two progress events. The master only wants to know that it moves, and events are kept while it is
 # away.
-_PROGRESS_INTERVAL = 1.0
+_PROGRESS_INTERVAL_SECONDS = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -192,7 +192,7 @@ class ConversionJob:
                 except (ValueError, AttributeError, TypeError):
                     logger.warning("the converter printed %r", line[:200])
                     continue
-                if time.monotonic() - told_at >= _PROGRESS_INTERVAL and "state" not in said:
+                if time.monotonic() - told_at >= _PROGRESS_INTERVAL_SECONDS and "state" not in said:
                     told_at = time.monotonic()
                     working = control_pb2.CONVERSION_STATE_WORKING
                     self._tell(converter, ConversionUpdate(lease, working, done, total, bytes_done=moved))

@@ -39,9 +39,9 @@ __all__ = ["MAX_FRAME", "WorkerLink"]
 # The most bytes of a message (worker.proto).
 MAX_FRAME = 1 << 20
 # The most bytes that a worker may leave unread before it is cut off: about ten thousand messages of ours.
-_MAX_UNSENT = 1 << 16
+_MAX_UNSENT_BYTES = 1 << 16
 # Limits for connections without a Hello: how many, for how many seconds, and with how many bytes.
-_MAX_STRANGERS, _HELLO_TIMEOUT, _MAX_HELLO = 64, 10.0, 1024
+_MAX_STRANGERS, _HELLO_TIMEOUT_SECONDS, _MAX_HELLO_BYTES = 64, 10.0, 1024
 # How many connections may wait to be accepted; the kernel's own limit is mostly 4096.
 _BACKLOG = 4096
 # How often a connection is read whose process seems to have a successor: more often than one frame needs.
@@ -49,7 +49,7 @@ _LAST_READS = 32
 # The most lines about cut connections that the log gets, in so many seconds.
 _COMPLAINTS, _COMPLAINTS_SECONDS = 20, 60.0
 # Seconds without accepting, if this process has no file descriptors left.
-_DESCRIPTORS_PAUSE = 1.0
+_DESCRIPTORS_PAUSE_SECONDS = 1.0
 _PEER = struct.Struct("3i")
 # Length of sun_path of unix(7), without the closing zero.
 _MAX_PATH = 107
@@ -235,7 +235,7 @@ class WorkerLink:
 
     def _patience(self) -> float | None:
         """Seconds until the next thing to do that no socket announces."""
-        times = [connection.since + _HELLO_TIMEOUT for connection in list(self._strangers.values())[:1]]
+        times = [connection.since + _HELLO_TIMEOUT_SECONDS for connection in list(self._strangers.values())[:1]]
         if self._listening_again_at is not None:
             times.append(self._listening_again_at)
         return max(0.0, min(times) - time.monotonic()) if times else None
@@ -243,9 +243,9 @@ class WorkerLink:
     def _look_at_the_time(self) -> None:
         now = time.monotonic()
         for connection in list(self._strangers.values()):
-            if now < connection.since + _HELLO_TIMEOUT:
+            if now < connection.since + _HELLO_TIMEOUT_SECONDS:
                 break
-            self._cut(connection, f"no Hello within {_HELLO_TIMEOUT:g} s")
+            self._cut(connection, f"no Hello within {_HELLO_TIMEOUT_SECONDS:g} s")
         if self._listening_again_at is not None and now >= self._listening_again_at:
             self._listening_again_at = None
             self._selector.register(self._listener, selectors.EVENT_READ)
@@ -288,7 +288,7 @@ class WorkerLink:
         self._complain(f"no worker can connect for now: {error.strerror}")
         if self._listening_again_at is None:
             self._selector.unregister(self._listener)
-            self._listening_again_at = time.monotonic() + _DESCRIPTORS_PAUSE
+            self._listening_again_at = time.monotonic() + _DESCRIPTORS_PAUSE_SECONDS
 
     def _flush(self, pid: int, done: threading.Event) -> None:
         # It may have connected, spoken and ended since the last look.
@@ -332,7 +332,7 @@ class WorkerLink:
         connection.received += data
         while len(connection.received) >= FRAME.size:
             (length,) = FRAME.unpack_from(connection.received)
-            most = MAX_FRAME if connection.hello is not None else _MAX_HELLO
+            most = MAX_FRAME if connection.hello is not None else _MAX_HELLO_BYTES
             if length > most:
                 raise _Broken(f"a frame of {length} bytes, at most {most} are allowed")
             end = FRAME.size + length
@@ -399,7 +399,7 @@ class WorkerLink:
         data = message.SerializeToString()
         connection.unsent += FRAME.pack(len(data)) + data
         try:
-            if len(connection.unsent) > _MAX_UNSENT:
+            if len(connection.unsent) > _MAX_UNSENT_BYTES:
                 raise _Broken("it does not read")
             self._write(connection)
         except (_Broken, OSError) as error:

@@ -37,11 +37,11 @@ from .worker_link import WorkerLink
 __all__ = ["WorkersContext"]
 
 # Seconds that a worker's last messages may take to us after its exit; its end of the socket is then closed.
-_LAST_WORDS = 5.0
+_LAST_WORDS_SECONDS = 5.0
 # Seconds to wait for a process after SIGKILL before it is given up as stuck in the kernel.
-_KILL_TIMEOUT = 10.0
+_KILL_TIMEOUT_SECONDS = 10.0
 # Seconds that the last lines of a worker's files may take to the console.
-_OUTPUT_TIMEOUT = 2.0
+_OUTPUT_TIMEOUT_SECONDS = 2.0
 
 logger = logging.getLogger(__name__)
 
@@ -189,9 +189,9 @@ class WorkersContext(SubprocessContext):
             self._signal(signal.SIGTERM)
             self._wait(grace)
         self._signal(signal.SIGKILL)
-        if stuck := self._wait(_KILL_TIMEOUT):
-            logger.error("processes %s did not end within %.0f s of SIGKILL: given up", stuck, _KILL_TIMEOUT)
-        deadline = time.monotonic() + _LAST_WORDS
+        if stuck := self._wait(_KILL_TIMEOUT_SECONDS):
+            logger.error("processes %s did not end within %.0f s of SIGKILL: given up", stuck, _KILL_TIMEOUT_SECONDS)
+        deadline = time.monotonic() + _LAST_WORDS_SECONDS
         for one in self._running:
             if one.ended.is_set():
                 one.watcher.join(max(0.0, deadline - time.monotonic()))
@@ -228,7 +228,7 @@ class WorkersContext(SubprocessContext):
             if self._output is None:
                 self._output = threading.Thread(target=end, name="end-output", daemon=True)
                 self._output.start()
-        self._output.join(_OUTPUT_TIMEOUT)
+        self._output.join(_OUTPUT_TIMEOUT_SECONDS)
 
     def _start(self) -> None:
         for rank in range(self.nprocs):
@@ -295,7 +295,7 @@ class WorkersContext(SubprocessContext):
             code = process.follow()
             self._lifeline.drop_group(process.pid)
         ended.set()
-        if not self._link.flush(process.pid, _LAST_WORDS):
+        if not self._link.flush(process.pid, _LAST_WORDS_SECONDS):
             logger.warning("the last messages of worker %d (process %d) did not come through", rank, process.pid)
         unstarted = process.failure if isinstance(process, StandbyProcess) else ""
         if unstarted:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 # Seconds in which all must answer. Otherwise the call has no effect, and the next exchange carries the flag.
 PATIENCE = 10.0
 # Seconds of one wait for a call; after each the thread waits again.
-_LONG = 86400.0
+_LONG_SECONDS = 86400.0
 _CLOSE_SECONDS = 5.0
 _NOTHING = -1
 
@@ -169,7 +169,7 @@ class Hurry:
     def _hear(self, number: int) -> None:
         """Waits for one call, and handles it to its end."""
         store = self._waiting
-        store.wait([_ear(number, self._rank)], timedelta(seconds=_LONG))
+        store.wait([_ear(number, self._rank)], timedelta(seconds=_LONG_SECONDS))
         if self._closing:
             return
         with self._changed:

@@ -8,8 +8,8 @@ THREADS = 4
 MEMORY_BYTES = 16 << 20
 # Each thread's buffers (values, converted values, values to compare with) and short-lived memory.
 _SHARES = 4
-_SMALLEST_PIECE, _LARGEST_PIECE = 4 << 10, 4 << 20
-_PAGE = 4096
+_SMALLEST_PIECE_BYTES, _LARGEST_PIECE_BYTES = 4 << 10, 4 << 20
+_PAGE_BYTES = 4096
 
 
 @dataclass(frozen=True)
@@ -27,11 +27,11 @@ class Effort:
     def __post_init__(self) -> None:
         if self.threads < 1:
             raise ValueError(f"threads must be at least 1, not {self.threads}")
-        least = self.threads * _SHARES * _SMALLEST_PIECE
+        least = self.threads * _SHARES * _SMALLEST_PIECE_BYTES
         if self.memory < least:
             raise ValueError(f"{self.threads} threads need at least {least} bytes of memory, not {self.memory}")
 
     @property
     def piece(self) -> int:
         """Bytes of values that a thread handles at once, in whole pages."""
-        return min(_LARGEST_PIECE, self.memory // self.threads // _SHARES // _PAGE * _PAGE)
+        return min(_LARGEST_PIECE_BYTES, self.memory // self.threads // _SHARES // _PAGE_BYTES * _PAGE_BYTES)

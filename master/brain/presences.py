@@ -17,7 +17,7 @@ __all__ = ("Presence", "Presences")
 # are brought up to date with it.
 _NEAR, _SOON = 2 / 3, 1 / 2
 # The rounding error of a time, in seconds.
-_ROUNDING = 1e-6
+_ROUNDING_SECONDS = 1e-6
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Presences:
 
     def suspects(self, shown: float, timeout: float) -> list[str]:
         """All names that may be dead by a silence of `timeout`, or because their stream closed; some are not."""
-        near = shown - timeout * _NEAR + _ROUNDING
+        near = shown - timeout * _NEAR + _ROUNDING_SECONDS
         for name in [name for name in self._near if self._rows[name].heard > near]:
             del self._near[name]
             self._await(name)

@@ -49,7 +49,7 @@ CONTAINED = """
 import sys
 from pathlib import Path
 from dalsegno.agent.control import embedded
-embedded._LEAST_WATCH = 5.0
+embedded._LEAST_WATCH_SECONDS = 5.0
 try:
     master = embedded.EmbeddedMaster(Path(sys.argv[1]), "job", 5.0)
     master.start()
@@ -270,7 +270,7 @@ def test_a_job_that_another_machine_serves_is_refused(jobs: Jobs) -> None:
 
 def test_an_abandoned_claim_is_taken_over(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """A counter that stands still for one node-timeout: the job is ours, and its generation is known."""
-    monkeypatch.setattr(embedded, "_LEAST_WATCH", 0.5)
+    monkeypatch.setattr(embedded, "_LEAST_WATCH_SECONDS", 0.5)
     jobs.directory.mkdir(parents=True)
     jobs.claims.write(Claim("elsewhere", "boot", os.getpid(), 1, 5, 0, "127.0.0.1:1"), threading.Event())
     view = jobs.view(node_timeout=1.0)
@@ -286,7 +286,7 @@ def test_nobody_watches_a_claim_of_before_the_machine_was_started_anew(
     jobs: Jobs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The machine is this one, the boot another: the master is gone, and the next one starts at once."""
-    monkeypatch.setattr(embedded, "_LEAST_WATCH", 3600.0)
+    monkeypatch.setattr(embedded, "_LEAST_WATCH_SECONDS", 3600.0)
     here = replace(Machine().place(), machine="this machine")
     monkeypatch.setattr(Machine, "place", lambda self: here)
     jobs.directory.mkdir(parents=True)
@@ -455,9 +455,9 @@ time.sleep(300)
 
 def silent_master(jobs: Jobs, monkeypatch: pytest.MonkeyPatch, patience: float) -> tuple[EmbeddedMaster, Claim]:
     """A process that took its port and says nothing; and the view that started it, whose patience is short."""
-    monkeypatch.setattr(embedded, "_LEAST_WATCH", 0.1)
-    monkeypatch.setattr(embedded, "_SILENCE", 0.3)
-    monkeypatch.setattr(embedded, "_ANSWER_TIMEOUT", 0.2)
+    monkeypatch.setattr(embedded, "_LEAST_WATCH_SECONDS", 0.1)
+    monkeypatch.setattr(embedded, "_SILENCE_SECONDS", 0.3)
+    monkeypatch.setattr(embedded, "_ANSWER_TIMEOUT_SECONDS", 0.2)
     view = jobs.view(0.1, (sys.executable, "-c", SILENT), patience)
     view.start()
     return view, jobs.claim()
@@ -520,7 +520,7 @@ def test_a_master_with_a_slow_store_lives_on(jobs: Jobs) -> None:
         request.secret = b"s" * 16
         with lock_store(jobs):
             call = stub.Register.future(request, timeout=60, metadata=credentials.metadata)
-            until = time.monotonic() + embedded._SILENCE + 5.0
+            until = time.monotonic() + embedded._SILENCE_SECONDS + 5.0
             while time.monotonic() < until:
                 view.missing()
                 time.sleep(0.2)
@@ -540,7 +540,7 @@ def test_a_master_that_is_continued_in_time_lives_on(jobs: Jobs) -> None:
     wait_for(lambda: process_state(before.pid) == "T")
     with jobs.claims.starting(5.0, threading.Event()):
         view.missing()
-        time.sleep(embedded._ANSWER_TIMEOUT + 1.0)
+        time.sleep(embedded._ANSWER_TIMEOUT_SECONDS + 1.0)
         os.kill(before.pid, signal.SIGCONT)
     view._ensure()
     assert jobs.claim().is_of(before)
@@ -569,8 +569,8 @@ def test_a_lost_token_is_made_anew_and_its_master_with_it(jobs: Jobs) -> None:
 
 def test_who_lost_the_token_and_cannot_see_the_master_says_so(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     """It has nothing to show, and may not end a process that it does not see: not a word of slow disks."""
-    monkeypatch.setattr(embedded, "_LEAST_WATCH", 5.0)
-    monkeypatch.setattr(embedded, "_SILENCE", 0.3)
+    monkeypatch.setattr(embedded, "_LEAST_WATCH_SECONDS", 5.0)
+    monkeypatch.setattr(embedded, "_SILENCE_SECONDS", 0.3)
     jobs.view().start()
     before = jobs.claim()
     place = replace(Machine().place(), pid_ns="pid:[1]")

@@ -197,7 +197,7 @@ def test_closing_while_the_keeper_is_replaced_ends_everything(
 @pytest.mark.timeout(60)
 def test_closing_after_the_keeper_has_died_ends_everything(lifeline: Lifeline, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second one that dies is replaced after a pause only; closing does not wait for it."""
-    monkeypatch.setattr("dalsegno.agent.processes.lifeline._RESPAWN_PAUSE", 300.0)
+    monkeypatch.setattr("dalsegno.agent.processes.lifeline._RESPAWN_PAUSE_SECONDS", 300.0)
     child, first = sleeper(), lifeline.keeper_pid
     lifeline.add_group(child.pid)
     os.kill(first, signal.SIGKILL)

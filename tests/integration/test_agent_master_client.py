@@ -412,8 +412,8 @@ def test_a_superseded_master_is_not_listened_to(master: Master) -> None:
 
 def test_a_master_that_hangs_is_noticed(master: Master, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process keeps its connections open: silence counts, not only errors."""
-    monkeypatch.setattr(master_client, "_HEARTBEAT_TIMEOUT", 0.5)
-    monkeypatch.setattr(master_client, "_AWAY_AFTER", 1.0)
+    monkeypatch.setattr(master_client, "_HEARTBEAT_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(master_client, "_AWAY_AFTER_SECONDS", 1.0)
     agent.register()
     agent.expect("directed")
     master.servicer.hold.clear()

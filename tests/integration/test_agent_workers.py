@@ -656,7 +656,7 @@ def test_stop_kills_the_whole_group_at_once(node: Node, how: str) -> None:
     begin = time.monotonic()
     context.stop(0)
     # SIGKILL has that long; they would sleep for minutes.
-    assert time.monotonic() - begin < workers._KILL_TIMEOUT
+    assert time.monotonic() - begin < workers._KILL_TIMEOUT_SECONDS
     assert {node.exits.get(timeout=0.1)[:2], node.exits.get(timeout=0.1)[:2]} == {(0, -9), (1, -9)}
     pids = [int(pid) for out in outs for pid in out.read_text().split()]
     wait_for(lambda: not any(alive(pid) for pid in pids))
@@ -717,7 +717,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 def test_last_words_come_before_the_exit(node: Node, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """A worker that speaks and ends at once is heard in full, although a child of its holds the connection."""
     # Nothing waits for the end of the connection.
-    monkeypatch.setattr(workers, "_LAST_WORDS", 1000.0)
+    monkeypatch.setattr(workers, "_LAST_WORDS_SECONDS", 1000.0)
     script = script_in(node.directory, SPEAK)
     node.slowness = 0.01
     context = node.workers(script, 1, node.pool(1) if how == "adopted" else None)

@@ -131,7 +131,7 @@ def test_a_master_with_a_slow_disk_lives_on(jobs: Jobs, undisturbed: Undisturbed
     store = sqlite3.connect(job.private / "master.sqlite", isolation_level=None, timeout=30)
     with contextlib.closing(store):
         store.execute("BEGIN EXCLUSIVE")
-        until = time.monotonic() + embedded._SILENCE + 8.0
+        until = time.monotonic() + embedded._SILENCE_SECONDS + 8.0
         job.wait_for(lambda: time.monotonic() > until or None, "the end of the slow time")
         assert claimed(job) == before
         assert job.master_pid() == before[0]

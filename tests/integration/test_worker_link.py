@@ -231,7 +231,7 @@ def test_an_epochs_end_does_not_cut_its_workers(listener: Listener) -> None:
 
 def test_a_crowd_that_says_nothing(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of silent connections: a worker is served at once, and the crowd does not stay."""
-    monkeypatch.setattr(worker_link, "_HELLO_TIMEOUT", 1000.0)
+    monkeypatch.setattr(worker_link, "_HELLO_TIMEOUT_SECONDS", 1000.0)
     crowd = [listener.connect() for _ in range(300)]
     began = time.monotonic()
     worker = listener.connect()
@@ -269,7 +269,7 @@ def test_a_long_hello_is_cut(listener: Listener) -> None:
 
 def test_who_does_not_say_hello_goes(listener: Listener, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one alone, and one that is in the middle of it."""
-    monkeypatch.setattr(worker_link, "_HELLO_TIMEOUT", 0.3)
+    monkeypatch.setattr(worker_link, "_HELLO_TIMEOUT_SECONDS", 0.3)
     silent, slow = listener.connect(), listener.connect()
     slow.sendall(HELLO[:-1])
     assert cut(silent)

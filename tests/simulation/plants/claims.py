@@ -161,7 +161,7 @@ CLAIM_PLANTS: dict[str, Plant] = dict(
         _plant(EmbeddedMaster, "_is_as_it_was", does_not_look_again, REPLACED, seeds=20, suits=crowded),
         _plant(
             embedded,
-            "_LEAST_WATCH",
+            "_LEAST_WATCH_SECONDS",
             watches_for_a_moment,
             REPLACED,
             seeds=40,

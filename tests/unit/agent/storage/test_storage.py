@@ -224,8 +224,8 @@ def test_a_verification_tells_how_far_it_is(
     directory: JobDirectory, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bytes read so far, which only grow; a try that the file system spoiled counts too. The verdict comes last."""
-    monkeypatch.setattr(agent_storage, "_MOVED_EVERY", 0.0)
-    monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES", (0.01,))
+    monkeypatch.setattr(agent_storage, "_MOVED_EVERY_SECONDS", 0.0)
+    monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES_SECONDS", (0.01,))
     manifest = make_checkpoint(directory.run("run-0001"), "step-3.e1.1")
     original = agent_storage.verify
     spoiled = [OSError(errno.EIO, "spoiled")]
@@ -263,7 +263,7 @@ def test_a_file_system_that_fails_is_no_verdict(
             raise failures.pop()
 
     monkeypatch.setattr(agent_storage, "verify", flaky)
-    monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES", (0.01,) * 4)
+    monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES_SECONDS", (0.01,) * 4)
     storage.verify("run-0001", order, told.put)
     done = told.get(timeout=30)
     assert (done.number, done.intact, done.inconclusive) == (4, False, True)
@@ -278,7 +278,7 @@ def test_a_directory_out_of_sight_is_no_verdict_and_a_missing_file_is(
     directory: JobDirectory, storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mount that is away hides everything; a file that alone is gone is damage, a manifest too."""
-    monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES", (0.01,) * 4)
+    monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES_SECONDS", (0.01,) * 4)
     run = directory.run("run-0001")
     manifest = make_checkpoint(run, "step-3.e1.1")
     order = pb.Verification(number=4, ref=manifest.to_proto().ref)
@@ -306,7 +306,7 @@ def test_a_manifest_in_sight_that_is_no_good_is_a_verdict(
     directory: JobDirectory, storage: Storage, monkeypatch: pytest.MonkeyPatch, harm: str
 ) -> None:
     """Found in three looks; when it is sound in the second one, which NFS may show late, the checkpoint is intact."""
-    monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES", (0.01,) * 4)
+    monkeypatch.setattr(agent_storage, "_VERIFY_PAUSES_SECONDS", (0.01,) * 4)
     run = directory.run("run-0001")
     manifest = make_checkpoint(run, "step-3.e1.1")
     path = run / manifest.name / "MANIFEST.json"
