@@ -38,7 +38,7 @@ from typing import Any
 
 from benchmarks.cluster import PATIENCE, Cluster, SceneFailed, World
 from benchmarks.results import report
-from dalsegno.master.brain.listening import RECONNECT
+from dalsegno.master.brain.listening import RECONNECT_SECONDS
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.contract import JobSettings
 
@@ -46,7 +46,7 @@ from dalsegno.protos.contract import JobSettings
 # to the time in which a loss must be noticed.
 FORMED_WITHIN, NEXT_WITHIN, SLACK = 6.0, 3.0, 1.0
 # Seconds after which a closed connection counts as a loss.
-CLOSED_GRACE = 1.0
+CLOSED_GRACE_SECONDS = 1.0
 # Percent of one core that steady heartbeats of so many nodes may take.
 STEADY_PERCENT, STEADY_NODES = 15.0, 1000
 REPORTERS, REPORT_EVERY, REPORT_SECONDS = 50, 0.1, 10.0
@@ -131,7 +131,7 @@ class Scenes:
             self.cluster.kill("half")
             self.cluster.start_master()
             row["CPU before"] = 0.0
-            self._next_world(row, "half", time.monotonic(), self.options.node_timeout + RECONNECT)
+            self._next_world(row, "half", time.monotonic(), self.options.node_timeout + RECONNECT_SECONDS)
         self._back("half", "half closed, master killed", silent=False)
 
     def progress(self) -> None:
@@ -151,7 +151,7 @@ class Scenes:
         with self._row(scene) as row:
             event = time.monotonic()
             (self.cluster.silence if silent else self.cluster.kill)(role)
-            self._next_world(row, role, event, self.options.node_timeout if silent else CLOSED_GRACE)
+            self._next_world(row, role, event, self.options.node_timeout if silent else CLOSED_GRACE_SECONDS)
         self._back(role, scene, silent=silent)
 
     def _next_world(self, row: Row, lost: str, event: float, allowed: float) -> None:

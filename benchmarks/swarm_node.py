@@ -24,7 +24,7 @@ import grpc.aio
 from google.protobuf.message import Message
 
 from dalsegno.agent.control.connection import RETRIED, channel_options
-from dalsegno.agent.control.master_client import CALL_TIMEOUT
+from dalsegno.agent.control.master_client import CALL_TIMEOUT_SECONDS
 from dalsegno.agent.control.pace import Pace
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.contract import CONTROL_PROTOCOL
@@ -37,7 +37,7 @@ METHODS += ("ReportPruned", "ReportSighted", "CommitCheckpoint")
 HEARTBEAT_TIMEOUT = 3.0
 FIRST_PAUSE, LAST_PAUSE = 0.05, 1.0
 # Seconds until it asks again for a name that its predecessor still holds.
-NAME_PAUSE = 0.5
+NAME_PAUSE_SECONDS = 0.5
 # Seconds between two reports that the ranks are busy, because a world without steps counts as stuck. They do not report
 # steps: those are collectives, so the master would take them for a proof that silent nodes live.
 BUSY_EVERY = 10
@@ -140,7 +140,7 @@ class Node:
             secret=self.secret,
         )
         while (raw := await self._answered("Register", request)) is None:
-            await asyncio.sleep(NAME_PAUSE)
+            await asyncio.sleep(NAME_PAUSE_SECONDS)
         reply = pb.RegisterReply.FromString(raw)
         self.run_id = reply.run_id
         self._pace.told(reply.pace, asyncio.get_running_loop().time())
@@ -314,7 +314,7 @@ class Node:
 
     async def beat(self) -> bool:
         """Sends an extra heartbeat; returns whether it was answered."""
-        return await self.call("Heartbeat", self._beat, CALL_TIMEOUT) is not None
+        return await self.call("Heartbeat", self._beat, CALL_TIMEOUT_SECONDS) is not None
 
     @property
     def newest(self) -> int:
@@ -339,7 +339,7 @@ class Node:
             generation=self.generation,
         )
         request = pb.CommitRequest(caller=self._next_caller(), checkpoint=checkpoint)
-        return await self.call("CommitCheckpoint", request.SerializeToString(), CALL_TIMEOUT) is not None
+        return await self.call("CommitCheckpoint", request.SerializeToString(), CALL_TIMEOUT_SECONDS) is not None
 
     def _send(self, method: str, request: Message | None) -> None:
         """Puts a call into the outbox. None: the progress as it will be when its turn comes."""
@@ -364,7 +364,7 @@ class Node:
         data, pause = request.SerializeToString(), FIRST_PAUSE
         while True:
             try:
-                return await self._calls[method](data, timeout=CALL_TIMEOUT)
+                return await self._calls[method](data, timeout=CALL_TIMEOUT_SECONDS)
             except grpc.aio.AioRpcError as error:
                 self._note(method, error)
                 if self._fenced:

@@ -49,7 +49,7 @@ EXIT_SUPERSEDED = 3
 # The most characters of one message in the log.
 LONGEST_MESSAGE = 4000
 # Bytes of the log; one older file is kept beside it.
-LARGEST_LOG = 10_000_000
+LARGEST_LOG_BYTES = 10_000_000
 # How many damaged stores are kept for a person to look at.
 MOST_PUT_ASIDE = 9
 
@@ -277,7 +277,7 @@ class _Formatter(logging.Formatter):
 
 
 def _log_to(file: Path) -> logging.Handler:
-    return RotatingFileHandler(file, maxBytes=LARGEST_LOG, backupCount=1, encoding="utf-8")
+    return RotatingFileHandler(file, maxBytes=LARGEST_LOG_BYTES, backupCount=1, encoding="utf-8")
 
 
 def _set_up_logging(log_file: Path | None, job_id: str) -> None:

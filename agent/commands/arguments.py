@@ -21,7 +21,7 @@ __all__ = ["UsageError", "build_parser", "ignored", "parse"]
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 # The master asks the same; seconds.
-LEAST_NODE_TIMEOUT = 5.0
+LEAST_NODE_TIMEOUT_SECONDS = 5.0
 _TRUE = ("1", "true", "yes", "on")
 # Accepted because scripts for DLRover or torchrun use them: name, whether it takes a value, why it is not needed here.
 # Together with those of ours that have the same name, these are all of DLRover's.
@@ -89,9 +89,10 @@ def _more_than_none(text: str) -> float:
 
 def _node_timeout(text: str) -> float:
     value = _seconds(text)
-    if value < LEAST_NODE_TIMEOUT:
+    if value < LEAST_NODE_TIMEOUT_SECONDS:
         raise argparse.ArgumentTypeError(
-            f"an agent whose heartbeat was lost is heard again within {LEAST_NODE_TIMEOUT:g} s, so that is the least"
+            f"an agent whose heartbeat was lost is heard again within {LEAST_NODE_TIMEOUT_SECONDS:g} s, "
+            "so that is the least"
         )
     return value
 

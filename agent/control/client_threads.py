@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from dalsegno.protos import control_pb2
 
-__all__ = ["FIRST_BACKOFF", "LAST_BACKOFF", "Backoff", "Listener", "kept_up"]
+__all__ = ["FIRST_BACKOFF_SECONDS", "LAST_BACKOFF_SECONDS", "Backoff", "Listener", "kept_up"]
 
 # Seconds.
-FIRST_BACKOFF, LAST_BACKOFF = 0.05, 1.0
+FIRST_BACKOFF_SECONDS, LAST_BACKOFF_SECONDS = 0.05, 1.0
 # A loop that fails so many times, each time within so many seconds, will never do its work.
 _MOST_FAILURES = 5
 _SOON_SECONDS = 30.0
@@ -51,14 +51,14 @@ class Backoff:
 
     def __init__(self, event: threading.Event) -> None:
         self._event = event
-        self._next = FIRST_BACKOFF
+        self._next = FIRST_BACKOFF_SECONDS
 
     def reset(self) -> None:
-        self._next = FIRST_BACKOFF
+        self._next = FIRST_BACKOFF_SECONDS
 
     def wait(self) -> None:
         self._event.wait(self._next * random.uniform(0.7, 1.3))
-        self._next = min(self._next * 2, LAST_BACKOFF)
+        self._next = min(self._next * 2, LAST_BACKOFF_SECONDS)
 
 
 def kept_up(name: str, loop: Callable[[], None], closing: threading.Event, broken: Callable[[str], None]) -> None:
@@ -81,4 +81,4 @@ def kept_up(name: str, loop: Callable[[], None], closing: threading.Event, broke
             if failures >= _MOST_FAILURES:
                 broken(f"the agent's thread {name!r} fails again and again ({type(error).__name__}: {error})")
                 return
-        closing.wait(LAST_BACKOFF)
+        closing.wait(LAST_BACKOFF_SECONDS)

@@ -29,12 +29,12 @@ from dalsegno.protos.trace import mark
 from .client_threads import Backoff, Listener, kept_up
 from .connection import RETRIED, Connector, MasterLink, code_of, detail_of
 from .master_checks import MOST
-from .pace import HEARTBEAT_INTERVAL, Pace
+from .pace import HEARTBEAT_INTERVAL_SECONDS, Pace
 
-__all__ = ["CALL_TIMEOUT", "HEARTBEAT_INTERVAL", "Listener", "MasterClient", "OutboxFull"]
+__all__ = ["CALL_TIMEOUT_SECONDS", "HEARTBEAT_INTERVAL_SECONDS", "Listener", "MasterClient", "OutboxFull"]
 
 # Seconds.
-CALL_TIMEOUT = 10.0
+CALL_TIMEOUT_SECONDS = 10.0
 _HEARTBEAT_TIMEOUT_SECONDS = 3.0
 # Seconds of silence after which the master counts as away.
 _AWAY_AFTER_SECONDS = 3.0
@@ -194,7 +194,7 @@ class MasterClient:
             self._cancel_stream()
             self._changed.notify_all()
         self._connector.close()
-        deadline = self._clock() + CALL_TIMEOUT + 1
+        deadline = self._clock() + CALL_TIMEOUT_SECONDS + 1
         for thread in self._threads:
             thread.join(max(0.0, deadline - self._clock()))
 
@@ -305,7 +305,7 @@ class MasterClient:
             return False
         try:
             reply = getattr(link.stub, waiting.method)(
-                waiting.request, timeout=CALL_TIMEOUT, metadata=self._connector.metadata
+                waiting.request, timeout=CALL_TIMEOUT_SECONDS, metadata=self._connector.metadata
             )
         except (grpc.RpcError, ValueError) as error:
             return self._send_failed(waiting, link, error)

@@ -9,7 +9,7 @@ from .state import AgentState, Outcome, Place, Workers
 
 # Seconds from SIGKILL until workers count as gone, whatever is heard of them. Longer than the shell takes to report it,
 # even for processes stuck in the kernel, and longer than torchrun takes to end its own.
-STOP_PATIENCE = 45.0
+STOP_PATIENCE_SECONDS = 45.0
 
 
 class Decision:
@@ -86,7 +86,7 @@ class Decision:
         state = self.state
         if state.workers is Workers.RUNNING:
             state.workers = Workers.STOPPING
-            state.stop_deadline = self.now + grace + STOP_PATIENCE
+            state.stop_deadline = self.now + grace + STOP_PATIENCE_SECONDS
             self.do(ev.StopWorkers(state.started, grace))
 
     def stop_conversion(self) -> None:

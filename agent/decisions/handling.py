@@ -25,15 +25,15 @@ from .decision import Decision
 from .state import AgentSettings, AgentState, Door, Join, Outcome, Place, Workers, fresh
 
 # Seconds until a Join is tried again: if its store could not be opened, and if it did not see the directory.
-JOIN_PAUSE = 1.0
-LOOK_AGAIN = 5.0
+JOIN_PAUSE_SECONDS = 1.0
+LOOK_AGAIN_SECONDS = 5.0
 # How long, and how often, a node that comes back asks for a name that another node holds.
-NAME_PATIENCE = 60.0
-NAME_PAUSE = 2.0
+NAME_PATIENCE_SECONDS = 60.0
+NAME_PAUSE_SECONDS = 2.0
 # The same for a node that has just started: a supervisor may have been quicker than the master, which must still notice
 # that the previous agent was killed.
-START_PATIENCE = 3.0
-START_PAUSE = 0.5
+START_PATIENCE_SECONDS = 3.0
+START_PAUSE_SECONDS = 0.5
 
 __all__ = ("AgentSettings", "AgentState", "Outcome", "Workers", "fresh", "handle")
 
@@ -163,11 +163,11 @@ def refused(decision: Decision, event: ev.Refused) -> None:
         return
     if taken and state.settings.node_name:
         if state.door.name_deadline is None:
-            state.door.name_deadline = decision.now + (NAME_PATIENCE if again else START_PATIENCE)
+            state.door.name_deadline = decision.now + (NAME_PATIENCE_SECONDS if again else START_PATIENCE_SECONDS)
             if again:
-                decision.do(ev.Say(f"{event.detail}; this node waits for it up to {NAME_PATIENCE:.0f} s", True))
+                decision.do(ev.Say(f"{event.detail}; this node waits for it up to {NAME_PATIENCE_SECONDS:.0f} s", True))
         if decision.now < state.door.name_deadline:
-            state.door.register_at = decision.now + (NAME_PAUSE if again else START_PAUSE)
+            state.door.register_at = decision.now + (NAME_PAUSE_SECONDS if again else START_PAUSE_SECONDS)
             return
     decision.exit(ev.EXIT_USAGE, event.detail)
 
@@ -236,7 +236,7 @@ def prepare_join(decision: Decision) -> None:
     join = state.place.join
     if join is not None and answers(state.place, join, wanted):
         if join.again_at is None and join.sent and state.link_up and is_blind(decision):
-            state.place.join = join = replace(join, again_at=decision.now + LOOK_AGAIN)
+            state.place.join = join = replace(join, again_at=decision.now + LOOK_AGAIN_SECONDS)
         if join.again_at is None:
             return
         if decision.now < join.again_at:
@@ -281,7 +281,7 @@ def join_failed(decision: Decision, event: ev.JoinFailed) -> None:
     state, join = decision.state, decision.state.place.join
     if join is None or not join.answers(event.round, event.resume_digest):
         return
-    state.place.join = replace(join, again_at=decision.now + JOIN_PAUSE)
+    state.place.join = replace(join, again_at=decision.now + JOIN_PAUSE_SECONDS)
     if event.message != state.join_problem:
         state.join_problem = event.message
         decision.do(ev.Say(event.message, True))

@@ -11,7 +11,7 @@ from .decision import Decision, awaits_its_commit, is_saved
 from .state import Leave, Outcome, Workers
 
 # Seconds that a leaver whose notice has run out still waits for the processes that it has killed.
-KILL_PATIENCE = 2.0
+KILL_PATIENCE_SECONDS = 2.0
 
 
 def signalled(decision: Decision, number: int) -> None:
@@ -66,7 +66,7 @@ def check_leave(decision: Decision) -> None:
         else:
             decision.wake_at(release)
     else:
-        last = leave.deadline + KILL_PATIENCE
+        last = leave.deadline + KILL_PATIENCE_SECONDS
         if decision.now < leave.deadline:
             decision.wake_at(leave.deadline)
             return

@@ -28,9 +28,9 @@ import time
 DEAF_TO = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 # Scans go on until two in a row found nothing alive, so that a process that was just forking is found.
 QUIET_SCANS = 2
-SCAN_PAUSE = 0.02
+SCAN_PAUSE_SECONDS = 0.02
 # Seconds. A process in uninterruptible sleep can outlive SIGKILL, and nobody waits for the keeper.
-PATIENCE = 10.0
+PATIENCE_SECONDS = 10.0
 
 
 def _stat(pid: str) -> list[str]:
@@ -75,7 +75,7 @@ def find(groups: dict[int, int], mark: str) -> list[int]:
     return found
 
 
-def end_all(groups: dict[int, int], mark: str, patience: float = PATIENCE) -> None:
+def end_all(groups: dict[int, int], mark: str, patience: float = PATIENCE_SECONDS) -> None:
     """SIGKILLs the groups and all carriers of the mark until two scans in a row find none alive."""
     ours = {group: started for group, started in groups.items() if is_ours(group, started)}
     for group in ours:
@@ -89,7 +89,7 @@ def end_all(groups: dict[int, int], mark: str, patience: float = PATIENCE) -> No
                 os.kill(pid, signal.SIGKILL)
         quiet = 0 if found else quiet + 1
         # why: no event tells of the death of a process that is not our child; the scan has to come again.
-        time.sleep(SCAN_PAUSE)
+        time.sleep(SCAN_PAUSE_SECONDS)
 
 
 def main() -> None:

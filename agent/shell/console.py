@@ -17,10 +17,10 @@ from dalsegno.protos.text import one_line
 
 from .outlet import Outlet
 
-__all__ = ["LARGEST_LOG", "Console", "LogFile", "make_log_dir", "set_up_logging"]
+__all__ = ["LARGEST_LOG_BYTES", "Console", "LogFile", "make_log_dir", "set_up_logging"]
 
 # Bytes of a log file; one older file is kept beside it.
-LARGEST_LOG = 10_000_000
+LARGEST_LOG_BYTES = 10_000_000
 
 # The most characters of one line.
 _LONGEST = 4000
@@ -71,7 +71,7 @@ class _Where(logging.Filter):
 
 
 class LogFile(RotatingFileHandler):
-    """A log of at most twice `LARGEST_LOG` bytes.
+    """A log of at most twice `LARGEST_LOG_BYTES` bytes.
 
     If it cannot be written (a full disk), that is said once, instead of a traceback for every line.
     """
@@ -79,7 +79,7 @@ class LogFile(RotatingFileHandler):
     _told = False
 
     def __init__(self, path: Path, **options: Any) -> None:
-        super().__init__(path, maxBytes=LARGEST_LOG, backupCount=1, encoding="utf-8", **options)
+        super().__init__(path, maxBytes=LARGEST_LOG_BYTES, backupCount=1, encoding="utf-8", **options)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

@@ -14,10 +14,10 @@ from dalsegno.protos.shortage import starting
 from .nursery_client import Nursery, StandbyProcess
 from .worker_main import Assignment
 
-__all__ = ["AHEAD_PATIENCE", "AheadWorkers", "place_of"]
+__all__ = ["AHEAD_PATIENCE_SECONDS", "AheadWorkers", "place_of"]
 
 # Seconds that a script may take until it needs its place.
-AHEAD_PATIENCE = 600.0
+AHEAD_PATIENCE_SECONDS = 600.0
 # Seconds that a waiting worker may take to take its place, which includes checking what it has looked at. A worker that
 # was stopped, or is stuck in the kernel, is replaced after that.
 _TAKE_PATIENCE_SECONDS = 20.0
@@ -51,7 +51,7 @@ class AheadWorkers:
     def __init__(
         self,
         on_settled: Callable[[], None],
-        patience: float = AHEAD_PATIENCE,
+        patience: float = AHEAD_PATIENCE_SECONDS,
         take_patience: float = _TAKE_PATIENCE_SECONDS,
     ) -> None:
         self._on_settled = on_settled

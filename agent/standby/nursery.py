@@ -37,7 +37,7 @@ import warnings
 from dalsegno.protos.contract import FRAME
 from dalsegno.protos.shortage import shortage
 
-from .word import MAX_MESSAGE, Word
+from .word import MAX_MESSAGE_BYTES, Word
 from .worker_main import Assignment, become
 
 __all__ = ["CANNOT_START", "receive", "send"]
@@ -265,7 +265,7 @@ class _Nursery:
     def _hear_word(self, pid: int) -> bool:
         """Passes on one message of a worker. False: there is none; if its end is closed, none will come."""
         try:
-            data = self._words[pid].recv(MAX_MESSAGE, socket.MSG_DONTWAIT)
+            data = self._words[pid].recv(MAX_MESSAGE_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
             return False
         except OSError:

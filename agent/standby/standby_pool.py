@@ -17,7 +17,7 @@ from dalsegno.protos.shortage import starting
 from ..processes.lifeline import Lifeline
 from ..processes.proc import kill_group
 from ..processes.signals import held_back
-from .ahead_workers import AHEAD_PATIENCE, AheadWorkers
+from .ahead_workers import AHEAD_PATIENCE_SECONDS, AheadWorkers
 from .nursery_client import Nursery, StandbyProcess
 from .worker_main import Assignment
 
@@ -63,7 +63,7 @@ class StandbyPool:
         fork: bool = True,
         notices: Sequence[int] = (),
         patience: float = _IMPORT_PATIENCE_SECONDS,
-        ahead_patience: float = AHEAD_PATIENCE,
+        ahead_patience: float = AHEAD_PATIENCE_SECONDS,
     ) -> None:
         self._lifeline = lifeline
         self._count = count

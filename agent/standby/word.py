@@ -9,10 +9,10 @@ import select
 import socket
 from typing import Any
 
-__all__ = ["MAX_MESSAGE", "Word"]
+__all__ = ["MAX_MESSAGE_BYTES", "Word"]
 
 # The most bytes of a message: a worker's place is some variables and two paths.
-MAX_MESSAGE = 1 << 17
+MAX_MESSAGE_BYTES = 1 << 17
 
 
 class Word:
@@ -36,7 +36,7 @@ class Word:
     def hear(self) -> dict[str, Any] | None:
         """Waits for a message. None: the nursery is gone."""
         try:
-            data = os.read(self._fd, MAX_MESSAGE) if self._is_ours() else b""
+            data = os.read(self._fd, MAX_MESSAGE_BYTES) if self._is_ours() else b""
         except OSError:
             return None
         return dict(json.loads(data)) if data else None

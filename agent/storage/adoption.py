@@ -41,11 +41,11 @@ __all__ = ["MACRO", "Adopter", "Adoption", "Origin", "prepare", "save_directory"
 
 MACRO = "${save_dir}"
 # Seconds between two looks; what has not changed between them is no longer being written.
-LOOK_EVERY = 1.0
+LOOK_EVERY_SECONDS = 1.0
 # The longest pause, in seconds, after a copy that could not be written.
-LONGEST_PAUSE = 60.0
+LONGEST_PAUSE_SECONDS = 60.0
 # Seconds that the end of a worker waits for its last save to be adopted.
-SETTLE_WITHIN = 600.0
+SETTLE_WITHIN_SECONDS = 600.0
 _BEGAN_ANEW = "it is older than the resume point: the script did not load what DALSEGNO_RESUME_DIR names"
 
 logger = logging.getLogger(__name__)
@@ -188,7 +188,7 @@ class Adopter:
 
     def _run(self) -> None:
         directory = save_directory(self._run_dir, self._world.epoch)
-        pause, asked = LOOK_EVERY, 0
+        pause, asked = LOOK_EVERY_SECONDS, 0
         while True:
             asked = self._wait(pause, asked)
             if self._closing:
@@ -199,7 +199,7 @@ class Adopter:
                     self._answered = asked
                     self._news.notify_all()
             # Not every second, because each try may first fill the disk.
-            pause = LOOK_EVERY if calm else min(2 * pause, LONGEST_PAUSE)
+            pause = LOOK_EVERY_SECONDS if calm else min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _wait(self, pause: float, asked: int) -> int:
         """Waits for the next look; not if somebody waits for it. Returns how many ever waited, `asked` before."""
@@ -247,7 +247,7 @@ class Adopter:
             since = time.monotonic()
             self._seen[path] = foreign, since
         # A caller of `settle` makes the look come early.
-        if before != foreign or time.monotonic() - since < LOOK_EVERY:
+        if before != foreign or time.monotonic() - since < LOOK_EVERY_SECONDS:
             self._undecided = True
             return
         manifest = adopt(foreign, self._run_dir, self._world, self._origin)
@@ -310,7 +310,7 @@ class Adoption:
             f"{FLAG}, which it is handed then, and set checkpoint.load_universal in DeepSpeed's config where it has it"
         )
 
-    def settle(self, timeout: float = SETTLE_WITHIN) -> None:
+    def settle(self, timeout: float = SETTLE_WITHIN_SECONDS) -> None:
         """Called when a worker has ended well: adopts its last save before its end is reported. From any thread."""
         adopter = self._adopter
         if adopter is not None:

@@ -34,10 +34,10 @@ from ..decisions.worker_checks import checked, one_line
 from ..processes.proc import belongs_to
 from .step_counts import take_step_count
 
-__all__ = ["MAX_FRAME", "WorkerLink"]
+__all__ = ["MAX_FRAME_BYTES", "WorkerLink"]
 
 # The most bytes of a message (worker.proto).
-MAX_FRAME = 1 << 20
+MAX_FRAME_BYTES = 1 << 20
 # The most bytes that a worker may leave unread before it is cut off: about ten thousand messages of ours.
 _MAX_UNSENT_BYTES = 1 << 16
 # Limits for connections without a Hello: how many, for how many seconds, and with how many bytes.
@@ -332,7 +332,7 @@ class WorkerLink:
         connection.received += data
         while len(connection.received) >= FRAME.size:
             (length,) = FRAME.unpack_from(connection.received)
-            most = MAX_FRAME if connection.hello is not None else _MAX_HELLO_BYTES
+            most = MAX_FRAME_BYTES if connection.hello is not None else _MAX_HELLO_BYTES
             if length > most:
                 raise _Broken(f"a frame of {length} bytes, at most {most} are allowed")
             end = FRAME.size + length

@@ -27,7 +27,7 @@ FIRST_LINUX = (5, 8)
 # Syncing a file by itself costs about as much as writing this many bytes: measured on ext4, see docs/conversion.md.
 BYTES_PER_SYNC = 256 << 10
 # The most bytes of other processes that one sync may wait for. Nothing is heard while it runs, so it must end soon.
-MOST_OF_OTHERS = 1 << 30
+MOST_OF_OTHERS_BYTES = 1 << 30
 # Fewer files than this are synced one by one, several at a time: one sync of all would save nothing.
 FEWEST = 16
 
@@ -42,7 +42,7 @@ def at_once(files: int, others: int) -> bool:
         files: How many files are to be made durable.
         others: Bytes of other processes that wait to be written. The sync waits for them, too.
     """
-    return files >= FEWEST and others <= min(files * BYTES_PER_SYNC, MOST_OF_OTHERS)
+    return files >= FEWEST and others <= min(files * BYTES_PER_SYNC, MOST_OF_OTHERS_BYTES)
 
 
 def tells(kind: int, release: str) -> bool:

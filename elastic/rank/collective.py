@@ -19,9 +19,9 @@ from typing import Any, Protocol
 log = logging.getLogger(__name__)
 
 # When a peer dies, its sockets close and a wait ends at once. This timeout, in seconds, is for a peer that only hangs.
-TIMEOUT = 1800.0
+TIMEOUT_SECONDS = 1800.0
 # Seconds before the first, second, ... check whether a connection to a peer is closed.
-PEER_LOOKS = (0.0, 0.02, 0.08)
+PEER_LOOKS_SECONDS = (0.0, 0.02, 0.08)
 # A tag that no message of ours has, so that nobody ever answers.
 PEER_TAG = 0x5E6
 # Seconds between two looks at a collective that somebody may call off: at first, and at most.
@@ -139,7 +139,7 @@ class GlooCollective:
         timeout: Seconds that any one operation may take.
     """
 
-    def __init__(self, rank: int, world_size: int, epoch: int, *, timeout: float = TIMEOUT) -> None:
+    def __init__(self, rank: int, world_size: int, epoch: int, *, timeout: float = TIMEOUT_SECONDS) -> None:
         self.rank, self.world_size = rank, world_size
         self._epoch = epoch
         self._timeout = timedelta(seconds=timeout)
@@ -196,7 +196,7 @@ class GlooCollective:
         import torch
 
         # Another group's connection to the same peer may be seen closed a moment before ours is.
-        for pause in PEER_LOOKS if self._group is not None else ():
+        for pause in PEER_LOOKS_SECONDS if self._group is not None else ():
             threading.Event().wait(pause)
             for distance in range(1, self.world_size):
                 peer = (self.rank + distance) % self.world_size

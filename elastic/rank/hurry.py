@@ -20,7 +20,7 @@ from typing import Any, Protocol
 log = logging.getLogger(__name__)
 
 # Seconds in which all must answer. Otherwise the call has no effect, and the next exchange carries the flag.
-PATIENCE = 10.0
+PATIENCE_SECONDS = 10.0
 # Seconds of one wait for a call; after each the thread waits again.
 _LONG_SECONDS = 86400.0
 _CLOSE_SECONDS = 5.0
@@ -134,7 +134,7 @@ class Hurry:
             RuntimeError: The store is gone, so what the others have agreed on cannot be known.
         """
         with self._changed:
-            self._changed.wait_for(lambda: not self._ballot.waits or bool(self._failed), 3 * PATIENCE)
+            self._changed.wait_for(lambda: not self._ballot.waits or bool(self._failed), 3 * PATIENCE_SECONDS)
             if self._ballot.waits:
                 raise RuntimeError(
                     f"the ranks were about to agree on a boundary, and the store is gone: {self._failed}"
@@ -188,7 +188,7 @@ class Hurry:
     def _boundary(self, number: int) -> int:
         key = f"{number}/boundary"
         try:
-            self._waiting.wait([key], timedelta(seconds=PATIENCE))
+            self._waiting.wait([key], timedelta(seconds=PATIENCE_SECONDS))
         except RuntimeError:
             # Some rank has not answered. The first rank to get here decides for all, and a late answer may itself be
             # first.

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 # Seconds that a rank that refuses waits for the others. They may still be loading, or wait for this rank in a
 # collective of another group, where nobody can tell them.
-PATIENCE = 60.0
+PATIENCE_SECONDS = 60.0
 
 
 class Meetings:
@@ -103,7 +103,7 @@ class Meetings:
     def _tell(self, error: Exception) -> None:
         text = " ".join(str(error).split()) or type(error).__name__
         try:
-            agree(self._collective, {}, text, patience=PATIENCE)
+            agree(self._collective, {}, text, patience=PATIENCE_SECONDS)
         except Refusal as refusal:
             self.refused(str(refusal))
         except Trouble:

@@ -23,7 +23,7 @@ from ..checkpoint.files import checksums, list_files
 from ..rank import rng
 from ..rank.collective import Collective, PeerLost
 from ..rank.link import Link
-from .background_save import SIGHT_PAUSES, STUCK
+from .background_save import SIGHT_PAUSES_SECONDS, STUCK
 from .saving_reports import Count
 
 log = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def missing_parts(path: Path, world_size: int, beside: Iterable[int] = ()) -> li
     while not all(_is_whole(path / rng.file_name(rank)) for rank in beside) and time.monotonic() < deadline:
         threading.Event().wait(LOOK_SECONDS)
     missing = list(range(world_size))
-    for pause in (*SIGHT_PAUSES, 0.0):
+    for pause in (*SIGHT_PAUSES_SECONDS, 0.0):
         missing = [rank for rank in missing if not _is_whole(path / rng.file_name(rank))]
         if not missing:
             break

@@ -40,7 +40,7 @@ PARTS = "parts"
 # Seconds between two looks of rank 0 for the other ranks' files: at first, and at most.
 FIRST_LOOK_SECONDS, LAST_LOOK_SECONDS = 0.02, 1.0
 # Seconds between two tries to seal while another machine's files are not in sight yet.
-SIGHT_PAUSES = (0.2, 0.5, 1.0, 3.0, 6.0)
+SIGHT_PAUSES_SECONDS = (0.2, 0.5, 1.0, 3.0, 6.0)
 # Seconds that the other ranks have to write something more after the script has left its loop without a word.
 LAST_WORDS_SECONDS = 30.0
 STUCK = "the disk has not answered for {:.0f} s (as --stall-timeout allows)"
@@ -172,7 +172,7 @@ class Flight:
             self._digest = self._seal_when_in_sight(found)
 
     def _seal_when_in_sight(self, entries: tuple[FileEntry, ...]) -> str:
-        for pause in SIGHT_PAUSES:
+        for pause in SIGHT_PAUSES_SECONDS:
             try:
                 return self._seal(entries)
             except CheckpointDamaged as damaged:

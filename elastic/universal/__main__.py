@@ -34,7 +34,7 @@ from .errors import EXIT_READY, ConversionError
 from .standalone import convert_directory
 
 # Seconds.
-BYTES_EVERY = 1.0
+BYTES_EVERY_SECONDS = 1.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _convert(options: argparse.Namespace, wish: Wish, say: _Lines) -> str:
     watch = Watch(
         progress=lambda done, total: say(files_done=done, files_total=total),
-        moved=Meter(lambda done: say(bytes_done=done), BYTES_EVERY),
+        moved=Meter(lambda done: say(bytes_done=done), BYTES_EVERY_SECONDS),
         planned=lambda total: say(bytes_total=total),
     )
     # Absolute: the conversion may change the working directory.

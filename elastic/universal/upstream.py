@@ -31,7 +31,7 @@ from .source import ADAM_STATES, COMMON_STATE, FP32
 
 WORK = ".work"
 # Seconds between two looks at how much was written: each walks over all files, perhaps on a network disk.
-LOOK_EVERY = 5.0
+LOOK_EVERY_SECONDS = 5.0
 
 
 def stage(source: Path, target: Path, moved: Callable[[int], None] = lambda count: None) -> Path:
@@ -198,7 +198,7 @@ def _watched(directory: Path, moved: Callable[[int], None]) -> Iterator[None]:
 
     def watch() -> None:
         most = 0
-        while not stop.wait(LOOK_EVERY):
+        while not stop.wait(LOOK_EVERY_SECONDS):
             now = _size_of(directory)
             if now > most:
                 moved(now - most)

@@ -11,7 +11,7 @@ from .turn import HISTORY, Turn, names
 # Seconds after the start of its workers from which a script that has not called `session()` may have none.
 SESSION_WITHIN = 30.0
 # Seconds after ranks have lost a connection in which the node that ended should be seen to be gone.
-NAMED_WITHIN = 3.0
+NAMED_WITHIN_SECONDS = 3.0
 NOT_YET = "the script has not called session() yet"
 
 
@@ -58,7 +58,7 @@ def unexplained(turn: Turn, *, now: bool) -> None:
 
     If neither is seen within some seconds (or `now`, because the next world opens), people are told that nobody knows.
     """
-    if not is_unexplained(turn.job) or not (now or turn.overdue(turn.live.phase_heard + NAMED_WITHIN)):
+    if not is_unexplained(turn.job) or not (now or turn.overdue(turn.live.phase_heard + NAMED_WITHIN_SECONDS)):
         return
     pending = turn.job.run.budget.pending
     if pending is not None:

@@ -25,7 +25,7 @@ from .invariants import check
 from .live import ConversionLife, DrainLife, EpochLife, LeaseLife, Live, Pause, State, VerificationLife
 from .presences import Presence, Presences
 from .state import Job, Phase, Settings
-from .turn import CLOSED_GRACE, Turn
+from .turn import CLOSED_GRACE_SECONDS, Turn
 from .views import status, view
 
 __all__ = ("Reply", "fresh", "handle", "handle_all", "held_up", "note", "recover", "status", "view")
@@ -33,8 +33,8 @@ __all__ = ("Reply", "fresh", "handle", "handle_all", "held_up", "note", "recover
 # The most transitions within one settling; more means that two rules undo each other. It does not depend on the nodes.
 MAX_MOVES = 50
 # Seconds by which the next Tick is put off after a Tick was set aside: at first, and at most.
-TICK_PAUSE = 1.0
-TICK_PAUSE_MAX = 60.0
+TICK_PAUSE_SECONDS = 1.0
+MAX_TICK_PAUSE_SECONDS = 60.0
 # The most characters, and the most internal errors, that people are told of.
 LONGEST_FAULT = 300
 MOST_FAULTS = 100
@@ -62,7 +62,7 @@ def recover(job: Job, generation: int, now: float, is_gone: Callable[[Process], 
     live = Live(phase_since=now, phase_heard=now, last_arrival=now)
     live.held_until = {name: now + pause for name, pause in job.holds.items()}
     # No name counts as lost lately; from now on losses are counted again.
-    live.lost_at = {name: [now - membership.LOSS_WINDOW] for name in job.losses}
+    live.lost_at = {name: [now - membership.LOSS_WINDOW_SECONDS] for name in job.losses}
     live.grow_hold_until = now + forming.growth_hold(job.conversion_failures)
     live.conversion = ConversionLife(LeaseLife(now), retry_at=now)
     live.verification = VerificationLife(now)
@@ -155,7 +155,7 @@ def set_aside(state: State, event: Event, error: Exception, now: float) -> Reply
         live.said.add(text)
         Turn(state, now).notice(text, True)
     # What is due is tried again, but later, because it would fail again now.
-    live.tick_pause_seconds = min(TICK_PAUSE_MAX, 2 * live.tick_pause_seconds or TICK_PAUSE)
+    live.tick_pause_seconds = min(MAX_TICK_PAUSE_SECONDS, 2 * live.tick_pause_seconds or TICK_PAUSE_SECONDS)
     state.wake = now + live.tick_pause_seconds
     if isinstance(event, Called):
         return Reply("INTERNAL", f"the master failed on this call: {why}", None)
@@ -217,7 +217,7 @@ def release_leavers(turn: Turn) -> bool:
         presence = turn.presence(node)
         if presence.closed is None or turn.is_working(node):
             continue
-        if not membership.spoke_since(presence) and turn.overdue(presence.closed + CLOSED_GRACE):
+        if not membership.spoke_since(presence) and turn.overdue(presence.closed + CLOSED_GRACE_SECONDS):
             gone.append((node, "on notice"))
     membership.lose(turn, gone)
     return bool(gone)

@@ -15,18 +15,18 @@ from .state import Checkpoint, Conversion, Failure, Node, Verification
 from .turn import Turn
 
 # Seconds after which a lease whose owner moves no further byte is given to another node.
-STALL = 120.0
+STALL_SECONDS = 120.0
 # Not every byte is seen while it moves: a whole file is synced, or mapped and copied, in one call. So the limit is at
 # least the time that the source's largest file takes on a slow network disk (bytes per second).
 SLOW_DISK = 20e6
 # Seconds after which a verifier that reads no further byte and does not answer is replaced.
-VERIFY_STALL = 600.0
+VERIFY_STALL_SECONDS = 600.0
 # After so many verifications without a verdict the job waits, and says why: that is no accident.
 VERIFY_TRIES = 2
 UNABLE_KEPT = 64
 # Seconds until somebody is asked again after a failed conversion, or a verification without a verdict; they double.
-RETRY_FIRST = 5.0
-RETRY_MAX = 60.0
+FIRST_RETRY_SECONDS = 5.0
+MAX_RETRY_SECONDS = 60.0
 
 
 def tend(turn: Turn, source: Checkpoint) -> None:
@@ -76,7 +76,7 @@ def stall_limit(source: Checkpoint | None) -> float:
     """Seconds that the conversion of `source` may go without a sign of progress."""
     # Records of an older version only have the size of the whole.
     largest = (source.largest_file or source.bytes) if source is not None else 0
-    return max(STALL, largest / SLOW_DISK)
+    return max(STALL_SECONDS, largest / SLOW_DISK)
 
 
 def end_lease(turn: Turn, conversion: Conversion) -> Conversion:
@@ -122,7 +122,9 @@ def block(turn: Turn, conversion: Conversion) -> Conversion:
     life = turn.live.conversion
     if conversion.blocked:
         return conversion
-    life.retry_pause_seconds = min(RETRY_MAX, life.retry_pause_seconds * 2) if life.retry_pause_seconds else RETRY_FIRST
+    life.retry_pause_seconds = (
+        min(MAX_RETRY_SECONDS, life.retry_pause_seconds * 2) if life.retry_pause_seconds else FIRST_RETRY_SECONDS
+    )
     life.retry_at = turn.now + life.retry_pause_seconds
     return change(turn, conversion, blocked=True)
 
@@ -207,9 +209,9 @@ def tend_verification(turn: Turn) -> None:
         if not turn.due(turn.live.verification.retry_at):
             return
     elif usable:
-        if not turn.overdue(turn.live.verification.moved + VERIFY_STALL):
+        if not turn.overdue(turn.live.verification.moved + VERIFY_STALL_SECONDS):
             return
-        verification = inconclusive(turn, verification, f"nothing read for {VERIFY_STALL:.0f} s")
+        verification = inconclusive(turn, verification, f"nothing read for {VERIFY_STALL_SECONDS:.0f} s")
     ask(turn, verification)
 
 
@@ -240,7 +242,7 @@ def ask(turn: Turn, verification: Verification) -> None:
 
 def verify_pause(verification: Verification) -> float:
     """Seconds to wait after a verification without a verdict."""
-    return min(RETRY_MAX, RETRY_FIRST * 2.0 ** max(0, len(verification.unable) - 1))
+    return min(MAX_RETRY_SECONDS, FIRST_RETRY_SECONDS * 2.0 ** max(0, len(verification.unable) - 1))
 
 
 def verify_at_once(turn: Turn) -> None:

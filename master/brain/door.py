@@ -33,7 +33,7 @@ MOST_WORKERS = 1 << 16
 # The most that min and max nodes and the unit may be. More than MOST_NODES, so that `--nnodes=1:100000` is no error.
 MOST_SETTING = 1 << 20
 # The longest duration in seconds: thirty years.
-LONGEST = 1e9
+LONGEST_SECONDS = 1e9
 # The most characters of free text.
 LONGEST_PROBE = 256
 # The most entries of other lists.
@@ -206,8 +206,8 @@ def _seconds(value: float) -> None:
 def _signed_seconds(value: float) -> None:
     """As `_seconds`; negative means "auto" or for ever."""
     _finite(value)
-    if abs(value) > LONGEST:
-        raise ShapeError(f"is {value:g} seconds, at most {LONGEST:g} are taken")
+    if abs(value) > LONGEST_SECONDS:
+        raise ShapeError(f"is {value:g} seconds, at most {LONGEST_SECONDS:g} are taken")
 
 
 def _string(value: str | bytes, longest: int = LONGEST_NAME) -> None:

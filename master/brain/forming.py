@@ -14,13 +14,13 @@ from .state import Checkpoint, Job, Member, NextWorld, Node, Opened, Part, Phase
 from .turn import Turn, names
 
 # Seconds without a growth after a conversion for one has failed; they double.
-GROW_HOLD = 30.0
-GROW_HOLD_MAX = 600.0
+GROW_HOLD_SECONDS = 30.0
+MAX_GROW_HOLD_SECONDS = 600.0
 # The quiet time starts anew with each arrival, but all of it together takes at most so many quiet times and seconds.
 QUIET_TIMES = 20.0
-QUIET_LEAST = 20.0
+LEAST_QUIET_SECONDS = 20.0
 # Least seconds between two reports of what WAITING lacks, because with many nodes that changes all the time.
-MISSING_EVERY = 1.0
+MISSING_EVERY_SECONDS = 1.0
 
 
 def forming(turn: Turn) -> bool:
@@ -143,7 +143,7 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
         return True
     quiet = turn.live.last_arrival + settings.quiet_time
     if enough and gathering.complete_at is not None:
-        longest = max(QUIET_LEAST, QUIET_TIMES * settings.quiet_time)
+        longest = max(LEAST_QUIET_SECONDS, QUIET_TIMES * settings.quiet_time)
         quiet = min(quiet, gathering.complete_at + longest)
     return turn.due(quiet)
 
@@ -180,7 +180,7 @@ def fallback(turn: Turn, resume: Checkpoint | None, ready: list[Node]) -> list[N
 
 def growth_hold(failures: int) -> float:
     """Seconds without a growth after so many failed conversions for one in a row."""
-    return min(GROW_HOLD * 2.0 ** (failures - 1), GROW_HOLD_MAX) if failures else 0.0
+    return min(GROW_HOLD_SECONDS * 2.0 ** (failures - 1), MAX_GROW_HOLD_SECONDS) if failures else 0.0
 
 
 def is_blocked(turn: Turn) -> bool:
@@ -225,9 +225,9 @@ def say_missing(turn: Turn) -> None:
         if told.text:
             live.missing = Missing()
         return
-    if told.text and turn.now < told.at + MISSING_EVERY:
+    if told.text and turn.now < told.at + MISSING_EVERY_SECONDS:
         if len(turn.job.nodes) > 0 and missing(turn.state) != told.text:
-            turn.due(told.at + MISSING_EVERY)
+            turn.due(told.at + MISSING_EVERY_SECONDS)
         return
     text = missing(turn.state)
     if text != told.text:

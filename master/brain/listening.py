@@ -15,18 +15,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ("HEARTBEAT", "ListeningClock")
+__all__ = ("HEARTBEAT_SECONDS", "ListeningClock")
 
 # Seconds between two heartbeats of an agent (the agents' default).
-HEARTBEAT = 1.0
+HEARTBEAT_SECONDS = 1.0
 # After so many heartbeats without a word from anybody the master takes itself to be cut off: the first number at most,
 # and before a short node-timeout ends, but never within the time between two heartbeats.
 DEAF_AFTER = 2.5
 DEAF_LEAST = 1.5
 # Seconds after which agents give a heartbeat up and open their connections anew.
-OUTAGE = 3.0
+OUTAGE_SECONDS = 3.0
 # Seconds that agents may take to be heard again after an outage.
-RECONNECT = 5.0
+RECONNECT_SECONDS = 5.0
 
 
 @dataclass
@@ -43,7 +43,7 @@ class ListeningClock:
     expects: bool = False
     # Since when every stream is closed.
     shut_at: float | None = None
-    slack: float = DEAF_AFTER * HEARTBEAT
+    slack: float = DEAF_AFTER * HEARTBEAT_SECONDS
     # What it showed when agents were last given time to come back.
     paused_at: float = float("-inf")
 
@@ -60,7 +60,7 @@ class ListeningClock:
         """The real time at which it will show `shows` if it runs from now on."""
         return self.missed + shows if shows > self.at(now) else now
 
-    def word(self, now: float, node_timeout: float, beat: float = HEARTBEAT) -> bool:
+    def word(self, now: float, node_timeout: float, beat: float = HEARTBEAT_SECONDS) -> bool:
         """Somebody is heard; agents speak every `beat` seconds. Returns whether the clock stood still until now."""
         stood = now - self._end(now)
         shown = self.at(now)
@@ -105,7 +105,7 @@ class ListeningClock:
 
     def _after_outage(self, gap: float, node_timeout: float) -> None:
         """Stands still for as long again while agents come back; that is at most half of what was listened."""
-        pause = min(gap, RECONNECT, node_timeout)
-        if gap >= OUTAGE and self.shown - self.paused_at >= pause:
+        pause = min(gap, RECONNECT_SECONDS, node_timeout)
+        if gap >= OUTAGE_SECONDS and self.shown - self.paused_at >= pause:
             self.paused_at = self.shown
             self.missed += pause

@@ -29,7 +29,7 @@ __all__ = (
 
 
 # Losses of one name within so many seconds count as a crash loop.
-CRASH_LOOP = 60.0
+CRASH_LOOP_SECONDS = 60.0
 
 
 @dataclass
@@ -136,7 +136,7 @@ class Gathering:
 
     def is_crash_looping(self, name: str, now: float) -> bool:
         """Whether the name was lost in this very round, lately, and more than once."""
-        return sum(now - at < CRASH_LOOP for at in self.lost.get(name, ())) > 1
+        return sum(now - at < CRASH_LOOP_SECONDS for at in self.lost.get(name, ())) > 1
 
     def note_loss(self, name: str, now: float) -> None:
         self.lost[name] = (*self.lost.get(name, ()), now)[-2:]

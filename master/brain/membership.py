@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from .checkpoints import resume_point
-from .listening import HEARTBEAT
+from .listening import HEARTBEAT_SECONDS
 from .presences import Presence
 from .state import Member, Node, Part, Settings
-from .turn import CLOSED_GRACE, Turn, heartbeat_of, names
+from .turn import CLOSED_GRACE_SECONDS, Turn, heartbeat_of, names
 
 __all__ = (
     "agree_on_directory",
@@ -34,13 +34,13 @@ __all__ = (
 
 # A node that is lost this often within the window becomes a spare for a doubling time. Seconds.
 LOSS_LIMIT = 3
-LOSS_WINDOW = 600.0
-HOLD_BASE = 30.0
-HOLD_MAX = 3600.0
+LOSS_WINDOW_SECONDS = 600.0
+HOLD_BASE_SECONDS = 30.0
+MAX_HOLD_SECONDS = 3600.0
 # A name that was often held becomes a little more trusted with each window that it comes through without a loss.
-FORGIVEN_AFTER = 6 * LOSS_WINDOW
+FORGIVEN_AFTER_SECONDS = 6 * LOSS_WINDOW_SECONDS
 # Seconds of silence before the end of a stream from which on its peer did not close it: the connection was found dead.
-PINGED = 3.5
+PINGED_SECONDS = 3.5
 
 
 def drop(turn: Turn, node: Node) -> None:
@@ -142,24 +142,26 @@ def count_loss(turn: Turn, name: str) -> None:
     """Counts a member's loss that cost others; after too many it is held."""
     live, job = turn.live, turn.job
     before = live.lost_at.get(name, [])
-    if before and turn.now - before[-1] > FORGIVEN_AFTER and name in job.losses:
-        job.losses[name] = max(0, job.losses[name] - int((turn.now - before[-1]) / FORGIVEN_AFTER))
-    times = [at for at in before if turn.now - at < LOSS_WINDOW] + [turn.now]
+    if before and turn.now - before[-1] > FORGIVEN_AFTER_SECONDS and name in job.losses:
+        job.losses[name] = max(0, job.losses[name] - int((turn.now - before[-1]) / FORGIVEN_AFTER_SECONDS))
+    times = [at for at in before if turn.now - at < LOSS_WINDOW_SECONDS] + [turn.now]
     live.lost_at[name] = times
     if len(times) >= LOSS_LIMIT:
         held = job.losses.get(name, 0) + 1
         job.losses[name] = held
-        pause = min(HOLD_BASE * 2 ** min(held - 1, 20), HOLD_MAX)
+        pause = min(HOLD_BASE_SECONDS * 2 ** min(held - 1, 20), MAX_HOLD_SECONDS)
         live.held_until[name] = turn.now + pause
         job.holds[name] = pause
-        turn.notice(f"{name} was lost {len(times)} times in {LOSS_WINDOW:.0f} s: a spare for {pause:.0f} s", True)
+        turn.notice(
+            f"{name} was lost {len(times)} times in {LOSS_WINDOW_SECONDS:.0f} s: a spare for {pause:.0f} s", True
+        )
 
 
 def forget_losses(turn: Turn) -> None:
     """Forgets names that were not lost for long, so that what is remembered stays bounded."""
     live, job = turn.live, turn.job
     for name, times in list(live.lost_at.items()):
-        if turn.now - times[-1] > FORGIVEN_AFTER * (1 + job.losses.get(name, 0)):
+        if turn.now - times[-1] > FORGIVEN_AFTER_SECONDS * (1 + job.losses.get(name, 0)):
             del live.lost_at[name]
             job.losses.pop(name, None)
 
@@ -224,10 +226,10 @@ def death_of(turn: Turn, node: Node, timeout: float) -> str:
             proof = max(proof, epoch.moved)  # so does a save
     if presence.closed is not None and not spoke_since(presence):
         suspect = epoch.trouble and not has_answered(turn, node)
-        grace = 0.0 if suspect else CLOSED_GRACE
+        grace = 0.0 if suspect else CLOSED_GRACE_SECONDS
         if not suspect and turn.is_working(node):
             # Steps that take longer than that have not stopped; a broken stream comes back meanwhile.
-            grace = timeout if epoch.stopping else min(timeout, max(CLOSED_GRACE, 1.2 * epoch.longest_seconds))
+            grace = timeout if epoch.stopping else min(timeout, max(CLOSED_GRACE_SECONDS, 1.2 * epoch.longest_seconds))
         if suspect or not was_silent_before(turn, presence):
             due = presence.closed if suspect else max(presence.closed, proof) + grace
             return "its connection closed" if turn.overdue(due) else ""
@@ -248,12 +250,12 @@ def was_silent_before(turn: Turn, presence: Presence) -> bool:
     before.
     """
     silence = (presence.closed or 0.0) - presence.heard
-    return presence.closed is not None and silence >= max(PINGED, 1.5 * heartbeat_of(turn.job))
+    return presence.closed is not None and silence >= max(PINGED_SECONDS, 1.5 * heartbeat_of(turn.job))
 
 
 def spoke_since(presence: Presence) -> bool:
     """Whether it was heard after its stream had closed, by a new message: the stream broke, not the node."""
-    return presence.closed is not None and presence.heard > presence.closed + HEARTBEAT / 2
+    return presence.closed is not None and presence.heard > presence.closed + HEARTBEAT_SECONDS / 2
 
 
 def in_rank_order(turn: Turn, nodes: Sequence[Node]) -> list[Node]:

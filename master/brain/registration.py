@@ -21,7 +21,7 @@ from .turn import Turn, heartbeat_of, pace_of
 _FIELDS = tuple(Settings.__dataclass_fields__)
 
 # Seconds after its last word in which a registered agent without a stream counts as there.
-OPENING = 2.0
+OPENING_SECONDS = 2.0
 
 
 def settings_from(message: control_pb2.Settings) -> Settings:
@@ -245,7 +245,7 @@ def is_there(turn: Turn, name: str) -> bool:
     A node that was killed before it opened its stream closes none, and a supervisor may have started the next already.
     """
     presence = turn.live.nodes[name]
-    if not presence.opened and presence.spoke and turn.heard - presence.heard > OPENING:
+    if not presence.opened and presence.spoke and turn.heard - presence.heard > OPENING_SECONDS:
         return False
     return presence.closed is None and turn.heard - presence.heard <= turn.job.settings.node_timeout
 

@@ -18,20 +18,21 @@ from .turn import Turn, names
 # Seconds after the newcomers' Join, and after the first step, from which nodes that are not warm are taken as they are.
 # The others train on meanwhile. So it is longer than an agent waits for its imports (120) and for its script to run
 # ahead (600) before it says that there is nothing to wait for.
-WARM_LIMIT = 750.0
+WARM_LIMIT_SECONDS = 750.0
 # Seconds later a line says what the newcomers wait for.
-WARM_SAID = 10.0
-# The auto grow interval: this many times the cost of the last growth, at most GROW_MAX seconds.
+WARM_SAID_SECONDS = 10.0
+# The auto grow interval: this many times the cost of the last growth, at most MAX_GROW_SECONDS seconds.
 GROW_FACTOR = 20.0
-GROW_MAX = 60.0
-# A stall after the epoch's first step: this many times the longest step, save or evaluation, at least STALL_MIN.
+MAX_GROW_SECONDS = 60.0
+# A stall after the epoch's first step: this many times the longest step, save or evaluation, and at least so many
+# seconds.
 STALL_FACTOR = 20.0
-STALL_MIN = 60.0
+LEAST_STALL_SECONDS = 60.0
 # Ranks that are asked to save must agree on a boundary within so many of the longest steps, or within --drain-timeout
 # if that is longer.
 AGREE_FACTOR = 2.0
 # Seconds after the start of its workers within which a script with a session says hello, by experience.
-HELLO_WITHIN = 5.0
+HELLO_WITHIN_SECONDS = 5.0
 
 
 # ---- running --------------------------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ def go_without(turn: Turn, leavers: list[str]) -> None:
     Ranks without a session cannot save, so nobody waits for them. After an outage a hello may still be on its way.
     """
     job = turn.job
-    if leavers and not job.has_session and turn.overdue(turn.live.phase_heard + HELLO_WITHIN):
+    if leavers and not job.has_session and turn.overdue(turn.live.phase_heard + HELLO_WITHIN_SECONDS):
         go_on_unheard(turn)
         regroup(turn)
         return
@@ -189,7 +190,9 @@ def stalled(turn: Turn) -> bool:
     ended = bool(epoch.ended) or Part.FINISHED in job.parts.values()
     if epoch.first_step_at is not None and not ended and not any(epoch.written_bytes.values()):
         # What looked like a stall may have been the first evaluation: each time more patience, up to the setting.
-        limit = min(limit, max(STALL_MIN, STALL_FACTOR * epoch.longest_seconds) * 2.0 ** min(job.run.stalls, 60))
+        limit = min(
+            limit, max(LEAST_STALL_SECONDS, STALL_FACTOR * epoch.longest_seconds) * 2.0 ** min(job.run.stalls, 60)
+        )
     if not turn.overdue(epoch.moved + limit):
         return False
     what = "the training ended, but not all ranks finished" if ended else "no rank made a step"
@@ -242,9 +245,9 @@ def is_warm(turn: Turn, members: list[Node], new: list[Node]) -> bool:
     cold = [node.name for node in new if not node.warm] + [node.name for node in members if node.name in epoch.cold]
     assert epoch.first_step_at is not None
     since = max(oldest_join(turn, new), epoch.first_step_heard)
-    if not cold or turn.overdue(since + WARM_LIMIT):
+    if not cold or turn.overdue(since + WARM_LIMIT_SECONDS):
         return True
-    if turn.overdue(since + WARM_SAID):
+    if turn.overdue(since + WARM_SAID_SECONDS):
         announcements.waiting_for_starts(turn, new, cold)
     return False
 
@@ -269,7 +272,7 @@ def grow_interval(turn: Turn) -> float:
     job = turn.job
     if job.settings.grow_interval >= 0:
         return job.settings.grow_interval
-    return min(GROW_MAX, GROW_FACTOR * job.run.growth_cost_seconds) if job.run.growths else 0.0
+    return min(MAX_GROW_SECONDS, GROW_FACTOR * job.run.growth_cost_seconds) if job.run.growths else 0.0
 
 
 # ---- draining -------------------------------------------------------------------------------------------------------
@@ -303,7 +306,7 @@ def draining(turn: Turn) -> bool:
         raise AssertionError("draining without a drain")
     if end_of_epoch(turn):
         return True
-    if not job.has_session and not drain.agreed and turn.overdue(turn.live.phase_heard + HELLO_WITHIN):
+    if not job.has_session and not drain.agreed and turn.overdue(turn.live.phase_heard + HELLO_WITHIN_SECONDS):
         go_on_unheard(turn)
         regroup(turn)
         return True

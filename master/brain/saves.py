@@ -12,7 +12,7 @@ from .state import Job, Node, Part
 from .turn import Turn, names
 
 # Seconds after which people are told of a save that goes on; told again each time that has doubled.
-TOLD_AFTER = 5.0
+TOLD_AFTER_SECONDS = 5.0
 # The advice for --drain-timeout: so many times what a save took, in steps of 10 s.
 ADVISED = 2.5
 
@@ -21,7 +21,7 @@ def await_save(turn: Turn, what: str) -> None:
     """Notes that the ranks save and `what` waits for it, and says so if it takes long."""
     life = turn.drain_life
     if life.awaited is None:
-        life.awaited = AwaitedSave(turn.heard, turn.heard + TOLD_AFTER, 0)
+        life.awaited = AwaitedSave(turn.heard, turn.heard + TOLD_AFTER_SECONDS, 0)
         note_written(turn)
     save = life.awaited
     if not turn.overdue(save.told_at):

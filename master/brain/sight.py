@@ -12,7 +12,7 @@ __all__ = ("look",)
 
 # Seconds for which nobody has seen the newest checkpoint, although all read the same directory, before the run goes
 # back by one. Longer than file systems cache a directory.
-UNSEEN_LIMIT = 60.0
+UNSEEN_LIMIT_SECONDS = 60.0
 
 
 def look(turn: Turn) -> bool:
@@ -29,13 +29,13 @@ def look(turn: Turn) -> bool:
         return False
     if gathering.unseen is None:
         gathering.unseen = turn.heard
-    if not turn.overdue(gathering.unseen + UNSEEN_LIMIT):
+    if not turn.overdue(gathering.unseen + UNSEEN_LIMIT_SECONDS):
         return False
     gathering.unseen = None
     turn.update_next(verification=None)
     retire(job, resume, damaged=True)
     turn.notice(
-        f"nobody has had {resume.name} in sight for {UNSEEN_LIMIT:.0f} s, although all nodes see the checkpoint"
+        f"nobody has had {resume.name} in sight for {UNSEEN_LIMIT_SECONDS:.0f} s, although all nodes see the checkpoint"
         f" directory: going back to {before.name}",
         True,
     )

@@ -29,7 +29,7 @@ from dalsegno.protos.contract import JobSettings
 from .entries import Checkpoint, Checkpoints, Joined, Node, Nodes
 
 __all__ = (
-    "LEAST_NODE_TIMEOUT",
+    "LEAST_NODE_TIMEOUT_SECONDS",
     "Budget",
     "Checkpoint",
     "Checkpoints",
@@ -101,7 +101,7 @@ class Part(str, Enum):
 
 # A heartbeat comes a second after the last word, and has 3 s before the next one is sent: one lost heartbeat must not
 # mean death. Agents refuse a lower value on their own command line, too.
-LEAST_NODE_TIMEOUT = 5.0
+LEAST_NODE_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -124,10 +124,10 @@ class Settings(JobSettings):
                 f"--node-unit={self.node_unit} does not fit --nnodes={self.min_nodes}:{self.max_nodes}: worlds have a"
                 " multiple of it, and none lies between MIN and MAX"
             )
-        if not self.node_timeout >= LEAST_NODE_TIMEOUT:
+        if not self.node_timeout >= LEAST_NODE_TIMEOUT_SECONDS:
             return (
                 f"--node-timeout={self.node_timeout:g}: an agent whose heartbeat was lost is heard again within "
-                f"{LEAST_NODE_TIMEOUT:g} s, so that is the least"
+                f"{LEAST_NODE_TIMEOUT_SECONDS:g} s, so that is the least"
             )
         return ""
 

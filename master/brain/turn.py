@@ -8,13 +8,13 @@ from typing import Any
 
 from dalsegno.protos import control_pb2
 
-from .listening import HEARTBEAT
+from .listening import HEARTBEAT_SECONDS
 from .live import DrainLife, EpochLife, Gathering, Live, RunLife, State
 from .presences import Presence
 from .state import Job, Member, Node, Notice, Part, Phase, Run
 
 # Seconds after which a closed stream counts as a death.
-CLOSED_GRACE = 1.0
+CLOSED_GRACE_SECONDS = 1.0
 # How many notices are kept for agents that connect later.
 NOTICES = 40
 HISTORY = 500
@@ -26,7 +26,7 @@ LEAST_BEATS = 2.25
 # Slots of a heartbeat's interval: the heartbeats of one slot come together. At 1,000 nodes that halves their cost, most
 # of which is waking up.
 SLOTS = 25
-LEAST_PROGRESS = 0.1
+LEAST_PROGRESS_SECONDS = 0.1
 # Of more nodes than this only the number is printed.
 NAMED = 4
 # The most causes of one change that are named.
@@ -143,10 +143,10 @@ class Turn:
     def is_fresh(self, node: Node) -> bool:
         """Whether the node was heard lately and has an open stream, so that it can be given orders."""
         presence = self.presence(node)
-        if presence.closed is not None and self.overdue(presence.closed + CLOSED_GRACE):
+        if presence.closed is not None and self.overdue(presence.closed + CLOSED_GRACE_SECONDS):
             return False
         beat = heartbeat_of(self.job)
-        patience = 3 * beat if beat == HEARTBEAT else 2 * beat
+        patience = 3 * beat if beat == HEARTBEAT_SECONDS else 2 * beat
         return not self.overdue(presence.heard + max(patience, self.job.settings.node_timeout / 3))
 
     def is_held(self, node: Node) -> bool:
@@ -174,12 +174,14 @@ class Turn:
 
 def heartbeat_of(job: Job) -> float:
     """Seconds between two heartbeats of an agent: the more agents, the rarer, so that the master's load is bounded."""
-    return min(max(HEARTBEAT, len(job.nodes) / WORDS), max(HEARTBEAT, job.settings.node_timeout / LEAST_BEATS))
+    return min(
+        max(HEARTBEAT_SECONDS, len(job.nodes) / WORDS), max(HEARTBEAT_SECONDS, job.settings.node_timeout / LEAST_BEATS)
+    )
 
 
 def progress_of(job: Job) -> float:
     """Seconds between two progress reports of an agent, if only the number of the step has changed."""
-    return min(max(LEAST_PROGRESS, len(job.nodes) / WORDS), heartbeat_of(job))
+    return min(max(LEAST_PROGRESS_SECONDS, len(job.nodes) / WORDS), heartbeat_of(job))
 
 
 def pace_of(turn: Turn) -> control_pb2.Pace:

@@ -37,10 +37,10 @@ __all__ = ("Edge", "Trace", "finite", "metrics")
 log = logging.getLogger(__name__)
 
 # Seconds between two looks at the job, and the most of them that the page's curve shows.
-SAMPLE_INTERVAL = 1.0
+SAMPLE_INTERVAL_SECONDS = 1.0
 CURVE_POINTS = 1000
 # The most bytes of a request's line and headers.
-LONGEST_HEAD = 16 << 10
+LONGEST_HEAD_BYTES = 16 << 10
 # Host names under which a loopback edge answers, so that a foreign name that was pointed here is refused.
 LOOPBACK_NAMES = ["127.0.0.1", "localhost", "[::1]"]
 _TRAINING = (control_pb2.PHASE_RUNNING, control_pb2.PHASE_DRAINING)
@@ -142,7 +142,7 @@ class Edge:
                 lifespan="off",
                 ws="none",
                 http="h11",
-                h11_max_incomplete_event_size=LONGEST_HEAD,
+                h11_max_incomplete_event_size=LONGEST_HEAD_BYTES,
                 backlog=HTTP_CONNECTIONS,
                 **_ssl_options(tls),
             )
@@ -208,7 +208,7 @@ class Edge:
             with contextlib.suppress(HTTPException):
                 await self._now()
             self._socket.drop_old()
-            await asyncio.sleep(SAMPLE_INTERVAL)
+            await asyncio.sleep(SAMPLE_INTERVAL_SECONDS)
 
 
 def _ssl_options(tls: TlsFiles | None) -> dict[str, Any]:

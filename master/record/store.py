@@ -53,7 +53,7 @@ Rows = dict[str, "bytes | None"]
 OLD_RECORD = "record"
 # Seconds that a write waits for another process that holds the file's lock. A living master holds it for milliseconds,
 # so a process that holds it longer is stopped, or the file system is in trouble.
-LOCK_TIMEOUT = 5.0
+LOCK_TIMEOUT_SECONDS = 5.0
 # Primary codes of SQLite (https://sqlite.org/rescode.html).
 _BUSY, _CANTOPEN = 5, 14
 # Descriptors kept back, because a write opens the journal and its directory, and connections must not take them.
@@ -182,7 +182,9 @@ class SqliteStore:
             raise StoreError(f"cannot open the store {path}: it is a directory, name a file in it")
         with self._errors("open"):
             # Statements outside `_transaction` commit by themselves (isolation_level None).
-            self._db = sqlite3.connect(path, timeout=LOCK_TIMEOUT, isolation_level=None, check_same_thread=False)
+            self._db = sqlite3.connect(
+                path, timeout=LOCK_TIMEOUT_SECONDS, isolation_level=None, check_same_thread=False
+            )
         # Invalid text is returned in a form in which a checksum or a seal finds it wrong.
         self._db.text_factory = lambda data: data.decode(errors="surrogateescape")
         try:
@@ -367,7 +369,7 @@ class SqliteStore:
                     " raise the limit (ulimit -n), or see who connects"
                 ) from error
             if _is(error, _BUSY, "locked"):
-                text = f"another process holds its lock for more than {LOCK_TIMEOUT:g} s (a stopped master?)"
+                text = f"another process holds its lock for more than {LOCK_TIMEOUT_SECONDS:g} s (a stopped master?)"
             raise StoreUnavailable(f"cannot {doing} the store {self._path}: {text}") from error
         except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
             # SQLite's own message may quote bytes of the file that are no text.

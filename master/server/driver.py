@@ -26,7 +26,7 @@ from dalsegno.protos import control_pb2
 from ..brain.events import Called, Event, Reply, StreamClosed, StreamOpened, Tick
 from ..record.store import Rows, Store, StoreStarved, StoreUnavailable
 
-__all__ = ("HELD_UP_AFTER", "Brain", "BrainState", "Driver", "Views")
+__all__ = ("HELD_UP_AFTER_SECONDS", "Brain", "BrainState", "Driver", "Views")
 
 log = logging.getLogger(__name__)
 
@@ -34,15 +34,15 @@ log = logging.getLogger(__name__)
 QUEUE_LIMIT = 4096
 TURN_LIMIT = 512
 # Seconds that the loop must have stood still, longer than an agent's heartbeat interval, to count as held up.
-HELD_UP_AFTER = 1.0
+HELD_UP_AFTER_SECONDS = 1.0
 # Seconds for which a store that cannot be written is tried again, and the pauses between the tries.
-SAVE_TIMEOUT = 30.0
-SAVE_PAUSE = 0.1
-SAVE_PAUSE_MAX = 2.0
+SAVE_TIMEOUT_SECONDS = 30.0
+SAVE_PAUSE_SECONDS = 0.1
+MAX_SAVE_PAUSE_SECONDS = 2.0
 # Seconds that a request for the status waits for what is being stored; less than an agent waits for an answer.
-STATUS_PATIENCE = 1.0
+STATUS_PATIENCE_SECONDS = 1.0
 # Least seconds between two timer turns, so that a wake-up time in the past does not burn a core.
-TICK_PAUSE = 0.01
+TICK_PAUSE_SECONDS = 0.01
 # After a turn the loop serves calls for at least so many times the turn's duration, up to so many seconds: events that
 # come meanwhile share the next turn. Each turn looks at all nodes, so with thousands of them turns would take all time.
 REST, MOST_REST = 2.0, 0.1
@@ -145,7 +145,7 @@ class Driver:
         on_turn: Callable[[], None],
         *,
         clock: Callable[[], float] = time.monotonic,
-        held_up_after: float = HELD_UP_AFTER,
+        held_up_after: float = HELD_UP_AFTER_SECONDS,
     ) -> None:
         """Takes the store over: from then on no earlier master can write. Nothing is read before that.
 
@@ -192,12 +192,12 @@ class Driver:
     async def status(self) -> Reply:
         """A `StatusReply` of the job as it is stored, so that a crash takes back nothing of it.
 
-        It does not wait for a slow store: after `STATUS_PATIENCE` it is what the present turn has decided.
+        It does not wait for a slow store: after `STATUS_PATIENCE_SECONDS` it is what the present turn has decided.
         """
         if self._storing and not self._stopping:
             asked = self._asked = self._asked or asyncio.get_running_loop().create_future()
             # Shielded, so that one caller's timeout or hanging up does not cancel it for the others.
-            await asyncio.wait([asked], timeout=STATUS_PATIENCE)
+            await asyncio.wait([asked], timeout=STATUS_PATIENCE_SECONDS)
             if asked.done():
                 return asked.result()
         return self._status()
@@ -285,7 +285,7 @@ class Driver:
             return
         self._arrived.clear()
         wake = self._state.wake
-        timeout = None if wake is None else max(TICK_PAUSE, wake - self._clock())
+        timeout = None if wake is None else max(TICK_PAUSE_SECONDS, wake - self._clock())
         # A timeout is what this wait is for: the timer is due.
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._arrived.wait(), timeout)
@@ -337,8 +337,8 @@ class Driver:
         if not rows and generation <= self.generation:
             return
         loop = asyncio.get_running_loop()
-        give_up = self._clock() + SAVE_TIMEOUT
-        pause = SAVE_PAUSE
+        give_up = self._clock() + SAVE_TIMEOUT_SECONDS
+        pause = SAVE_PAUSE_SECONDS
         said = ""
         while True:
             try:
@@ -354,7 +354,7 @@ class Driver:
                     said = str(error)
                     log.warning("%s; trying again", error)
                 await asyncio.sleep(pause)
-                pause = min(2 * pause, SAVE_PAUSE_MAX)
+                pause = min(2 * pause, MAX_SAVE_PAUSE_SECONDS)
 
     def _save(self, rows: Rows, generation: int) -> None:
         """Saves on the writer's thread."""

@@ -15,9 +15,9 @@ __all__ = ("Lifetime",)
 log = logging.getLogger(__name__)
 
 # Seconds between two looks.
-LOOK_INTERVAL = 0.5
+LOOK_INTERVAL_SECONDS = 0.5
 # Seconds after the job's end, or a signal, with no agent connected any more.
-LAST_WORD = 2.0
+LAST_WORD_SECONDS = 2.0
 _ENDED = (control_pb2.PHASE_SUCCEEDED, control_pb2.PHASE_FAILED)
 
 
@@ -34,12 +34,12 @@ class Lifetime:
 
     def hurry(self) -> None:
         """All processes of a node were told to end: the present agents decide when, and no others are awaited."""
-        self._idle_timeout = min(self._idle_timeout, LAST_WORD)
+        self._idle_timeout = min(self._idle_timeout, LAST_WORD_SECONDS)
 
     async def run(self) -> None:
         """Runs until the server is told to stop, or the task is cancelled."""
         while not await self._over():
-            await asyncio.sleep(LOOK_INTERVAL)
+            await asyncio.sleep(LOOK_INTERVAL_SECONDS)
         self._server.stop()
 
     async def _over(self) -> bool:
@@ -60,7 +60,7 @@ class Lifetime:
         if self._ended_at is None:
             self._ended_at = now
         ended = now - self._ended_at
-        if ended > self._linger or (not connected and min(ended, alone) > min(LAST_WORD, self._linger)):
+        if ended > self._linger or (not connected and min(ended, alone) > min(LAST_WORD_SECONDS, self._linger)):
             log.info("the job has ended: ending")
             return True
         return False

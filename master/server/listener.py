@@ -18,7 +18,7 @@ from ..record.descriptors import HTTP_CONNECTIONS
 __all__ = ("Listener",)
 
 # Seconds that a connection may last. A page that stays open, or a scraper, connects again.
-LONGEST_CONNECTION = 30.0
+LONGEST_CONNECTION_SECONDS = 30.0
 
 
 class Listener(socket.socket):
@@ -54,7 +54,7 @@ class Listener(socket.socket):
     def drop_old(self) -> None:
         """Ends connections that have been open for longer than anybody needs."""
         now = time.monotonic()
-        while self._accepted and now - self._accepted[0][0] > LONGEST_CONNECTION:
+        while self._accepted and now - self._accepted[0][0] > LONGEST_CONNECTION_SECONDS:
             _end(self._accepted.popleft()[1])
 
 

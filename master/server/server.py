@@ -20,7 +20,7 @@ from dalsegno.protos.text import one_line
 from ..record.descriptors import connections_left
 from ..record.store import Store
 from .auth import TlsFiles, TokenInterceptor, check_exposure
-from .driver import HELD_UP_AFTER, Brain, Driver, Views
+from .driver import HELD_UP_AFTER_SECONDS, Brain, Driver, Views
 from .service import ControlService
 from .watchers import MOST_STREAMS, End, Watcher, Watchers
 
@@ -29,9 +29,9 @@ __all__ = ("BindError", "ControlServer", "ServerOptions")
 log = logging.getLogger(__name__)
 
 # Seconds that open calls may take to end when the server stops.
-STOP_GRACE = 1.0
+STOP_GRACE_SECONDS = 1.0
 # The most bytes of an answer: the status of a job of very many nodes.
-ANSWER_LIMIT = 16 << 20
+ANSWER_LIMIT_BYTES = 16 << 20
 # The most calls at a time on one connection. An agent needs three; further calls wait until one ends.
 CALLS_PER_CONNECTION = 100
 # The most kinds of errors that are logged with a traceback.
@@ -42,13 +42,13 @@ MOST_CALLS = MOST_STREAMS + 4096
 
 # A connection whose cable was pulled sends no FIN. Pings find it dead, so that its stream does not stay for ever. There
 # is no hurry: the node-timeout decides that a silent node is dead, and a frozen node must have all of it. In seconds.
-PING_EVERY = 30.0
-PING_TIMEOUT = 60.0
+PING_EVERY_SECONDS = 30.0
+PING_TIMEOUT_SECONDS = 60.0
 
 
 def _connections() -> list[tuple[str, int]]:
     """Options for each connection; times in milliseconds."""
-    timeout = int(PING_TIMEOUT * 1000)
+    timeout = int(PING_TIMEOUT_SECONDS * 1000)
     return [
         # Connections that say nothing, or do not finish TLS, are closed. The token comes with each call, so idle ones
         # go, too.
@@ -58,7 +58,7 @@ def _connections() -> list[tuple[str, int]]:
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.keepalive_time_ms", int(PING_EVERY * 1000)),
+        ("grpc.keepalive_time_ms", int(PING_EVERY_SECONDS * 1000)),
         ("grpc.keepalive_timeout_ms", timeout),
         # Otherwise gRPC uses its own limit, whatever the line above says.
         ("grpc.http2.ping_timeout_ms", timeout),
@@ -80,7 +80,7 @@ class ServerOptions:
     tls: TlsFiles | None = None
     # Listen beyond this machine without a token.
     insecure: bool = False
-    held_up_after: float = HELD_UP_AFTER
+    held_up_after: float = HELD_UP_AFTER_SECONDS
 
 
 class ControlServer:
@@ -151,7 +151,7 @@ class ControlServer:
         """Ends streams and calls, then lets go of port and store; safe after a failed start."""
         self.watchers.end_all(End.STOPPING)
         if self._server is not None:
-            await self._server.stop(STOP_GRACE)
+            await self._server.stop(STOP_GRACE_SECONDS)
         self._store.close()
 
     def _new_server(self) -> grpc.aio.Server:
@@ -162,7 +162,7 @@ class ControlServer:
                 # Otherwise a second master on the same port would get every other connection instead of an error.
                 ("grpc.so_reuseport", 0),
                 ("grpc.max_receive_message_length", MESSAGE_BYTES),
-                ("grpc.max_send_message_length", ANSWER_LIMIT),
+                ("grpc.max_send_message_length", ANSWER_LIMIT_BYTES),
                 ("grpc.max_concurrent_streams", CALLS_PER_CONNECTION),
                 *_connections(),
                 ("grpc.max_allowed_incoming_connections", self._most_connections),

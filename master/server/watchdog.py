@@ -18,7 +18,7 @@ __all__ = ("HANG_TIMEOUT_SECONDS", "Watchdog")
 
 HANG_TIMEOUT_SECONDS = 300.0
 # Seconds between two signs of life of the loop, and between two looks for them.
-LOOK_EVERY = 1.0
+LOOK_EVERY_SECONDS = 1.0
 EXIT_HUNG = 1
 
 
@@ -27,7 +27,7 @@ class Watchdog:
 
     def __init__(self, seconds: float, log_file: Path | None) -> None:
         """Ends this process after `seconds` of its life without a turn of its loop; the stacks go into the log."""
-        self._looks = max(2, round(seconds / LOOK_EVERY))
+        self._looks = max(2, round(seconds / LOOK_EVERY_SECONDS))
         self._log_file = log_file
         self._beats = 0
         self._over = threading.Event()
@@ -39,17 +39,17 @@ class Watchdog:
         try:
             while True:
                 self._beats += 1
-                await asyncio.sleep(LOOK_EVERY / 2)
+                await asyncio.sleep(LOOK_EVERY_SECONDS / 2)
         finally:
             self._over.set()
 
     def _watch(self) -> None:
         seen, missed = -1, 0
-        while not self._over.wait(LOOK_EVERY):
+        while not self._over.wait(LOOK_EVERY_SECONDS):
             missed = missed + 1 if self._beats == seen else 0
             seen = self._beats
             if missed >= self._looks:
-                self._end(missed * LOOK_EVERY)
+                self._end(missed * LOOK_EVERY_SECONDS)
 
     def _end(self, seconds: float) -> None:
         # Without `logging`, whose locks a thread that hangs may hold.

@@ -27,7 +27,7 @@ from google.protobuf.message import DecodeError
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
 from dalsegno.agent.shell.mailbox import Mailbox
-from dalsegno.agent.workers.worker_link import MAX_FRAME, WorkerLink
+from dalsegno.agent.workers.worker_link import MAX_FRAME_BYTES, WorkerLink
 from dalsegno.protos import control_pb2, worker_pb2
 from tests.conftest import ROOT
 
@@ -117,7 +117,10 @@ def deed_of(rng: random.Random) -> Deed:
             case 1:
                 said = said[:4] + mutate(rng, said[4:])
             case 2:
-                said = struct.pack(">I", rng.choice((0, 1, MAX_FRAME, MAX_FRAME + 1, 2**31, 2**32 - 1))) + said[4:]
+                said = (
+                    struct.pack(">I", rng.choice((0, 1, MAX_FRAME_BYTES, MAX_FRAME_BYTES + 1, 2**31, 2**32 - 1)))
+                    + said[4:]
+                )
             case 3:
                 said = said[: rng.randrange(len(said) + 1)]
         frames.append(said)

@@ -440,7 +440,7 @@ def test_closing_is_prompt_without_a_master() -> None:
     begin = time.monotonic()
     agent.client.close()
     # Its threads would be waited for as long as a call may take.
-    assert time.monotonic() - begin < master_client.CALL_TIMEOUT
+    assert time.monotonic() - begin < master_client.CALL_TIMEOUT_SECONDS
 
 
 # ---- threads that are late, or fail ---------------------------------------------------------------------------------
@@ -523,7 +523,7 @@ def test_a_thread_that_fails_goes_on(master: Master, agent: Agent) -> None:
 
 def test_a_thread_that_always_fails_is_told(master: Master, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deaf agent would be worse than none: it is to end, with a line."""
-    monkeypatch.setattr(client_threads, "LAST_BACKOFF", 0.01)
+    monkeypatch.setattr(client_threads, "LAST_BACKOFF_SECONDS", 0.01)
     agent.register()
     agent.expect("directed")
     agent.client.call("NoSuchCall", pb.WarmRequest())
@@ -534,7 +534,7 @@ def test_a_thread_that_always_fails_is_told(master: Master, agent: Agent, monkey
 
 def test_closing_has_one_bound_for_all_threads(master: Master, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     """Threads that hang are left behind after the time of one, not of three."""
-    monkeypatch.setattr(master_client, "CALL_TIMEOUT", 4.0)
+    monkeypatch.setattr(master_client, "CALL_TIMEOUT_SECONDS", 4.0)
     release = threading.Event()
     stuck = [threading.Thread(target=release.wait, daemon=True) for _ in range(3)]
     for thread in stuck:

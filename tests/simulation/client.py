@@ -16,10 +16,10 @@ from .network import Attempt, Stream
 if TYPE_CHECKING:
     from .agents import SimAgent
 
-CALL_TIMEOUT = 10.0
+CALL_TIMEOUT_SECONDS = 10.0
 BEAT_TIMEOUT = 3.0
 BEAT_INTERVAL = 1.0
-PROGRESS_INTERVAL = 0.1
+PROGRESS_INTERVAL_SECONDS = 0.1
 AWAY_AFTER = 3.0
 RETRIED = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED", "ABORTED"})
 
@@ -108,7 +108,10 @@ class Client:
         if self._sending is None and self.queue:
             entry = self.queue[0]
             self._sending = self.network.send(
-                self, entry[1], CALL_TIMEOUT, lambda code, detail, reply: self._settled(entry, code, detail, reply)
+                self,
+                entry[1],
+                CALL_TIMEOUT_SECONDS,
+                lambda code, detail, reply: self._settled(entry, code, detail, reply),
             )
 
     def _again(self) -> None:
@@ -162,7 +165,7 @@ class Client:
         request: Message
         if self.progress is not None:
             request, self.progress = self.progress, None
-            self._progress_at = self.clock.now + PROGRESS_INTERVAL
+            self._progress_at = self.clock.now + PROGRESS_INTERVAL_SECONDS
         else:
             request = control_pb2.HeartbeatRequest(caller=control_pb2.Caller(epoch=self.epoch))
         self._fill(request.caller, 0)

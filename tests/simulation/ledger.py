@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling
 from dalsegno.master.brain.checkpoints import in_use_digests, resume_point
-from dalsegno.master.brain.forming import QUIET_LEAST, QUIET_TIMES
+from dalsegno.master.brain.forming import LEAST_QUIET_SECONDS, QUIET_TIMES
 from dalsegno.master.brain.state import Checkpoint, Job, Phase, Settings, World
 from dalsegno.protos import control_pb2
 
@@ -337,7 +337,7 @@ class Ledger:
         self._seen_by_members(world)
         if world.epoch == 1 and count < job.most_nodes - job.most_nodes % settings.node_unit:
             quiet = self.sim.clock.now - self.arrived_at
-            longest = max(QUIET_LEAST, QUIET_TIMES * settings.quiet_time)
+            longest = max(LEAST_QUIET_SECONDS, QUIET_TIMES * settings.quiet_time)
             held_off = self.sim.clock.now - self.first_arrival_at >= longest
             self.require(
                 quiet >= settings.quiet_time - 0.001 or held_off,

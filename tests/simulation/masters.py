@@ -28,8 +28,8 @@ def decoded(rows: dict[str, bytes]) -> Job:
     return JobCodec().decode(rows)
 
 
-HELD_UP_AFTER = 1.0
-TICK_PAUSE = 0.01
+HELD_UP_AFTER_SECONDS = 1.0
+TICK_PAUSE_SECONDS = 0.01
 QUIET = (control_pb2.HeartbeatRequest, control_pb2.ProgressRequest)
 
 
@@ -118,7 +118,7 @@ class SimMaster:
         held = self.sim.clock.now - self._paused_at
         self._paused_at = None
         self.sim.trace("master", "continues after {:.1f} s", held)
-        if held > HELD_UP_AFTER:
+        if held > HELD_UP_AFTER_SECONDS:
             self._decide(HeldUp(held), None)
         backlog, self._backlog = self._backlog, []
         for work in backlog:
@@ -162,7 +162,7 @@ class SimMaster:
             self._timer = None
         wake = self.state.wake if self.state is not None else None
         if wake is not None:
-            self._timer = self.sim.clock.after(max(TICK_PAUSE, wake - self.now), self._tick)
+            self._timer = self.sim.clock.after(max(TICK_PAUSE_SECONDS, wake - self.now), self._tick)
 
     def _decide(self, event: Event, answer: Callable[[Reply], None] | None) -> None:
         if self.state is None:

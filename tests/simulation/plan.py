@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-from dalsegno.master.brain.state import LEAST_NODE_TIMEOUT
+from dalsegno.master.brain.state import LEAST_NODE_TIMEOUT_SECONDS
 from dalsegno.protos import control_pb2
 
 from .refusals import refusals_of
@@ -191,7 +191,7 @@ def _plan_of(seed: int) -> Plan:
         min_nodes=minimum,
         max_nodes=maximum,
         node_unit=unit,
-        node_timeout=random.choice((LEAST_NODE_TIMEOUT, 6.0, 15.0)),
+        node_timeout=random.choice((LEAST_NODE_TIMEOUT_SECONDS, 6.0, 15.0)),
         drain_timeout=8.0,
         join_timeout=random.choice((3.0, 5.0, 8.0)),
         stall_timeout=40.0,

@@ -94,7 +94,7 @@ def test_ready(source: Path) -> None:
 @pytest.mark.parametrize("other", [False, True], ids=["ours", "upstream"])
 def test_bytes_are_told_while_they_move(source: Path, monkeypatch: pytest.MonkeyPatch, other: bool) -> None:
     """The source's as it is verified, and what is written and synced; how much it will be is known before."""
-    monkeypatch.setattr(upstream, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(upstream, "LOOK_EVERY_SECONDS", 0.01)
     moved: list[int] = []
     planned: list[tuple[int, int]] = []
     watch = Watch(moved=moved.append, planned=lambda total: planned.append((sum(moved), total)))

@@ -10,7 +10,7 @@ import pytest
 
 from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions import handling, leaving
-from dalsegno.agent.decisions.decision import STOP_PATIENCE
+from dalsegno.agent.decisions.decision import STOP_PATIENCE_SECONDS
 from dalsegno.agent.decisions.state import Epoch
 from dalsegno.protos import control_pb2, worker_pb2
 
@@ -788,7 +788,7 @@ def test_a_leave_ends_at_its_deadline_whatever_its_workers_do(session: bool) -> 
     assert agent.state.wake is not None
     agent.waits(agent.state.wake - agent.now)
     assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT_UNSAVED
-    assert agent.now <= 500.0 + 10.1 + leaving.KILL_PATIENCE
+    assert agent.now <= 500.0 + 10.1 + leaving.KILL_PATIENCE_SECONDS
 
 
 def test_a_leave_ends_although_a_stop_before_it_was_never_heard_of() -> None:
@@ -798,7 +798,7 @@ def test_a_leave_ends_although_a_stop_before_it_was_never_heard_of() -> None:
     agent.hear(ev.Signalled(signal.SIGTERM))
     agent.waits(10.0)
     assert not agent.did(ev.Exit)
-    agent.waits(leaving.KILL_PATIENCE)
+    agent.waits(leaving.KILL_PATIENCE_SECONDS)
     assert agent.did(ev.Exit)[0].code == ev.EXIT_LEFT
 
 
@@ -806,7 +806,7 @@ def test_workers_of_whose_end_nothing_is_heard_are_given_up() -> None:
     """At a deadline: the node says so and joins the next world."""
     agent = Agent().registered().running()
     assert kinds(agent.directed(gather=GATHER)) == ["StopWorkers"]
-    agent.waits(STOP_PATIENCE - 1)
+    agent.waits(STOP_PATIENCE_SECONDS - 1)
     assert "PrepareJoin" not in kinds(agent.actions)
     assert agent.state.wake == agent.now + 1
     assert kinds(agent.waits(1)) == ["Say", "PrepareJoin"]
@@ -817,7 +817,7 @@ def test_a_fenced_node_comes_back_although_its_workers_are_never_heard_to_end() 
     """It was declared dead; what it has left to stop must not keep it away for ever."""
     agent = Agent().registered().running()
     agent.directed(fenced=control_pb2.Fenced(reason="silent"))
-    assert "Register" in kinds(agent.waits(STOP_PATIENCE))
+    assert "Register" in kinds(agent.waits(STOP_PATIENCE_SECONDS))
 
 
 def test_leaving_before_a_step_was_made_is_75() -> None:

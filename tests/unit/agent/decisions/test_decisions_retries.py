@@ -171,7 +171,7 @@ def test_a_master_that_came_with_a_new_registration_is_new_too() -> None:
 
 def test_the_pauses_are_what_the_tests_take_them_for() -> None:
     """In seconds."""
-    assert (handling.JOIN_PAUSE, handling.LOOK_AGAIN, handling.NAME_PAUSE) == (1.0, 5.0, 2.0)
+    assert (handling.JOIN_PAUSE_SECONDS, handling.LOOK_AGAIN_SECONDS, handling.NAME_PAUSE_SECONDS) == (1.0, 5.0, 2.0)
 
 
 # ---- a master that does not answer ----------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def test_each_epoch_has_its_own_directory_which_leads_to_the_resume_point(tmp_pa
 
 def test_what_the_script_saves_is_sealed_once_under_our_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only what is newer than the resume point; and the script's own may go, or be written again."""
-    monkeypatch.setattr(adoption, "LOOK_EVERY", 0.02)
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.02)
     heard: queue.Queue[ev.Event] = queue.Queue()
     taken = Adoption(["--out=${save_dir}"], heard.put)
     arguments = taken.begin(tmp_path, world(2, "step-20.e1.1"), ORIGIN, ["train.py", "--out=${save_dir}"], first=True)
@@ -146,7 +146,7 @@ def test_what_the_script_saves_is_sealed_once_under_our_name(tmp_path: Path, mon
 
 
 def test_what_cannot_be_sealed_is_said_once_and_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adoption, "LOOK_EVERY", 0.02)
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.02)
     plain, calls = adoption.adopt, 0
 
     def full_at_first(*args: object) -> Manifest:
@@ -172,7 +172,7 @@ def begun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world: control_pb2.World
 ) -> tuple[Adoption, queue.Queue[ev.Event]]:
     """Looks, quickly, at what is below ``e<epoch>``."""
-    monkeypatch.setattr(adoption, "LOOK_EVERY", 0.02)
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.02)
     heard: queue.Queue[ev.Event] = queue.Queue()
     taken = Adoption(["${save_dir}"], heard.put)
     taken.begin(tmp_path, world, ORIGIN, [], first=True)
@@ -303,13 +303,13 @@ def test_a_script_that_began_anew_is_named(tmp_path: Path, monkeypatch: pytest.M
 def test_what_is_saved_last_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A script ends in the moment after its last save; what it did not finish, or is taken already, holds nobody up."""
     taken, heard = begun(tmp_path, monkeypatch, world(1))
-    monkeypatch.setattr(adoption, "LOOK_EVERY", 0.3)
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.3)
     for step in (10, 20):
         states(tmp_path / "e1" / f"global_step{step}", *ZERO_1)
         states(tmp_path / "e1" / "global_step99", *ZERO_1[:2])
         taken.settle(20)
         assert sealed_step(heard.get_nowait()) == step
-    monkeypatch.setattr(adoption, "LOOK_EVERY", 1000)
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 1000)
     taken.settle(20)
     taken.settle(20)
     taken.close()
@@ -323,7 +323,7 @@ def test_who_waits_does_not_make_it_be_taken_while_it_is_written(
 ) -> None:
     """Several workers of a node end one after the other, and another node's may still write."""
     taken, heard = begun(tmp_path, monkeypatch, world(1))
-    monkeypatch.setattr(adoption, "LOOK_EVERY", 1000.0)
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 1000.0)
     taken.settle(20)
     states(tmp_path / "e1" / "global_step10", *ZERO_1)
     for _ in range(3):

@@ -208,7 +208,7 @@ def test_a_conversion_is_not_held_up_by_what_is_called_its_journal(tmp_path: Pat
 
 def test_scripts_checkpoints_are_adopted_beside_stray_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pipes, loops, endless numbers, archives of several disks: each is passed over, and what is whole is taken."""
-    monkeypatch.setattr(adoption, "LOOK_EVERY", 0.05)
+    monkeypatch.setattr(adoption, "LOOK_EVERY_SECONDS", 0.05)
     told: queue.SimpleQueue[ev.Event] = queue.SimpleQueue()
     directory = save_directory(tmp_path, 2)
     states(directory / "global_step30", *ZERO_1)

@@ -171,7 +171,7 @@ def test_threads_find_one_boundary(ranks: int) -> None:
 
 def test_a_rank_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The exchange carries the flag then, as it would have. A second call may succeed."""
-    monkeypatch.setattr(hurry, "PATIENCE", 0.1)
+    monkeypatch.setattr(hurry, "PATIENCE_SECONDS", 0.1)
     held = Held()
     one = Hurry(0, 2, held, held)
     try:
@@ -183,7 +183,7 @@ def test_a_rank_that_never_answers_holds_nobody_up(monkeypatch: pytest.MonkeyPat
         other = Hurry(1, 2, held, held)
         other.begin(1, call=False)
         assert not other.end()
-        monkeypatch.setattr(hurry, "PATIENCE", 30.0)
+        monkeypatch.setattr(hurry, "PATIENCE_SECONDS", 30.0)
         other.begin(2, call=False)
         one.begin(2, call=True)
         held.wait(["1/boundary"], timedelta(seconds=30))

@@ -11,7 +11,7 @@ import torch
 from dalsegno.elastic.rank import meetings
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
 from dalsegno.elastic.rank.collective import PeerLost, Solo
-from dalsegno.elastic.rank.meetings import PATIENCE, Meetings, watch_the_end
+from dalsegno.elastic.rank.meetings import PATIENCE_SECONDS, Meetings, watch_the_end
 from dalsegno.protos import worker_pb2
 
 
@@ -53,7 +53,7 @@ def test_the_others_hear_of_a_mistake(how: str) -> None:
     with pytest.raises(KeyError), getattr(one, how)():
         raise KeyError("another\nmodel")
     assert agent.said == ["'another\\nmodel' (rank 0)"]
-    assert others.patience == [PATIENCE]
+    assert others.patience == [PATIENCE_SECONDS]
 
 
 def test_this_rank_hears_of_theirs() -> None:

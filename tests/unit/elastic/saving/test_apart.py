@@ -65,7 +65,7 @@ class Deserted(Solo):
 def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORD_SECONDS", "OTHERS_SECONDS", "LOOK_SECONDS"):
         monkeypatch.setattr(apart, name, 0.05)
-    monkeypatch.setattr(apart, "SIGHT_PAUSES", (0.01,))
+    monkeypatch.setattr(apart, "SIGHT_PAUSES_SECONDS", (0.01,))
 
 
 def saver(agent: Agent, directory: Path, gone_at: int) -> saving.Saver:

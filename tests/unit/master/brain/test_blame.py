@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dalsegno.master.brain.announcements import NAMED_WITHIN
+from dalsegno.master.brain.announcements import NAMED_WITHIN_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
@@ -82,7 +82,7 @@ def test_nobody_waits_long_for_an_explanation() -> None:
     c.job.silent.add(c.incarnation)
     lost_a_peer(a)
     lost_a_peer(b)
-    job.wait(NAMED_WITHIN - 1)
+    job.wait(NAMED_WITHIN_SECONDS - 1)
     assert "closed by peer" not in job.notices
     job.wait(2)
     assert job.notices.count("which rank ended first is not known") == 1

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from dalsegno.agent.commands.arguments import LEAST_NODE_TIMEOUT as LEAST_OF_AGENTS
+from dalsegno.agent.commands.arguments import LEAST_NODE_TIMEOUT_SECONDS as LEAST_OF_AGENTS
 from dalsegno.master.brain.events import StreamClosed, StreamOpened
-from dalsegno.master.brain.state import LEAST_NODE_TIMEOUT, Phase
+from dalsegno.master.brain.state import LEAST_NODE_TIMEOUT_SECONDS, Phase
 from dalsegno.master.brain.turn import heartbeat_of
 from tests.support.jobs.masters import Driven, Node, settings
 
@@ -23,7 +23,7 @@ def stored(timeout: float) -> tuple[Driven, list[Node]]:
     return job, nodes
 
 
-@pytest.mark.parametrize("timeout", [2.0, LEAST_NODE_TIMEOUT, 6.0])
+@pytest.mark.parametrize("timeout", [2.0, LEAST_NODE_TIMEOUT_SECONDS, 6.0])
 def test_a_silent_node_is_dead_however_short_the_node_timeout(timeout: float) -> None:
     """The time between two heartbeats of its peer, a second and the way, is not taken for the master's own deafness."""
     job, (a, b) = stored(timeout)
@@ -37,7 +37,7 @@ def test_a_silent_node_is_dead_however_short_the_node_timeout(timeout: float) ->
     assert a.is_known
 
 
-@pytest.mark.parametrize("timeout", [2.0, LEAST_NODE_TIMEOUT, 6.0])
+@pytest.mark.parametrize("timeout", [2.0, LEAST_NODE_TIMEOUT_SECONDS, 6.0])
 def test_when_all_are_silent_nobody_is_dead_however_short_the_node_timeout(timeout: float) -> None:
     """Deafness is seen before the first deadline passes."""
     job, (a, b) = stored(timeout)
@@ -70,7 +70,7 @@ def test_a_node_timeout_shorter_than_a_lost_heartbeat_takes_is_refused_at_the_do
     reply = Node(job, "late").register(settings=settings(node_timeout=3.9))
     assert reply.code == "INVALID_ARGUMENT"
     assert "--node-timeout=3.9" in reply.detail
-    assert LEAST_OF_AGENTS == LEAST_NODE_TIMEOUT
+    assert LEAST_OF_AGENTS == LEAST_NODE_TIMEOUT_SECONDS
 
 
 @pytest.mark.parametrize("spare", [False, True])

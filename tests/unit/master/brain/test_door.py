@@ -12,7 +12,15 @@ from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dalsegno.master.brain.door import LONGEST, MOST, MOST_REMEMBERED, MOST_SETTING, MOST_WORKERS, ShapeError, admit
+from dalsegno.master.brain.door import (
+    LONGEST_SECONDS,
+    MOST,
+    MOST_REMEMBERED,
+    MOST_SETTING,
+    MOST_WORKERS,
+    ShapeError,
+    admit,
+)
 from dalsegno.protos import control_pb2 as pb
 from dalsegno.protos.limits import MESSAGE_BYTES, MOST_CHECKPOINTS
 from dalsegno.protos.text import one_line
@@ -192,7 +200,7 @@ def test_durations_are_bounded_and_only_two_may_be_negative() -> None:
     admit(register(settings=settings(grow_interval=-1.0, wait_for_nodes=-1.0)))
     assert "node_timeout" in refusal(register(settings=settings(node_timeout=-1.0)))
     assert "notice" in refusal(pb.LeaveRequest(caller=caller(), notice=-0.1))
-    assert "stall_timeout" in refusal(register(settings=settings(stall_timeout=2 * LONGEST)))
+    assert "stall_timeout" in refusal(register(settings=settings(stall_timeout=2 * LONGEST_SECONDS)))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dalsegno.master.brain.membership import FORGIVEN_AFTER, HOLD_BASE, LOSS_LIMIT, LOSS_WINDOW
+from dalsegno.master.brain.membership import FORGIVEN_AFTER_SECONDS, HOLD_BASE_SECONDS, LOSS_LIMIT, LOSS_WINDOW_SECONDS
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join, settings
@@ -142,18 +142,18 @@ def test_old_losses_are_forgiven(restarted: bool) -> None:
     job = Driven(settings(stall_timeout=0.0, drain_timeout=1.0))
     (a,) = job.start(1)
     a.step(1)
-    assert lose(job, a, LOSS_LIMIT) == HOLD_BASE
-    job.wait(HOLD_BASE)
-    assert lose(job, a, 1) == 2 * HOLD_BASE
-    job.wait(2 * HOLD_BASE)
+    assert lose(job, a, LOSS_LIMIT) == HOLD_BASE_SECONDS
+    job.wait(HOLD_BASE_SECONDS)
+    assert lose(job, a, 1) == 2 * HOLD_BASE_SECONDS
+    job.wait(2 * HOLD_BASE_SECONDS)
     if restarted:
         job.restart()
         a.beat()
-        assert job.now - job.state.live.lost_at["flaky"][-1] >= LOSS_WINDOW, "no loss of this window"
-    job.now += 2 * FORGIVEN_AFTER + LOSS_WINDOW
+        assert job.now - job.state.live.lost_at["flaky"][-1] >= LOSS_WINDOW_SECONDS, "no loss of this window"
+    job.now += 2 * FORGIVEN_AFTER_SECONDS + LOSS_WINDOW_SECONDS
     a.beat()
     job.wait(1.0)
-    assert lose(job, a, LOSS_LIMIT) == HOLD_BASE
+    assert lose(job, a, LOSS_LIMIT) == HOLD_BASE_SECONDS
 
 
 def test_what_is_remembered_of_losses_is_bounded() -> None:
@@ -165,7 +165,7 @@ def test_what_is_remembered_of_losses_is_bounded() -> None:
     job.restart()
     for node in (a, b):
         node.beat()
-    job.now += 10 * FORGIVEN_AFTER
+    job.now += 10 * FORGIVEN_AFTER_SECONDS
     for node in (a, b):
         node.beat()
     b.hang_up()

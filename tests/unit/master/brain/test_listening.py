@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dalsegno.master.brain.listening import RECONNECT, ListeningClock
+from dalsegno.master.brain.listening import RECONNECT_SECONDS, ListeningClock
 
 TIMEOUT = 15.0
 
@@ -35,9 +35,9 @@ def test_it_stands_still_while_nobody_is_heard() -> None:
     assert clock.at(500.0) == shown
     assert clock.stands_still(500.0)
     assert clock.word(500.0, TIMEOUT)
-    assert clock.at(500.0 + RECONNECT) == shown
+    assert clock.at(500.0 + RECONNECT_SECONDS) == shown
     now = heard_every_second(clock, 500.0, 10)
-    assert clock.at(now) == shown + 10 - RECONNECT
+    assert clock.at(now) == shown + 10 - RECONNECT_SECONDS
 
 
 def test_it_stands_still_while_every_stream_is_closed() -> None:

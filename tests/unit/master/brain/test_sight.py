@@ -164,7 +164,7 @@ def test_what_nobody_sees_for_a_minute_is_gone_back_from() -> None:
     job, (a, b), (older, newest) = gathering(2)
     for node in (a, b):
         node.join(sees=[older])
-    job.wait(sight.UNSEEN_LIMIT - 2.0)
+    job.wait(sight.UNSEEN_LIMIT_SECONDS - 2.0)
     assert job.phase is Phase.WAITING
     assert newest.ref.name in a.directive.wait.reason
     assert not record(job, newest).retired
@@ -185,7 +185,7 @@ def test_what_nobody_sees_is_waited_for_where_there_is_none_before() -> None:
     job, (a, b), (only,) = gathering(2, steps=(4,))
     for node in (a, b):
         node.join(sees=[])
-    job.wait(20 * sight.UNSEEN_LIMIT)
+    job.wait(20 * sight.UNSEEN_LIMIT_SECONDS)
     assert job.phase is Phase.WAITING
     assert not record(job, only).retired
     assert f"cannot see {only.ref.name}" in job.state.live.missing.text
@@ -200,7 +200,7 @@ def test_who_alone_does_not_see_it_is_a_spare() -> None:
     job, (a, b), (older, newest) = gathering(2)
     a.join()
     b.join(sees=[older])
-    job.wait(3 * sight.UNSEEN_LIMIT)
+    job.wait(3 * sight.UNSEEN_LIMIT_SECONDS)
     assert job.members == [a.name]
     assert a.directive.run.resume.source.ref == newest.ref
     assert not record(job, newest).retired
@@ -225,10 +225,10 @@ def test_one_that_comes_and_sees_it_in_time_stops_the_count() -> None:
     job, (a, b), (older, newest) = gathering(2)
     for node in (a, b):
         node.join(sees=[older])
-    job.wait(sight.UNSEEN_LIMIT - 5.0)
+    job.wait(sight.UNSEEN_LIMIT_SECONDS - 5.0)
     late = job.node()
     late.join()
-    job.wait(3 * sight.UNSEEN_LIMIT)
+    job.wait(3 * sight.UNSEEN_LIMIT_SECONDS)
     assert not record(job, newest).retired
     assert job.members == [late.name]
 
@@ -251,7 +251,7 @@ def test_nothing_is_concluded_from_nodes_that_cannot_know(why: str) -> None:
         job.wait(2.0)
         job.node()
         job.job.settings = replace(job.job.settings, join_timeout=1e6)
-    job.wait(5 * sight.UNSEEN_LIMIT)
+    job.wait(5 * sight.UNSEEN_LIMIT_SECONDS)
     assert not record(job, newest).retired
 
 
@@ -264,7 +264,7 @@ def test_a_node_that_says_nothing_of_the_directory_does_not_hold_the_run_up(who:
         late.join(sees=[older])
     for node in (a, b):
         node.join(sees=[older])
-    job.wait(job.settings.join_timeout + sight.UNSEEN_LIMIT + 5.0)
+    job.wait(job.settings.join_timeout + sight.UNSEEN_LIMIT_SECONDS + 5.0)
     assert record(job, newest).retired
     all_join([a, b])
     job.wait(job.settings.join_timeout + 2.0)
@@ -281,7 +281,7 @@ def test_a_node_that_the_restarted_master_has_not_heard_yet_may_see_it() -> None
     job.silent.add(b.incarnation)
     job.wait(190.0)
     assert not record(job, newest).retired
-    job.wait(20.0 + sight.UNSEEN_LIMIT)
+    job.wait(20.0 + sight.UNSEEN_LIMIT_SECONDS)
     assert not b.is_known
     assert record(job, newest).retired
 
@@ -345,10 +345,10 @@ def test_a_silent_master_counts_no_minute() -> None:
         node.join(sees=[older])
     job.wait(10.0)
     job.silent = {a.incarnation, b.incarnation}
-    job.wait(10 * sight.UNSEEN_LIMIT)
+    job.wait(10 * sight.UNSEEN_LIMIT_SECONDS)
     assert not record(job, newest).retired
     job.silent.clear()
-    job.wait(sight.UNSEEN_LIMIT)
+    job.wait(sight.UNSEEN_LIMIT_SECONDS)
     assert record(job, newest).retired
 
 
@@ -357,11 +357,11 @@ def test_a_restarted_master_counts_the_minute_anew() -> None:
     job, (a, b), (older, newest) = gathering(2)
     for node in (a, b):
         node.join(sees=[older])
-    job.wait(sight.UNSEEN_LIMIT - 5.0)
+    job.wait(sight.UNSEEN_LIMIT_SECONDS - 5.0)
     job.restart()
     for node in (a, b):
         node.beat()
-    job.wait(sight.UNSEEN_LIMIT - 5.0)
+    job.wait(sight.UNSEEN_LIMIT_SECONDS - 5.0)
     assert not record(job, newest).retired
     job.wait(10.0)
     assert record(job, newest).retired
@@ -375,12 +375,12 @@ def test_it_goes_back_as_far_as_it_must_one_at_a_time() -> None:
     job, (a, b), (oldest, older, newest) = gathering(2, steps=(2, 4, 6))
     for node in (a, b):
         node.join(sees=[oldest])
-    job.wait(sight.UNSEEN_LIMIT + 5.0)
+    job.wait(sight.UNSEEN_LIMIT_SECONDS + 5.0)
     assert record(job, newest).retired
     assert not record(job, older).retired
     for node in (a, b):
         node.join(sees=[oldest])
-    job.wait(sight.UNSEEN_LIMIT + 5.0)
+    job.wait(sight.UNSEEN_LIMIT_SECONDS + 5.0)
     assert record(job, older).retired
     for node in (a, b):
         node.join(sees=[oldest])

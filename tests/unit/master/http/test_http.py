@@ -174,7 +174,7 @@ def test_idle_connections_keep_nobody_out() -> None:
 
 def test_no_connection_stays_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also one that sends its request a byte at a time."""
-    monkeypatch.setattr(listener, "LONGEST_CONNECTION", 1.0)
+    monkeypatch.setattr(listener, "LONGEST_CONNECTION_SECONDS", 1.0)
 
     async def scene() -> None:
         async with serving(Reply("OK", "", status())) as edge:

@@ -254,7 +254,7 @@ def test_a_store_of_another_job_or_of_something_else_is_refused(tmp_path: Path) 
 
 def test_a_locked_store_says_so_and_works_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped process may hold the lock: the write fails in a bounded time, and the same write can be repeated."""
-    monkeypatch.setattr(store_module, "LOCK_TIMEOUT", 0.1)
+    monkeypatch.setattr(store_module, "LOCK_TIMEOUT_SECONDS", 0.1)
     store = opened(tmp_path / "s.sqlite")
     generation = store.raise_generation()
     holder = sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None)

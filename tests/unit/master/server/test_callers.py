@@ -235,8 +235,8 @@ def test_idle_connections_end() -> None:
 @pytest.mark.slow
 def test_a_peer_that_vanished_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its packets stop and no FIN comes: the server's own pings end the stream. One that answers them keeps its own."""
-    monkeypatch.setattr(server_module, "PING_EVERY", 3.0)
-    monkeypatch.setattr(server_module, "PING_TIMEOUT", 2.0)
+    monkeypatch.setattr(server_module, "PING_EVERY_SECONDS", 3.0)
+    monkeypatch.setattr(server_module, "PING_TIMEOUT_SECONDS", 2.0)
 
     async def scene() -> None:
         async with serving() as master:
@@ -282,8 +282,8 @@ class Starved(MemoryStore):
 
 def test_a_starved_store_is_waited_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Longer than for one that fails: a new process would have no more descriptors. It is said once."""
-    monkeypatch.setattr(driver_module, "SAVE_TIMEOUT", 0.05)
-    monkeypatch.setattr(driver_module, "SAVE_PAUSE_MAX", 0.1)
+    monkeypatch.setattr(driver_module, "SAVE_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(driver_module, "MAX_SAVE_PAUSE_SECONDS", 0.1)
     caplog.set_level(logging.WARNING, "dalsegno")
 
     async def scene() -> None:

@@ -227,7 +227,7 @@ def test_the_queue_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_store_that_stays_unwritable_ends_the_master(monkeypatch: pytest.MonkeyPatch) -> None:
     """After a bounded time it gives up with the store's line, and nobody is left waiting."""
-    monkeypatch.setattr(driver_module, "SAVE_TIMEOUT", 0.3)
+    monkeypatch.setattr(driver_module, "SAVE_TIMEOUT_SECONDS", 0.3)
 
     class Full(MemoryStore):
         def save(self, rows: Rows, generation: int) -> None:
@@ -397,7 +397,7 @@ def test_status_and_heartbeats_do_not_wait_for_the_store() -> None:
 
 def test_status_shows_nothing_that_a_crash_takes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked while a decision is being stored, it is answered once that is stored."""
-    monkeypatch.setattr(driver_module, "STATUS_PATIENCE", 30.0)
+    monkeypatch.setattr(driver_module, "STATUS_PATIENCE_SECONDS", 30.0)
 
     async def scene() -> None:
         store = SometimesFull()
