@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +32,20 @@ with contextlib.suppress(ImportError):  # `make test-gpu` does without it
     # Process tests share the cores: how long an example takes, or its making, says nothing.
     settings.register_profile("shared cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("shared cores")
+
+
+def seed_torch(seed: int) -> None:
+    """Before each part of a test, where torch is imported: the one generator that it has on the CPU."""
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(seed)
+
+
+with contextlib.suppress(ImportError):  # nor with this one
+    import pytest_randomly
+
+    # It would take DeepSpeed's seeder, which imports all of DeepSpeed, and seeds four kinds of cards that are not there:
+    # 2 ms for each part of each test.
+    pytest_randomly.entrypoint_reseeds = [seed_torch]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
