@@ -8,6 +8,7 @@ goes on where an interrupted run stopped: it leaves out what that one has passed
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
 import sys
@@ -111,6 +112,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def repetition(request: pytest.FixtureRequest) -> int:
     """Which repetition this is, from 0; tests need not ask for it."""
     return int(getattr(request, "param", 0))
+
+
+def pytest_collection_finish() -> None:
+    """What all tests have imported stays. Libraries collect garbage for each training, and would look at it each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
