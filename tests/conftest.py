@@ -44,7 +44,7 @@ def seed_torch(seed: int) -> None:
 with contextlib.suppress(ImportError):  # nor with this one
     import pytest_randomly
 
-    # It would take DeepSpeed's seeder, which imports all of DeepSpeed, and seeds four kinds of cards that are not there:
+    # It would take DeepSpeed's seeder, which imports all of DeepSpeed, and queues seeds for cards that are not there:
     # 2 ms for each part of each test.
     pytest_randomly.entrypoint_reseeds = [seed_torch]
 
@@ -115,7 +115,7 @@ def repetition(request: pytest.FixtureRequest) -> int:
 
 
 def pytest_collection_finish() -> None:
-    """What all tests have imported stays. Libraries collect garbage for each training, and would look at it each time."""
+    """What the tests have imported stays, and libraries that collect garbage for each training do not look at it."""
     gc.collect()
     gc.freeze()
 
