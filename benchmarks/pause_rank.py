@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -22,6 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+
+import common
 
 from dalsegno.elastic import Accumulation, Batches, BatchPlan, ElasticSampler, TrainingState, session
 from dalsegno.protos.contract import Variable
@@ -54,20 +57,6 @@ class Rows(torch.utils.data.Dataset[Tensor]):
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.sin(self._places * (index + 1))
-
-
-class Log:
-    """One line for each step, in the format that `examples.history` reads."""
-
-    def __init__(self, directory: Path, rank: int, world_size: int, epoch: int) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
-        self._file = (directory / f"rank-{rank}-epoch-{epoch}.jsonl").open("a", encoding="utf-8")
-        self._who = {"epoch": epoch, "rank": rank, "world_size": world_size, "data_epoch": 0, "sample_ids": []}
-
-    def step(self, number: int, loss: float) -> None:
-        line = {**self._who, "step": number, "loss": loss, "grad_norm": 0.0, "time": time.time()}
-        self._file.write(json.dumps(line) + "\n")
-        self._file.flush()
 
 
 def make_model(flags: argparse.Namespace) -> nn.Sequential:
@@ -117,17 +106,9 @@ def join() -> None:
     dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo")
 
 
-class Pace:
-    """Stretches steps to a least duration, because a model's steps on a card are long beside what surrounds them."""
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._last = seconds, time.monotonic()
-
-    def wait(self) -> None:
-        rest = self._last + self._seconds - time.monotonic()
-        if rest > 0:
-            time.sleep(rest)
-        self._last = time.monotonic()
+def _note_step(log: common.StepLog, step: int, loss: float) -> None:
+    """Nobody asks for the samples and the norm."""
+    log.write(step=step, data_epoch=0, sample_ids=(), loss=loss, grad_norm=0.0)
 
 
 # ---- with a session --------------------------------------------------------------------------------------------------
@@ -143,15 +124,17 @@ def elastic(flags: argparse.Namespace) -> None:
     train, accumulate, options = (_elastic_zero if zero else _elastic_torch)(flags, s, plan)
     scale = "deepspeed" if zero else "ddp"
     batches: Batches[Tensor] = Batches(rows, sampler, plan, s.rank, scale=scale, resume=s.resume)
-    log, pace = Log(flags.step_log, s.rank, s.world_size, s.epoch), Pace(flags.step_time)
+    log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
+    # As the steps of a model on a card are long beside what surrounds them.
+    clock = common.StepClock(flags.step_time)
     for batch in s.steps(batches, max_steps=flags.steps, save_every=flags.save_every, seed=SEED, **options):
         loss = 0.0
         for micro in accumulate(batch):
             loss += train(micro)
         if not zero:
             accumulate.step()
-        pace.wait()
-        log.step(batch.step, loss)
+        clock.wait()
+        _note_step(log, batch.step, loss)
 
 
 def _elastic_torch(flags: argparse.Namespace, s: Any, plan: BatchPlan) -> tuple[Any, Any, dict[str, Any]]:
@@ -248,14 +231,15 @@ def own(flags: argparse.Namespace) -> None:
     number = torch.tensor([int(time.monotonic() * 1000)], device=device())
     dist.broadcast(number, 0)  # plays the part of an epoch under `dlrover-run`
     os.environ[Variable.EPOCH] = str(int(number))
-    log, pace, rows = Log(flags.step_log, rank, world_size, int(number)), Pace(flags.step_time), Rows(flags.width)
+    log = common.StepLog(flags.step_log, rank=rank, world_size=world_size, epoch=int(number))
+    clock, rows = common.StepClock(flags.step_time), Rows(flags.width)
     mark("ready")
     for count in itertools.count(done + 1):
         first = count * GLOBAL_BATCH % SAMPLES
         mine = torch.stack([rows[first + place] for place in range(rank, GLOBAL_BATCH, world_size)])
         loss = step(mine)
-        pace.wait()
-        log.step(count, loss)
+        clock.wait()
+        _note_step(log, count, loss)
         mark("step", step=count)
         if count % flags.save_every == 0:
             save(count)

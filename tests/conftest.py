@@ -8,8 +8,10 @@ goes on where an interrupted run stopped: it leaves out what that one has passed
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +33,20 @@ with contextlib.suppress(ImportError):  # `make test-gpu` does without it
     # Process tests share the cores: how long an example takes, or its making, says nothing.
     settings.register_profile("shared cores", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("shared cores")
+
+
+def seed_torch(seed: int) -> None:
+    """Before each part of a test, where torch is imported: the one generator that it has on the CPU."""
+    if torch := sys.modules.get("torch"):
+        torch.default_generator.manual_seed(seed)
+
+
+with contextlib.suppress(ImportError):  # nor with this one
+    import pytest_randomly
+
+    # It would take DeepSpeed's seeder, which imports all of DeepSpeed, and queues seeds for cards that are not there:
+    # 2 ms for each part of each test.
+    pytest_randomly.entrypoint_reseeds = [seed_torch]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -96,6 +112,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def repetition(request: pytest.FixtureRequest) -> int:
     """Which repetition this is, from 0; tests need not ask for it."""
     return int(getattr(request, "param", 0))
+
+
+def pytest_collection_finish() -> None:
+    """What the tests have imported stays, and libraries that collect garbage for each training do not look at it."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -38,10 +38,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def executes(repetition: int, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tells what a test starts whether it is executed as a user would (`forked.EXECUTES`).
 
-    It costs seconds each time, all of them imports. So the first test of each file does it, and with `--full` every
-    test, in its first repetition.
+    It costs seconds each time, all of them imports. So the first test of each file that is marked `executed` does it,
+    and with `--full` every test, in its first repetition.
     """
-    chosen = request.node.stash[FIRST] or request.config.getoption("full")
+    marked = request.node.stash[FIRST] and request.node.get_closest_marker("executed") is not None
+    chosen = marked or request.config.getoption("full")
     monkeypatch.setattr(forked, "EXECUTES", chosen and repetition == 0)
 
 

@@ -24,7 +24,7 @@ from tests.support.forks.forked_agents import DLROVER_RUN, start_agent
 from tests.support.jobs.local_processes import is_same_process, process_state
 from tests.support.jobs.master_process import master_process
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.executed]
 
 # A worker with DataLoader processes, one of which starts something in a session of its own.
 LOADER = """

@@ -20,6 +20,7 @@ from tests.support.jobs.faults import (
     freeze,
     held_conversions,
     limit_files,
+    limited_files,
     run_directory,
     thaw,
     volume,
@@ -87,8 +88,7 @@ def test_no_room_to_convert_after_a_join(clusters: Clusters, undisturbed: Undist
     (a,) = job.start("a")
     job.wait_world(1, steps=3)
     limit_files(not_training(job, a), TOO_SMALL)
-    (b,) = job.start("b")
-    limit_files([b.pid], TOO_SMALL)
+    job.start("b", environment=limited_files(TOO_SMALL))
     job.wait_line("nobody could convert .* going on in its old shape")
     lift_limits(job)
     epoch = job.wait_world(1, after=1)
@@ -134,6 +134,7 @@ def not_training(job: Cluster, node: Node) -> list[int]:
 
 
 def lift_limits(job: Cluster) -> None:
+    (job.holds / "release").touch()
     limit_files([pid for node in job.alive() for pid in job.processes(node)], UNLIMITED)
 
 

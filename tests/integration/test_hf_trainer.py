@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.jobs.cluster import HF, Cluster, Training, Undisturbed, change_worlds
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.executed]
 
 Clusters = Callable[..., Cluster]
 

@@ -20,7 +20,7 @@ from tests.support.jobs import local_processes as processes
 from tests.support.jobs.cluster import LEFT, TRAIN, Cluster, Training, Undisturbed
 from tests.support.jobs.faults import run_directory
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = [pytest.mark.timeout(400), pytest.mark.executed]
 
 Clusters = Callable[..., Cluster]
 

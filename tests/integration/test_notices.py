@@ -107,7 +107,8 @@ def spared(job: Cluster, subset: frozenset[str], number: signal.Signals) -> None
         assert all(processes.is_alive(pid) for pid in parts[part]), part
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn", "forkserver"])
+# Nothing of ours knows spawn: its loaders are told by the same words as those of the fork server.
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.full), "forkserver"])
 def test_what_is_not_the_agent_is_signalled(clusters: Clusters, undisturbed: Undisturbed, context: str) -> None:
     """Each part alone, and all but the agent: the run goes on and loses nothing."""
     job = a_job(clusters, context)

@@ -19,7 +19,7 @@ from tests.support.jobs import local_processes
 from tests.support.jobs.shell import Ended, Shell
 from tests.support.workers import refused_worker
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.executed]
 
 PATIENCE = 90.0
 FAILED, FINISHED = 1, 0

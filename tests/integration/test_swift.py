@@ -19,7 +19,7 @@ from tests.support.workers import tiny_swift
 from tests.support.workers.zero_runs import run_world
 
 pytest.importorskip("swift", reason="the extra `swift` is not installed")
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.executed]
 
 Clusters = Callable[..., Cluster]
 STEPS_PLUGIN = Path(tiny_swift.__file__).with_name("swift_steps.py")

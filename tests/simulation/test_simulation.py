@@ -91,7 +91,7 @@ def test_a_planted_bug_is_seen(name: str) -> None:
     """With the bug planted, one of the invariants that it breaks fails within the plant's number of seeds."""
     plant = ALL_PLANTS[name]
     found: set[str] = set()
-    seeds = (seed for seed in itertools.count(1) if plant.is_shown_by(plan_of(seed)))
+    seeds = (seed for seed in itertools.count(plant.first) if plant.is_shown_by(plan_of(seed)))
     with planted(plant):
         for seed in itertools.islice(seeds, plant.seeds):
             found.add(simulate(seed).name)

@@ -19,7 +19,6 @@ import pytest
 import torch
 
 from dalsegno.elastic.checkpoint import Manifest, describe, inventory, seal, verify
-from dalsegno.elastic.checkpoint import files as checkpoint_files
 from dalsegno.elastic.checkpoint.durability import FileSystem
 from dalsegno.elastic.universal import (
     EXIT_ENVIRONMENT,
@@ -30,7 +29,6 @@ from dalsegno.elastic.universal import (
     Watch,
     Wish,
     convert,
-    syncing,
     upstream,
 )
 from dalsegno.elastic.universal.journal import JOURNAL
@@ -45,6 +43,7 @@ from tests.support.checkpoints.conversions import (
     die_after,
     target_of,
 )
+from tests.support.checkpoints.disks import sync_as_if
 from tests.support.checkpoints.power import Power, only_whole_checkpoints, sealed
 from tests.support.workers.ranks import Rank
 from tests.support.workers.zero_runs import Sources, seal_sharded, worker_environment
@@ -233,20 +232,6 @@ def test_a_disk_that_fails_ends_the_conversion(source: Path, monkeypatch: pytest
     assert not (target_of(source, 1) / "MANIFEST.json").exists()
     convert(source, target_of(source, 2), earlier=[target_of(source, 1)])
     verify(target_of(source, 2), Manifest.read(target_of(source, 2)))
-
-
-def sync_as_if(patch: pytest.MonkeyPatch, at_once: bool) -> None:
-    """On a disk of this machine that nobody else writes to, or on another one."""
-    plain = FileSystem.__init__
-
-    def init(system: FileSystem, directory: Path) -> None:
-        plain(system, directory)
-        system.tells = at_once
-
-    patch.setattr(FileSystem, "__init__", init)
-    patch.setattr(FileSystem, "sync", lambda system: None)
-    for module in (syncing, checkpoint_files):
-        patch.setattr(module, "unwritten", lambda: 0)
 
 
 def test_used_target(source: Path) -> None:

@@ -14,7 +14,7 @@ from tests.support.workers.zero_runs import run_world, worker_environment
 TRAIN = Path(__file__).parents[3] / "examples" / "train.py"
 FIRST, ALL = 3, 6
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.executed]
 
 
 def train(world: int, directory: Path, stage: int, steps: int) -> list[dict[str, object]]:

@@ -60,7 +60,7 @@ class Plant:
     # Further replacements that the same bug takes.
     also: tuple[tuple[Any, str, Replace], ...] = ()
     suits: Callable[[Plan], bool] = lambda plan: True
-    # The seed from which on they are looked for.
+    # The seed from which on they are looked for: of those that show it late, one that is near.
     first: int = 1
 
     def is_shown_by(self, plan: Plan) -> bool:
@@ -508,8 +508,9 @@ def plant(
     kind: str = "",
     also: tuple[tuple[Any, str, Replace], ...] = (),
     suits: Callable[[Plan], bool] = lambda plan: True,
+    first: int = 1,
 ) -> tuple[str, Plant]:
-    return replace.__name__, Plant(owner, name, replace, frozenset(caught), kind, also=also, suits=suits)
+    return replace.__name__, Plant(owner, name, replace, frozenset(caught), kind, also=also, suits=suits, first=first)
 
 
 def takes_a_refusing_node_again(original: Any) -> Any:
@@ -558,7 +559,7 @@ def refuses(plan: Plan) -> bool:
 PLANTS: dict[str, Plant] = dict(
     [
         plant(forming, "open_world", opens_without_raising_the_epoch, "one world per epoch", "epochs grow"),
-        plant(brain, "recover", forgets_an_epoch_on_restart, "epochs grow", kind="masters"),
+        plant(brain, "recover", forgets_an_epoch_on_restart, "epochs grow", kind="masters", first=560),
         plant(brain, "recover", opens_another_world_in_the_same_epoch, "one world per epoch"),
         plant(calls, "HANDLERS", commits_for_closed_epochs, "closed epochs", kind="late"),
         plant(checkpoints, "adopt_sealed", adopts_what_older_epochs_sealed, "closed epochs"),
@@ -572,12 +573,13 @@ PLANTS: dict[str, Plant] = dict(
             deletes_late_checkpoints_at_once,
             "what came too late stays for a while",
             kind="late",
+            first=1320,
         ),
         plant(views, "world_proto", tells_late_members_a_newer_checkpoint, "same resume point"),
         plant(checkpoints, "resume_point", skips_the_resume_point, "newest commit", "committed steps grow"),
         plant(forming, "open_world", starts_from_nothing, "newest commit"),
         plant(running, "wants_to_grow", grows_before_a_step, "a step between growths"),
-        plant(running, "grow_interval", grows_at_once, "the interval between growths", kind="planned"),
+        plant(running, "grow_interval", grows_at_once, "the interval between growths", kind="planned", first=940),
         plant(announcements, "without_steps", says_nothing_of_the_unheard, "worlds are presented", kind="planned"),
         plant(forming, "is_gathered", waits_for_nobody, "quiet time"),
         plant(membership, "select", opens_below_min, "size of the world"),
@@ -585,19 +587,19 @@ PLANTS: dict[str, Plant] = dict(
         plant(scaling, "wants_to_shrink", never_shrinks, "scaled in time", kind="planned"),
         plant(checkpoints, "loads_now", loads_another_shape_as_it_is, "loads"),
         plant(checkpoints, "resharded", reshards_whatever_was_asked_for, "loads"),
-        plant(checkpoints, "give_up_resharding", never_gives_up_resharding, "liveness"),
+        plant(checkpoints, "give_up_resharding", never_gives_up_resharding, "liveness", first=70),
         plant(Presences, "next_look", looks_at_the_silent_too_late, "the dead are noticed"),
         plant(Presences, "_taken", forgets_who_was_near, "the dead are noticed"),
         plant(membership, "is_candidate", takes_the_blind, "members see the directory", kind="disk"),
         plant(conversion, "check_owner", never_replaces_a_converter, "liveness", kind="convert"),
         plant(conversion, "report", counts_only_files, "who moves keeps the lease", kind="convert"),
         plant(conversion, "verified", hears_only_verdicts, "liveness", kind="disk"),
-        plant(conversion, "verify_pause", asks_for_a_verdict_only_twice, "liveness", kind="disk"),
+        plant(conversion, "verify_pause", asks_for_a_verdict_only_twice, "liveness", kind="disk", first=1350),
         plant(running, "stalled", never_sees_a_stall, "liveness", kind="crashes"),
-        plant(running, "stalled", counts_the_finished_as_at_work, "liveness", kind="crashes"),
+        plant(running, "stalled", counts_the_finished_as_at_work, "liveness", kind="crashes", first=2100),
         plant(listening, "DEAF_AFTER", takes_the_time_between_heartbeats_for_deafness, "liveness", kind="crashes"),
-        plant(conversion, "acquit", believes_the_first_reader, "no verifying checkpoint is skipped"),
-        plant(checkpoints, "retire", retires_without_a_word, "committed steps grow"),
+        plant(conversion, "acquit", believes_the_first_reader, "no verifying checkpoint is skipped", first=160),
+        plant(checkpoints, "retire", retires_without_a_word, "committed steps grow", first=140),
         plant(running, "hopeless", gives_up_at_the_first_failure, "no failure without a reason"),
         plant(recollection, "remember", forgets_what_agents_remember, "one world per epoch", "epochs grow"),
         plant(recollection, "restore_settings", takes_the_first_agents_settings, "settings stand", kind="store"),

@@ -210,6 +210,7 @@ SHELL_PLANTS: dict[str, Plant] = dict(
             "turns are short",
             suits=lambda plan: plan.crowd == 200,
             seeds=3,
+            first=700,
             also=((brain, "note", decides_at_every_heartbeat),),
         ),
         _plant(

@@ -150,6 +150,11 @@ def volume(path: Path, mebibytes: int) -> Iterator[Volume]:
         subprocess.run(["umount", "-l", str(path)], check=True, timeout=30)
 
 
+def limited_files(size: int) -> dict[str, str]:
+    """Environment of an agent that is limited as by `limit_files`, before it can start anything."""
+    return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_FILE_BYTES": str(size)}
+
+
 def held_conversions(files: int = 5) -> dict[str, str]:
     """Environment of an agent whose converters stop after so many files; see `held_agents/sitecustomize.py`."""
     return {"PYTHONPATH": str(Path(__file__).with_name("held_agents")), "DALSEGNO_TEST_HELD_FILES": str(files)}

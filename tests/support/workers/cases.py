@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,6 +28,19 @@ def close() -> None:
     """Closes the session of the case before."""
     while entry._sessions:
         entry._sessions.pop().close()
+
+
+def run_all(run: Callable[[Any], Any]) -> NoReturn:
+    """All of a process: the cases of its first argument (JSON, each with the port of its store), one after the other.
+
+    Args:
+        run: one case; returns what came of it. The directory of all ranks' results is the second argument.
+    """
+    results = []
+    for case in json.loads(sys.argv[1]):
+        begin(case["port"])
+        results.append(run(case))
+    end(results, Path(sys.argv[2]))
 
 
 def end(results: Any, directory: Path, *, name: str = "result") -> NoReturn:

@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -242,13 +239,5 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     return {**found, "said": said.lines}
 
 
-def main() -> None:
-    results = []
-    for case in json.loads(sys.argv[1]):
-        cases.begin(case["port"])
-        results.append(run(case))
-    cases.end(results, Path(sys.argv[2]))
-
-
 if __name__ == "__main__":
-    main()
+    cases.run_all(run)

@@ -5,12 +5,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -158,13 +155,5 @@ def run(case: Case) -> dict[str, Any]:
     return {"refused": refused, "steps": case.get("made", []), "said": lines.lines}
 
 
-def main() -> None:
-    results = []
-    for case in json.loads(sys.argv[1]):
-        cases.begin(case["port"])
-        results.append(run(case))
-    cases.end(results, Path(sys.argv[2]))
-
-
 if __name__ == "__main__":
-    main()
+    cases.run_all(run)

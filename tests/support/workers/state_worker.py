@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import errno
-import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -397,13 +395,5 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     return {"own save": own_save, "dcp": with_dcp, "trainer": trainer}[kind](case)
 
 
-def main() -> None:
-    results = []
-    for case in json.loads(sys.argv[1]):
-        cases.begin(case["port"])
-        results.append(run(case))
-    cases.end(results, Path(sys.argv[2]))
-
-
 if __name__ == "__main__":
-    main()
+    cases.run_all(run)

@@ -1,15 +1,18 @@
-"""On an agent's PYTHONPATH: it stops in the middle of a conversion or a verification, until a test lets it go on.
+"""On an agent's PYTHONPATH: it stops in the middle of a conversion or a verification, or has little room, until a test
+lets it go on.
 
 In the agent's environment: DALSEGNO_TEST_HOLDS, the directory where `conversion-<pid>` or `verification-<pid>` appears
 when one is held; it goes on when `release` appears there. And
 
     DALSEGNO_TEST_HELD_FILES         its converters stop when so many files are begun
     DALSEGNO_TEST_HELD_VERIFICATION  it stops when it reads a checkpoint's file; its workers, who do so too, do not
+    DALSEGNO_TEST_FILE_BYTES         no file of it and of what it starts grows beyond so many
 
 An audit hook stays in force in processes that are forked later, and the product knows nothing of it.
 """
 
 import os
+import resource
 import sys
 import threading
 import time
@@ -64,3 +67,6 @@ if "DALSEGNO_TEST_HELD_FILES" in os.environ:
     )
 if "DALSEGNO_TEST_HELD_VERIFICATION" in os.environ:
     install("verification", verifying, Path(os.environ["DALSEGNO_TEST_HOLDS"]))
+if "DALSEGNO_TEST_FILE_BYTES" in os.environ and not (Path(os.environ["DALSEGNO_TEST_HOLDS"]) / "release").exists():
+    size, hard = int(os.environ["DALSEGNO_TEST_FILE_BYTES"]), resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

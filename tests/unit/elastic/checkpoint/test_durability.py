@@ -27,6 +27,7 @@ from dalsegno.elastic.checkpoint.durability import (
     tells,
     unwritten,
 )
+from tests.support.checkpoints.disks import sync_as_if
 from tests.support.checkpoints.power import Power, only_whole_checkpoints, sealed
 
 from .test_checkpoint import manifest_for
@@ -109,7 +110,7 @@ def test_a_power_cut_leaves_a_whole_checkpoint_or_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directories: int, telling: bool
 ) -> None:
     """At any moment of a seal: its manifest is never there before the files and names that it lists."""
-    _pretend(monkeypatch, telling)
+    sync_as_if(monkeypatch, telling)
     directory = tmp_path / NAME
     for number in range(directories):
         (directory / "zero" / f"{number}").mkdir(parents=True)
@@ -125,7 +126,7 @@ def test_names_that_cannot_be_made_durable_are_not_sealed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, telling: bool
 ) -> None:
     """The one sync fails, or that of one of many directories: no manifest, and so no checkpoint."""
-    _pretend(monkeypatch, telling)
+    sync_as_if(monkeypatch, telling)
     directory = tmp_path / NAME
     for number in range(MANY):
         (directory / f"{number}").mkdir(parents=True)
@@ -177,19 +178,6 @@ def test_a_file_that_cannot_be_made_durable_is_not_described(tmp_path: Path, mon
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output error"):
         describe(tmp_path)
-
-
-def _pretend(patch: pytest.MonkeyPatch, telling: bool) -> None:
-    """A disk that can be asked, or not, and that nobody else writes to."""
-    plain = FileSystem.__init__
-
-    def init(self: FileSystem, directory: Path) -> None:
-        plain(self, directory)
-        self.tells = telling
-
-    patch.setattr(FileSystem, "__init__", init)
-    patch.setattr(FileSystem, "sync", lambda self: None)
-    patch.setattr(files, "unwritten", lambda: 0)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from dalsegno.elastic.rank import meetings
 from dalsegno.elastic.rank.agreement import Refusal, Trouble
 from dalsegno.elastic.rank.collective import PeerLost, Solo
 from dalsegno.elastic.rank.meetings import PATIENCE_SECONDS, Meetings, watch_the_end
-from dalsegno.protos import worker_pb2
+from tests.support.workers.fake_link import FakeLink
 
 
 class Others(Solo):
@@ -29,19 +29,8 @@ class Others(Solo):
         return [message, self.answer]
 
 
-class Agent:
-    """What this rank says to it."""
-
-    def __init__(self) -> None:
-        self.said: list[str] = []
-
-    def send(self, message: worker_pb2.ToAgent) -> None:
-        assert message.WhichOneof("body") == "refused"
-        self.said.append(message.refused.message)
-
-
-def met(others: Others) -> tuple[Meetings, Agent]:
-    agent = Agent()
+def met(others: Others) -> tuple[Meetings, FakeLink]:
+    agent = FakeLink()
     return Meetings(others, agent), agent  # type: ignore[arg-type]
 
 
@@ -52,8 +41,8 @@ def test_the_others_hear_of_a_mistake(how: str) -> None:
     one, agent = met(others)
     with pytest.raises(KeyError), getattr(one, how)():
         raise KeyError("another\nmodel")
-    assert agent.said == ["'another\\nmodel' (rank 0)"]
-    assert others.patience == [PATIENCE_SECONDS]
+    assert [message.refused.message for message in agent.said] == ["'another\\nmodel' (rank 0)"]
+    assert others.patience == [PATIENCE]
 
 
 def test_this_rank_hears_of_theirs() -> None:
@@ -65,7 +54,7 @@ def test_this_rank_hears_of_theirs() -> None:
         pass
     with pytest.raises(Refusal), one.telling():
         one.compare({})
-    assert agent.said == ["another model (rank 1)"] * 2
+    assert [message.refused.message for message in agent.said] == ["another model (rank 1)"] * 2
 
 
 @pytest.mark.parametrize("error", [OSError("stale file handle"), MemoryError(), RuntimeError("CUDA error")])
@@ -93,16 +82,6 @@ def test_others_that_do_not_come_are_not_waited_for_without_end(monkeypatch: pyt
     with pytest.raises(ValueError, match="another model"), one.together():
         raise ValueError("another model")
     assert (codes, agent.said) == ([1], [])
-
-
-class _Link:
-    """Keeps what is sent."""
-
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-
-    def send(self, message: Any) -> None:
-        self.sent.append(message.refused.message)
 
 
 class Lost(Solo):
@@ -134,14 +113,13 @@ def test_the_agent_hears_whose_end_it_was(
     monkeypatch: pytest.MonkeyPatch, error: Exception, asks: bool, lost: bool
 ) -> None:
     """By the connections, where a collective may raise such an error: never by its words."""
-    sent: list[worker_pb2.ToAgent] = []
-    link: Any = type("Link", (), {"send": lambda self, message: sent.append(message)})()
+    link: Any = FakeLink()
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     group = Lost(lost)
     watch_the_end(Meetings(group, link))
     sys.excepthook(type(error), error, None)
     assert group.asked == int(asks)
-    assert [message.WhichOneof("body") for message in sent] == ["peer_lost"] * (asks and lost)
+    assert [message.WhichOneof("body") for message in link.said] == ["peer_lost"] * (asks and lost)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +136,7 @@ def test_what_we_refuse_outside_of_meetings_is_told_too(
     monkeypatch: pytest.MonkeyPatch, raises: str, told: bool
 ) -> None:
     """By where it is raised; what the script or a library raises may go otherwise the next time."""
-    link: Any = _Link()
+    link: Any = FakeLink()
     shown: list[BaseException] = []
     monkeypatch.setattr(sys, "excepthook", lambda kind, error, trace: shown.append(error))
     watch_the_end(Meetings(Solo(), link))
@@ -166,4 +144,4 @@ def test_what_we_refuse_outside_of_meetings_is_told_too(
         exec(raises, {"__name__": "__main__"})
     except Exception as error:
         sys.excepthook(type(error), error, error.__traceback__)
-    assert (len(shown), bool(link.sent)) == (1, told)
+    assert (len(shown), bool(link.said)) == (1, told)

@@ -14,29 +14,19 @@ from dalsegno.elastic.rank.exchange import Boundary
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.rank.reports import Reports
 from dalsegno.elastic.rank.step_count import StepCount, count_steps
-from dalsegno.protos import worker_pb2
 from dalsegno.protos.contract import step_count_name
+from tests.support.workers.fake_link import FakeLink
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class Agent:
-    """Stands for the link."""
-
-    def __init__(self) -> None:
-        self.told: list[int] = []
-
-    def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
-        self.told.append(message.progress.step)
-
-
 def test_every_step_is_counted_however_few_are_told(tmp_path: Path) -> None:
     """Of a hundred quick ones the agent hears of a few, and finds the last."""
-    agent = Agent()
+    agent = FakeLink()
     reports = Reports(agent, StepCount(str(tmp_path / "agent.sock"), 3, 1, 20))  # type: ignore[arg-type]
     for step in range(21, 121):
         reports.step(Boundary(step), 0.001)
-    assert len(agent.told) < 100
+    assert len(agent.said) < 100
     assert take_step_count(tmp_path, 3, 1) == 120
     assert take_step_count(tmp_path, 3, 1) is None
 

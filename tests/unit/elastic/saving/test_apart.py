@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +18,13 @@ from dalsegno.elastic.rank.notices import Notice
 from dalsegno.elastic.saving import apart, saving
 from dalsegno.elastic.saving.saving_reports import Count
 from dalsegno.elastic.training import session as worker_session
-from dalsegno.protos import control_pb2, worker_pb2
+from dalsegno.protos import control_pb2
+from tests.support.workers.fake_link import FakeLink
 
 pytestmark = pytest.mark.timeout(60)
 
 LOST = PeerLost("connection closed by peer")
 CONTENT = saving.Content(4, Position(0, 64))
-
-
-@dataclass
-class Agent:
-    """Stands for the link: answers with one ending after the other."""
-
-    endings: list[int]
-    alive: bool = True
-    said: list[worker_pb2.ToAgent] = field(default_factory=list)
-
-    @property
-    def ending(self) -> int:
-        return self.endings.pop(0) if len(self.endings) > 1 else self.endings[0]
-
-    def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
-        self.said.append(message)
 
 
 class Deserted(Solo):
@@ -68,7 +52,7 @@ def in_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apart, "SIGHT_PAUSES_SECONDS", (0.01,))
 
 
-def saver(agent: Agent, directory: Path, gone_at: int) -> saving.Saver:
+def saver(agent: FakeLink, directory: Path, gone_at: int) -> saving.Saver:
     identity = Identity(rank=0, world_size=2, local_world_size=1, epoch=1, stall_timeout=600.0)
     collective = Deserted(gone_at)
     return saving.Saver(identity, collective, CheckpointStore(directory), agent, None)  # type: ignore[arg-type]
@@ -88,20 +72,20 @@ def save(one: saving.Saver, *, others_part: bool = True, drain: bool = True) -> 
 @pytest.mark.parametrize("gone_at", [1, 2, 3])
 def test_the_last_rank_seals_what_is_there(tmp_path: Path, gone_at: int) -> None:
     """Wherever in the save the leaver was lost; the checkpoint is whole, and the agent hears of it."""
-    agent = Agent([0, control_pb2.ENDING_WAIT, control_pb2.ENDING_WAIT, control_pb2.ENDING_SEAL])
+    agent = FakeLink(0, control_pb2.ENDING_WAIT, control_pb2.ENDING_WAIT, control_pb2.ENDING_SEAL)
     one = saver(agent, tmp_path, gone_at)
     manifest = save(one)
     assert manifest is not None
     assert one.apart
     verify(tmp_path / manifest.name, manifest, 1)
     assert {entry.path for entry in manifest.files} == {"model.pt", "rng/rank-0.json", "rng/rank-1.json"}
-    (sealed,) = [message.sealed for message in agent.said if message.HasField("sealed")]
+    (sealed,) = agent.of("sealed")
     assert (sealed.digest, manifest.shape.world_size) == (manifest.digest, 2)
 
 
 def test_a_missing_part_is_never_sealed(tmp_path: Path) -> None:
     """Half of the leaver's last file is not its part."""
-    one = saver(Agent([control_pb2.ENDING_SEAL]), tmp_path, 1)
+    one = saver(FakeLink(control_pb2.ENDING_SEAL), tmp_path, 1)
     with pytest.raises(saving.SaveError, match="rank 1 had to go before its part was written"):
         save(one, others_part=False)
     assert CheckpointStore(tmp_path).sealed() == []
@@ -120,7 +104,7 @@ def test_ranks_of_the_same_node_may_still_be_writing(tmp_path: Path, monkeypatch
 
 def test_others_write_and_go(tmp_path: Path) -> None:
     """One seals; who is not asked to leaves the directory alone."""
-    one = saver(Agent([0, control_pb2.ENDING_WRITE]), tmp_path, 2)
+    one = saver(FakeLink(0, control_pb2.ENDING_WRITE), tmp_path, 2)
     assert save(one) is None
     assert one.apart
     assert CheckpointStore(tmp_path).sealed() == []
@@ -129,23 +113,23 @@ def test_others_write_and_go(tmp_path: Path) -> None:
 def test_a_crash_is_none_of_it(tmp_path: Path) -> None:
     """Nobody says that a leaver is gone: the rank fails as its peers do."""
     with pytest.raises(PeerLost):
-        save(saver(Agent([control_pb2.ENDING_TOGETHER]), tmp_path, 2))
+        save(saver(FakeLink(control_pb2.ENDING_TOGETHER), tmp_path, 2))
 
 
 def test_a_dead_agent_is_not_waited_for() -> None:
     """Its node is about to end."""
     with pytest.raises(PeerLost):
-        apart.has_to_seal(Agent([control_pb2.ENDING_WAIT], alive=False), 0, LOST)  # type: ignore[arg-type]
+        apart.has_to_seal(FakeLink(control_pb2.ENDING_WAIT, alive=False), 0, LOST)  # type: ignore[arg-type]
 
 
 def test_only_the_first_rank_of_a_node_seals() -> None:
     """The others go."""
-    assert not apart.has_to_seal(Agent([control_pb2.ENDING_WAIT]), 1, LOST)  # type: ignore[arg-type]
+    assert not apart.has_to_seal(FakeLink(control_pb2.ENDING_WAIT), 1, LOST)  # type: ignore[arg-type]
 
 
 def test_two_seals_are_one(tmp_path: Path) -> None:
     """A thread of rank 0's may have been first."""
-    one = saver(Agent([control_pb2.ENDING_SEAL]), tmp_path, 3)
+    one = saver(FakeLink(control_pb2.ENDING_SEAL), tmp_path, 3)
     manifest = save(one)
     assert manifest is not None
     assert apart.seal_once(tmp_path / manifest.name, manifest) == manifest
@@ -154,18 +138,12 @@ def test_two_seals_are_one(tmp_path: Path) -> None:
 # ---- a drain that was withdrawn -------------------------------------------------------------------------------------
 
 
-class Wanted(Agent):
-    """An agent that wants the run saved and stopped, or not any more."""
-
-    drain = True
-    master_seen = True
-
-
 def test_ranks_go_only_if_somebody_still_wants_them_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A growth that was withdrawn while they saved: what they saved counts, and they train on."""
     insisted: list[int] = []
     monkeypatch.setattr(worker_session, "insist", insisted.append)
-    link, closed = Wanted([0]), []
+    link, closed = FakeLink(), []
+    link.drain = True
     session = worker_session.Session(
         Identity(epoch=1, socket="socket", run_dir=tmp_path),
         Solo(),
@@ -186,7 +164,7 @@ def test_ranks_go_only_if_somebody_still_wants_them_to(tmp_path: Path, monkeypat
     session.leave_drained(lambda: closed.append(1))
     to_the_boundary()
     assert (insisted, closed, session.step) == ([], [], 2)
-    assert not any(message.HasField("drained") for message in link.said)
+    assert not link.of("drained")
     link.drain = True
     to_the_boundary()
     with pytest.raises(Drained):
@@ -216,7 +194,7 @@ def test_a_disk_that_is_stuck_fails_the_save_and_not_the_run(tmp_path: Path, mon
     """After most of --stall-timeout without a byte; all ranks know it, and train on."""
     answers = threading.Event()
     monkeypatch.setattr(saving, "checksums", lambda *_, **__: answers.wait(30))
-    agent = Agent([0])
+    agent = FakeLink()
     identity = Identity(epoch=1, stall_timeout=0.2)
     one = saving.Saver(identity, Solo(), CheckpointStore(tmp_path), agent, None)  # type: ignore[arg-type]
     assert one.save(CONTENT, lambda path: None, create_directory=True, drain=True) is None

@@ -12,7 +12,7 @@ from dalsegno.elastic.checkpoint import Best, CheckpointStore, Manifest, Positio
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.saving import notes, saving
-from dalsegno.protos import worker_pb2
+from tests.support.workers.fake_link import FakeLink
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -32,19 +32,7 @@ class Slow(CheckpointStore):
         self.written.append(manifest.name)
 
 
-class Agent:
-    """Stands for the link."""
-
-    ending = 0
-
-    def __init__(self) -> None:
-        self.said: list[worker_pb2.ToAgent] = []
-
-    def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
-        self.said.append(message)
-
-
-def saver(store: CheckpointStore, link: Agent | None) -> saving.Saver:
+def saver(store: CheckpointStore, link: FakeLink | None) -> saving.Saver:
     return saving.Saver(Identity(epoch=1), Solo(), store, link, None)  # type: ignore[arg-type]
 
 
@@ -67,10 +55,10 @@ def finish() -> None:
 
 def test_a_save_under_an_agent_is_over_before_its_note_is_written(tmp_path: Path) -> None:
     """What waits for it is a leaver's notice, and every other rank."""
-    store, agent = Slow(tmp_path), Agent()
+    store, agent = Slow(tmp_path), FakeLink()
     manifest = save(saver(store, agent), 1)
     assert store.asked.wait(30)
-    assert [message.sealed.name for message in agent.said if message.HasField("sealed")] == [manifest.name]
+    assert [sealed.name for sealed in agent.of("sealed")] == [manifest.name]
     assert store.written == []
     store.answers.set()
     finish()
@@ -80,7 +68,7 @@ def test_a_save_under_an_agent_is_over_before_its_note_is_written(tmp_path: Path
 def test_what_was_noted_last_counts(tmp_path: Path) -> None:
     """Saves that came while the disk was busy with a note: one note more, of the last of them."""
     store = Slow(tmp_path)
-    one = saver(store, Agent())
+    one = saver(store, FakeLink())
     first = save(one, 1)
     assert store.asked.wait(30)
     save(one, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,16 @@ from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, Position
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity, from_environment
 from dalsegno.elastic.saving import saving, saving_reports
-from dalsegno.protos import control_pb2, worker_pb2
+from dalsegno.protos import control_pb2
 from tests.support.checkpoints.power import Image, Power, only_whole_checkpoints, sealed
+from tests.support.workers.fake_link import FakeLink
 
 pytestmark = pytest.mark.timeout(30)
 
 
-class Heard:
-    """Stands for the link to the agent: keeps what is said."""
-
-    def __init__(self) -> None:
-        self.said: list[worker_pb2.ToAgent] = []
-        self.changed = threading.Condition()
-
-    def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
-        with self.changed:
-            self.said.append(message)
-            self.changed.notify_all()
-
+class Heard(FakeLink):
     def bytes(self) -> list[int]:
-        return [message.saving.bytes for message in self.said if message.HasField("saving")]
+        return [saving.bytes for saving in self.of("saving")]
 
     def wait_beyond(self, size: int) -> None:
         with self.changed:

@@ -10,25 +10,15 @@ from dalsegno.elastic.checkpoint import CheckpointStore, Position
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity
 from dalsegno.elastic.saving import saving
-from dalsegno.protos import worker_pb2
+from tests.support.workers.fake_link import FakeLink
 
 pytestmark = pytest.mark.timeout(60)
 
 
-class Agent:
-    """Stands for the link."""
-
-    ending = 0
-
-    def __init__(self) -> None:
-        self.said: list[worker_pb2.ToAgent] = []
-
-    def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
-        self.said.append(message)
-
+class Agent(FakeLink):
     def told(self) -> list[int]:
         """What it was told of the files, in order."""
-        return [message.saving.written for message in self.said if message.HasField("saving")]
+        return [saving.written for saving in self.of("saving")]
 
 
 def test_no_part_of_a_save_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

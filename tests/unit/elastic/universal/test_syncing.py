@@ -106,6 +106,7 @@ def test_a_slow_disk_slows_the_writer_down(tmp_path: Path, monkeypatch: pytest.M
     """One batch is being written, the next one is full: whoever brings more waits until there is room."""
     disk = Disk(monkeypatch)
     monkeypatch.setattr(syncing, bound, 2 if bound == "BATCH_FILES" else 20)
+    monkeypatch.setattr(syncing, "LINGER_SECONDS", 30.0)  # a batch goes when it is full, however slow this thread is
     disk.free.clear()
     into = Syncing(tmp_path, FILES, lambda entry: None)
     for number in range(2):
