@@ -70,6 +70,8 @@ class Own:
     content: Content
     name: str = ""
     written: bool = False
+    # Files of this rank's whose checksums are known.
+    summed: tuple[FileEntry, ...] = ()
     entries: tuple[FileEntry, ...] = ()
     # Bytes that it has told of, written, synced and summed.
     moved: int = 0

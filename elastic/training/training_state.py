@@ -25,10 +25,12 @@ from dalsegno.protos.text import few
 from dalsegno.protos.trace import mark
 
 from ..checkpoint import SHARDED
+from ..saving.bundles import Bundle, unpacked
 from ..saving.optimizers import check_kept, check_parameters, say_added
 from ..saving.replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
 from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
+from ..saving.writing import write_files
 from .session import Session
 from .unlisted import Unlisted
 from .wrappers import frozen, tell_frozen
@@ -100,7 +102,7 @@ class TrainingState:
             check = check_unsharded if hasattr(part, "param_groups") else loadable
             check(kept[name], f"the state of {name}")
         self._unlisted.tell()
-        found = {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
+        found = {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: Bundle(kept)}
         changed = self._unlisted.changed_buffers()
         return {**found, UNLISTED_FILE: {"buffers": changed}} if changed else found
 
@@ -169,14 +171,14 @@ class TrainingState:
 
     def write(self, path: Path) -> None:
         """The same while the training waits, for ``save=``."""
-        for name, value in self.files().items():
-            try:
-                torch.save(value, path / name)
-            except (OSError, RuntimeError):
-                raise
-            except Exception:  # pickle has many ways to say no
-                self.rehearse()  # Says which part it is.
-                raise
+        files = self.files()
+        try:
+            write_files(path, files)
+        except (OSError, RuntimeError):
+            raise
+        except Exception:  # pickle has many ways to say no
+            self.rehearse()  # Says which part it is.
+            raise
 
     def load(self, *, cast: bool = False, other_schedule: bool = False) -> bool:
         """Loads the session's resume point: weights, then the parts in their order. False: there is none.
@@ -298,7 +300,7 @@ def owned(value: Any) -> Any:
 
 
 def read_tensors(path: Path) -> Any:
-    """What ``torch.save`` wrote, on the CPU; plain values and tensors only.
+    """What ``torch.save`` wrote, or a `Bundle`, on the CPU; plain values and tensors only.
 
     The file is mapped: only what is copied from its tensors is read. Keep none of them.
 
@@ -307,11 +309,15 @@ def read_tensors(path: Path) -> Any:
     """
     try:
         # What torch wrote in its old format cannot be mapped.
-        return torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent.name} has no {path.name}: it was not saved by TrainingState") from error
     except UnpicklingError as error:
         raise ValueError(f"{path} has more than plain values and tensors: {str(error).splitlines()[0]}") from error
+    try:
+        return unpacked(content)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def check_same_dtypes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
