@@ -4,7 +4,7 @@
 description in Python: 5,000 parameters of Adam's are 15,000 tensors, and cost more than their bytes. A `Bundle` is
 written as a plain file of ``torch.save`` all the same, with a text in it that says where each tensor lies::
 
-    {"dalsegno_bundle": 1, "tree": <JSON>, "pools": [flat tensor, ...], "rest": <a file of torch.save, a letter for each byte>}
+    {"dalsegno_bundle": 1, "tree": <JSON>, "pools": [flat tensor, ...], "rest": <another file, a letter for each byte>}
 
 In the text a list is a node, everything else is itself: ``["l", ...]`` and ``["t", ...]`` are a list and a tuple,
 ``["d", keys, values]`` a dictionary, ``["o", keys, values]`` an ordered one, ``["p", pool, first, shape, stride]`` a
@@ -176,7 +176,7 @@ def unpacked(content: Any) -> Any:
             rest = torch.load(io.BytesIO(rest), weights_only=True, map_location="cpu")
         return _value(json.loads(content["tree"]), content["pools"], rest)
     except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, RecursionError, UnpicklingError) as error:
-        raise ValueError(f"what it packs is not whole: {(str(error).splitlines() or [type(error).__name__])[0]}") from error
+        raise ValueError(f"what it packs is not whole: {type(error).__name__} {error}".splitlines()[0]) from error
 
 
 def _value(node: Any, pools: Sequence[Tensor], rest: Sequence[Any]) -> Any:

@@ -78,9 +78,7 @@ class SummedFile:
         size: Bytes that it was given.
     """
 
-    def __init__(
-        self, path: Path, moved: Callable[[int], None] = lambda count: None, *, anew: bool = False
-    ) -> None:
+    def __init__(self, path: Path, moved: Callable[[int], None] = lambda count: None, *, anew: bool = False) -> None:
         self._path, self._moved, self._anew = path, moved, anew
         self._digest = xxhash.xxh3_128()
         self._error: OSError | None = None

@@ -20,7 +20,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from dalsegno.protos.collector import paused
 from dalsegno.protos.text import few
 from dalsegno.protos.trace import mark
 
@@ -199,7 +201,7 @@ class TrainingState:
             check_whole(self._model)
             return False
         mark("built")
-        with self._session.meetings.together():
+        with self._session.meetings.together(), paused():
             self._load(resume, cast, other_schedule)
         mark("loaded")
         return True
@@ -266,6 +268,11 @@ def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
     if not hasattr(part, "param_groups") or not isinstance(getattr(part, "state", None), Mapping):
         part.load_state_dict(owned(state))
         return
+    if not cast and _loads_as_torch_does(part) and _only_tensors(state):
+        # The same without torch's way through each value, which converts what is to stay as it was saved.
+        part.load_state_dict({**state, "state": {}})
+        _fill(part, state)
+        return
     part.load_state_dict(state)
     groups, held = part.param_groups, part.state  # type: ignore[attr-defined]  # torch makes new ones
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -273,6 +280,41 @@ def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
         saved, loaded = state["state"].get(number, {}), held.get(parameter)
         if loaded is not None:
             held[parameter] = {key: _as_saved(value, saved.get(key), cast) for key, value in loaded.items()}
+
+
+def _loads_as_torch_does(part: Any) -> bool:
+    """An optimizer whose state is loaded by nothing else than ``torch.optim.Optimizer.load_state_dict``."""
+    kind = type(part)
+    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    return (
+        kind.__module__.startswith("torch.optim.")
+        and getattr(kind, "load_state_dict", None) is Optimizer.load_state_dict
+        and "load_state_dict" not in vars(part)
+        and not any(getattr(part, name, True) for name in hooks)
+    )
+
+
+def _only_tensors(state: Mapping[str, Any]) -> bool:
+    """Nothing that an optimizer would make over as it loads: numbers that earlier versions of torch saved."""
+    numbers = {number for group in state["param_groups"] for number in group["params"]}
+    return state["state"].keys() <= numbers and all(
+        type(value) is Tensor for values in state["state"].values() for value in values.values()
+    )
+
+
+def _fill(part: Any, state: Mapping[str, Any]) -> None:
+    """Puts each parameter's state where torch would put it, with the dtype that was saved, and copied once."""
+    for saved, group in zip(state["param_groups"], part.param_groups, strict=True):
+        on_device = group.get("capturable") or group.get("fused")
+        for number, parameter in zip(saved["params"], group["params"], strict=True):
+            if number in state["state"]:
+                own = {}
+                for key, value in state["state"][number].items():
+                    if key != "step":
+                        own[key] = value.to(parameter.device, copy=True)
+                    else:
+                        own[key] = value.to(parameter.device, torch.float32, copy=True) if on_device else value.clone()
+                part.state[parameter] = own
 
 
 def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,8 @@ def test_the_sum_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
         digest = file.finish()
     assert FileEntry("file", file.size, digest) == checksum(tmp_path, "file")
     assert sum(moved) == file.size == 43_193
-    assert asked and asked[0][0] == 0
-    assert all(start + count == after for (start, count), (after, _) in zip(asked, asked[1:], strict=False))
+    assert asked[0][0] == 0
+    assert all(start + count == after for (start, count), (after, _) in pairwise(asked))
     content: dict[str, Any] = {"a": torch.randn(30_000), "b": [torch.ones(2, dtype=torch.bfloat16)]}
     with Summed() as summed:
         write_files(tmp_path, {"plain.pt": content, "below/packed.pt": Bundle(content), "bytes": b"x"})
