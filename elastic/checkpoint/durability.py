@@ -65,6 +65,15 @@ def unwritten() -> int:
     return sum(int(kilobytes) << 10 for kilobytes in found)
 
 
+def begin_to_write(descriptor: int, start: int, count: int) -> None:
+    """Has the disk begin with these bytes of a file, and waits for nothing. No promise; what fails ``fsync`` tells.
+
+    Where there is no such call (Linux has it) they wait until then.
+    """
+    if _sync_file_range is not None:
+        _sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(count), _WRITE)
+
+
 class FileSystem:
     """The file system of a directory, to be made durable as a whole. A context manager.
 
@@ -123,3 +132,5 @@ def _kind(descriptor: int) -> int:
 _libc = ctypes.CDLL(None, use_errno=True)
 _syncfs = getattr(_libc, "syncfs", None)
 _fstatfs = getattr(_libc, "fstatfs", None)
+_sync_file_range = getattr(_libc, "sync_file_range", None)
+_WRITE = ctypes.c_uint(2)  # SYNC_FILE_RANGE_WRITE

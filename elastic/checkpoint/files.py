@@ -135,6 +135,7 @@ def checksums(
     *,
     threads: int = THREADS,
     sync: bool = False,
+    known: Iterable[FileEntry] = (),
     moved: Callable[[int], None] = lambda count: None,
 ) -> list[FileEntry]:
     """``checksum`` of several files, in the order of ``paths``, with ``threads`` at work (hashing drops the GIL).
@@ -143,18 +144,20 @@ def checksums(
         root, paths: See ``checksum``.
         threads: How many files are read at once.
         sync: Also make the files durable (fsync) while they are read, so that the checksum is of what was written.
+        known: Entries of files that are described already. They are only made durable, and come behind the others.
         moved: Called with the number of bytes that were synced or read just now, on the threads that do it.
     """
-    wanted = list(paths)
+    wanted, known = list(paths), list(known)
     with (
         ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-sync") as syncing,
         ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-checksum") as summing,
     ):
-        synced = [syncing.submit(_sync, root, path, moved) for path in wanted if sync]
+        durable = [*wanted, *(entry.path for entry in known)] if sync else []
+        synced = [syncing.submit(_sync, root, path, moved) for path in durable]
         entries = list(summing.map(lambda path: checksum(root, path, moved=moved), wanted))
         for one in synced:
             one.result()
-    return entries
+    return [*entries, *known]
 
 
 def fsync_directory(directory: Path) -> None:

@@ -34,6 +34,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY
 from deepspeed.pipe import PipelineModule
 
+from dalsegno.protos.collector import paused
 from dalsegno.protos.trace import mark
 
 from ..checkpoint import UNIVERSAL
@@ -42,18 +43,21 @@ from ..saving.optimizers import source_of_step
 from ..saving.replicas import loadable
 from ..saving.schedules import check_factors, factors, unchanged
 from ..training.entry import refused_together
+from ..training.training_state import owned
 from ..universal.errors import ConversionError
 from ..universal.forms import Form
 from ..universal.layout import engine_directory
-from ..universal.loading import describe_refusal, only_safe_loading
+from ..universal.loading import describe_refusal, each_once, only_safe_loading
 from ..universal.source import OPTIMIZER_NOTE, open_source
 from ..universal.values import ShardedValues, UniversalValues, Values
 from .checks import can_reshard, tell, why_not_reshard
 from .loading import (
     TRAINED_NOTE,
     check_groups,
+    count_duplicates,
     load_parameters,
     load_whole_model,
+    model_states_once,
     own_loading,
     repair_groups,
     restore_unpartitioned,
@@ -108,6 +112,7 @@ def prepare(backend: str | None = None, *, timeout: timedelta | None = None) -> 
         RuntimeError: There are several ranks, and the environment does not say this one's number on its node.
     """
     _check_environment()
+    count_duplicates()
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     if backend is None:
         accelerator = get_accelerator()
@@ -299,7 +304,7 @@ def restore(engine: Any, resume: Resume | None, *, strict: bool = True, other_sc
         # The manifest describes the DeepSpeed and the engine that saved, which need not be these.
         raise RuntimeError(_not_here(resume, why_not_reshard(engine) or "nothing is partitioned at stage 0"))
     mark("built")
-    with _only_what_is_safe(resume.path):
+    with _only_what_is_safe(resume.path), each_once(), paused():
         state = _load(engine, resume, strict)
     mark("loaded")
     if not other_schedule:
@@ -355,7 +360,7 @@ def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
         if not isinstance(engine.module, PipelineModule):
             check_groups(engine, saved)
     with _opened(resume, saved, int(engine.zero_optimization_stage())) as (view, values):
-        with nullcontext() if values is None else own_loading(engine, values, view):
+        with model_states_once(engine), nullcontext() if values is None else own_loading(engine, values, view):
             loaded, client_state = engine.load_checkpoint(str(view.parent), tag=view.name, load_module_strict=strict)
         if loaded is None:
             raise RuntimeError(f"DeepSpeed found no checkpoint in {directory}")
@@ -368,7 +373,7 @@ def _load(engine: Any, resume: Resume, strict: bool) -> dict[str, Any]:
         # A pipeline's layers have files of their own, which are not among the universal files.
         with sharded_view(saved) as view:
             engine.module.load_state_dir(str(view), engine.checkpoint_engine)
-    return dict(client_state or {})
+    return {key: owned(value) for key, value in (client_state or {}).items()}
 
 
 @contextmanager

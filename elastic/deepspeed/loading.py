@@ -10,7 +10,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +21,8 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor
 
 from ..saving.optimizers import check_parameters
@@ -78,6 +82,58 @@ def own_loading(engine: Any, values: Values, directory: Path) -> Iterator[None]:
         delattr(optimizer, _loader(engine))
         if own_states:
             del optimizer.load_hp_checkpoint_state_from_checkpoint_dir_stage3
+
+
+@contextmanager
+def model_states_once(engine: Any) -> Iterator[None]:
+    """Gives DeepSpeed the model states as they were read already, mapped: it reads them twice, and so do we.
+
+    Not at stage 0, where the optimizer keeps tensors of that file, nor where something else than torch reads.
+    """
+    reader = engine.checkpoint_engine
+    if int(engine.zero_optimization_stage()) == 0 or type(reader) is not TorchCheckpointEngine:
+        yield
+        return
+    engine.checkpoint_engine = _Mapped(reader)
+    try:
+        yield
+    finally:
+        engine.checkpoint_engine = reader
+
+
+class _Mapped:
+    """A checkpoint engine that maps model states."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def load(self, path: str, map_location: Any = None) -> Any:
+        if not path.endswith("_model_states.pt"):
+            return self._inner.load(path, map_location=map_location)
+        # It adds to what it gets.
+        found = load(Path(path), mmap=True)
+        return {key: copy.copy(value) if isinstance(value, dict) else value for key, value in found.items()}
+
+
+def count_duplicates() -> None:
+    """Has DeepSpeed 0.19 look for parameters that an optimizer has twice in one pass.
+
+    It lists all of the optimizer's for each of the model's: a second and more at 2,400 of them.
+    """
+    if hasattr(DeepSpeedEngine, "_check_for_duplicates"):
+        DeepSpeedEngine._check_for_duplicates = _check_for_duplicates
+
+
+def _check_for_duplicates(engine: Any, optimizer: Any) -> None:
+    found = Counter(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    for name, parameter in engine.module.named_parameters():
+        assert found[id(parameter)] <= 1, (
+            f"Parameter with name: {name} occurs multiple times in optimizer.param_groups. Make sure it only appears "
+            "once to prevent undefined behavior."
+        )
 
 
 def _loader(engine: Any) -> str:

@@ -25,14 +25,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import torch
-import xxhash
-
 from dalsegno.protos.trace import mark
 
 from ..checkpoint import MANIFEST, CheckpointDamaged, FileEntry
 from ..checkpoint.files import checksums
 from .saving_reports import Count
+from .writing import SummedFile, save
 
 log = logging.getLogger(__name__)
 
@@ -184,11 +182,8 @@ class Flight:
     def _write(self, path: str, value: Any) -> FileEntry:
         target = self._path / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _HashingFile(target, self._done.add) as file:
-            if isinstance(value, bytes):
-                file.write(value)
-            else:
-                torch.save(value, file)  # type: ignore[arg-type]  # it only calls write and flush
+        with SummedFile(target, self._done.add) as file:
+            save(value, file)
             return FileEntry(path, file.size, file.finish())
 
     def _gather_parts(self) -> tuple[FileEntry, ...] | None:
@@ -223,48 +218,3 @@ def _read_part(path: Path) -> list[FileEntry] | None:
     if not data.endswith(b"\n"):
         return None
     return [FileEntry(**entry) for entry in json.loads(data)["files"]]
-
-
-class _HashingFile:
-    """A new file whose checksum is computed while it is written.
-
-    An error is kept for ``finish``: it must not pass through torch's C++ code, which would try to write on.
-    """
-
-    def __init__(self, path: Path, moved: Callable[[int], None]) -> None:
-        self._path, self._moved = path, moved
-        self._digest = xxhash.xxh3_128()
-        self._error: OSError | None = None
-        self.size = 0
-
-    def __enter__(self) -> _HashingFile:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
-        self._file = open(os.open(self._path, flags, 0o644), "wb", buffering=0)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        count = len(view)
-        try:
-            if self._error is None:
-                self._digest.update(view)
-                while view:
-                    view = view[self._file.write(view) :]
-                self._moved(count)
-        except OSError as error:
-            self._error = error
-        self.size += count
-        return count
-
-    def flush(self) -> None:
-        return None
-
-    def finish(self) -> str:
-        """Makes the file durable and returns its checksum. Raises the error that was kept."""
-        if self._error is not None:
-            raise self._error
-        os.fsync(self._file.fileno())
-        return self._digest.hexdigest()

@@ -70,6 +70,8 @@ class Own:
     content: Content
     name: str = ""
     written: bool = False
+    # Files of this rank's whose checksums are known.
+    summed: tuple[FileEntry, ...] = ()
     entries: tuple[FileEntry, ...] = ()
     # Bytes written, synced and checksummed that it has reported.
     moved: int = 0

@@ -113,6 +113,8 @@ def loadable(content: Any, what: str) -> None:
         ValueError: There is a sharded tensor in it.
     """
     check_unsharded(content, what)
+    if _plain(content):
+        return
     held = io.BytesIO()
     try:
         torch.save(_skeleton(content, {}), held)
@@ -149,6 +151,18 @@ def tensors(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             yield from tensors(item, f"{path}[{index}]")
+
+
+def _plain(value: Any) -> bool:
+    """What ``torch.load`` surely takes. It is asked about everything else, which takes a while."""
+    kind = type(value)
+    if kind in (bool, float, str, type(None), Tensor, nn.Parameter):
+        return kind not in (Tensor, nn.Parameter) or (value.layout is torch.strided and not value.is_quantized)
+    if kind is int:
+        return not abs(value) >> 63
+    if kind is dict or (kind is OrderedDict and set(vars(value)) <= {"_metadata"}):
+        return all(map(_plain, value)) and all(map(_plain, value.values()))
+    return kind in (list, tuple) and all(map(_plain, value))
 
 
 def _skeleton(value: Any, empty: dict[torch.dtype, Tensor]) -> Any:

@@ -46,6 +46,7 @@ from .notes import Notes
 from .save_errors import Cause, Failed, describe, is_fatal, is_mistake, kept, problem
 from .saving_reports import Count, SavingReports, bytes_below
 from .staging import HostBuffers
+from .writing import Summed
 
 log = logging.getLogger(__name__)
 
@@ -367,7 +368,7 @@ class Saver:
         path = self._store.path(own.name)
         error: BaseException | None = None
         link = self._link if self._identity.local_rank == 0 else None
-        with SavingReports(link, own.name, lambda: bytes_below(path), path):
+        with SavingReports(link, own.name, lambda: bytes_below(path), path), Summed() as summed:
             try:
                 write(path)
                 state = path / rng.file_name(self._identity.rank)
@@ -377,13 +378,17 @@ class Saver:
             except BaseException as caught:
                 error = kept(caught)
         own.written = error is None
+        own.summed = summed.entries(path)
         self._agree_on(own.content, self._answer(error, path))
 
     def _describe(self, own: Own) -> tuple[FileEntry, ...]:
-        """Entries of all files of the checkpoint, each made durable and checksummed. All ranks share the work."""
+        """Every file of the checkpoint with its checksum, durable; the work is shared by all ranks.
+
+        What a rank has summed as it wrote it nobody reads back: that rank makes it durable.
+        """
         path, collective, identity = self._store.path(own.name), self._collective, self._identity
-        # One rank of each node lists: a network file system may not yet show a node what another one wrote.
-        part: dict[str, Any] = {"files": []}
+        # One rank of each node lists: a network file system may not show a node yet what another one wrote.
+        part: dict[str, Any] = {"files": [], "summed": [entry.path for entry in own.summed]}
         try:
             if identity.local_rank == 0:
                 part["files"] = list_files(path)
@@ -391,13 +396,14 @@ class Saver:
             part["text"] = describe(error)
         listed = collective.gather(part)
         self._raise_first(listed)
-        paths = sorted({file for some in listed for file in some["files"]})
+        summed = {file for some in listed for file in some["summed"]}
+        paths = sorted({file for some in listed for file in some["files"]} - summed)
         part = {"files": []}
         done = Count(bytes_below(path) if identity.local_rank == 0 else 0)
         dealt = paths[collective.rank :: collective.world_size]
         try:
             with SavingReports(self._link, own.name, done.read, path if identity.local_rank == 0 else None):
-                sync = partial(checksums, path, dealt, sync=True, moved=done.add)
+                sync = partial(checksums, path, dealt, sync=True, known=own.summed, moved=done.add)
                 own.entries = tuple(unless_stuck(sync, done, PATIENCE_SHARE * identity.stall_timeout))
             own.moved = done.read()
             part["files"] = [asdict(entry) for entry in own.entries]

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from .bundles import Bundle
+
 log = logging.getLogger(__name__)
 
 
@@ -78,7 +80,7 @@ class HostBuffers:
         if isinstance(value, Mapping):
             items = {key: self._copy(item, memo) for key, item in value.items()}
             if not isinstance(value, OrderedDict):
-                return items
+                return Bundle(items) if isinstance(value, Bundle) else items
             ordered = OrderedDict(items)
             # torch keeps the versions of modules there, and loading asks for them.
             if hasattr(value, "_metadata"):

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from ..data.plan import BatchPlan
 from ..rank.process_group import init_process_group
 from ..saving.replicas import check_whole, loadable
+from ..saving.writing import write_files
 from ..training.session import Session
 from ..training.training_state import TrainingState, load_part, owned, read_tensors
 from .loss_scale import LossScale
@@ -134,13 +135,7 @@ class Strategy(ABC):
 
     def write(self, path: Path, state: Mapping[str, Any]) -> None:
         """Writes this rank's files below ``path``."""
-        for name, content in self.files(state).items():
-            target = path / name
-            target.parent.mkdir(parents=True, exist_ok=True)
-            if isinstance(content, bytes):
-                target.write_bytes(content)
-            else:
-                torch.save(content, target)
+        write_files(path, self.files(state))
 
     @contextmanager
     def evaluated(self) -> Iterator[nn.Module]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -35,14 +35,29 @@ def is_plain(value: object) -> bool:
 
 
 def numbers(tensors: Sequence[Tensor]) -> list[float]:
-    """The digest of each plain tensor, in order. Waits for each device once."""
-    columns = {zero.device: _weights(0, _COLUMNS, zero) for zero in map(_zero, tensors)}
-    return _read([_number(tensor.detach(), columns[tensor.device]) for tensor in tensors])
+    """The digest of each plain tensor, in order. Waits for each device once.
+
+    Tensors of one size are computed together: a model has many that are alike, and each by itself costs more than its
+    values.
+    """
+    columns = {device: _weights(0, _COLUMNS, _zero(device)) for device in {tensor.device for tensor in tensors}}
+    values = [0.0] * len(tensors)
+    found: dict[torch.device, list[tuple[list[int], Tensor]]] = {}
+    for indexes in _alike(tensors):
+        some = [tensors[index].detach() for index in indexes]
+        device = some[0].device
+        number = _numbers(some, columns[device]) if len(some) > 1 else _number(some[0], columns[device]).reshape(1)
+        found.setdefault(device, []).append((indexes, number))
+    for parts in found.values():
+        order = [index for indexes, _ in parts for index in indexes]
+        for index, value in zip(order, torch.cat([number for _, number in parts]).tolist(), strict=True):
+            values[index] = value
+    return values
 
 
 def norms(tensors: Sequence[Tensor]) -> list[float]:
-    """The Euclidean norm of each tensor."""
-    return _read([sum((part.square().sum() for part in _parts(t.detach())), _zero(t)) for t in tensors], root=True)
+    """The Euclidean norm of each."""
+    return _read([sum((part.square().sum() for part in _parts(t.detach())), _zero(t.device)) for t in tensors])
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -58,8 +73,30 @@ def short(texts: Iterable[str]) -> str:
     return hashlib.blake2b("\n".join(texts).encode(), digest_size=6).hexdigest()
 
 
+def _alike(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Places of tensors of one size, dtype and device, some at a time; large ones come alone."""
+    heaps: dict[tuple[int, torch.dtype, torch.device], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        key = tensor.numel(), tensor.dtype, tensor.device
+        heaps.setdefault(key, []).append(index)
+    for (numel, dtype, device), places in heaps.items():
+        most = _values(device) // max(1, numel)
+        count = 1 if dtype.is_complex or numel == 0 else max(1, most)
+        for first in range(0, len(places), count):
+            yield places[first : first + count]
+
+
+def _numbers(tensors: Sequence[Tensor], columns: Tensor) -> Tensor:
+    """Those of tensors of one size, which is not 0: what `_number` computes, up to rounding."""
+    flat = torch.stack([tensor.reshape(-1) for tensor in tensors]).to(columns.dtype)
+    rows = -(-flat.shape[1] // _COLUMNS)
+    weights = torch.outer(_weights(0, rows, flat), columns).reshape(-1)[: flat.shape[1]]
+    # No product with a matrix, which may sum one row in another order than the next.
+    return flat.mul_(weights).sum(1)
+
+
 def _number(tensor: Tensor, columns: Tensor) -> Tensor:
-    found, row = _zero(tensor), 0
+    found, row = _zero(tensor.device), 0
     for part in _parts(tensor):
         whole = len(part) - len(part) % _COLUMNS
         if whole:
@@ -75,8 +112,7 @@ def _parts(tensor: Tensor) -> Iterable[Tensor]:
     """All values in order, as doubles, a limited number at a time."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    size = _CPU_VALUES if tensor.device.type == "cpu" else _CARD_VALUES
-    kind = _zero(tensor).dtype
+    size, kind = _values(tensor.device), _zero(tensor.device).dtype
     for part in tensor.reshape(-1).split(size):  # type: ignore[no-untyped-call]
         yield part.to(kind)
 
@@ -91,16 +127,20 @@ def _weight(place: int) -> float:
     return math.copysign(0.5 + (place + 1) * _GOLDEN % 1.0, (place + 1) * _SILVER % 1.0 - 0.5)
 
 
-def _zero(tensor: Tensor) -> Tensor:
-    precise = torch.float32 if tensor.device.type in _WITHOUT_DOUBLE else torch.float64
-    return torch.zeros((), dtype=precise, device=tensor.device)
+def _values(device: torch.device) -> int:
+    return _CPU_VALUES if device.type == "cpu" else _CARD_VALUES
 
 
-def _read(found: Sequence[Tensor], *, root: bool = False) -> list[float]:
+def _zero(device: torch.device) -> Tensor:
+    precise = torch.float32 if device.type in _WITHOUT_DOUBLE else torch.float64
+    return torch.zeros((), dtype=precise, device=device)
+
+
+def _read(found: Sequence[Tensor]) -> list[float]:
     values = [0.0] * len(found)
     for device in {one.device for one in found}:
         here = [index for index, one in enumerate(found) if one.device == device]
         together = torch.stack([found[index] for index in here])
-        for index, value in zip(here, (together.sqrt() if root else together).tolist(), strict=True):
+        for index, value in zip(here, together.sqrt().tolist(), strict=True):
             values[index] = value
     return values

@@ -20,15 +20,19 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from dalsegno.protos.collector import paused
 from dalsegno.protos.text import few
 from dalsegno.protos.trace import mark
 
 from ..checkpoint import SHARDED
+from ..saving.bundles import Bundle, unpacked
 from ..saving.optimizers import check_kept, check_parameters, say_added
 from ..saving.replicas import check_unsharded, check_whole, loadable, tensors, unwrapped, without_prefixes
 from ..saving.resuming import ResumePoint
 from ..saving.schedules import check_factors, factors, has_moved, left_out, place_of, rates_of, unchanged
+from ..saving.writing import write_files
 from .session import Session
 from .unlisted import Unlisted
 from .wrappers import frozen, tell_frozen
@@ -100,7 +104,7 @@ class TrainingState:
             check = check_unsharded if hasattr(part, "param_groups") else loadable
             check(kept[name], f"the state of {name}")
         self._unlisted.tell()
-        found = {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: kept}
+        found = {MODEL_FILE: self._model.state_dict(), TRAINING_FILE: Bundle(kept)}
         changed = self._unlisted.changed_buffers()
         return {**found, UNLISTED_FILE: {"buffers": changed}} if changed else found
 
@@ -168,15 +172,15 @@ class TrainingState:
                     )
 
     def write(self, path: Path) -> None:
-        """Writes the same while the training waits, for ``save=``."""
-        for name, value in self.files().items():
-            try:
-                torch.save(value, path / name)
-            except (OSError, RuntimeError):
-                raise
-            except Exception:  # pickle fails in many ways
-                self.rehearse()  # Says which part it is.
-                raise
+        """The same while the training waits, for ``save=``."""
+        files = self.files()
+        try:
+            write_files(path, files)
+        except (OSError, RuntimeError):
+            raise
+        except Exception:  # pickle has many ways to say no
+            self.rehearse()  # Says which part it is.
+            raise
 
     def load(self, *, cast: bool = False, other_schedule: bool = False) -> bool:
         """Loads the session's resume point: weights, then the parts in their order. False: there is none.
@@ -198,7 +202,7 @@ class TrainingState:
             check_whole(self._model)
             return False
         mark("built")
-        with self._session.meetings.together():
+        with self._session.meetings.together(), paused():
             self._load(resume, cast, other_schedule)
         mark("loaded")
         return True
@@ -265,6 +269,11 @@ def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
     if not hasattr(part, "param_groups") or not isinstance(getattr(part, "state", None), Mapping):
         part.load_state_dict(owned(state))
         return
+    if not cast and _loads_as_torch_does(part) and _only_tensors(state):
+        # The same without torch's way through each value, which converts what is to stay as it was saved.
+        part.load_state_dict({**state, "state": {}})
+        _fill(part, state)
+        return
     part.load_state_dict(state)
     groups, held = part.param_groups, part.state  # type: ignore[attr-defined]  # torch makes new ones
     numbers = [number for group in state["param_groups"] for number in group["params"]]
@@ -272,6 +281,41 @@ def load_part(part: Stateful, state: Any, *, cast: bool = False) -> None:
         saved, loaded = state["state"].get(number, {}), held.get(parameter)
         if loaded is not None:
             held[parameter] = {key: _as_saved(value, saved.get(key), cast) for key, value in loaded.items()}
+
+
+def _loads_as_torch_does(part: Any) -> bool:
+    """An optimizer whose state is loaded by nothing else than ``torch.optim.Optimizer.load_state_dict``."""
+    kind = type(part)
+    hooks = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+    return (
+        kind.__module__.startswith("torch.optim.")
+        and getattr(kind, "load_state_dict", None) is Optimizer.load_state_dict
+        and "load_state_dict" not in vars(part)
+        and not any(getattr(part, name, True) for name in hooks)
+    )
+
+
+def _only_tensors(state: Mapping[str, Any]) -> bool:
+    """Nothing that an optimizer would make over as it loads: numbers that earlier versions of torch saved."""
+    numbers = {number for group in state["param_groups"] for number in group["params"]}
+    return state["state"].keys() <= numbers and all(
+        type(value) is Tensor for values in state["state"].values() for value in values.values()
+    )
+
+
+def _fill(part: Any, state: Mapping[str, Any]) -> None:
+    """Puts each parameter's state where torch would put it, with the dtype that was saved, and copied once."""
+    for saved, group in zip(state["param_groups"], part.param_groups, strict=True):
+        on_device = group.get("capturable") or group.get("fused")
+        for number, parameter in zip(saved["params"], group["params"], strict=True):
+            if number in state["state"]:
+                own = {}
+                for key, value in state["state"][number].items():
+                    if key != "step":
+                        own[key] = value.to(parameter.device, copy=True)
+                    else:
+                        own[key] = value.to(parameter.device, torch.float32, copy=True) if on_device else value.clone()
+                part.state[parameter] = own
 
 
 def _as_saved(loaded: Any, saved: Any, cast: bool) -> Any:
@@ -299,7 +343,7 @@ def owned(value: Any) -> Any:
 
 
 def read_tensors(path: Path) -> Any:
-    """What ``torch.save`` wrote, on the CPU; plain values and tensors only.
+    """What ``torch.save`` wrote, or a `Bundle`, on the CPU; plain values and tensors only.
 
     The file is mapped: only what is copied from its tensors is read. Keep none of them.
 
@@ -307,12 +351,16 @@ def read_tensors(path: Path) -> Any:
         ValueError: It is not there, or has something else in it.
     """
     try:
-        # A file of torch's old format cannot be mapped.
-        return torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+        # What torch wrote in its old format cannot be mapped.
+        content = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
     except FileNotFoundError as error:
         raise ValueError(f"{path.parent.name} has no {path.name}: it was not saved by TrainingState") from error
     except UnpicklingError as error:
         raise ValueError(f"{path} has more than plain values and tensors: {str(error).splitlines()[0]}") from error
+    try:
+        return unpacked(content)
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
 def check_same_dtypes(saved: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +42,47 @@ def load(path: Path, *, mmap: bool = False, seen: Callable[[torch.UntypedStorage
         pickle.UnpicklingError: It holds a class that is not on the closed list.
         RuntimeError: It is not a whole file of ``torch.save``, or would become more than it is: see ``refuse_packed``.
     """
+    known, key = _known.get(), _of(path) if mmap else ()
+    content, storages = (known or {}).get(key) or _read(path, mmap)
+    if known is not None and mmap:
+        known[key] = content, storages
+    for storage in storages if seen is not None else ():
+        seen(storage)
+    return content
+
+
+def _read(path: Path, mmap: bool) -> tuple[Any, list[Any]]:
     refuse_packed(path)
+    storages: list[Any] = []
 
     def stay(storage: Any, location: str) -> Any:
-        if seen is not None:
-            seen(storage)
+        storages.append(storage)
         return storage
 
     with _our_classes():
-        return torch.load(path, map_location=stay, weights_only=True, mmap=mmap)
+        return torch.load(path, map_location=stay, weights_only=True, mmap=mmap), storages
+
+
+# What was loaded, and its storages, by file.
+_known: ContextVar[dict[tuple[int, ...], tuple[Any, list[Any]]] | None] = ContextVar("known", default=None)
+
+
+@contextmanager
+def each_once() -> Iterator[None]:
+    """While it lasts `load` reads a file that is mapped only once: torch goes through each tensor of it in Python.
+
+    Who loads one changes nothing of it.
+    """
+    before = _known.set({})
+    try:
+        yield
+    finally:
+        _known.reset(before)
+
+
+def _of(path: Path) -> tuple[int, ...]:
+    status = os.stat(path)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _our_classes() -> Any:

@@ -6,24 +6,21 @@ range of a tensor can be read without mapping or loading the rest, and a file ca
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import sys
-import threading
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from .loading import load
+from .recording import recorded
 
 _ZIP = b"PK\x03\x04"
 _LOCAL_HEADER = struct.Struct("<26xHH")  # lengths of the name and of the extra field behind it
@@ -192,51 +189,6 @@ def frame(
     content: Any = tensor if key is None else {key: tensor}
     if key is not None and cat_dim is not None:
         content = {"cat_dim": cat_dim, key: tensor}
-    recorder = _Recorder()
-    with _without_crc32(), torch.serialization.skip_data():
-        torch.save(content, cast(BinaryIO, recorder))
-    return Frame(bytes(recorder.head), recorder.left_out, bytes(recorder.tail))
-
-
-# The option belongs to a thread since torch 2.13, and to the process before: set it at each use, one thread at a time.
-_crc32 = threading.Lock()
-
-
-@contextmanager
-def _without_crc32() -> Iterator[None]:
-    with _crc32:
-        before = torch.serialization.get_crc32_options()
-        torch.serialization.set_crc32_options(False)
-        try:
-            yield
-        finally:
-            torch.serialization.set_crc32_options(before)
-
-
-class _Recorder(io.RawIOBase):
-    """A file that keeps what is written before and after the one region that is skipped."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.head, self.tail, self.left_out = bytearray(), bytearray(), 0
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return len(self.head) + self.left_out + len(self.tail)
-
-    def write(self, data: Any, /) -> int:
-        view = memoryview(data).cast("B")
-        (self.tail if self.left_out else self.head).extend(view)
-        return len(view)
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
-        ahead = offset if whence == os.SEEK_CUR else offset - self.tell()
-        if ahead < 0 or (ahead > 0 and self.left_out):
-            raise io.UnsupportedOperation("torch.save went back, or left out more than one record")
-        self.left_out += ahead
-        return self.tell()
+    found = recorded(content)
+    head, nbytes, tail = (*found, 0, b"") if len(found) == 1 else found  # nothing is left out of a tensor without bytes
+    return Frame(cast(bytes, head), cast(int, nbytes), cast(bytes, tail))

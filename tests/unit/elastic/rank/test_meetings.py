@@ -42,7 +42,7 @@ def test_the_others_hear_of_a_mistake(how: str) -> None:
     with pytest.raises(KeyError), getattr(one, how)():
         raise KeyError("another\nmodel")
     assert [message.refused.message for message in agent.said] == ["'another\\nmodel' (rank 0)"]
-    assert others.patience == [PATIENCE]
+    assert others.patience == [PATIENCE_SECONDS]
 
 
 def test_this_rank_hears_of_theirs() -> None:

@@ -33,12 +33,12 @@ def test_syncing_and_summing_are_seen_to_move(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(saving_reports, "REPORT_SECONDS", 0.01)
     plain, heard = saving.checksums, Heard()
 
-    def slow(root: Path, paths: list[str], *, sync: bool, moved: Any) -> Any:
+    def slow(root: Path, paths: list[str], *, sync: bool, known: Any, moved: Any) -> Any:
         for path in paths:
             before = heard.bytes()[-1]
             plain(root, [path], moved=moved)
             heard.wait_beyond(before)
-        return plain(root, paths, sync=sync)
+        return plain(root, paths, sync=sync, known=known)
 
     monkeypatch.setattr(saving, "checksums", slow)
     saver = saving.Saver(Identity(epoch=1), Solo(), CheckpointStore(tmp_path), heard, None)  # type: ignore[arg-type]

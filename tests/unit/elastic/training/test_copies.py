@@ -132,6 +132,21 @@ def test_numbers_are_as_far_apart_as_their_tensors(far: float) -> None:
     assert 0.1 * far < abs(first - second) / digest.norms([one])[0] < 10 * far
 
 
+def test_tensors_of_one_size_together_have_the_numbers_that_each_has_alone() -> None:
+    """All sizes around a row, dtypes, layouts, more than one batch; and what is wrong with one is not the others'."""
+    sizes = (0, 1, 5, digest._COLUMNS - 1, digest._COLUMNS, digest._COLUMNS + 1, 3 * digest._COLUMNS + 7)
+    dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.complex64)
+    tensors = [torch.randn(size).mul(9).to(dtype) for size in sizes for dtype in dtypes for _ in range(3)]
+    tensors += [torch.randn(6, 8).t() for _ in range(5)] + [torch.randn(digest._CPU_VALUES // 3) for _ in range(7)]
+    tensors.append(torch.full((5,), float("nan")))
+    together = digest.numbers(tensors)
+    alone = [digest.numbers([tensor])[0] for tensor in tensors]
+    assert together[:-1] == pytest.approx(alone[:-1], rel=1e-12, abs=1e-9)
+    assert together[-1] != together[-1]
+    # Twice the same is the same, to the last bit: as on two ranks.
+    assert list(map(repr, together)) == list(map(repr, digest.numbers([tensor.clone() for tensor in tensors])))
+
+
 def test_what_is_no_plain_tensor_is_left_out() -> None:
     class Packed(Tensor):
         pass

@@ -16,6 +16,10 @@ from torch.amp.grad_scaler import GradScaler
 
 from dalsegno.elastic import SaveError, TrainingState, background
 from dalsegno.elastic.rank.collective import Solo
+from dalsegno.elastic.saving import writing
+from dalsegno.elastic.saving.bundles import Bundle
+from dalsegno.elastic.saving.writing import SummedFile
+from dalsegno.elastic.training import training_state
 from dalsegno.elastic.training.copies import Copies
 from dalsegno.elastic.training.examination import Examination
 from dalsegno.elastic.training.session import Session
@@ -252,3 +256,65 @@ def test_a_resume_that_was_not_loaded_is_refused() -> None:
         state.rehearse()
     session.step = 4
     state.rehearse()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adagrad, torch.optim.NAdam, torch.optim.ASGD])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_optimizer_is_filled_as_torch_would(
+    kind: Any, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short way and torch's own give the same state, places and dtypes; nothing of it lies in the file."""
+
+    def made() -> tuple[list[nn.Parameter], Any]:
+        torch.manual_seed(3)
+        parameters = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((3, 4), (5,), (2, 2))]
+        return parameters, kind([{"params": parameters[:1], "lr": 0.5}, {"params": parameters[1:]}], lr=0.1)
+
+    parameters, optimizer = made()
+    for parameter in parameters[:2]:  # one has no state yet
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    with SummedFile(tmp_path / "file") as file:
+        writing.save(Bundle(optimizer.state_dict()), file)
+    saved = read_tensors(tmp_path / "file")
+    short = made()[1]
+    asked = [0]
+    fill = training_state._fill
+    monkeypatch.setattr(training_state, "_fill", lambda *given: asked.append(1) or fill(*given))
+    training_state.load_part(short, saved)
+    assert asked[1:]
+    monkeypatch.setattr(training_state, "_loads_as_torch_does", lambda part: False)
+    long = made()[1]
+    training_state.load_part(long, saved)
+    (tmp_path / "file").write_bytes(bytes((tmp_path / "file").stat().st_size))  # what is mapped of it is gone
+    for found in (short, long):
+        state = found.state_dict()
+        wanted = optimizer.state_dict()
+        assert state["param_groups"] == wanted["param_groups"]
+        assert state["state"].keys() == wanted["state"].keys()
+        for number, values in wanted["state"].items():
+            for key, value in values.items():
+                one = state["state"][number][key]
+                assert (one.dtype, one.device, one.stride()) == (value.dtype, value.device, value.stride())
+                assert torch.equal(one, value)
+
+
+def test_what_torch_would_ask_when_it_loads_is_asked() -> None:
+    """Hooks, a `load_state_dict` of somebody's own, and numbers where there are tensors today: torch's own way."""
+    parameter = nn.Parameter(torch.ones(2))
+    plain = torch.optim.AdamW([parameter])
+    assert training_state._loads_as_torch_does(plain)
+    seen: list[int] = []
+    plain.register_load_state_dict_post_hook(lambda optimizer: seen.append(len(optimizer.state)))
+    assert not training_state._loads_as_torch_does(plain)
+    parameter.grad = torch.ones(2)
+    plain.step()
+    training_state.load_part(plain, plain.state_dict())
+    assert seen == [1]
+
+    class Own(torch.optim.AdamW):
+        pass
+
+    assert not training_state._loads_as_torch_does(Own([parameter]))
+    old = {"state": {0: {"step": 3, "exp_avg": torch.ones(2)}}, "param_groups": [{"params": [0]}]}
+    assert not training_state._only_tensors(old)

@@ -1,0 +1,196 @@
+"""Many tensors in one file, side by side in few flat ones: for what only we read.
+
+``torch.save`` writes a record for each tensor, and ``torch.load`` with ``weights_only`` goes through each tensor's
+description in Python: 5,000 parameters of Adam's are 15,000 tensors, and cost more than their bytes. A `Bundle` is
+written as a plain file of ``torch.save`` all the same, with a text in it that says where each tensor lies::
+
+    {"dalsegno_bundle": 1, "tree": <JSON>, "pools": [flat tensor, ...], "rest": <another file, a letter for each byte>}
+
+In the text a list is a node, everything else is itself: ``["l", ...]`` and ``["t", ...]`` are a list and a tuple,
+``["d", keys, values]`` a dictionary, ``["o", keys, values]`` an ordered one, ``["p", pool, first, shape, stride]`` a
+tensor, ``["r", number]`` something of the rest: whatever else there is.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..universal.recording import recorded
+
+MARK, VERSION = "dalsegno_bundle", 1
+# A flat tensor is full with so many bytes; small tensors are put together up to so many for each write.
+POOL_BYTES, STAGE_BYTES = 64 << 20, 2 << 20
+# What JSON gives back as it was; of whole numbers it reads no very long ones.
+_PLAIN = (bool, int, float, str, type(None))
+
+
+class Bundle(dict[str, Any]):
+    """A file's content that is to be written in this way. Where it is not it is an ordinary ``OrderedDict``."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OrderedDict, (), None, None, iter(self.items())
+
+
+@dataclass
+class _Pool:
+    """Tensors that lie side by side: of one dtype and device."""
+
+    dtype: torch.dtype
+    tensors: list[Tensor] = field(default_factory=list)
+    numel: int = 0
+
+
+class _Packer:
+    def __init__(self) -> None:
+        self.pools: list[_Pool] = []
+        self.rest: list[Any] = []
+        # The one that is being filled, by dtype and device.
+        self._open: dict[tuple[torch.dtype, torch.device], int] = {}
+        # Of tensors that come several times. They are alive meanwhile, so an `id` is one tensor's.
+        self._known: dict[int, list[Any]] = {}
+
+    def node(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN and not (kind is int and abs(value) >> 63):
+            return value
+        if kind is Tensor and _lies_plainly(value):
+            return self._tensor(value)
+        if kind is dict or kind is Bundle:
+            return ["d", *self._items(value)]
+        if kind is OrderedDict and not vars(value):
+            return ["o", *self._items(value)]
+        if kind is list or kind is tuple:
+            return ["l" if kind is list else "t", *map(self.node, value)]
+        self.rest.append(value)
+        return ["r", len(self.rest) - 1]
+
+    def _items(self, value: Any) -> tuple[list[Any], list[Any]]:
+        return [self.node(key) for key in value], [self.node(item) for item in value.values()]
+
+    def _tensor(self, tensor: Tensor) -> list[Any]:
+        if id(tensor) not in self._known:
+            self._known[id(tensor)] = self._place(tensor)
+        return self._known[id(tensor)]
+
+    def _place(self, tensor: Tensor) -> list[Any]:
+        key, numel = (tensor.dtype, tensor.device), tensor.numel()
+        number = self._open.get(key)
+        if number is None or (self.pools[number].numel + numel) * tensor.element_size() > POOL_BYTES:
+            number = self._open[key] = len(self.pools)
+            self.pools.append(_Pool(tensor.dtype))
+        pool = self.pools[number]
+        first, pool.numel = pool.numel, pool.numel + numel
+        pool.tensors.append(tensor)
+        return ["p", number, first, list(tensor.shape), list(tensor.stride())]
+
+
+def pieces(content: Bundle) -> Iterator[bytes | memoryview]:
+    """The bytes of the file, in order, in buffers that are good until the next one is asked for.
+
+    Raises:
+        RuntimeError: Torch lays such a file out in another way than it did, or cannot write the rest.
+    """
+    packer = _Packer()
+    tree = json.dumps(packer.node(content))
+    rest = ""
+    if packer.rest:
+        held = io.BytesIO()
+        torch.save(packer.rest, held)
+        rest = held.getvalue().decode("latin-1")
+    # Never touched: they cost addresses and no memory.
+    flat = [torch.empty(pool.numel, dtype=pool.dtype, device="cpu") for pool in packer.pools]
+    file = {MARK: VERSION, "tree": tree, "pools": flat, "rest": rest}
+    left = iter(zip(packer.pools, flat, strict=True))
+    for part in recorded(file):
+        if isinstance(part, bytes):
+            yield part
+            continue
+        pool, like = next(left)
+        if part != like.nbytes:
+            raise RuntimeError(f"torch.save leaves {part} bytes for {like.nbytes}")
+        yield from _values(pool.tensors)
+
+
+def _values(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
+    """Their bytes as they lie in memory; small ones together."""
+    few: list[Tensor] = []
+    count = 0
+    for tensor in tensors:
+        flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+        if few and count + flat.nbytes > STAGE_BYTES:
+            yield _bytes(few)
+            few, count = [], 0
+        few.append(flat)
+        count += flat.nbytes
+    yield _bytes(few)
+
+
+def _bytes(flat: Sequence[Tensor]) -> memoryview:
+    together = (flat[0] if len(flat) == 1 else torch.cat(list(flat))).cpu()
+    array: Any = together.view(torch.uint8).numpy()  # numpy knows no bfloat16
+    return memoryview(array)
+
+
+def _lies_plainly(tensor: Tensor) -> bool:
+    """Values side by side in memory, in whatever order of dimensions, and nothing else to know of them."""
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
+        return False
+    if tensor.requires_grad or tensor.numel() == 0 or tensor.device.type == "meta":
+        return False
+    return tensor.is_contiguous() or _dense(tensor)
+
+
+def _dense(tensor: Tensor) -> bool:
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def unpacked(content: Any) -> Any:
+    """What was packed, from what ``torch.load`` gave of the file; anything else as it is.
+
+    Tensors are views of the flat ones, which may be mapped: keep none of them.
+
+    Raises:
+        ValueError: It is of a later version, or not whole.
+    """
+    if type(content) is not dict or MARK not in content:
+        return content
+    if content[MARK] != VERSION:
+        raise ValueError(f"it was packed by a later version (form {content[MARK]}, this one reads {VERSION})")
+    try:
+        rest: Any = content["rest"].encode("latin-1")
+        if rest:
+            rest = torch.load(io.BytesIO(rest), weights_only=True, map_location="cpu")
+        return _value(json.loads(content["tree"]), content["pools"], rest)
+    except (TypeError, KeyError, IndexError, AttributeError, RuntimeError, RecursionError, UnpicklingError) as error:
+        raise ValueError(f"what it packs is not whole: {type(error).__name__} {error}".splitlines()[0]) from error
+
+
+def _value(node: Any, pools: Sequence[Tensor], rest: Sequence[Any]) -> Any:
+    if type(node) is not list:
+        return node
+    kind = node[0]
+    if kind == "p":
+        _, pool, first, shape, stride = node
+        return pools[pool].as_strided(shape, stride, first)
+    if kind == "d" or kind == "o":
+        keys = [_value(key, pools, rest) for key in node[1]]
+        items = zip(keys, [_value(item, pools, rest) for item in node[2]], strict=True)
+        return OrderedDict(items) if kind == "o" else dict(items)
+    if kind == "r":
+        return rest[node[1]]
+    items = [_value(item, pools, rest) for item in node[1:]]
+    return items if kind == "l" else tuple(items)

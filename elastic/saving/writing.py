@@ -1,0 +1,164 @@
+"""Files of a checkpoint that are summed while they are written, and on their way to the disk meanwhile."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from ..checkpoint import FileEntry
+from ..checkpoint.durability import begin_to_write
+from ..universal.recording import without_crc32
+from .bundles import Bundle, pieces
+
+# What one write hands over, see `universal.output`.
+WRITE_BYTES = 128 << 10
+# The disk begins with so many bytes while the next ones are written, so that little is left to wait for at the end.
+AHEAD_BYTES = 32 << 20
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Of a file that was written here, and how it looked then."""
+
+    root: Path
+    entry: FileEntry
+    looked: tuple[int, ...]
+
+
+_sums: ContextVar[list[_Sum] | None] = ContextVar("sums", default=None)
+
+
+class Summed:
+    """What was summed while it was written: nobody needs to read that back. A context manager around the writing.
+
+    Nothing but `write_files` tells it, through whatever it is called by. Not durable yet.
+    """
+
+    def __enter__(self) -> Summed:
+        self._found: list[_Sum] = []
+        self._before = _sums.set(self._found)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _sums.reset(self._before)
+
+    def entries(self, root: Path) -> tuple[FileEntry, ...]:
+        """Files below ``root`` that nobody has touched since."""
+        return tuple(
+            one.entry for one in self._found if one.root == root and _look(root / one.entry.path) == one.looked
+        )
+
+
+def _look(path: Path) -> tuple[int, ...] | None:
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+class SummedFile:
+    """A new file. As a context manager it is closed at the end.
+
+    What fails is kept for `finish`: it must not pass through torch's C++ code, which would try to write on.
+
+    Args:
+        path: Is not there yet.
+        moved: Told of bytes that were written just now.
+        anew: What is there is written over.
+
+    Attributes:
+        size: Bytes that it was given.
+    """
+
+    def __init__(self, path: Path, moved: Callable[[int], None] = lambda count: None, *, anew: bool = False) -> None:
+        self._path, self._moved, self._anew = path, moved, anew
+        self._digest = xxhash.xxh3_128()
+        self._error: OSError | None = None
+        self.size = self._told = 0
+
+    def __enter__(self) -> SummedFile:
+        how = os.O_TRUNC if self._anew else os.O_EXCL
+        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o644)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        count = len(view)
+        try:
+            if self._error is None:
+                self._append(view)
+        except OSError as error:
+            self._error = error
+        return count
+
+    def _append(self, rest: memoryview) -> None:
+        while rest:
+            # Up to a boundary in the file: writes that begin and end within a page cost the kernel more.
+            part = rest[: WRITE_BYTES - self.size % WRITE_BYTES]
+            done = os.write(self._descriptor, part)
+            self._digest.update(part[:done])
+            rest, self.size = rest[done:], self.size + done
+            self._moved(done)
+        if self.size - self._told >= AHEAD_BYTES:
+            begin_to_write(self._descriptor, self._told, self.size - self._told)
+            self._told = self.size
+
+    def flush(self) -> None:
+        return None
+
+    def finish(self, *, lasting: bool = True) -> str:
+        """Returns the checksum. Raises what went wrong.
+
+        Args:
+            lasting: Make it durable. False: somebody else will.
+        """
+        if self._error is not None:
+            raise self._error
+        if lasting:
+            os.fsync(self._descriptor)
+        return self._digest.hexdigest()
+
+
+def save(content: Any, file: SummedFile) -> None:
+    """Writes ``bytes`` as they are, and what else it is as ``torch.save`` does; of a `Bundle` its packed form."""
+    if isinstance(content, bytes):
+        file.write(content)
+    elif isinstance(content, Bundle):
+        for piece in pieces(content):
+            file.write(piece)
+    else:
+        with without_crc32():
+            torch.save(content, file)  # type: ignore[arg-type]  # all that it calls are write and flush
+
+
+def write_files(root: Path, files: Mapping[str, Any]) -> None:
+    """Writes files, not durable yet; a `Summed` hears of their checksums.
+
+    Args:
+        root: The checkpoint's directory.
+        files: By path from there, what `save` takes.
+
+    Raises:
+        OSError: One could not be written.
+    """
+    for path, content in files.items():
+        target = root / path
+        if "/" in path:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        with SummedFile(target, anew=True) as file:
+            save(content, file)
+            digest = file.finish(lasting=False)
+        sums, looked = _sums.get(), _look(target)
+        if sums is not None and looked is not None:
+            sums.append(_Sum(root, FileEntry(path, file.size, digest), looked))

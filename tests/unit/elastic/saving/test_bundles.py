@@ -1,0 +1,139 @@
+"""Many tensors in one file: what comes back is what went in, bit for bit, and damage is told in one line."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dalsegno.elastic.saving import bundles
+from dalsegno.elastic.saving.bundles import Bundle, unpacked
+from dalsegno.elastic.saving.staging import HostBuffers
+from dalsegno.elastic.saving.writing import SummedFile, save
+
+NOT_A_NUMBER = float("nan")
+
+
+def written(content: Any, path: Path) -> Any:
+    """As it is read again."""
+    with SummedFile(path, anew=True) as file:
+        save(content, file)
+        file.finish()
+    return unpacked(torch.load(path, weights_only=True, map_location="cpu", mmap=True))
+
+
+def same(one: Any, two: Any) -> bool:
+    """Values, types, order of keys, and of tensors each bit and how it lies in memory."""
+    if type(one) is not type(two):
+        return False
+    if isinstance(one, Tensor):
+        bits = [list(t.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8)) for t in (one, two)]
+        return one.dtype == two.dtype and one.shape == two.shape and one.stride() == two.stride() and bits[0] == bits[1]
+    if isinstance(one, dict):
+        return list(map(repr, one)) == list(map(repr, two)) and all(map(same, one.values(), two.values()))
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(same, one, two))
+    return repr(one) == repr(two)
+
+
+def test_whatever_torch_loads_comes_back_as_it_was(tmp_path: Path) -> None:
+    """Every dtype, odd layouts, tensors of no and of one element, keys of all kinds, and what JSON does not know."""
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool]
+    content = {
+        "dtypes": [torch.arange(-3, 4).to(dtype) for dtype in [*dtypes, torch.complex64]],
+        "layouts": (
+            torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+            torch.randn(4, 6).t(),
+            torch.randn(8)[::2],
+            torch.zeros(0, 3),
+            torch.tensor(2.5),
+            torch.randn(3).conj(),
+            torch.tensor([1 + 2j]).conj(),
+            torch.randn(2, requires_grad=True),
+            torch.tensor([-0.0, NOT_A_NUMBER, float("inf")]),
+        ),
+        "keys": {0: 1, "0": 2, None: 3, True: 4, (1, "a"): 5, 2.5: 6},
+        "values": [
+            None,
+            True,
+            1 << 80,
+            -1,
+            -(1 << 63),
+            0.1 + 0.2,
+            -0.0,
+            NOT_A_NUMBER,
+            "\ud800 \n é",
+            b"\0\xff",
+            1j,
+        ],
+        "lists": [[], {}, (), [["d"], ["p", 0, 0, [], []]]],
+        "ordered": OrderedDict(b=1, a=torch.ones(2)),
+    }
+    assert same(written(Bundle(content), tmp_path / "file"), content)
+    nested: Any = written(Bundle({"inner": Bundle({"a": torch.ones(2)})}), tmp_path / "file")
+    assert same(nested, {"inner": {"a": torch.ones(2)}})
+    assert written(Bundle(), tmp_path / "file") == {}
+    # A content that looks like a node is none.
+    assert written(Bundle({"tree": ["l", 1]}), tmp_path / "file") == {"tree": ["l", 1]}
+
+
+def test_many_tensors_lie_in_few_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Full pools, and tensors that are larger than one; written in several pieces; a tensor that comes twice once."""
+    monkeypatch.setattr(bundles, "POOL_BYTES", 1000)
+    monkeypatch.setattr(bundles, "STAGE_BYTES", 300)
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(1, 120, (200,), generator=generator).tolist()
+    content = {n: torch.randn(size, generator=generator) for n, size in enumerate(sizes)}
+    content |= {"large": torch.randn(5000), "again": content[3]}
+    found = written(Bundle(content), tmp_path / "file")
+    assert same(found, content)
+    assert found["again"].data_ptr() == found[3].data_ptr()
+    pools = torch.load(tmp_path / "file", weights_only=True)["pools"]
+    assert len(pools) < 70
+    assert sum(pool.numel() for pool in pools) == sum(sizes) + 5000
+
+
+def test_a_copy_in_host_memory_is_still_packed(tmp_path: Path) -> None:
+    """A save in the background; and one that knows nothing of bundles writes what torch loads without ours."""
+    content = Bundle({"a": torch.ones(3), "b": {"c": torch.zeros(2)}})
+    copied = HostBuffers().copy({"training.pt": content})["training.pt"]
+    assert type(copied) is Bundle
+    assert same(written(copied, tmp_path / "packed"), dict(content))
+    assert bundles.MARK in torch.load(tmp_path / "packed", weights_only=True)
+    torch.save(content, tmp_path / "plain")
+    assert same(torch.load(tmp_path / "plain", weights_only=True), OrderedDict(content))
+
+
+def test_what_is_no_bundle_stays_as_it_is() -> None:
+    """Files of earlier versions, and of other people."""
+    for content in ({"optimizer": {"state": 1}}, [1], OrderedDict(a=1), None):
+        assert unpacked(content) is content
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        ({bundles.MARK: 2}, "packed by a later version (form 2, this one reads 1)"),
+        ({"tree": json.dumps(["d", ["a"], [["p", 1, 0, [2], [1]]]])}, "not whole"),
+        ({"tree": json.dumps(["d", ["a"], [["p", 0, 4, [2], [1]]]])}, "not whole"),
+        ({"tree": json.dumps(["d", ["a"], [["p", 0, -1, [2], [1]]]])}, "not whole"),
+        ({"tree": json.dumps(["d", ["a"], [["r", 0]]])}, "not whole"),
+        ({"tree": json.dumps(["d", ["a"], []])}, ""),
+        ({"tree": "{"}, ""),
+        ({"pools": None}, "not whole"),
+        ({"rest": 5}, "not whole"),
+        ({"rest": "PK"}, "not whole"),
+    ],
+)
+def test_what_is_not_whole_is_refused(tmp_path: Path, harm: dict[str, Any], reason: str) -> None:
+    """Whoever wrote it: a ValueError, nothing that reaches beyond the file."""
+    written(Bundle({"a": torch.ones(5)}), tmp_path / "file")
+    content = torch.load(tmp_path / "file", weights_only=True)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 (JSON's and ours)
+        unpacked({**content, **harm})
+    assert reason in str(caught.value)
