@@ -76,6 +76,8 @@ class JobSettings:
     # Universal files at each change of shape, also where ranks could re-shard; agents hand scripts the flag then.
     universal_checkpoint: bool = False
     keep_checkpoints: int = 3
+    # A world opens only when they are there, also where its ranks could re-shard (--universal-checkpoint=gate).
+    universal_gate: bool = False
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

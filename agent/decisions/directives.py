@@ -80,7 +80,8 @@ def side_orders(decision: Decision, directive: control_pb2.Directive) -> None:
         state.head = directive.head.ref.digest
         if decision.is_rank_zero():
             # A commit of the open epoch: whatever older epochs left unsealed is of no use to anybody any more.
-            decision.do(ev.WriteLatest(directive.head), ev.Sweep(directive.head.epoch))
+            sweep = ev.Sweep(directive.head.epoch, directive.converting)
+            decision.do(ev.WriteLatest(directive.head), sweep)
 
 
 def ordered_run(decision: Decision, world: control_pb2.World, drain: bool) -> None:

@@ -18,6 +18,7 @@ from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions.decision import Decision
 from dalsegno.master.brain import (
     announcements,
+    beside,
     brain,
     calls,
     checkpoints,
@@ -277,6 +278,23 @@ def reshards_whatever_was_asked_for(original: Any) -> Any:
         return record.reshards and record.world_size != world_size
 
     return resharded
+
+
+def opens_the_next_world_without_what_is_owed(original: Any) -> Any:
+    def holds(turn: Turn, ready: bool) -> bool:
+        return False
+
+    return holds
+
+
+def forgets_what_is_owed_at_a_restart(original: Any) -> Any:
+    def recover(job: Job, *rest: Any) -> State:
+        if job.conversion is not None and job.conversion.beside:
+            job.next = dataclasses.replace(job.next, conversion=None)
+        state: State = original(job, *rest)
+        return state
+
+    return recover
 
 
 def never_gives_up_resharding(original: Any) -> Any:
@@ -585,6 +603,8 @@ PLANTS: dict[str, Plant] = dict(
         plant(scaling, "wants_to_shrink", never_shrinks, "scaled in time", kind="planned"),
         plant(checkpoints, "loads_now", loads_another_shape_as_it_is, "loads"),
         plant(checkpoints, "resharded", reshards_whatever_was_asked_for, "loads"),
+        plant(beside, "holds", opens_the_next_world_without_what_is_owed, "universal files at each change"),
+        plant(brain, "recover", forgets_what_is_owed_at_a_restart, "universal files at each change", kind="masters"),
         plant(checkpoints, "give_up_resharding", never_gives_up_resharding, "liveness"),
         plant(Presences, "next_look", looks_at_the_silent_too_late, "the dead are noticed"),
         plant(Presences, "_taken", forgets_who_was_near, "the dead are noticed"),

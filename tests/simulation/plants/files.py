@@ -50,6 +50,16 @@ def deletes_what_a_conversion_reads(original: Any) -> Any:
     return side_orders
 
 
+def sweeps_what_is_made_beside(original: Any) -> Any:
+    def side_orders(decision: Decision, directive: control_pb2.Directive) -> None:
+        known = control_pb2.Directive()
+        known.CopyFrom(directive)
+        known.converting = ""
+        original(decision, known)
+
+    return side_orders
+
+
 def declares_nodes_of_an_ended_job_dead(original: Any) -> Any:
     def check_liveness(turn: Turn) -> bool:
         if turn.job.phase is Phase.SUCCEEDED and any(p.closed is not None for p in turn.live.nodes.values()):
@@ -100,6 +110,7 @@ FILE_PLANTS: dict[str, Plant] = dict(
         plant(Collective, "_name", names_without_the_epoch, "names", kind="crashes"),
         plant(Decision, "stop_conversion", lets_a_conversion_run_on, "one conversion", kind="convert"),
         plant(directives, "side_orders", deletes_what_a_conversion_reads, "what is converted stays", kind="convert"),
+        plant(directives, "side_orders", sweeps_what_is_made_beside, "what is converted stays"),
         plant(membership, "check_liveness", declares_nodes_of_an_ended_job_dead, "one end"),
         plant(checkpoints, "prunable", prunes_the_resume_point, "the resume point stays"),
         plant(checkpoints, "prunable", prunes_what_is_being_loaded, "what is loaded stays"),
