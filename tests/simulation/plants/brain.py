@@ -280,7 +280,7 @@ def reshards_whatever_was_asked_for(original: Any) -> Any:
     return resharded
 
 
-def opens_the_next_world_without_what_is_owed(original: Any) -> Any:
+def opens_without_what_is_owed(original: Any) -> Any:
     def holds(turn: Turn, ready: bool) -> bool:
         return False
 
@@ -568,6 +568,11 @@ def is_slow(plan: Plan) -> bool:
     return plan.sync_time > plan.settings.drain_timeout
 
 
+def makes_files_beside(plan: Plan) -> bool:
+    """Of what a world has re-sharded universal files are made while it trains."""
+    return plan.reshards and plan.settings.universal_checkpoint and not plan.settings.universal_gate
+
+
 def refuses(plan: Plan) -> bool:
     """Some rank refuses, or all do."""
     return any(name in ("refusing_node", "changed_script") for _, name in plan.happenings)
@@ -603,9 +608,23 @@ PLANTS: dict[str, Plant] = dict(
         plant(scaling, "wants_to_shrink", never_shrinks, "scaled in time", kind="planned"),
         plant(checkpoints, "loads_now", loads_another_shape_as_it_is, "loads"),
         plant(checkpoints, "resharded", reshards_whatever_was_asked_for, "loads"),
-        plant(beside, "holds", opens_the_next_world_without_what_is_owed, "universal files at each change"),
-        plant(brain, "recover", forgets_what_is_owed_at_a_restart, "universal files at each change", kind="masters"),
-        plant(checkpoints, "give_up_resharding", never_gives_up_resharding, "liveness"),
+        plant(
+            beside, "holds", opens_without_what_is_owed, "universal files at each change", suits=makes_files_beside
+        ),
+        plant(
+            brain,
+            "recover",
+            forgets_what_is_owed_at_a_restart,
+            "universal files at each change",
+            suits=lambda plan: makes_files_beside(plan) and any("crash" in name for _, name in plan.happenings),
+        ),
+        plant(
+            checkpoints,
+            "give_up_resharding",
+            never_gives_up_resharding,
+            "liveness",
+            suits=lambda plan: plan.reshards and plan.cannot_reshard and not plan.settings.universal_checkpoint,
+        ),
         plant(Presences, "next_look", looks_at_the_silent_too_late, "the dead are noticed"),
         plant(Presences, "_taken", forgets_who_was_near, "the dead are noticed"),
         plant(membership, "is_candidate", takes_the_blind, "members see the directory", kind="disk"),
