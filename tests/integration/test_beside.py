@@ -102,7 +102,9 @@ def test_a_converter_that_is_killed(clusters: Clusters, undisturbed: Undisturbed
     job.assert_undisturbed(undisturbed)
 
 
-def test_a_node_that_is_killed_while_it_makes_them(clusters: Clusters, undisturbed: Undisturbed, tmp_path: Path) -> None:
+def test_a_node_that_is_killed_while_it_makes_them(
+    clusters: Clusters, undisturbed: Undisturbed, tmp_path: Path
+) -> None:
     """The one that is left makes them out of what was begun, before it goes on."""
     job, _, epoch = joined(clusters)
     job.kill_node(job.node("a"))

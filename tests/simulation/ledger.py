@@ -369,7 +369,7 @@ class Ledger:
         )
 
     def _nothing_owed(self, job: Job, what: str) -> None:
-        """Of what a world has re-sharded there are universal files before the next change, if somebody can make them."""
+        """What a world has re-sharded has universal files before the next change, if somebody can make them."""
         last = self.worlds.get(max(self.worlds, default=0))
         wanted = self.sim.plan.settings.universal_checkpoint
         if last is None or not last.resharded or not wanted or self.amnesia:

@@ -608,9 +608,7 @@ PLANTS: dict[str, Plant] = dict(
         plant(scaling, "wants_to_shrink", never_shrinks, "scaled in time", kind="planned"),
         plant(checkpoints, "loads_now", loads_another_shape_as_it_is, "loads"),
         plant(checkpoints, "resharded", reshards_whatever_was_asked_for, "loads"),
-        plant(
-            beside, "holds", opens_without_what_is_owed, "universal files at each change", suits=makes_files_beside
-        ),
+        plant(beside, "holds", opens_without_what_is_owed, "universal files at each change", suits=makes_files_beside),
         plant(
             brain,
             "recover",

@@ -110,7 +110,9 @@ FILE_PLANTS: dict[str, Plant] = dict(
         plant(Collective, "_name", names_without_the_epoch, "names", kind="crashes"),
         plant(Decision, "stop_conversion", lets_a_conversion_run_on, "one conversion", kind="convert"),
         plant(directives, "side_orders", deletes_what_a_conversion_reads, "what is converted stays", kind="convert"),
-        plant(directives, "side_orders", sweeps_what_is_made_beside, "what is converted stays", suits=makes_files_beside),
+        plant(
+            directives, "side_orders", sweeps_what_is_made_beside, "what is converted stays", suits=makes_files_beside
+        ),
         plant(membership, "check_liveness", declares_nodes_of_an_ended_job_dead, "one end"),
         plant(checkpoints, "prunable", prunes_the_resume_point, "the resume point stays"),
         plant(checkpoints, "prunable", prunes_what_is_being_loaded, "what is loaded stays"),

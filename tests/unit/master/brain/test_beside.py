@@ -79,7 +79,9 @@ def test_nothing_is_owed_where_the_shape_is_the_same() -> None:
     assert job.job.conversion is None
 
 
-@pytest.mark.parametrize("changes", [{"universal_checkpoint": False}, {"universal_checkpoint": False, "universal_gate": True}])
+@pytest.mark.parametrize(
+    "changes", [{"universal_checkpoint": False}, {"universal_checkpoint": False, "universal_gate": True}]
+)
 def test_nothing_is_owed_where_nobody_wants_them(changes: dict[str, bool]) -> None:
     job, _ = resharded(**changes)
     assert job.job.conversion is None
