@@ -41,9 +41,11 @@ WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ddp": ("ddp", ()),
     "fsdp2": ("fsdp2", ()),
     "zero1": ("zero1", ()),
-    "zero1-universal": ("zero1", ("--universal-checkpoint",)),
+    "zero1-universal": ("zero1", ("--universal-checkpoint=gate",)),
+    "zero1-beside": ("zero1", ("--universal-checkpoint",)),
     "zero3": ("zero3", ()),
-    "zero3-universal": ("zero3", ("--universal-checkpoint",)),
+    "zero3-universal": ("zero3", ("--universal-checkpoint=gate",)),
+    "zero3-beside": ("zero3", ("--universal-checkpoint",)),
 }
 LAUNCHERS = {"ours": "dlrover-run", "torchrun": "torchrun, tuned"}
 SCENES = ("join", "kill")

@@ -77,6 +77,8 @@ class JobSettings:
     # Make universal files at each change of shape, even where ranks could re-shard, and give scripts the flag.
     universal_checkpoint: bool = False
     keep_checkpoints: int = 3
+    # A world opens only when they are there, also where its ranks could re-shard (--universal-checkpoint=gate).
+    universal_gate: bool = False
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

@@ -277,6 +277,7 @@ class Settings(google.protobuf.message.Message):
     MAX_RESTARTS_FIELD_NUMBER: builtins.int
     UNIVERSAL_CHECKPOINT_FIELD_NUMBER: builtins.int
     KEEP_CHECKPOINTS_FIELD_NUMBER: builtins.int
+    UNIVERSAL_GATE_FIELD_NUMBER: builtins.int
     min_nodes: builtins.int
     max_nodes: builtins.int
     node_unit: builtins.int
@@ -297,6 +298,10 @@ class Settings(google.protobuf.message.Message):
     """
     keep_checkpoints: builtins.int
     """How many committed checkpoints are kept; 0: all."""
+    universal_gate: builtins.bool
+    """With universal_checkpoint: a world opens only when they are there. Else one that can re-shard opens at once, and they
+    are made beside it, before the next change and the end.
+    """
     def __init__(
         self,
         *,
@@ -314,8 +319,9 @@ class Settings(google.protobuf.message.Message):
         max_restarts: builtins.int = ...,
         universal_checkpoint: builtins.bool = ...,
         keep_checkpoints: builtins.int = ...,
+        universal_gate: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drain_timeout", b"drain_timeout", "grow_interval", b"grow_interval", "grow_wait", b"grow_wait", "join_timeout", b"join_timeout", "keep_checkpoints", b"keep_checkpoints", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_timeout", b"node_timeout", "node_unit", b"node_unit", "quiet_time", b"quiet_time", "stall_timeout", b"stall_timeout", "universal_checkpoint", b"universal_checkpoint", "wait_for_nodes", b"wait_for_nodes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain_timeout", b"drain_timeout", "grow_interval", b"grow_interval", "grow_wait", b"grow_wait", "join_timeout", b"join_timeout", "keep_checkpoints", b"keep_checkpoints", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_timeout", b"node_timeout", "node_unit", b"node_unit", "quiet_time", b"quiet_time", "stall_timeout", b"stall_timeout", "universal_checkpoint", b"universal_checkpoint", "universal_gate", b"universal_gate", "wait_for_nodes", b"wait_for_nodes"]) -> None: ...
 
 global___Settings = Settings
 
@@ -675,11 +681,14 @@ class Directive(google.protobuf.message.Message):
     NOTICES_FIELD_NUMBER: builtins.int
     SETTINGS_FIELD_NUMBER: builtins.int
     SIGHT_FIELD_NUMBER: builtins.int
+    CONVERTING_FIELD_NUMBER: builtins.int
     generation: builtins.int
     phase: global___Phase.ValueType
     epoch: builtins.int
     """The last opened epoch."""
     run_id: builtins.str
+    converting: builtins.str
+    """Name of the checkpoint of which a later form is being made, by whichever node: what was begun of it stays."""
     @property
     def wait(self) -> global___Wait:
         """Stand by: no place in the present world."""
@@ -755,9 +764,10 @@ class Directive(google.protobuf.message.Message):
         notices: collections.abc.Iterable[global___Notice] | None = ...,
         settings: global___Settings | None = ...,
         sight: global___CheckpointRef | None = ...,
+        converting: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "head", b"head", "order", b"order", "release", b"release", "run", b"run", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "epoch", b"epoch", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "generation", b"generation", "head", b"head", "notices", b"notices", "order", b"order", "phase", b"phase", "prune", b"prune", "release", b"release", "run", b"run", "run_id", b"run_id", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["convert", b"convert", "converting", b"converting", "drain", b"drain", "epoch", b"epoch", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "generation", b"generation", "head", b"head", "notices", b"notices", "order", b"order", "phase", b"phase", "prune", b"prune", "release", b"release", "run", b"run", "run_id", b"run_id", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["wait", "gather", "run", "drain", "finish", "fenced", "release"] | None: ...
 
 global___Directive = Directive
@@ -1034,8 +1044,11 @@ class Conversion(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     FORM_FIELD_NUMBER: builtins.int
     EARLIER_FIELD_NUMBER: builtins.int
+    BESIDE_FIELD_NUMBER: builtins.int
     lease: builtins.int
     form: global___Form.ValueType
+    beside: builtins.bool
+    """A world trains meanwhile: at low priority."""
     @property
     def source(self) -> global___Checkpoint: ...
     @property
@@ -1049,9 +1062,10 @@ class Conversion(google.protobuf.message.Message):
         source: global___Checkpoint | None = ...,
         form: global___Form.ValueType = ...,
         earlier: collections.abc.Iterable[builtins.str] | None = ...,
+        beside: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["earlier", b"earlier", "form", b"form", "lease", b"lease", "source", b"source"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beside", b"beside", "earlier", b"earlier", "form", b"form", "lease", b"lease", "source", b"source"]) -> None: ...
 
 global___Conversion = Conversion
 

@@ -67,6 +67,8 @@ class _Parser(argparse.ArgumentParser):
     """Reports bad input in one line, not with a page of usage."""
 
     def error(self, message: str) -> NoReturn:
+        if message.startswith("argument --universal-checkpoint"):
+            message = "--universal-checkpoint has no value, or =beside, or =gate"
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
@@ -188,6 +190,21 @@ class _Group:
         given = self._environ.get(f"{Variable.FLAG}{name.upper()}", getattr(_SETTINGS, name, default))
         self._group.add_argument(*_spellings(flags), dest=name, default=given, type=type, **extra)
 
+    def universal(self, flag: str, *, beside: str, gate: str) -> None:
+        """A flag that may say how: with `=beside`, as without, or with `=gate`. Two settings of the job follow from it.
+
+        Each is a flag of its own. An optional value would be taken from what follows, the script.
+        """
+        name = flag.lstrip("-").replace("-", "_")
+        given = self._environ.get(f"{Variable.FLAG}{name.upper()}", "").lower()
+        both = _spellings([flag]), _spellings([f"{flag}=beside"]), _spellings([f"{flag}=gate"])
+        known = {"nargs": 0, "action": _Universal}
+        wanted = given in (*_TRUE, "beside", "gate")
+        self._group.add_argument(*both[0], *both[1], dest=name, const="beside", default=wanted, help=beside, **known)
+        self._group.add_argument(
+            *both[2], dest="universal_gate", const="gate", default=given == "gate", help=gate, **known
+        )
+
     def switch(self, *flags: str, **extra: Any) -> None:
         """Adds a flag without a value."""
         name = flags[-1].lstrip("-").replace("-", "_")
@@ -215,10 +232,12 @@ def _add_ours(group: _Group) -> None:
         help="the job's master, several with commas (also DLROVER_MASTER_ADDR); default: an embedded one",
     )
     group.value("--checkpoint-dir", default="checkpoints", metavar="DIR", help="one file system that all nodes see")
-    group.switch(
+    group.universal(
         "--universal-checkpoint",
-        help="make universal files at each change of shape, and hand this flag to the script when it resumes from them "
-        "(one with a session needs none); without it they are made only where ranks cannot load the others' shards",
+        beside="make universal files at each change of shape, and hand this flag to the script when it resumes from "
+        "them (one with a session needs none); a world that can load the others' shards trains meanwhile; without it "
+        "they are made only where ranks cannot",
+        gate="each world waits until they are there, and loads them",
     )
     group.value("--node-unit", type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
     group.value("--node-name", type=_node_name, default="", metavar="NAME", help="default: the host name and a number")
@@ -311,6 +330,13 @@ def build_parser(environ: Mapping[str, str] = os.environ) -> argparse.ArgumentPa
     parser.add_argument("training_script", help="the script, or the module with -m")
     parser.add_argument("training_script_args", nargs=argparse.REMAINDER, help="its own arguments")
     return parser
+
+
+class _Universal(argparse.Action):
+    """Universal files are wanted, made as its constant says."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        namespace.universal_checkpoint, namespace.universal_gate = True, self.const == "gate"
 
 
 class _Given(argparse.Action):

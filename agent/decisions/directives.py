@@ -79,8 +79,9 @@ def side_orders(decision: Decision, directive: control_pb2.Directive) -> None:
     if directive.HasField("head") and directive.head.ref.digest != state.head:
         state.head = directive.head.ref.digest
         if decision.is_rank_zero():
-            # A commit of the open epoch: what older epochs left unsealed is of no more use.
-            decision.do(ev.WriteLatest(directive.head), ev.Sweep(directive.head.epoch))
+            # A commit of the open epoch: whatever older epochs left unsealed is of no use to anybody any more.
+            sweep = ev.Sweep(directive.head.epoch, directive.converting)
+            decision.do(ev.WriteLatest(directive.head), sweep)
 
 
 def ordered_run(decision: Decision, world: control_pb2.World, drain: bool) -> None:

@@ -358,9 +358,13 @@ class WriteLatest:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Delete what epochs before `epoch` began to save and never sealed, because nobody will read it."""
+    """Delete what epochs before `epoch` began to save and never sealed: nobody will read it.
+
+    But of `converting`, a checkpoint's name, some node makes a later form now.
+    """
 
     epoch: int
+    converting: str = ""
 
 
 @dataclass(frozen=True)

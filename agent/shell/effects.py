@@ -117,7 +117,7 @@ class Effects:
             case ev.WriteLatest():
                 self.storage.write_latest(self.run_id, action.head)
             case ev.Sweep():
-                self.storage.sweep(self.run_id, action.epoch)
+                self.storage.sweep(self.run_id, action.epoch, action.converting)
             case ev.MarkFinished():
                 self._mark_finished(action.run_id or self.run_id)
             case ev.Say():

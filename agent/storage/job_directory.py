@@ -352,15 +352,18 @@ class Storage:
 
         self._submit(self._slow, work)
 
-    def sweep(self, run_id: str, epoch: int) -> None:
-        """Deletes directories without a manifest that epochs before `epoch` left behind."""
+    def sweep(self, run_id: str, epoch: int, converting: str = "") -> None:
+        """Deletes directories without a manifest that epochs before `epoch` left behind.
+
+        Forms of `converting` stay: one of them is being made, perhaps by another node out of those that were begun.
+        """
 
         def work() -> None:
             try:
                 store = CheckpointStore(self._own_run(run_id))
                 for name in store.lost_manifest(epoch):
                     logger.warning("%s was sealed and has lost its manifest: it stays, delete it by hand", name)
-                left = store.never_sealed(epoch)
+                left = [name for name in store.never_sealed(epoch) if not _is_form(name, converting)]
                 problems = store.prune(left)
             except OSError as error:
                 logger.warning("unsealed checkpoints cannot be removed: %s", error)
@@ -450,6 +453,11 @@ class Storage:
         # Later forms first: while the source exists, the remains of a form can be told from a stray directory.
         forms = [name for name in names if CheckpointName.parse(name).source == wanted and name != ref.name]
         return [*forms, ref.name]
+
+
+def _is_form(name: str, source: str) -> bool:
+    """Whether this is the directory of a later form of that checkpoint."""
+    return bool(source) and name != source and str(CheckpointName.parse(name).source) == source
 
 
 def _sealed_as(store: CheckpointStore, ref: control_pb2.CheckpointRef | None) -> Manifest | None:

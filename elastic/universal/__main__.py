@@ -8,9 +8,11 @@ bytes move, and last ``{"state", "message"}`` with state READY, SOURCE_BAD, ENVI
 With ``--anywhere`` source and target may be any directories, and an unfinished target is continued (``dalsegno
 convert``). Without it both are a run's checkpoints, and the target is the lease's own.
 
-With ``--standby`` in place of the directories the process imports what it needs, prints ``{"state": "WARM"}`` and waits
-for one line on standard input: a JSON object with ``source``, ``target`` and, if wanted, ``earlier`` (a list) and
-``digest``. If it reads the end of the file instead, it was not needed and exits with 0.
+With ``--nice N`` it yields to what trains beside it, in computing as in reading and writing.
+
+With ``--standby`` in place of the directories the process imports what it needs, says ``{"state": "WARM"}`` and waits
+for one line on standard input, a JSON object with ``source``, ``target`` and, if wanted, ``earlier`` (a list) and
+``digest``; end of file instead of a line: it was not needed, exit code 0.
 
 The process ends when its parent does.
 """
@@ -52,6 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--reset-optimizer", action="store_true", help="forget its state (with --anywhere)")
     parser.add_argument("--allow", action="append", default=[], help="class that may be unpickled (with --anywhere)")
     parser.add_argument("--no-latest", action="store_true", help="leave latest_universal alone (with --anywhere)")
+    parser.add_argument("--nice", type=int, default=0, help="priority below the parent's (default: %(default)s)")
     parser.add_argument("--standby", action="store_true", help="get warm, then read the order from standard input")
     options = parser.parse_args(arguments)
     if options.standby == (options.source is not None) or (options.source is None) != (options.target is None):
@@ -63,6 +66,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         wish = Wish(effort, options.stage, options.reset_optimizer, options.upstream, tuple(options.allow))
     except ValueError as error:
         parser.error(str(error))
+    if options.nice:
+        # Of the calling thread; those that it starts from now on inherit it.
+        os.nice(options.nice)
     say = _Lines()
     _end_with_parent()
     if options.standby and not _receive_order(options, say):

@@ -102,12 +102,17 @@ def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
                 continue  # nothing would ever end its turn
             return  # it is about to answer, and its turn comes first
         if sees_resume(turn, node):
-            job.leases += 1
-            change(turn, conversion, lease=job.leases, owner=node.name)
-            turn.live.conversion.lease = LeaseLife(turn.heard)
+            lend(turn, conversion, node)
             return
     if conversion.failed:
         block(turn, conversion)
+
+
+def lend(turn: Turn, conversion: Conversion, node: Node) -> None:
+    """A node gets the lease, under a number of its own."""
+    turn.job.leases += 1
+    change(turn, conversion, lease=turn.job.leases, owner=node.name)
+    turn.live.conversion.lease = LeaseLife(turn.heard)
 
 
 def nobody_waits_for(turn: Turn, node: Node) -> bool:
@@ -130,8 +135,10 @@ def block(turn: Turn, conversion: Conversion) -> Conversion:
 
 
 def failed(turn: Turn, conversion: Conversion, reason: str) -> Conversion:
-    """Handles an ENVIRONMENT failure: one more agent tries. Returns the new conversion."""
-    turn.notice(f"converting on {conversion.owner} failed: {reason}", True)
+    """ENVIRONMENT: one more agent tries. Returns the conversion as it is then."""
+    if not conversion.beside or conversion.reason != reason:
+        # Beside a training it may be tried again for hours: each reason is said once.
+        turn.notice(f"converting on {conversion.owner} failed: {reason}", True)
     who = conversion.failed if conversion.owner in conversion.failed else (*conversion.failed, conversion.owner)
     conversion = change(turn, conversion, failed=who, reason=reason, lease=0, owner="")
     return block(turn, conversion) if len(who) >= 2 else conversion
@@ -167,7 +174,8 @@ def report(turn: Turn, node: Node, request: control_pb2.ConversionReport) -> tup
     elif request.state == control_pb2.CONVERSION_STATE_READY:
         if source is None or not source.universal_digest:
             failed(turn, conversion, "ready without a committed form")
-    elif request.state == control_pb2.CONVERSION_STATE_SOURCE_BAD:
+    elif request.state == control_pb2.CONVERSION_STATE_SOURCE_BAD and not conversion.beside:
+        # Whoever loads what is owed finds the damage, too: the world that has loaded it trains.
         end_lease(turn, conversion)
         if source is not None:
             suspect(turn, source, False, node.name, request.message)

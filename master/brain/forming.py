@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, conversion, failures, refusals, sight
+from . import announcements, beside, conversion, failures, refusals, sight
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .live import EpochLife, Missing, State
 from .membership import agree_on_directory, eligible, expected, has_answered, of_size, select
@@ -62,8 +62,11 @@ def forming(turn: Turn) -> bool:
         return moved
     if resume is not None and resume.reshards and gathered and failures.cannot_reshard(turn, resume):
         give_up_resharding(turn, resume)
-        failures.acquit(turn)  # it counts as the script's only if it fails again
+        failures.acquit(turn)  # Counted as the script's only if it fails again.
+        beside.tend(turn)
         resume = resume_point(job)
+    if beside.holds(turn, gathered):
+        return moved
     if not gate_open(turn, resume, candidate):
         # A conversion that was blocked just now may lead to WAITING.
         moved = moved or (is_blocked(turn) and not stuck and not old_shape(turn, resume, ready))
@@ -184,8 +187,12 @@ def growth_hold(failures: int) -> float:
 
 
 def is_blocked(turn: Turn) -> bool:
-    """Whether nobody can convert at present."""
-    return turn.job.conversion is not None and turn.job.conversion.blocked
+    """Nobody can make at present what the gate wants."""
+    return gate_is_blocked(turn.job)
+
+
+def gate_is_blocked(job: Job) -> bool:
+    return job.conversion is not None and job.conversion.blocked and not job.conversion.beside
 
 
 def missing(state: State) -> str:
@@ -198,17 +205,17 @@ def missing(state: State) -> str:
     here = len(job.nodes) - len(blind) - len(strangers) - len(job.nodes.leavers)
     if job.verification is not None and conversion.is_unable(job.verification):
         return f"nobody can verify a checkpoint that could not be loaded ({job.verification.message}): trying again"
-    if job.conversion is not None and job.conversion.blocked and resume is not None and resume.unconvertible:
+    if gate_is_blocked(job) and resume is not None and resume.unconvertible:
         return (
             f"{resume.name} was saved by {resume.world_size} workers and loads with as many only "
             f"({resume.unconvertible}): start nodes until there are {resume.world_size} workers again"
         )
-    if job.conversion is not None and job.conversion.blocked:
+    if job.conversion is not None and gate_is_blocked(job):
         return f"nobody can convert the checkpoint for this shape ({job.conversion.reason}): trying again"
     unit = f" in a multiple of {job.settings.node_unit} (--node-unit)" if job.settings.node_unit > 1 else ""
     text = f"waiting for nodes: {max(0, here)} here, at least {job.settings.least_nodes}{unit} needed"
     if here >= job.settings.least_nodes and not blind and not strangers:
-        text = f"{here} here, which is enough: waiting for others that may be coming back"
+        text = f"{here} here, which is enough: waiting for {owed(job) or 'others that may be coming back'}"
     if blind and resume is not None:
         text += f"; {names(blind)} cannot see {resume.name}"
     if strangers:
@@ -216,6 +223,13 @@ def missing(state: State) -> str:
     if refused := [node for node in job.nodes.values() if node.refused]:
         text += f"; {names(node.name for node in refused)} cannot take part ({refused[0].refused})"
     return text
+
+
+def owed(job: Job) -> str:
+    """What the next world waits for beside its nodes; empty where there is nothing."""
+    held = job.conversion
+    source = job.checkpoint(held.source) if held is not None and held.beside else None
+    return f"the universal files of {source.name}" if source is not None else ""
 
 
 def say_missing(turn: Turn) -> None:
@@ -274,6 +288,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
         job.conversion_failures = 0
     job.opened = Opened(world, {node.incarnation: Part.RUNNING for node in nodes})
     job.next = NextWorld()
+    beside.owe(turn, world, resume)
     job.recollection = Recollection()
     for node in nodes:
         turn.update(node, joined=None)

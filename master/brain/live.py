@@ -25,6 +25,7 @@ __all__ = (
     "RunLife",
     "State",
     "VerificationLife",
+    "Wait",
 )
 
 
@@ -152,14 +153,25 @@ class LeaseLife:
     bytes: int = 0
 
 
+@dataclass(frozen=True)
+class Wait:
+    """All else is ready, and only a conversion is waited for: since when, and after how many seconds that is said."""
+
+    since: float
+    said_after: float
+
+
 @dataclass
 class ConversionLife:
-    """The conversion that the gate wants; made and dropped with it."""
+    """The conversion that the gate wants, or that is owed: made with it."""
 
     lease: LeaseLife = field(default_factory=LeaseLife)
     # After a failure: when it is tried again, and how long that pause is.
     retry_at: float = 0.0
     retry_pause_seconds: float = 0.0
+    wait: Wait | None = None
+    # Newcomers know that they wait for it.
+    growth_told: bool = False
 
 
 @dataclass

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, refusals, saves
+from . import announcements, beside, refusals, saves
 from .checkpoints import only_size
 from .live import DrainLife, Pause
 from .membership import may_call_session, newcomers, select
@@ -43,6 +43,8 @@ def running(turn: Turn) -> bool:
     job = turn.job
     if end_of_epoch(turn):
         return True
+    if beside.is_over(turn):
+        return False
     leavers = [node.name for node in job.nodes.leavers if turn.is_working(node)]
     if leavers or Part.DRAINED in job.parts.values():
         go_without(turn, leavers)
@@ -132,6 +134,8 @@ def end_of_epoch(turn: Turn) -> bool:
         unplanned(turn)
         return True
     if parts == {Part.FINISHED}:
+        if beside.holds(turn, ready=True):
+            return False
         last = turn.open.top_step
         end(turn, Phase.SUCCEEDED, f"the run finished at step {last}" if last else "the run finished")
         return True
@@ -236,7 +240,7 @@ def wants_to_grow(turn: Turn) -> bool:
         return False
     if not turn.due(max(live.grow_hold_until, (live.run.growth_done_at or float("-inf")) + grow_interval(turn))):
         return False
-    return is_warm(turn, members, new)
+    return is_warm(turn, members, new) and not beside.holds_growth(turn, new)
 
 
 def is_warm(turn: Turn, members: list[Node], new: list[Node]) -> bool:
@@ -306,6 +310,8 @@ def draining(turn: Turn) -> bool:
         raise AssertionError("draining without a drain")
     if end_of_epoch(turn):
         return True
+    if beside.is_over(turn):
+        return False
     if not job.has_session and not drain.agreed and turn.overdue(turn.live.phase_heard + HELLO_WITHIN_SECONDS):
         go_on_unheard(turn)
         regroup(turn)

@@ -222,6 +222,8 @@ class Conversion:
     earlier: tuple[str, ...] = ()
     blocked: bool = False
     reason: str = ""
+    # The open world, or the last one, has loaded `source` without it: it is owed, and the next world waits (`beside`).
+    beside: bool = False
 
 
 @dataclass(frozen=True)

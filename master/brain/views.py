@@ -89,6 +89,9 @@ class Common:
             head = resume_point(job)
             if head is not None:
                 self._template.head.CopyFrom(to_proto(job, head))
+            source = job.checkpoint(job.conversion.source) if job.conversion is not None else None
+            if source is not None:
+                self._template.converting = source.name
         return self._template
 
     def world(self, world: World, node: Node) -> control_pb2.World:
@@ -224,6 +227,7 @@ def side_orders(job: Job, node: Node, directive: control_pb2.Directive) -> None:
         if source is not None:
             directive.convert.lease = conversion.lease
             directive.convert.form = control_pb2.FORM_UNIVERSAL
+            directive.convert.beside = job.phase.has_workers
             directive.convert.source.CopyFrom(to_proto(job, source))
             own = f"{source.name}.universal.{conversion.lease}"
             directive.convert.earlier.extend(name for name in conversion.earlier if name != own)

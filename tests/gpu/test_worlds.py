@@ -60,7 +60,7 @@ def job(tmp_path: Path) -> Iterator[Cluster]:
     more: dict[str, Any] = {"executed": 99} if scenes.EXECUTED else {}
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     told = {"DALSEGNO_TEST_STEPS": "4", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "PYTHONPATH": path}
-    with Cluster(tmp_path / "job", OnCards(), nnodes="1:2", universal=False, agent_environment=told, **more) as one:
+    with Cluster(tmp_path / "job", OnCards(), nnodes="1:2", universal="", agent_environment=told, **more) as one:
         yield one
 
 

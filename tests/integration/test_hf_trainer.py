@@ -64,16 +64,16 @@ def test_ddp_through_changes_of_the_world(clusters: Clusters, undisturbed: Undis
 @pytest.mark.parametrize(
     ("stage", "universal"),
     [
-        pytest.param(1, True, marks=pytest.mark.full),
-        pytest.param(2, True, marks=pytest.mark.full),
-        pytest.param(3, True, marks=pytest.mark.full),
-        pytest.param(1, False, marks=pytest.mark.full),
-        pytest.param(2, False, marks=pytest.mark.full),
-        pytest.param(3, False, marks=pytest.mark.full),
+        pytest.param(1, "gate", marks=pytest.mark.full),
+        pytest.param(2, "gate", marks=pytest.mark.full),
+        pytest.param(3, "gate", marks=pytest.mark.full),
+        pytest.param(1, "", marks=pytest.mark.full),
+        pytest.param(2, "", marks=pytest.mark.full),
+        pytest.param(3, "", marks=pytest.mark.full),
     ],
 )
 def test_zero_through_changes_of_the_world(
-    clusters: Clusters, undisturbed: Undisturbed, stage: int, universal: bool
+    clusters: Clusters, undisturbed: Undisturbed, stage: int, universal: str
 ) -> None:
     """DeepSpeed below the Trainer, through universal files or re-sharded."""
     zero = training(f"--zero-stage={stage}", "--evaluate-every=10", steps=50)

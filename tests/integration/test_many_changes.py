@@ -138,7 +138,7 @@ FIELD = {"MB": "memory", "descriptors": "descriptors", "threads": "threads"}
 
 def test_two_hundred_changes_leave_agent_and_master_as_they_were(clusters: Clusters) -> None:
     """Nodes under new names come, and leave or are killed; 1,000 checkpoints and 10,000 heartbeats go by meanwhile."""
-    job = clusters(training=Training(steps=1_000_000, save_every=1), hooked=False, nnodes="1:2", universal=False)
+    job = clusters(training=Training(steps=1_000_000, save_every=1), hooked=False, nnodes="1:2", universal="")
     job.step_time = 0.05
     epoch = job.open("a")
     first, master = job.node("a"), job.master_pid()

@@ -319,9 +319,12 @@ def test_nodes_with_different_numbers_of_workers(clusters: Clusters, undisturbed
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("stage", "universal"), [(0, True), (2, True), (3, True), (1, False), (2, False), (3, False)])
-def test_other_stages(clusters: Clusters, undisturbed: Undisturbed, stage: int, universal: bool) -> None:
-    """ZeRO 0, 2 and 3 through a join, a leave and a kill; 1 to 3 also without a conversion."""
+@pytest.mark.parametrize(
+    ("stage", "universal"),
+    [(0, "gate"), (2, "gate"), (3, "gate"), (2, "beside"), (3, "beside"), (1, ""), (2, ""), (3, "")],
+)
+def test_other_stages(clusters: Clusters, undisturbed: Undisturbed, stage: int, universal: str) -> None:
+    """ZeRO 0, 2 and 3 through a join, a leave and a kill; 1 to 3 also without a conversion, or with one beside it."""
     training = Training(script=TRAIN, steps=60, extra=(f"--zero-stage={stage}",))
     job = clusters(training=training, universal=universal)
     first = job.open("a", "b", steps=2)
@@ -334,14 +337,14 @@ def test_other_stages(clusters: Clusters, undisturbed: Undisturbed, stage: int, 
     fourth = job.wait_world(1, steps=2, after=third)
     job.assert_crash(fourth)
     end(job, undisturbed, {fourth: any_number(job)})
-    how = "" if stage == 0 else "universal" if universal else "re-sharded"
+    how = "" if stage == 0 else "universal" if universal == "gate" else "re-sharded"
     assert [job.change(epoch).how for epoch in (second, third, fourth)] == [how] * 3
-    assert bool([*run_directory(job).glob("step-*.universal.*")]) == (how == "universal")
+    assert bool([*run_directory(job).glob("step-*.universal.*")]) == bool(stage and universal)
 
 
 def test_shards_that_cannot_be_loaded_are_converted(clusters: Clusters, undisturbed: Undisturbed) -> None:
     """The script says that it can re-shard, and then its DeepSpeed cannot: one restart more, and nothing is lost."""
-    job = clusters(training=ZERO, universal=False, agent_flags=["--max-restarts=0"])
+    job = clusters(training=ZERO, universal="", agent_flags=["--max-restarts=0"])
     job.agent_environment = {"DALSEGNO_TEST_STRANGE": "1"}
     first = job.open("a", steps=2)
     job.start("b")

@@ -38,7 +38,7 @@ def slow(clusters: Clusters, tmp_path: Path, hidden: bool) -> tuple[Job, Path, P
         script = tmp_path / "hidden.py"
         script.write_text(HIDDEN.format(here=str(tmp_path), hooked=str(HOOKED)))
         training = Training(script=script, steps=40)
-    job = clusters(training=training, hooked=not hidden, nnodes="1:2", agent_flags=["--grow-wait=1"], universal=False)
+    job = clusters(training=training, hooked=not hidden, nnodes="1:2", agent_flags=["--grow-wait=1"], universal="")
     # A forked agent's standby workers have imported what this script is to be seen to import.
     job.executed = 1
     job.start("a", hold="" if hidden else "start")
@@ -93,7 +93,7 @@ def test_a_slow_start_is_beside_the_training(clusters: Clusters, undisturbed: Un
     """A node joins, and one is killed: each time the next world's scripts were started before the last one ended."""
     script = tmp_path / "late.py"
     script.write_text(LATE.format(hooked=str(HOOKED), seconds=3))
-    job = clusters(training=Training(script=script, steps=60), hooked=False, nnodes="1:2", universal=False)
+    job = clusters(training=Training(script=script, steps=60), hooked=False, nnodes="1:2", universal="")
     job.start("a")
     job.wait_world(1, steps=2)
     job.start("b")

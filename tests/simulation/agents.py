@@ -197,7 +197,9 @@ class SimAgent:
                     self.sim.disk.finished.append(action.run_id)
             case ev.Exit():
                 self._exit(action)
-            case ev.Say() | ev.WriteLatest() | ev.Sweep():
+            case ev.Sweep():
+                self.sim.ledger.swept(action.epoch, action.converting)
+            case ev.Say() | ev.WriteLatest():
                 pass
 
     def _register(self, previous: str, node: str) -> None:

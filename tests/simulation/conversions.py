@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from dalsegno.agent.decisions import events as ev
@@ -30,6 +31,8 @@ class Conversions:
         self.hung = False
         # How many hung so far.
         self.hangs = 0
+        # How many of each source failed, or hung.
+        self.failed: Counter[str] = Counter()
         self._parts = SLOW_PARTS if sim.plan.slow_disk else 1
 
     def start(self, agent: SimAgent, wanted: control_pb2.Conversion) -> None:
@@ -75,6 +78,7 @@ class Conversions:
             sim.trace(agent.label, "its conversion hangs")
             self.hung = False
             self.hangs += 1
+            self.failed[wanted.source.ref.digest] += 1
             return
         if done == 0 and not sim.disk.begin(name):
             self._end(agent, wanted, control_pb2.CONVERSION_STATE_ENVIRONMENT, f"{name} exists")
@@ -111,4 +115,5 @@ class Conversions:
         made: control_pb2.Checkpoint | None = None,
     ) -> None:
         self._jobs.pop(agent, None)
+        self.failed[wanted.source.ref.digest] += made is None
         agent.deliver(ev.ConversionUpdate(wanted.lease, state, FILES, FILES, message, made))

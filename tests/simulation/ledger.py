@@ -45,6 +45,7 @@ class Opened:
     universal: bool
     resumed_step: int
     grown: bool
+    resharded: bool
 
 
 def nnodes(settings: Settings | control_pb2.Settings) -> tuple[int, int]:
@@ -307,6 +308,7 @@ class Ledger:
             world.universal,
             world.resumed_step,
             grown,
+            world.resharded,
         )
         known = self.worlds.get(world.epoch)
         if known is not None:
@@ -331,6 +333,7 @@ class Ledger:
         self.require(world.resume == self.head[2], "newest commit", f"epoch {world.epoch} starts from {world.resume!r}")
         self.opened_at[world.epoch] = self.sim.clock.now
         self._nothing_lost(world)
+        self._nothing_owed(job, f"epoch {world.epoch} opened")
         self.refusals.opening(world)
         if world.resume:
             self._resumable(world)
@@ -363,6 +366,22 @@ class Ledger:
             step <= world.resumed_step or damaged or self.is_excused(made),
             "planned changes lose nothing",
             f"epoch {world.epoch} goes on from step {world.resumed_step}, epoch {made} had made {step}",
+        )
+
+    def _nothing_owed(self, job: Job, what: str) -> None:
+        """What a world has re-sharded has universal files before the next change, if somebody can make them."""
+        last = self.worlds.get(max(self.worlds, default=0))
+        wanted = self.sim.plan.settings.universal_checkpoint
+        if last is None or not last.resharded or not wanted or self.amnesia:
+            return
+        record = job.checkpoint(last.resume)
+        self.require(
+            record is None
+            or record.damaged
+            or bool(record.universal_digest)
+            or self.sim.conversions.failed[last.resume] > 0,
+            "universal files at each change",
+            f"{what}, and nobody has made those of {last.resume}",
         )
 
     def _presented(self, job: Job) -> None:
@@ -432,6 +451,8 @@ class Ledger:
         if self.success is None:
             self.sim.trace("master", "ended: {}", job.message)
             self.finished_step = self.head[1]
+            if success:
+                self._nothing_owed(job, "the job succeeded")
         self.require(self.success in (None, success), "one end", f"{job.phase.value}, and not before")
         self.success = success
         self.ever_stepped = job.run.ever_stepped
@@ -497,6 +518,15 @@ class Ledger:
             "the best stays",
             ref.name,
         )
+
+    def swept(self, epoch: int, converting: str) -> None:
+        """What epochs before this one began, and never sealed, is about to be deleted."""
+        for source in self.sim.conversions.sources():
+            self.require(
+                source.message.epoch >= epoch or source.message.ref.name == converting,
+                "what is converted stays",
+                f"a form of {source.message.ref.name}",
+            )
 
     def _fallback_stays(self, job: Job, digest: str, record: Checkpoint | None) -> None:
         """A damaged one's files are kept until a newer one is committed."""

@@ -239,7 +239,7 @@ def _plan_of(seed: int) -> Plan:
         silent=kind in ("planned", "crashes", "network") and Random(f"silent {seed}").random() < 0.1,
         mixed=Random(f"mixed {seed}").random() < 0.15,
         slow_disk=kind in ("disk", "convert") and random.random() < 0.1,
-        reshards=kind != "convert" and Random(f"reshards {seed}").random() < 0.35,
+        reshards=Random(f"reshards {seed}").random() < 0.35,
         cannot_reshard=Random(f"cannot reshard {seed}").random() < 0.25,
         background=Random(f"background {seed}").random() < 0.3,
         sync_time=sync_of(seed, kind == "planned"),
@@ -250,7 +250,10 @@ def _plan_of(seed: int) -> Plan:
     if not plan.silent and all(name != "scale" for _, name in plan.happenings):
         plan.happenings = sorted([*plan.happenings, *refusals_of(seed, fault_time, alone=minimum == unit == 1)])
     if plan.reshards:
-        settings.universal_checkpoint = plan.other_settings.universal_checkpoint = seed % 5 == 0
+        # Before the world opens, beside it, or nowhere.
+        settings.universal_gate = plan.other_settings.universal_gate = seed % 5 == 0
+        wanted = seed % 5 < 3 or kind == "convert"
+        settings.universal_checkpoint = plan.other_settings.universal_checkpoint = wanted
     if plan.silent:
         # Long enough for one world to be presented, also where only half of the time is listened to.
         plan.steps, plan.step_time = 70, 1.0

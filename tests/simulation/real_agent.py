@@ -280,7 +280,8 @@ class Files:
         if run_id not in self._sim.disk.finished:
             self._sim.disk.finished.append(run_id)
 
-    def sweep(self, run_id: str, epoch: int) -> None: ...
+    def sweep(self, run_id: str, epoch: int, converting: str = "") -> None:
+        self._sim.ledger.swept(epoch, converting)
 
     def write_latest(self, run_id: str, head: control_pb2.Checkpoint) -> None: ...
 

@@ -175,7 +175,7 @@ class Collective:
             shape = source.message.shape
             same = universal or shape.any_world_size or shape.world_size == size
             self.sim.ledger.require(
-                same or (shape.reshards and not self.sim.plan.settings.universal_checkpoint),
+                same or (shape.reshards and not self.sim.plan.settings.universal_gate),
                 "loads",
                 f"epoch {self.epoch} of {size} ranks loads {ref.name} as it is",
             )

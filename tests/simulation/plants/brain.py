@@ -18,6 +18,7 @@ from dalsegno.agent.decisions import events as ev
 from dalsegno.agent.decisions.decision import Decision
 from dalsegno.master.brain import (
     announcements,
+    beside,
     brain,
     calls,
     checkpoints,
@@ -277,6 +278,23 @@ def reshards_whatever_was_asked_for(original: Any) -> Any:
         return record.reshards and record.world_size != world_size
 
     return resharded
+
+
+def opens_without_what_is_owed(original: Any) -> Any:
+    def holds(turn: Turn, ready: bool) -> bool:
+        return False
+
+    return holds
+
+
+def forgets_what_is_owed_at_a_restart(original: Any) -> Any:
+    def recover(job: Job, *rest: Any) -> State:
+        if job.conversion is not None and job.conversion.beside:
+            job.next = dataclasses.replace(job.next, conversion=None)
+        state: State = original(job, *rest)
+        return state
+
+    return recover
 
 
 def never_gives_up_resharding(original: Any) -> Any:
@@ -551,6 +569,11 @@ def is_slow(plan: Plan) -> bool:
     return plan.sync_time > plan.settings.drain_timeout
 
 
+def makes_files_beside(plan: Plan) -> bool:
+    """Of what a world has re-sharded universal files are made while it trains."""
+    return plan.reshards and plan.settings.universal_checkpoint and not plan.settings.universal_gate
+
+
 def refuses(plan: Plan) -> bool:
     """Some rank refuses, or all do."""
     return any(name in ("refusing_node", "changed_script") for _, name in plan.happenings)
@@ -587,7 +610,21 @@ PLANTS: dict[str, Plant] = dict(
         plant(scaling, "wants_to_shrink", never_shrinks, "scaled in time", kind="planned"),
         plant(checkpoints, "loads_now", loads_another_shape_as_it_is, "loads"),
         plant(checkpoints, "resharded", reshards_whatever_was_asked_for, "loads"),
-        plant(checkpoints, "give_up_resharding", never_gives_up_resharding, "liveness", first=70),
+        plant(beside, "holds", opens_without_what_is_owed, "universal files at each change", suits=makes_files_beside),
+        plant(
+            brain,
+            "recover",
+            forgets_what_is_owed_at_a_restart,
+            "universal files at each change",
+            suits=lambda plan: makes_files_beside(plan) and any("crash" in name for _, name in plan.happenings),
+        ),
+        plant(
+            checkpoints,
+            "give_up_resharding",
+            never_gives_up_resharding,
+            "liveness",
+            suits=lambda plan: plan.reshards and plan.cannot_reshard and not plan.settings.universal_checkpoint,
+        ),
         plant(Presences, "next_look", looks_at_the_silent_too_late, "the dead are noticed"),
         plant(Presences, "_taken", forgets_who_was_near, "the dead are noticed"),
         plant(membership, "is_candidate", takes_the_blind, "members see the directory", kind="disk"),

@@ -15,7 +15,7 @@ from dalsegno.protos import control_pb2
 
 from ..disk import Disk
 from ..workers import Collective
-from .brain import Plant, plant
+from .brain import Plant, makes_files_beside, plant
 
 
 def records_what_nobody_sealed(original: Any) -> Any:
@@ -46,6 +46,16 @@ def deletes_what_a_conversion_reads(original: Any) -> Any:
         if not directive.HasField("convert"):
             turn.state.lease = 0
         original(turn, directive)
+
+    return side_orders
+
+
+def sweeps_what_is_made_beside(original: Any) -> Any:
+    def side_orders(decision: Decision, directive: control_pb2.Directive) -> None:
+        known = control_pb2.Directive()
+        known.CopyFrom(directive)
+        known.converting = ""
+        original(decision, known)
 
     return side_orders
 
@@ -100,6 +110,9 @@ FILE_PLANTS: dict[str, Plant] = dict(
         plant(Collective, "_name", names_without_the_epoch, "names", kind="crashes"),
         plant(Decision, "stop_conversion", lets_a_conversion_run_on, "one conversion", kind="convert"),
         plant(directives, "side_orders", deletes_what_a_conversion_reads, "what is converted stays", kind="convert"),
+        plant(
+            directives, "side_orders", sweeps_what_is_made_beside, "what is converted stays", suits=makes_files_beside
+        ),
         plant(membership, "check_liveness", declares_nodes_of_an_ended_job_dead, "one end"),
         plant(checkpoints, "prunable", prunes_the_resume_point, "the resume point stays"),
         plant(checkpoints, "prunable", prunes_what_is_being_loaded, "what is loaded stays"),

@@ -197,8 +197,8 @@ class Cluster:
     agent_environment: Mapping[str, str] = field(default_factory=dict)
     # Run the example through `hooked.py`: its second half is slow until `hurry`, and workers can be held.
     hooked: bool = True
-    # Ask for universal files at each change of shape.
-    universal: bool = True
+    # Ask for universal files at each change of shape, `beside` the world or before it (`gate`); empty: don't.
+    universal: str = "gate"
     # Of the script, in nodes only and not in the undisturbed run.
     script_flags: Sequence[str] = ()
     # How many agents are executed as a user's are; those after them are forked, which saves their imports.
@@ -266,7 +266,7 @@ class Cluster:
             f"--node-name={name}",
             f"--checkpoint-dir={self.checkpoints}",
             f"--log-dir={self.directory / 'logs'}",
-            *(("--universal-checkpoint",) if self.universal else ()),
+            *((f"--universal-checkpoint={self.universal}",) if self.universal else ()),
             "--grow-interval=0",
             *self.agent_flags,
             *self.training.words(hooked=self.hooked),

@@ -39,6 +39,7 @@ def settings(**changes: Any) -> control_pb2.Settings:
         "quiet_time": 1.0,
         "max_restarts": 3,
         "universal_checkpoint": True,
+        "universal_gate": False,
         "keep_checkpoints": 3,
     }
     return control_pb2.Settings(**{**values, **changes})

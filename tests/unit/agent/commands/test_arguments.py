@@ -43,6 +43,33 @@ def test_flags_environment_and_spellings() -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "environ", "wanted", "gate"),
+    [
+        (["x.py"], {}, False, False),
+        (["--universal-checkpoint", "x.py"], {}, True, False),
+        (["--universal_checkpoint=beside", "x.py"], {}, True, False),
+        (["--universal-checkpoint=gate", "x.py"], {}, True, True),
+        (["--universal_checkpoint=gate", "--universal-checkpoint", "x.py"], {}, True, False),
+        (["x.py"], {"PET_UNIVERSAL_CHECKPOINT": "1"}, True, False),
+        (["x.py"], {"PET_UNIVERSAL_CHECKPOINT": "gate"}, True, True),
+        (["--universal-checkpoint", "x.py"], {"PET_UNIVERSAL_CHECKPOINT": "gate"}, True, False),
+    ],
+)
+def test_universal_files_beside_the_run_or_before(
+    arguments: list[str], environ: dict[str, str], wanted: bool, gate: bool
+) -> None:
+    """Without a value it takes nothing from what follows; the flag wins over the environment."""
+    options = parse(arguments, environ)
+    assert (options.universal_checkpoint, options.universal_gate) == (wanted, gate)
+    assert options.training_script == "x.py"
+
+
+def test_another_way_to_make_universal_files_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"--universal-checkpoint has no value, or =beside, or =gate"):
+        parse(["--universal-checkpoint=later", "x.py"], {})
+
+
+@pytest.mark.parametrize(
     ("arguments", "environ", "expected"),
     [
         (["x.py"], {}, None),

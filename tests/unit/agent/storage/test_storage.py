@@ -23,7 +23,7 @@ from dalsegno.agent.storage import job_directory as agent_storage
 from dalsegno.agent.storage import private
 from dalsegno.agent.storage.job_directory import JobDirectory, Storage, StorageError, Survey
 from dalsegno.agent.storage.private import NotPrivateError
-from dalsegno.agent.workers.conversion_job import ConversionJob
+from dalsegno.agent.workers.conversion_job import NICENESS, ConversionJob
 from dalsegno.elastic.checkpoint import CheckpointName, Manifest, Position, Shape, describe, seal
 from dalsegno.elastic.checkpoint.marks import marked
 from dalsegno.protos import control_pb2 as pb
@@ -356,6 +356,22 @@ def test_pruning_takes_the_later_forms_and_nothing_else(directory: JobDirectory,
     assert marked(run) == {"step-1.e1.10", "step-2.e1.1", "step-2.e1.1.universal.6"}
 
 
+def test_what_is_being_converted_is_not_swept(directory: JobDirectory, storage: Storage) -> None:
+    """Its forms are of its own, old epoch, and no manifest is in them yet; others' forms go."""
+    run_dir = directory.run("run-0001")
+    make_checkpoint(run_dir, "step-5.e2.1")
+    made = [f"step-5.e2.1.universal.{lease}" for lease in (1, 2)]
+    others = ["step-5.e1.1.universal.1", "step-15.e2.1.universal.1", "step-7.e2.1"]
+    for name in (*made, *others):
+        (run_dir / name).mkdir()
+    storage.sweep("run-0001", 3, converting="step-5.e2.1")
+    deadline = time.monotonic() + 20
+    while any((run_dir / name).exists() for name in others):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert all((run_dir / name).is_dir() for name in made)
+
+
 def test_what_was_never_sealed_goes_once_a_newer_epoch_has_committed(
     directory: JobDirectory, storage: Storage, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -410,6 +426,8 @@ if how == "moving":
     for done in range(1, 100):
         print(json.dumps({"bytes_done": done << 20}), flush=True)
         time.sleep(0.1)
+if how == "nice":
+    print(json.dumps({"files_done": int(arguments.get("--nice", 0)), "files_total": 3}), flush=True)
 if how == "hang":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
     open(os.environ["PIDS"], "w").write(f"{os.getpid()} {child.pid}")
@@ -450,8 +468,8 @@ class Conversions:
             self.pool.close()
         self.lifeline.close()
 
-    def start(self, lease: int) -> None:
-        self.job.start(self.run_dir, pb.Conversion(lease=lease, source=self.source.to_proto()))
+    def start(self, lease: int, beside: bool = False) -> None:
+        self.job.start(self.run_dir, pb.Conversion(lease=lease, source=self.source.to_proto(), beside=beside))
 
     def end(self) -> ConversionUpdate:
         while True:
@@ -485,6 +503,16 @@ def test_a_conversion_that_succeeds(conversions: Conversions, tmp_path: Path, mo
     assert update.state == pb.CONVERSION_STATE_READY
     assert update.checkpoint is not None
     assert (update.checkpoint.ref.name, update.checkpoint.form) == ("step-5.e2.1.universal.7", pb.FORM_UNIVERSAL)
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_a_conversion_beside_a_training_yields_to_it(
+    conversions: Conversions, monkeypatch: pytest.MonkeyPatch, beside: bool
+) -> None:
+    """Where nobody trains it need not."""
+    monkeypatch.setenv("HOW", "nice")
+    conversions.start(3, beside)
+    assert conversions.end().files_done == (NICENESS if beside else 0)
 
 
 def test_bytes_of_a_conversion_are_told(conversions: Conversions, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,8 +30,8 @@ def test_another_size_needs_no_conversion() -> None:
     assert "resumed at step 3 (re-sharded)" in job.notices
 
 
-def test_universal_files_are_made_where_they_are_asked_for() -> None:
-    job = Driven(settings(universal_checkpoint=True))
+def test_universal_files_come_first_where_that_is_asked_for() -> None:
+    job = Driven(settings(universal_checkpoint=True, universal_gate=True))
     a = shrunk(job)
     assert job.phase is Phase.FORMING
     assert a.lease

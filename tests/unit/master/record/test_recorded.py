@@ -34,8 +34,10 @@ def job_at(moment: str) -> Job:
 
 def in_order(row: dict[str, Any]) -> dict[str, Any]:
     """A row, whatever order its sets were written in, and without what has come since."""
-    if row.get("drain"):
-        row = {**row, "drain": {key: value for key, value in row["drain"].items() if key != "grown"}}
+    since = {"drain": "grown", "conversion": "beside", "settings": "universal_gate"}
+    for name, new in since.items():
+        if row.get(name):
+            row = {**row, name: {key: value for key, value in row[name].items() if key != new}}
     joined = row.get("joined")
     if joined is None:
         return row
