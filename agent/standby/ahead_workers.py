@@ -124,7 +124,7 @@ class AheadWorkers:
             worker.signal_group(signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends them, for good."""
+        """Ends all of them, for good."""
         with self._lock:
             self._given_up = self._given_up or "closed"
             self._stop_timer()

@@ -96,6 +96,6 @@ class StoreServers:
         return self._used
 
     def close(self) -> None:
-        """Closes all."""
+        """Closes all stores."""
         self._waiting.clear()
         self._used = None
