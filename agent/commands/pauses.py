@@ -23,7 +23,7 @@ def show(options: argparse.Namespace) -> int:
         raise ValueError(f"{options.directory} is no directory: give the one of dlrover-run --trace-dir")
     found = pauses(read(options.directory))
     if not found:
-        print(f"no change of the world in {options.directory}: a world before and one behind it must have made a step")
+        print(f"no change of the world in {options.directory}: the worlds before and after it must have made a step")
         return EXIT_FAILED
     for pause in found:
         print("\n".join(map(printable, lines(pause))))

@@ -218,7 +218,7 @@ class TrainingState:
         if had != have:
             raise ValueError(
                 f"{resume.ref.name} was saved with {_named(had)}, this training has {_named(have)}: it would go on"
-                " otherwise than it began; make the same ones, or start a new run"
+                " in another way than it began; make the same ones, or start a new run"
             )
         for name, names in self._trained().items():
             # Earlier versions did not say.

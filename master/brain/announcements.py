@@ -129,14 +129,14 @@ def waiting_to_grow(turn: Turn, new: list[Node], until: float | None) -> None:
 
 
 def waiting_for_starts(turn: Turn, new: list[Node], cold: list[str]) -> None:
-    """Says that the training goes on while a script that takes long starts on the newcomers."""
+    """Says that newcomers wait for a script that takes long to start, and that the training goes on."""
     who = frozenset(node.name for node in new)
     if who <= turn.open.growth_told:
         return
     turn.open.growth_told = who
     turn.notice(
-        f"{names(sorted(who))} joined: taken in as soon as the script has started on {names(sorted(cold))} beside the"
-        " training, which goes on"
+        f"{names(sorted(who))} joined: taken in as soon as the script has started on {names(sorted(cold))}; training"
+        " goes on meanwhile"
     )
 
 

@@ -291,7 +291,7 @@ def test_a_loop_over_a_list_that_was_left(came: dict[str, Came]) -> None:
     assert [len(rank["steps"]) for rank in came["left, a list"].ranks] == [5, 5]
     said = [[line for line in rank["warnings"] if "was left in step" in line] for rank in came["left, a list"].ranks]
     (line,) = said[0]
-    assert line.startswith("the loop before was left in step 2, which does not count")
+    assert line.startswith("the previous loop was left in step 2, which does not count")
     assert said[1] == []
 
 

@@ -315,13 +315,13 @@ def test_hooks_that_change_gradients(seen: Seen) -> None:
 @pytest.mark.parametrize(
     ("name", "made", "said"),
     [
-        ("lambda", 0, "save= calls a DeepSpeed engine, whose is deepspeed-zero-2"),
-        ("partial", 0, "save= calls a DeepSpeed engine, whose is deepspeed-zero-3"),
-        ("ours, other stage", 0, "what save= writes with is deepspeed-zero-3: leave strategy out"),
+        ("lambda", 0, "save= calls a DeepSpeed engine with deepspeed-zero-2"),
+        ("partial", 0, "save= calls a DeepSpeed engine with deepspeed-zero-3"),
+        ("ours, other stage", 0, "save= writes deepspeed-zero-3: leave strategy out"),
         ("hidden", 1, "the files are ZeRO shards (stage 1 or 2), which load at no other number of ranks"),
         ("hidden, stage 3", 1, "the files are ZeRO shards (stage 3)"),
-        ("other stage", 1, "strategy='deepspeed-zero-2', and the files are those of ZeRO stage 3"),
-        ("no engine", 1, "strategy='deepspeed-zero-2', and none of the files is a DeepSpeed engine's"),
+        ("other stage", 1, "strategy='deepspeed-zero-2', but the files are those of ZeRO stage 3"),
+        ("no engine", 1, "strategy='deepspeed-zero-2', but none of the files is a DeepSpeed engine's"),
     ],
 )
 def test_a_checkpoint_that_is_not_what_it_says_is_refused(seen: Seen, name: str, made: int, said: str) -> None:
