@@ -29,7 +29,7 @@ from .hyperparameters import told_of
 
 log = logging.getLogger(__name__)
 
-# Names are grouped into so many heaps. Each tensor's number is sent only for heaps that differ, and for so many
+# Names are grouped into so many heaps. Only for heaps that differ is each tensor's number sent, for at most so many
 # tensors.
 HEAPS, TOLD = 64, 256
 # Steps after which this is given up if nothing moves: a learning rate of 0, or a loss scale that is still too large.

@@ -54,9 +54,10 @@ def is_unexplained(job: Job) -> bool:
 
 
 def unexplained(turn: Turn, *, now: bool) -> None:
-    """Explains a world that ended because a connection between ranks broke, if a lost node or a failure was the cause.
+    """Says that nobody knows which rank ended first, after a world ended because a connection between ranks broke.
 
-    If neither is seen within some seconds (or `now`, because the next world opens), people are told that nobody knows.
+    A lost node or a failure would be named instead. This waits some seconds for one, or not at all (`now`) if the next
+    world opens.
     """
     if not is_unexplained(turn.job) or not (now or turn.overdue(turn.live.phase_heard + NAMED_WITHIN_SECONDS)):
         return
