@@ -157,7 +157,7 @@ def test_ranks_that_begin_unlike(came: dict[str, Came], name: str) -> None:
 def test_ranks_that_train_by_themselves(came: dict[str, Came], name: str) -> None:
     """Seen right behind the first step that moves something; nothing of it is saved."""
     line, steps = ended(came[name])
-    assert f"behind step {ALONE[name][2]} the ranks have different weights or states of the optimizer" in line
+    assert f"after step {ALONE[name][2]} the ranks have different weights or states of the optimizer" in line
     assert steps == [ALONE[name][2]] * 2
     assert came[name].sealed() == []
 
