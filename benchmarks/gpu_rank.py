@@ -105,7 +105,7 @@ def main() -> int:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: Tensor) -> None:
-    """One step."""
+    """Makes one training step."""
     loss = model(rows).square().mean()
     loss.backward()
     optimizer.step()

@@ -80,7 +80,7 @@ class PlainScreen:
             self.say(f"step {view.step}/{view.steps}, loss {view.loss:.4f}, epoch {view.epoch}, {ranks}", who="run")
 
     def say(self, text: str, who: str = "demo") -> None:
-        """One line."""
+        """Prints one line."""
         print(f"{time.monotonic() - self._began:6.1f}s {who:>11}: {text}", flush=True)
 
 

@@ -112,7 +112,7 @@ async def _serve(options: argparse.Namespace) -> int:
         # Bind both ports before the start: a master without its port must not supersede one that serves well.
         edge = _edge(server, options, token)
         if options.embedded and _is_unwanted():
-            log.info("whoever started this master is gone: ending, as nobody would find it")
+            log.info("the process that started this master is gone: ending, because nobody would find it")
             return EXIT_OK
         await server.start()
         if edge is not None:

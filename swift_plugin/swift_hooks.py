@@ -29,7 +29,7 @@ from .hf.plain import under_dlrover_run
 from .hf.trainer import SIZES, ElasticTrainer
 
 NAME = "dalsegno"
-"""For ``--callbacks``."""
+"""The name for ``--callbacks``."""
 # Samples per step that ms-swift aims at if it is not told how many steps to accumulate. (It uses more if one
 # micro-batch of all ranks is larger, which would depend on the world.)
 _USUAL_BATCH = 16

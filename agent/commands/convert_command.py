@@ -39,22 +39,22 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the command's arguments."""
     parser.add_argument("source", type=Path, metavar="SRC", help="the checkpoint: a directory of ours or DeepSpeed's")
-    parser.add_argument("target", type=Path, metavar="DST", help="where to; begun before, it is gone on with")
+    parser.add_argument("target", type=Path, metavar="DST", help="where to; an unfinished one is continued")
     parser.add_argument(
-        "--threads", type=int, default=Effort.threads, metavar="N", help="at work at once (default: %(default)s)"
+        "--threads", type=int, default=Effort.threads, metavar="N", help="working at once (default: %(default)s)"
     )
     parser.add_argument(
         "--memory",
         type=_bytes,
         default=Effort.memory,
         metavar="SIZE",
-        help="of all buffers together, like 64M (default: 16M)",
+        help="bytes of all buffers together, like 64M (default: 16M)",
     )
     parser.add_argument(
         "--stage",
         type=int,
         choices=(1, 2, 3),
-        help="the ZeRO stage that will load it, where it is not the one that saved",
+        help="the ZeRO stage that will load it, if it is not the one that saved",
     )
     parser.add_argument(
         "--reset-optimizer", action="store_true", help="keep the weights and let the optimizer start anew"

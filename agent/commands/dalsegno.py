@@ -283,7 +283,7 @@ def _parser() -> argparse.ArgumentParser:
     convert_command.add_arguments(convert)
     convert.set_defaults(act=_convert)
     parts = commands.add_parser("pauses", help="where the time of each change of the world went, part by part")
-    parts.add_argument("directory", type=Path, metavar="DIR", help="the one of dlrover-run --trace-dir")
+    parts.add_argument("directory", type=Path, metavar="DIR", help="the directory of dlrover-run --trace-dir")
     parts.set_defaults(act=_pauses)
     looks = commands.add_parser("doctor", help="the installation; or what a training script is, before its first step")
     doctor.add_arguments(looks)

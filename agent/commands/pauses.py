@@ -20,10 +20,10 @@ def show(options: argparse.Namespace) -> int:
         OSError: the directory cannot be read.
     """
     if not options.directory.is_dir():
-        raise ValueError(f"{options.directory} is no directory: give the one of dlrover-run --trace-dir")
+        raise ValueError(f"{options.directory} is no directory: give the directory of dlrover-run --trace-dir")
     found = pauses(read(options.directory))
     if not found:
-        print(f"no change of the world in {options.directory}: a world before and one behind it must have made a step")
+        print(f"no change of the world in {options.directory}: the worlds before and after it must have made a step")
         return EXIT_FAILED
     for pause in found:
         print("\n".join(map(printable, lines(pause))))

@@ -105,7 +105,7 @@ class Credentials:
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """Sent with every call."""
+        """Metadata that is sent with every call."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
     def channel(self, address: str) -> grpc.Channel:

@@ -96,13 +96,13 @@ class EmbeddedMaster:
     ) -> None:
         self._directory = directory
         self._job_id = job_id
-        self._watch = max(node_timeout, _LEAST_WATCH_SECONDS)
+        self._watch_seconds = max(node_timeout, _LEAST_WATCH_SECONDS)
         self._say = say
         # Messages said since the master was found last.
         self._said: set[str] = set()
         self._command = tuple(command)
         # A watched claim must have time to show that it stands still.
-        self._patience = max(patience, self._watch + _SILENCE_SECONDS)
+        self._patience_seconds = max(patience, self._watch_seconds + _SILENCE_SECONDS)
         self._machine = machine or Machine()
         self._place = self._machine.place()
         self._claims = ClaimFile(directory, self._machine)
@@ -240,7 +240,7 @@ class EmbeddedMaster:
                 return
             self._served = False
             hidden = standing in (_Standing.HIDDEN, _Standing.ELSEWHERE)
-            if standing in _REPLACED or (hidden and now - still_since >= self._watch):
+            if standing in _REPLACED or (hidden and now - still_since >= self._watch_seconds):
                 if self._replace(claim, standing):
                     return
             elif claim is not None:
@@ -260,11 +260,12 @@ class EmbeddedMaster:
         where = f"process {claim.pid}" if standing is _Standing.SILENT else f"in another container of {claim.host}"
         master = f"the master of job {self._job_id} ({where}) lives"
         if standing is _Standing.ELSEWHERE:
-            text = f"the job was served on {claim.host}; watching for {self._watch:.0f} s whether it still is"
+            text = f"the job was served on {claim.host}; watching for {self._watch_seconds:.0f} s whether it still is"
             self._say_once(text, False)
-        elif waited >= self._patience:
+        elif waited >= self._patience_seconds:
             why = (
-                f"has not answered for {self._patience:.0f} s; it is not replaced while it lives, as its disk may hang"
+                f"has not answered for {self._patience_seconds:.0f} s; it is not replaced while it lives, as its disk"
+                " may hang"
             )
             raise MasterError(
                 f"{master} and {self._unasked or why}; if it never comes back, end it (kill -9), and an agent starts"

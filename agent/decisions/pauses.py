@@ -21,7 +21,7 @@ PARTS = (
     *("noticed", "step finished", "written", "synced", "sealed", "committed", "stopped", "converted", "formed"),
     *("started", "met", "verified", "built", "loaded", "ready", "first step"),
 )
-# Marks at a worker's beginning after which no part is named.
+# Marks at a worker's beginning that end a part of another name.
 _NAMES = {"session": "started"}
 _OF_THE_OLD = ("written", "synced", "sealed", "committed", "stopped", "converted")
 
@@ -110,7 +110,7 @@ def _told(marks: Sequence[Mark], epoch: int, last: float) -> float | None:
 
 
 def _counts(one: Mark, epoch: int) -> bool:
-    """Whether a mark belongs to a rank of the epoch; a converter's marks have neither rank nor epoch."""
+    """Whether a mark counts for an epoch. Saves count by rank; a converter's marks have neither rank nor epoch."""
     if one.name in ("written", "synced", "sealed"):
         return one.rank >= 0 and one.epoch == epoch
     return one.name == "converted" or one.epoch == epoch

@@ -31,7 +31,7 @@ class Outcome(str, Enum):
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """Durations in seconds."""
+    """The agent's settings. Durations are in seconds."""
 
     nproc: int = 1
     # As the user gave it; empty: the master gives one.

@@ -28,7 +28,7 @@ class Mailbox(Generic[T]):
 
     def __init__(self, capacity: int = 4096, patience: float = 30.0) -> None:
         self._capacity = capacity
-        self._patience = patience
+        self._patience_seconds = patience
         self._items: OrderedDict[Hashable, T] = OrderedDict()
         self._changed = threading.Condition()
         self._serial = 0
@@ -39,7 +39,7 @@ class Mailbox(Generic[T]):
         Raises:
             MailboxFull: there was no room within the patience.
         """
-        deadline = time.monotonic() + self._patience
+        deadline = time.monotonic() + self._patience_seconds
         with self._changed:
             key: Hashable = ("once", self._serial) if replaces is None else ("newest", replaces)
             self._serial += 1
@@ -47,7 +47,7 @@ class Mailbox(Generic[T]):
             self._items.pop(key, None)
             while len(self._items) >= self._capacity:
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    raise MailboxFull(f"{self._capacity} unread events for {self._patience:.0f} s")
+                    raise MailboxFull(f"{self._capacity} unread events for {self._patience_seconds:.0f} s")
             self._items[key] = item
             self._changed.notify_all()
 

@@ -31,7 +31,7 @@ class Outlet:
         self._name = name
         self._changed = threading.Condition()
         self._waiting: deque[bytes] = deque()
-        self._size = 0
+        self._size_bytes = 0
         # Bytes written so far, which tell whether somebody reads.
         self._written = 0
         self._dropped = 0
@@ -54,23 +54,23 @@ class Outlet:
                 self._stalled = True
             if self._gone:
                 return False
-            if self._size and self._size + len(data) > _CAPACITY_BYTES:
+            if self._size_bytes and self._size_bytes + len(data) > _CAPACITY_BYTES:
                 self._dropped += data.count(b"\n") or 1
                 return False
             self._waiting.append(data)
-            self._size += len(data)
+            self._size_bytes += len(data)
             self._changed.notify_all()
             return True
 
     def flush(self, timeout: float) -> bool:
         """Waits until everything is written, at most `timeout` seconds. False: not within them."""
         with self._changed:
-            return self._changed.wait_for(lambda: self._gone or not self._size, timeout)
+            return self._changed.wait_for(lambda: self._gone or not self._size_bytes, timeout)
 
     def _room(self, size: int, patience: float) -> bool:
         """Waits for room as long as anything is read; the caller holds the lock."""
         seen, deadline = self._written, time.monotonic() + patience
-        while self._size and self._size + size > _CAPACITY_BYTES and not self._gone:
+        while self._size_bytes and self._size_bytes + size > _CAPACITY_BYTES and not self._gone:
             if not self._changed.wait(max(0.0, deadline - time.monotonic())) and time.monotonic() >= deadline:
                 return False
             if self._written != seen:
@@ -107,7 +107,7 @@ class Outlet:
             view = view[written:]
             with self._changed:
                 self._written += written
-                self._size -= written
+                self._size_bytes -= written
                 self._changed.notify_all()
 
     def _note_dropped(self) -> None:
@@ -118,4 +118,4 @@ class Outlet:
             if dropped:
                 line = f"{self._name}: warning: {dropped} lines are not shown here: nobody read them\n".encode()
                 self._waiting.append(line)
-                self._size += len(line)
+                self._size_bytes += len(line)

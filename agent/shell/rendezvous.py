@@ -91,7 +91,7 @@ class Rendezvous(RendezvousHandler):
 
     def __init__(self, config: AgentConfig, addresses: list[str], files: CredentialFiles, timeout: float) -> None:
         self._config = config
-        self._timeout = timeout
+        self._timeout_seconds = timeout
         self._changed = threading.Condition()
         self._world: tuple[control_pb2.World, TCPStore | None] | None = None
         self._running: control_pb2.World | None = None
@@ -146,8 +146,8 @@ class Rendezvous(RendezvousHandler):
                 self._mailbox.put(ev.WorkerExited(running.epoch, 0, 1, "a worker failed (see torchrun's output)"))
             self._mailbox.put(ev.WorkersStopped(running.epoch))
         with self._changed:
-            if not self._changed.wait_for(lambda: self._world or self._ending, self._timeout):
-                raise RendezvousTimeoutError(f"no place in a world within {self._timeout:.0f} s")
+            if not self._changed.wait_for(lambda: self._world or self._ending, self._timeout_seconds):
+                raise RendezvousTimeoutError(f"no place in a world within {self._timeout_seconds:.0f} s")
             if self._world is None:
                 assert self._ending is not None
                 if self._ending.code == ev.EXIT_FINISHED:
@@ -159,7 +159,7 @@ class Rendezvous(RendezvousHandler):
             incarnation = self._state.incarnation
         place = place_of(world, incarnation)
         if store is None:
-            timeout = timedelta(seconds=self._timeout)
+            timeout = timedelta(seconds=self._timeout_seconds)
             store = TCPStore(world.store_host, world.store_port, None, False, timeout)
         info = RendezvousStoreInfo(world.store_host, world.store_port)
         return RendezvousInfo(store, place.group_rank, place.nodes, info)

@@ -55,8 +55,8 @@ class AheadWorkers:
         take_patience: float = _TAKE_PATIENCE_SECONDS,
     ) -> None:
         self._on_settled = on_settled
-        self._patience = patience
-        self._take_patience = take_patience
+        self._patience_seconds = patience
+        self._take_patience_seconds = take_patience
         self._lock = threading.Lock()
         self._workers: dict[int, tuple[Nursery, Assignment, StandbyProcess]] = {}
         self._timer: threading.Timer | None = None
@@ -106,7 +106,7 @@ class AheadWorkers:
         if place is None:
             logger.info("worker %d has run ahead as another one than is wanted now", rank)
         elif worker.returncode is None and nursery.place(worker, place):
-            late = threading.Timer(self._take_patience, self._too_late, (rank, worker))
+            late = threading.Timer(self._take_patience_seconds, self._too_late, (rank, worker))
             late.daemon = True
             with self._lock:
                 self._late[worker] = late
@@ -120,11 +120,13 @@ class AheadWorkers:
         with self._lock:
             self._late.pop(worker, None)
         if not worker.taken and worker.returncode is None:
-            logger.warning("worker %d has not taken its place within %.0f s: replaced", rank, self._take_patience)
+            logger.warning(
+                "worker %d has not taken its place within %.0f s: replaced", rank, self._take_patience_seconds
+            )
             worker.signal_group(signal.SIGKILL)
 
     def close(self) -> None:
-        """Ends them, for good."""
+        """Ends all of them, for good."""
         with self._lock:
             self._given_up = self._given_up or "closed"
             self._stop_timer()
@@ -165,14 +167,14 @@ class AheadWorkers:
         with self._lock:
             slow = [worker for _, _, worker in self._workers.values() if not worker.parked]
             if slow:
-                self._give_up(f"the script has not needed its place within {self._patience:.0f} s")
+                self._give_up(f"the script has not needed its place within {self._patience_seconds:.0f} s")
         for worker in slow:
             worker.discard()
         self._on_settled()
 
     def _start_timer(self) -> None:
         self._stop_timer()
-        timer = threading.Timer(self._patience, self._out_of_patience)
+        timer = threading.Timer(self._patience_seconds, self._out_of_patience)
         timer.daemon = True
         timer.start()
         self._timer = timer

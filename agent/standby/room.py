@@ -10,7 +10,7 @@ from dalsegno.protos.shortage import own_cgroups
 
 __all__ = ["available_bytes", "has_room_beside", "is_enough", "private_bytes"]
 
-# The share of available memory that must remain, besides as much again as the workers have: they and caches grow.
+# Memory that must remain available, as a share of what the new workers need: workers grow, and so do caches.
 _RESERVE = 0.5
 _MEMINFO = Path("/proc/meminfo")
 # Files of control groups of version 2 and 1: the limit, what is used, and how much of that is cache.

@@ -73,7 +73,7 @@ class StandbyPool:
         self._python = python
         self._fork = fork
         self._notices = tuple(int(number) for number in notices)
-        self._patience = patience
+        self._patience_seconds = patience
         self._stuck = 0
         self._lock = threading.RLock()
         self._nurseries: list[Nursery] = []
@@ -237,7 +237,7 @@ class StandbyPool:
 
     def _watch_imports(self, nursery: Nursery) -> None:
         """Gives up a nursery whose imports do not end in time: deadlocked, endless, or from a missing file system."""
-        settled = nursery.settled.wait(self._patience)
+        settled = nursery.settled.wait(self._patience_seconds)
         with self._lock:
             if self._closed or nursery.ready.is_set():
                 return
@@ -250,7 +250,7 @@ class StandbyPool:
             self._stuck += 1
         logger.warning(
             "nursery %d has not imported %s within %.0f s: given up, its workers start cold; see %s",
-            *(nursery.process.pid, ", ".join(self._modules), self._patience, self._log),
+            *(nursery.process.pid, ", ".join(self._modules), self._patience_seconds, self._log),
         )
         nursery.give_up()
         # This node has nothing more to wait for before it takes part.

@@ -52,7 +52,7 @@ class StoreServers:
 
     def __init__(self, address: str, timeout: float = 300.0) -> None:
         self.address = address
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout_seconds = timedelta(seconds=timeout)
         self._waiting: dict[int, TCPStore] = {}
         self._used: TCPStore | None = None
 
@@ -75,7 +75,7 @@ class StoreServers:
                 port,
                 None,
                 True,
-                self._timeout,
+                self._timeout_seconds,
                 wait_for_workers=False,
                 master_listen_fd=listener.fileno(),
             )
@@ -96,6 +96,6 @@ class StoreServers:
         return self._used
 
     def close(self) -> None:
-        """Closes all."""
+        """Closes all stores."""
         self._waiting.clear()
         self._used = None

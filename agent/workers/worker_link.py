@@ -359,7 +359,7 @@ class WorkerLink:
             expected = self._expected
             process = None if expected is None else expected.pids.get(hello.rank - expected.first_rank)
         if expected is None or hello.epoch != expected.epoch:
-            raise _Broken(f"it is of epoch {hello.epoch}, whose workers were not started last")
+            raise _Broken(f"it is of epoch {hello.epoch}, which is not the one started last")
         local_rank = hello.rank - expected.first_rank
         # With --virtual-local-rank every worker's local rank is 0.
         if not 0 <= local_rank < expected.nproc or hello.local_rank not in (0, local_rank):

@@ -68,7 +68,7 @@ class Maker(Generic[T]):
             rng.seed_cpu(rng.derive("worker", self.worker_seed, place.data_epoch, place.samples, part.slice.number))
 
     def make(self, samples: list[Any], part: Part) -> T:
-        """Pads and collates."""
+        """Pads and collates samples to the data of a micro-batch."""
         collate: Callable[[list[Any]], T] = self.collate or default_collate
         rows = samples + samples[:1] * part.slice.padding
         if self.seed is None:

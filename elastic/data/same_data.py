@@ -13,7 +13,7 @@ from .prints import Likeness, likeness
 
 # The most prints that a checkpoint carries.
 MOST = 8
-ALLOW = "where that is meant, say check_data=False"
+ALLOW = "if that is intended, give check_data=False"
 
 
 class Found(NamedTuple):

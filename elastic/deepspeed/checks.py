@@ -98,7 +98,7 @@ def is_tried() -> bool:
 def _why_not_dealt_out(engine: Any) -> str | None:
     """Why the optimizer's state cannot be dealt out to other ranks; None: as far as is known, it can."""
     if (unknown := _unknown(engine)) is not None:
-        return f"{unknown}, of which nobody knows that it treats every weight by itself"
+        return f"{unknown}, which is not known to treat every weight by itself"
     optimizer = torch_optimizer(engine)
     name = type(optimizer).__name__
     kinds = set()

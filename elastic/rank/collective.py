@@ -142,7 +142,7 @@ class GlooCollective:
     def __init__(self, rank: int, world_size: int, epoch: int, *, timeout: float = TIMEOUT_SECONDS) -> None:
         self.rank, self.world_size = rank, world_size
         self._epoch = epoch
-        self._timeout = timedelta(seconds=timeout)
+        self._timeout_seconds = timedelta(seconds=timeout)
         self._group: Any = None
         self._store: Any = None
         self._left = 0
@@ -247,7 +247,7 @@ class GlooCollective:
     def _wait(self, work: Any) -> None:
         gone, pause = self._gone, FIRST_LOOK_SECONDS
         if gone is None:
-            work.wait(self._timeout)
+            work.wait(self._timeout_seconds)
             return
         while not work.is_completed():
             if gone():
@@ -256,7 +256,7 @@ class GlooCollective:
             threading.Event().wait(pause)
             pause = min(2 * pause, LAST_LOOK_SECONDS)
         try:
-            work.wait(self._timeout)
+            work.wait(self._timeout_seconds)
         except RuntimeError as error:
             raise PeerLost(str(error).partition("\n")[0]) from error
 
@@ -268,14 +268,14 @@ class GlooCollective:
             from torch.distributed.rendezvous import rendezvous
 
             began = time.monotonic()
-            store, rank, world_size = next(iter(rendezvous("env://", timeout=self._timeout)))
+            store, rank, world_size = next(iter(rendezvous("env://", timeout=self._timeout_seconds)))
             if (rank, world_size) != (self.rank, self.world_size):
                 raise RuntimeError(f"rank {rank} of {world_size} in the environment, the session is {self.rank}")
             # After a run's end ranks may meet again, for a last sum; the store still has the addresses of the group
             # before.
             prefixed = dist.PrefixStore(f"dalsegno/{self._epoch}/{self._left}", store)  # type: ignore[attr-defined]
             self._store = store
-            self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, self._timeout)
+            self._group = dist.ProcessGroupGloo(prefixed, rank, world_size, self._timeout_seconds)
             log.debug("the session's group of %d ranks stands after %.3f s", world_size, time.monotonic() - began)
         return self._group
 

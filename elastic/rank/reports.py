@@ -31,7 +31,7 @@ class Reports:
         self.loss = float("nan")
         self._link, self._count = link, count
         self._mark = self._heard = time.monotonic()
-        self._told, self._longest = 0.0, 0.0
+        self._told, self._longest_seconds = 0.0, 0.0
         self._beats, self._beat_told, self._master_seen = 0, 0.0, False
 
     def begin(self) -> None:
@@ -75,14 +75,14 @@ class Reports:
 
     def _sign(self, now: float) -> None:
         """Notes a sign of this rank, and how long the silence before it was if that is the longest."""
-        self._longest, self._heard = max(self._longest, now - self._heard), now
+        self._longest_seconds, self._heard = max(self._longest_seconds, now - self._heard), now
 
     def _progress(self, step: int, seconds: float) -> worker_pb2.ToAgent:
         progress = worker_pb2.Progress(
             step=step,
             loss=self.loss,
             seconds=seconds,
-            longest=self._longest,
+            longest=self._longest_seconds,
             anyone_sees_master=self._master_seen,
             beats=self._beats,
         )

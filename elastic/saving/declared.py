@@ -38,14 +38,14 @@ def strategy_of(write: Any, given: str) -> str:
     own = getattr(write, "strategy", None)
     if isinstance(own, str):  # one of our own functions, which knows its strategy
         if given not in (DDP, own):
-            raise ValueError(f"strategy={given!r}, and what save= writes with is {own}: leave strategy out")
+            raise ValueError(f"strategy={given!r}, but save= writes {own}: leave strategy out")
         return own
     for engine in _engines(write):
         stage = int(engine.zero_optimization_stage())
         own = f"{_DEEPSPEED}{stage}"
         # Stage 0 partitions nothing, and a name of the script's own promises nothing.
         if given != own and (given.startswith(_DEEPSPEED) or (given == DDP and stage > 0)):
-            raise ValueError(f"strategy={given!r}, and save= calls a DeepSpeed engine, whose is {own}: {_CURE}")
+            raise ValueError(f"strategy={given!r}, but save= calls a DeepSpeed engine with {own}: {_CURE}")
     return given
 
 
@@ -85,9 +85,9 @@ def contradiction(paths: Sequence[str], strategy: str, any_world_size: bool) -> 
         return None
     said = strategy.removeprefix(_DEEPSPEED)
     if stage is None:
-        return f"strategy={strategy!r}, and none of the files is a DeepSpeed engine's: {_CURE}, or another strategy"
+        return f"strategy={strategy!r}, but none of the files is a DeepSpeed engine's: {_CURE}, or another strategy"
     if said not in stage.split(" or "):
-        return f"strategy={strategy!r}, and the files are those of ZeRO stage {stage}: {_CURE}"
+        return f"strategy={strategy!r}, but the files are those of ZeRO stage {stage}: {_CURE}"
     return None
 
 

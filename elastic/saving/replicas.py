@@ -96,7 +96,7 @@ def check_unsharded(content: Any, what: str) -> None:
     for path, tensor in tensors(content):
         if _is_sharded(tensor):
             raise ValueError(
-                f"{what} has a sharded tensor{path and f' ({path})'}, of which rank 0's rows would be saved for all:"
+                f"{what} has a sharded tensor{path and f' ({path})'}: rank 0's rows would be saved for all ranks;"
                 " keep its full_tensor() there, or save it by torch.distributed.checkpoint (docs/dcp.md)"
             )
 

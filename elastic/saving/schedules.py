@@ -54,7 +54,7 @@ def check_factors(saved: Factors, now: Factors) -> None:
                 raise ValueError(
                     f"the scheduler's function is another one than the checkpoint's: at its step {step} that gave "
                     f"{one:.6g}, and this gives {other:.6g}, so the learning rate would leave its curve. Restore it, "
-                    "start a new run, or say other_schedule=True if that is meant"
+                    "start a new run, or give other_schedule=True if that is intended"
                 )
 
 

@@ -233,7 +233,7 @@ class WeightsAndBiases:
         self._run.log(dict(values), step=step)
 
     def close(self) -> None:
-        """Ends the run there."""
+        """Ends the run at Weights & Biases."""
         if self._run is not None:
             self._run.finish()
             self._run = None

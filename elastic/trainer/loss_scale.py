@@ -66,7 +66,7 @@ class LossScale:
         return stepped
 
     def state_dict(self) -> dict[str, Any]:
-        """For checkpoints."""
+        """The scaler's state, for checkpoints."""
         return {"skipped": self.skipped, "scaler": {} if self._scaler is None else self._scaler.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

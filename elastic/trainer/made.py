@@ -108,7 +108,7 @@ class Made:
 
 
 def listed(kinds: Mapping[str, str]) -> str:
-    """For people."""
+    """The kinds in one line, for people."""
     return " and ".join(f"{name} {kind}" for name, kind in sorted(kinds.items()))
 
 

@@ -446,7 +446,7 @@ class Trainer:
         if had != self._made.kinds:
             raise ValueError(
                 f"the checkpoint's training has {listed(had)}, this one has {self._made}: it would go on "
-                "otherwise than it began; make the same ones, or start a new run"
+                "in another way than it began; make the same ones, or start a new run"
             )
         if state.get("drop_last", self.drop_last) != self.drop_last:
             raise ValueError(f"the checkpoint's training has drop_last={not self.drop_last}, this one has the other")

@@ -29,7 +29,7 @@ from .hyperparameters import told_of
 
 log = logging.getLogger(__name__)
 
-# Names are grouped into so many heaps. Each tensor's number is sent only for heaps that differ, and for so many
+# Names are grouped into so many heaps. Only for heaps that differ is each tensor's number sent, for at most so many
 # tensors.
 HEAPS, TOLD = 64, 256
 # Steps after which this is given up if nothing moves: a learning rate of 0, or a loss scale that is still too large.
@@ -215,7 +215,7 @@ def refusal(apart: Sequence[Apart], step: int) -> str:
             "model from one seed or load one file on all ranks, or wrap it in DistributedDataParallel before"
         )
     return (
-        f"behind step {step} the ranks have different weights or states of the optimizer ({_named(apart)}): nothing "
+        f"after step {step} the ranks have different weights or states of the optimizer ({_named(apart)}): nothing "
         "averages these gradients, so each rank trains a model of its own. Call what DistributedDataParallel has "
         "wrapped, not the model inside, and give the optimizer parameters of that model only"
     )
@@ -223,7 +223,7 @@ def refusal(apart: Sequence[Apart], step: int) -> str:
 
 def saying(more: Sequence[Apart], apart: Sequence[Apart], step: int) -> str:
     """The message about differences that are not refused, because they may be meant or cannot be helped."""
-    when = f"behind step {step}" if step else "before the first step"
+    when = f"after step {step}" if step else "before the first step"
     if more:
         return (
             f"{when} the ranks have different values of {_named(more)}: right if the script means each rank to have "

@@ -193,8 +193,8 @@ def _say_what_was_left(session: Session, first: Unknown[Any] | None) -> None:
     """Says that nobody knows whether a step was trained before a ``break``; only `Batches` know it."""
     if session.left_in_a_step and first is not None and first.batches is None and session.rank == 0:
         remark(
-            "the loop before was left in step %d, which does not count, as nobody knows whether it was trained: if it "
-            "was, this run makes one step more than it counts; leave the loop by max_steps=, or give Batches",
+            "the previous loop was left in step %d, which does not count, because nobody knows whether it was trained: "
+            "if it was, this run makes one step more than it counts; leave the loop by max_steps=, or give Batches",
             session.step + 1,
         )
 

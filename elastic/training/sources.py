@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 INSTEAD = (
-    "give Batches, whose order any world goes on in, or a loader with state_dict and load_state_dict (torchdata's "
+    "give Batches, whose order continues in any world, or a loader with state_dict and load_state_dict (torchdata's "
     "StatefulDataLoader); or, where the script itself has moved the data to session.step, say so: steps(advanced=True)"
 )
 

@@ -75,7 +75,7 @@ class TrainingState:
         session.copies.know(self._model, *optimizers, scheduler=scheduler, saved=True)
         self._unlisted = Unlisted(self._model)
         self._factors = {name: factors(part) for name, part in self._parts.items()}
-        # For each optimizer: schedules that are in no part, the saved places of such schedules, and its loaded rates.
+        # For each optimizer: schedules that are in no part, the saved places of such schedules, and its saved rates.
         self._left_out: dict[str, list[weakref.ref[Any]]] = {}
         self._stood: dict[str, list[Any]] = {}
         self._rates: dict[str, list[float]] = {}
@@ -222,7 +222,7 @@ class TrainingState:
         if had != have:
             raise ValueError(
                 f"{resume.ref.name} was saved with {_named(had)}, this training has {_named(have)}: it would go on"
-                " otherwise than it began; make the same ones, or start a new run"
+                " in another way than it began; make the same ones, or start a new run"
             )
         for name, names in self._trained().items():
             # Earlier versions did not say.

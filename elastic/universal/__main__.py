@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--earlier", type=Path, action="append", default=[], help="directory of an earlier lease")
     parser.add_argument("--digest", help="the source's recorded digest")
     parser.add_argument("--upstream", action="store_true", help="use DeepSpeed's own converter")
-    parser.add_argument("--threads", type=int, default=THREADS, help="at work at once (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=THREADS, help="threads that work at once (default: %(default)s)")
     parser.add_argument("--memory", type=int, default=MEMORY_BYTES, help="bytes of buffers (default: %(default)s)")
     parser.add_argument("--anywhere", action="store_true", help="any directories; go on with a target that was begun")
     parser.add_argument("--stage", type=int, help="the ZeRO stage that will load it (with --anywhere)")

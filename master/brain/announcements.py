@@ -54,9 +54,10 @@ def is_unexplained(job: Job) -> bool:
 
 
 def unexplained(turn: Turn, *, now: bool) -> None:
-    """Explains a world that ended because a connection between ranks broke, if a lost node or a failure was the cause.
+    """Says that nobody knows which rank ended first, after a world ended because a connection between ranks broke.
 
-    If neither is seen within some seconds (or `now`, because the next world opens), people are told that nobody knows.
+    A lost node or a failure would be named instead. This waits some seconds for one, or not at all (`now`) if the next
+    world opens.
     """
     if not is_unexplained(turn.job) or not (now or turn.overdue(turn.live.phase_heard + NAMED_WITHIN_SECONDS)):
         return
@@ -129,14 +130,14 @@ def waiting_to_grow(turn: Turn, new: list[Node], until: float | None) -> None:
 
 
 def waiting_for_starts(turn: Turn, new: list[Node], cold: list[str]) -> None:
-    """Says that the training goes on while a script that takes long starts on the newcomers."""
+    """Says that newcomers wait for a script that takes long to start, and that the training goes on."""
     who = frozenset(node.name for node in new)
     if who <= turn.open.growth_told:
         return
     turn.open.growth_told = who
     turn.notice(
-        f"{names(sorted(who))} joined: taken in as soon as the script has started on {names(sorted(cold))} beside the"
-        " training, which goes on"
+        f"{names(sorted(who))} joined: taken in as soon as the script has started on {names(sorted(cold))}; training"
+        " goes on meanwhile"
     )
 
 

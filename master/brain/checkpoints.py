@@ -17,7 +17,7 @@ WITNESSES = 2
 # The most checkpoints that one order deletes.
 PRUNED_AT_ONCE = 256
 LATE_KEPT = 256
-NOT_DEEPSPEEDS = "it was not saved by a DeepSpeed engine, whose files alone can be converted"
+NOT_DEEPSPEEDS = "it was not saved by a DeepSpeed engine, and only its files can be converted"
 
 
 def from_proto(message: control_pb2.Checkpoint) -> Checkpoint:
@@ -223,7 +223,7 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
         if message.form == control_pb2.FORM_UNIVERSAL:
             forms.append(message)
         elif message.epoch == job.epoch and job.epoch and job.checkpoint(message.ref.digest) is None:
-            refused = record_commit(turn, message, by.name) if may_tell(turn, by) else "it is told by a stranger"
+            refused = record_commit(turn, message, by.name) if may_tell(turn, by) else "a stranger reported it"
             if not refused:
                 turn.notice(f"{message.ref.name} was sealed but not yet recorded: it counts")
         elif message.epoch < job.epoch and job.checkpoint(message.ref.digest) is None:

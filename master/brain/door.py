@@ -34,7 +34,7 @@ MOST_WORKERS = 1 << 16
 MOST_SETTING = 1 << 20
 # The longest duration in seconds: thirty years.
 LONGEST_SECONDS = 1e9
-# The most characters of free text.
+# The most characters of a probe.
 LONGEST_PROBE = 256
 # The most entries of other lists.
 MOST_REFS = 4096

@@ -37,7 +37,7 @@ LOSS_LIMIT = 3
 LOSS_WINDOW_SECONDS = 600.0
 HOLD_BASE_SECONDS = 30.0
 MAX_HOLD_SECONDS = 3600.0
-# A name that was often held becomes a little more trusted with each window that it comes through without a loss.
+# For each period of this length without a loss, a name that was held is trusted a little more again.
 FORGIVEN_AFTER_SECONDS = 6 * LOSS_WINDOW_SECONDS
 # Seconds of silence before the end of a stream from which on its peer did not close it: the connection was found dead.
 PINGED_SECONDS = 3.5

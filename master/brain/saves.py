@@ -63,8 +63,8 @@ def note_seconds(turn: Turn, step: int, seconds: float) -> None:
     turn.live.slow_save_told = True
     advised = 10 * math.ceil(ADVISED * seconds / 10)
     turn.notice(
-        f"saving step {step} took {seconds:.0f} s, and a node that leaves is given {notice:.0f} s for it: where its"
-        f" notice is longer, --drain-timeout={advised} says so",
+        f"saving step {step} took {seconds:.0f} s, but a node that leaves has {notice:.0f} s for it: if its notice is"
+        f" longer, set --drain-timeout={advised}",
         True,
     )
 

@@ -425,7 +425,7 @@ class Job:
 
     @property
     def world(self) -> World | None:
-        """The last opened one."""
+        """The last opened world."""
         return self.opened.world if self.opened is not None else None
 
     @property

@@ -90,7 +90,7 @@ def metrics(status: control_pb2.StatusReply, goodput: float | None) -> str:
         (
             "dalsegno_paused_seconds",
             "counter",
-            "Without steps because of changes",
+            "Time without steps because of changes",
             sum(e.paused for e in status.history),
         ),
         ("dalsegno_lost_steps", "counter", "Steps done again after a loss", sum(e.lost_steps for e in status.history)),

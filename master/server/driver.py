@@ -103,7 +103,7 @@ class Brain(Protocol[S]):
         """What that agent should be doing."""
 
     def status(self, state: S, now: float, /) -> control_pb2.StatusReply:
-        """For people and tools."""
+        """The job's status, for people and tools."""
 
 
 class Views:

@@ -27,14 +27,14 @@ class Lifetime:
     def __init__(self, server: ControlServer, idle_timeout: float, linger: float) -> None:
         """Seconds without any agent after which it ends, and seconds that agents may stay after the job's end."""
         self._server = server
-        self._idle_timeout = idle_timeout
-        self._linger = linger
+        self._idle_timeout_seconds = idle_timeout
+        self._linger_seconds = linger
         self._connected_at = time.monotonic()
         self._ended_at: float | None = None
 
     def hurry(self) -> None:
         """All processes of a node were told to end: the present agents decide when, and no others are awaited."""
-        self._idle_timeout = min(self._idle_timeout, LAST_WORD_SECONDS)
+        self._idle_timeout_seconds = min(self._idle_timeout_seconds, LAST_WORD_SECONDS)
 
     async def run(self) -> None:
         """Runs until the server is told to stop, or the task is cancelled."""
@@ -51,7 +51,7 @@ class Lifetime:
         if connected:
             self._connected_at = now
         alone = now - max(self._connected_at, self._server.driver.heard_at)
-        if alone > self._idle_timeout:
+        if alone > self._idle_timeout_seconds:
             log.info("no agent for %.0f s: ending", alone)
             return True
         if not isinstance(reply.message, control_pb2.StatusReply) or reply.message.phase not in _ENDED:
@@ -60,7 +60,9 @@ class Lifetime:
         if self._ended_at is None:
             self._ended_at = now
         ended = now - self._ended_at
-        if ended > self._linger or (not connected and min(ended, alone) > min(LAST_WORD_SECONDS, self._linger)):
+        if ended > self._linger_seconds or (
+            not connected and min(ended, alone) > min(LAST_WORD_SECONDS, self._linger_seconds)
+        ):
             log.info("the job has ended: ending")
             return True
         return False

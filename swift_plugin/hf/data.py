@@ -37,7 +37,7 @@ class StepLoader:
 
     @property
     def position(self) -> Position:
-        """Where the training stands."""
+        """The training's position in the data."""
         return self._batches.position
 
     @property
@@ -47,7 +47,7 @@ class StepLoader:
 
     @property
     def cut(self) -> Cut:
-        """The same."""
+        """How batches become gradients, for the manifests of checkpoints."""
         return self._batches.cut
 
     @property

@@ -157,7 +157,7 @@ def test_ranks_that_begin_unlike(came: dict[str, Came], name: str) -> None:
 def test_ranks_that_train_by_themselves(came: dict[str, Came], name: str) -> None:
     """Seen right behind the first step that moves something; nothing of it is saved."""
     line, steps = ended(came[name])
-    assert f"behind step {ALONE[name][2]} the ranks have different weights or states of the optimizer" in line
+    assert f"after step {ALONE[name][2]} the ranks have different weights or states of the optimizer" in line
     assert steps == [ALONE[name][2]] * 2
     assert came[name].sealed() == []
 
@@ -291,7 +291,7 @@ def test_a_loop_over_a_list_that_was_left(came: dict[str, Came]) -> None:
     assert [len(rank["steps"]) for rank in came["left, a list"].ranks] == [5, 5]
     said = [[line for line in rank["warnings"] if "was left in step" in line] for rank in came["left, a list"].ranks]
     (line,) = said[0]
-    assert line.startswith("the loop before was left in step 2, which does not count")
+    assert line.startswith("the previous loop was left in step 2, which does not count")
     assert said[1] == []
 
 

@@ -118,7 +118,7 @@ def ends_the_last_timer(original: Any) -> Any:
 def writes_to_the_terminal_itself(original: Any) -> Any:
     def put(self: Outlet, data: bytes, patience: float = 0.0) -> bool:
         with self._changed:
-            self._size += len(data)
+            self._size_bytes += len(data)
         self._write(data)
         return True
 

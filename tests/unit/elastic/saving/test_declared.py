@@ -89,7 +89,7 @@ def ways(engine: Engine) -> list[Any]:
 
 def test_an_engine_is_seen_before_it_saves() -> None:
     for way in ways(Engine(2)):
-        with pytest.raises(ValueError, match="save= calls a DeepSpeed engine, whose is deepspeed-zero-2"):
+        with pytest.raises(ValueError, match="save= calls a DeepSpeed engine with deepspeed-zero-2"):
             strategy_of(way, "ddp")
         with pytest.raises(ValueError, match="deepspeed-zero-3"):
             strategy_of(way, "deepspeed-zero-3")

@@ -200,7 +200,7 @@ def test_rounding_is_said_and_not_refused(said: list[str], dtype: torch.dtype) -
 
     assert each(train) == ["goes on"] * 2
     (line,) = said
-    assert line.startswith("behind step 1 the ranks differ by rounding in 0.weight, 0.bias, 1.weight and 1 more; by ")
+    assert line.startswith("after step 1 the ranks differ by rounding in 0.weight, 0.bias, 1.weight and 1 more; by ")
 
 
 @pytest.mark.parametrize("saved", [True, False])
@@ -219,7 +219,7 @@ def test_what_is_trained_apart_is_refused(said: list[str], saved: bool) -> None:
 
     lines = {str(error) for error in each(train)}
     (line,) = lines
-    assert line.startswith("behind step 1 the ranks have different weights or states of the optimizer (0.weight, ")
+    assert line.startswith("after step 1 the ranks have different weights or states of the optimizer (0.weight, ")
     assert said == []
 
 

@@ -366,6 +366,6 @@ def test_the_first_save_that_takes_half_a_notice_is_said() -> None:
     committed(job, a, 3, 100.0)
     assert (
         "saving step 2 took 26 s, and a node that leaves is given 30 s for it: where its notice is longer, "
-        "--drain-timeout=70 says so" in job.notices
+        "set --drain-timeout=70" in job.notices
     )
     assert job.notices.count("--drain-timeout") == 1
