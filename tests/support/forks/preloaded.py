@@ -3,7 +3,9 @@
 import gc
 
 import deepspeed
-import deepspeed.runtime.zero.muon.muon_optimizer  # What its engine imports late, and a second of it.
+import deepspeed.module_inject.auto_ep_layer  # What its engine imports late, and a second of it.
+import deepspeed.ops
+import deepspeed.runtime.zero.muon.muon_optimizer
 import numpy
 import torch
 import torch._dynamo
@@ -11,14 +13,20 @@ import torch.distributed
 
 import dalsegno.agent.commands.dlrover_run
 import dalsegno.agent.standby.nursery
+import dalsegno.elastic.data.batches
 import dalsegno.elastic.deepspeed.engine
+import dalsegno.elastic.training.accumulation
 import dalsegno.elastic.training.entry
+import dalsegno.elastic.training.training_state
 
 # As the console script imports it: gRPC reads how much it is to say only once.
 with dalsegno.agent.commands.dlrover_run.quiet_grpc():
     import dalsegno.agent.commands.launch
 
-__all__ = ["dalsegno", "deepspeed", "numpy", "torch"]
+# Each rank would ask a compiler what it can build, with all of setuptools.
+OPERATIONS = deepspeed.ops.__compatible_ops__
+
+__all__ = ["OPERATIONS", "dalsegno", "deepspeed", "numpy", "torch"]
 
 # The collector writes to every object it looks at, and what is written to is no longer shared with the forked.
 gc.collect()
