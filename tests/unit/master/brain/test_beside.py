@@ -180,8 +180,8 @@ def test_the_next_world_waits_for_them() -> None:
     assert a.directive.convert.source.ref.name == "step-6.e2.1", "each change has its own"
 
 
-def test_after_a_crash_before_any_commit_they_are_what_is_loaded() -> None:
-    """The same resume point: they have been waited for, so they come first."""
+def test_after_a_crash_before_any_commit_it_is_the_same_as_before() -> None:
+    """The next world re-shards the same resume point, of which nothing is owed any more."""
     job, (a, b) = resharded()
     a.failed()
     for node in (a, b):
@@ -189,7 +189,10 @@ def test_after_a_crash_before_any_commit_they_are_what_is_loaded() -> None:
     assert job.phase is Phase.FORMING
     a.convert()
     assert job.phase is Phase.RUNNING
-    assert a.directive.run.resume.form == UNIVERSAL
+    assert a.directive.run.resume.form == SHARDED
+    a.step(4)
+    assert "resumed at step 3 (re-sharded)" in job.notices
+    assert job.job.conversion is None
 
 
 def test_who_joins_while_they_are_made_waits_and_the_others_train() -> None:
