@@ -23,7 +23,8 @@ SAID_AFTER = 5.0
 
 def owe(turn: Turn, world: World, resume: Checkpoint | None) -> None:
     """A world has opened: if it re-shards, and universal files are wanted, they are made from now on."""
-    if resume is None or not world.resharded or resume.unconvertible or not turn.job.settings.universal_checkpoint:
+    wanted = world.resharded and turn.job.settings.universal_checkpoint
+    if resume is None or not wanted or resume.universal_digest or resume.unconvertible:
         return
     turn.update_next(conversion=Conversion(source=resume.digest, beside=True))
     turn.live.conversion = ConversionLife()

@@ -93,10 +93,11 @@ def same_shape(record: Checkpoint, world_size: int) -> bool:
 def resharded(job: Job, record: Checkpoint, world_size: int) -> bool:
     """Whether a world of this size loads it by re-sharding: where that works and no universal files come first.
 
-    It also does not if universal files exist, because somebody may have made them after re-sharding failed.
+    They come first at the gate. Where nobody asked for them, too: somebody may have made them because it did not work.
     """
-    gate = job.settings.universal_checkpoint and job.settings.universal_gate
-    return record.reshards and not gate and not record.universal_digest and not same_shape(record, world_size)
+    asked = job.settings.universal_checkpoint
+    first = job.settings.universal_gate if asked else bool(record.universal_digest)
+    return record.reshards and not first and not same_shape(record, world_size)
 
 
 def loads_now(job: Job, record: Checkpoint, world_size: int) -> bool:

@@ -342,9 +342,12 @@ def test_other_stages(clusters: Clusters, undisturbed: Undisturbed, stage: int, 
     assert bool([*run_directory(job).glob("step-*.universal.*")]) == bool(stage and universal)
 
 
-def test_shards_that_cannot_be_loaded_are_converted(clusters: Clusters, undisturbed: Undisturbed) -> None:
+@pytest.mark.parametrize("universal", [pytest.param("", marks=pytest.mark.full), "beside"])
+def test_shards_that_cannot_be_loaded_are_converted(
+    clusters: Clusters, undisturbed: Undisturbed, universal: str
+) -> None:
     """The script says that it can re-shard, and then its DeepSpeed cannot: one restart more, and nothing is lost."""
-    job = clusters(training=ZERO, universal="", agent_flags=["--max-restarts=0"])
+    job = clusters(training=ZERO, universal=universal, agent_flags=["--max-restarts=0"])
     job.agent_environment = {"DALSEGNO_TEST_STRANGE": "1"}
     first = job.open("a", steps=2)
     job.start("b")

@@ -61,6 +61,7 @@ def change(path: str, value: Any) -> Callable[[pb.Directive], None]:
         ("sight.name", "step-1", "name is 'step-1'"),
         ("verify.ref.name", "", "verify names no checkpoint"),
         ("head.best", "../best", "best is '../best'"),
+        ("converting", "../other", "converting is '../other'"),
     ],
 )
 def test_what_nobody_can_mean_is_named(path: str, value: Any, problem: str) -> None:

@@ -180,8 +180,8 @@ def test_the_next_world_waits_for_them() -> None:
     assert a.directive.convert.source.ref.name == "step-6.e2.1", "each change has its own"
 
 
-def test_after_a_crash_before_any_commit_they_are_what_is_loaded() -> None:
-    """The same resume point: they have been waited for, so they come first."""
+def test_after_a_crash_before_any_commit_it_is_the_same_as_before() -> None:
+    """The next world re-shards the same resume point, of which nothing is owed any more."""
     job, (a, b) = resharded()
     a.failed()
     for node in (a, b):
@@ -189,7 +189,11 @@ def test_after_a_crash_before_any_commit_they_are_what_is_loaded() -> None:
     assert job.phase is Phase.FORMING
     a.convert()
     assert job.phase is Phase.RUNNING
-    assert a.directive.run.resume.form == UNIVERSAL
+    assert a.directive.run.resume.form == SHARDED
+    a.step(4)
+    assert "resumed at step 3 (re-sharded)" in job.notices
+    assert job.job.conversion is None
+    assert job.notices.count("the universal files of step-3.e1.1 are there") == 1
 
 
 def test_who_joins_while_they_are_made_waits_and_the_others_train() -> None:
@@ -267,8 +271,8 @@ def test_what_has_no_universal_form_is_not_waited_for() -> None:
     assert job.job.conversion is None
 
 
-def test_what_could_not_be_resharded_is_loaded_from_them() -> None:
-    """The conversion that is owed becomes the gate's: nobody begins anew."""
+def unable_to_reshard() -> tuple[Driven, Node]:
+    """A world of one was to, and failed before its first step; its node has the lease, and has joined again."""
     job = Driven(settings(max_restarts=0))
     a, b = job.start(2)
     assert a.commit(job.seal(3, reshards=True)).code == "OK"
@@ -283,6 +287,25 @@ def test_what_could_not_be_resharded_is_loaded_from_them() -> None:
     assert job.phase is Phase.FORMING
     assert "it is converted instead" in job.notices
     assert a.lease == lease
+    return job, a
+
+
+def test_what_could_not_be_resharded_is_loaded_from_them() -> None:
+    """The conversion that is owed becomes the gate's: nobody begins anew."""
+    job, a = unable_to_reshard()
+    a.convert()
+    assert job.phase is Phase.RUNNING
+    assert a.directive.run.resume.form == UNIVERSAL
+
+
+def test_what_could_not_be_resharded_does_not_go_on_without_them() -> None:
+    """There is no other way to load it: where nobody can make them the job waits, as at the gate."""
+    job, a = unable_to_reshard()
+    a.converts(ENVIRONMENT, "no space")
+    assert job.phase is Phase.WAITING
+    assert "nobody can convert the checkpoint for this shape (no space)" in brain.status(job.state, job.now).reason
+    assert "going on without them" not in job.notices
+    job.wait(6)
     a.convert()
     assert a.directive.run.resume.form == UNIVERSAL
 
