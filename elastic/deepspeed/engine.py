@@ -445,12 +445,13 @@ class _DeferringWriter:
         return getattr(self._inner, name)
 
     def save(self, state_dict: Any, path: str) -> None:
-        plain = type(self._inner) is TorchCheckpointEngine and self._inner.zipfile_serialization
+        inner = self._inner
+        plain = type(inner) is TorchCheckpointEngine and inner.zipfile_serialization and "save" not in vars(inner)
         try:
             if plain:  # the same file, summed as it is written
                 write_files(Path(path).parent, {Path(path).name: state_dict})
             else:
-                self._inner.save(state_dict, path)
+                inner.save(state_dict, path)
         except Exception as error:
             self.error = self.error or error
 
