@@ -90,9 +90,10 @@ def checksum(root: Path, path: str, *, moved: Callable[[int], None] = lambda cou
     """
     digest = xxhash.xxh3_128()
     size = 0
-    buffer = bytearray(BUFFER_BYTES)
-    view = memoryview(buffer)
     with _opened(root, path) as file:
+        # A universal checkpoint has thousands of small files, and memory that is touched for each costs more than they.
+        buffer = bytearray(min(BUFFER_BYTES, os.fstat(file.fileno()).st_size + 1))
+        view = memoryview(buffer)
         while count := file.readinto(buffer):
             digest.update(view[:count])
             size += count

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,6 +10,9 @@ from .errors import CheckpointDamaged, Damage
 from .files import THREADS, checksum, list_files
 from .manifest import FileEntry, Manifest
 from .reading import NotRegular, size_of_regular
+
+# What a thread reads without asking for more: the threads share the work even where there are few files.
+TOGETHER_BYTES, TOGETHER_FILES = 4 << 20, 64
 
 
 def read_sealed(directory: Path, digest: str) -> Manifest:
@@ -79,9 +82,27 @@ def verify_files(
         if found.xxh3_128 != entry.xxh3_128:
             raise CheckpointDamaged(directory, entry.path, Damage.WRONG_CHECKSUM)
 
+    def check_all(some: Sequence[FileEntry]) -> None:
+        for entry in some:
+            check(entry)
+
     with ThreadPoolExecutor(max(1, threads), thread_name_prefix="dalsegno-verify") as pool:
-        for _ in pool.map(check, entries):
+        for _ in pool.map(check_all, _together(entries)):
             pass
+
+
+def _together(entries: Sequence[FileEntry]) -> Iterator[list[FileEntry]]:
+    """All of them in order, small ones together: to hand each one to a thread takes longer than to read it."""
+    some: list[FileEntry] = []
+    size = 0
+    for entry in entries:
+        if some and (size + entry.size > TOGETHER_BYTES or len(some) >= TOGETHER_FILES):
+            yield some
+            some, size = [], 0
+        some.append(entry)
+        size += entry.size
+    if some:
+        yield some
 
 
 def verify(

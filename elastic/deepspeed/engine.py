@@ -33,6 +33,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from dalsegno.protos.collector import paused
 from dalsegno.protos.trace import mark
@@ -42,6 +43,7 @@ from ..rank.process_group import init_alone
 from ..saving.optimizers import source_of_step
 from ..saving.replicas import loadable
 from ..saving.schedules import check_factors, factors, unchanged
+from ..saving.writing import write_files
 from ..training.entry import refused_together
 from ..training.training_state import owned
 from ..universal.errors import ConversionError
@@ -443,8 +445,13 @@ class _DeferringWriter:
         return getattr(self._inner, name)
 
     def save(self, state_dict: Any, path: str) -> None:
+        inner = self._inner
+        plain = type(inner) is TorchCheckpointEngine and inner.zipfile_serialization and "save" not in vars(inner)
         try:
-            self._inner.save(state_dict, path)
+            if plain:  # the same file, summed as it is written
+                write_files(Path(path).parent, {Path(path).name: state_dict})
+            else:
+                inner.save(state_dict, path)
         except Exception as error:
             self.error = self.error or error
 

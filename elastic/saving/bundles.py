@@ -188,8 +188,8 @@ def _value(node: Any, pools: Sequence[Tensor], rest: Sequence[Any]) -> Any:
         return pools[pool].as_strided(shape, stride, first)
     if kind == "d" or kind == "o":
         keys = [_value(key, pools, rest) for key in node[1]]
-        items = zip(keys, [_value(item, pools, rest) for item in node[2]], strict=True)
-        return OrderedDict(items) if kind == "o" else dict(items)
+        pairs = zip(keys, [_value(item, pools, rest) for item in node[2]], strict=True)
+        return OrderedDict(pairs) if kind == "o" else dict(pairs)
     if kind == "r":
         return rest[node[1]]
     items = [_value(item, pools, rest) for item in node[1:]]

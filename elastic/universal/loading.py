@@ -46,8 +46,9 @@ def load(path: Path, *, mmap: bool = False, seen: Callable[[torch.UntypedStorage
     content, storages = (known or {}).get(key) or _read(path, mmap)
     if known is not None and mmap:
         known[key] = content, storages
-    for storage in storages if seen is not None else ():
-        seen(storage)
+    if seen is not None:
+        for storage in storages:
+            seen(storage)
     return content
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -31,11 +31,20 @@ class NotInPieces(Exception):
     """Torch can load the file, but it cannot be read in pieces: an old format, or another machine's byte order."""
 
 
+class Opened(Protocol):
+    """A file that is open."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def descriptor(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class Extent:
     """A run of bytes in a file of ``torch.save``."""
 
-    file: TorchFile
+    file: Opened
     start: int
     nbytes: int
 

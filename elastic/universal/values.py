@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from .forms import PARAM, Form
 from .loading import load
-from .records import Extent
+from .records import Extent, Frame, frame
 from .source import FP32
 
 STEP = "step"
@@ -57,6 +58,9 @@ class UniversalValues:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._content = lru_cache(maxsize=_OPEN)(self._load)
+        # Frames by the size of files, and which one a file has; None: none of them.
+        self._frames: dict[int, list[_Framed]] = {}
+        self._framed = cache(self._look)
         # These are asked for every state of a parameter; at stage 3, for one state of all parameters after the other.
         self.states, self._layout = cache(self._list), cache(self._describe)
 
@@ -64,10 +68,16 @@ class UniversalValues:
         return self._layout(name)[0]
 
     def dtype(self, name: str, state: str) -> torch.dtype:
-        return self._flat(name, state).dtype
+        framed = self._framed(name, state)
+        return self._flat(name, state).dtype if framed is None else framed.dtype
 
     def read(self, name: str, state: str, start: int, target: Tensor) -> None:
-        target.copy_(self._flat(name, state)[start : start + target.numel()])
+        framed = self._framed(name, state)
+        if framed is None:
+            target.copy_(self._flat(name, state)[start : start + target.numel()])
+            return
+        with _Open(self._directory / name / f"{state}.pt") as file:
+            fill(target, (Extent(file, len(framed.frame.head), framed.frame.nbytes),), start, framed.dtype)
 
     def step(self, name: str) -> Any:
         return load(self._directory / name / f"{STEP}.pt")
@@ -76,15 +86,38 @@ class UniversalValues:
         return self._layout(name)[1]
 
     def _list(self, name: str) -> frozenset[str]:
-        found = frozenset(path.stem for path in (self._directory / name).glob("*.pt"))
+        try:
+            there = os.listdir(self._directory / name)
+        except (FileNotFoundError, NotADirectoryError):
+            there = []
+        found = frozenset(file.removesuffix(".pt") for file in there if file.endswith(".pt"))
         if not found:
             raise RuntimeError(f"{self._directory / name} is missing: the model has a parameter that was not saved")
         return found
 
     def _describe(self, name: str) -> tuple[int, bool]:
         """Number of elements, and whether the parameter is divided among experts."""
+        framed = self._framed(name, FP32)
+        if framed is not None:
+            return framed.frame.nbytes // framed.dtype.itemsize, False
         content = self._content(name, FP32)
         return self._flat(name, FP32).numel(), isinstance(content, Mapping) and bool(content.get(_EXPERT))
+
+    def _look(self, name: str, state: str) -> _Framed | None:
+        """What surrounds the values in a file, byte by byte as ``torch.save`` writes it, so that they can just be read.
+
+        Each shape is learnt from a file that torch loads: a model has few of them, and many files.
+        """
+        try:
+            with _Open(self._directory / name / f"{state}.pt") as file:
+                size = os.fstat(file.descriptor).st_size
+                known = self._frames.setdefault(size, [])
+                found = next((one for one in known if file.has(one.frame)), None)
+                if found is None and (new := _frame_of(self._content(name, state))) is not None and file.has(new.frame):
+                    known.append(found := new)
+                return found
+        except FileNotFoundError:
+            return None  # said by whoever asks for what is in it
 
     def _flat(self, name: str, state: str) -> Tensor:
         """One state's values, 1-D. Stage 3's files are bare tensors, the others wrap them in a dictionary."""
@@ -98,6 +131,48 @@ class UniversalValues:
             return load(path, mmap=True)
         except FileNotFoundError as error:
             raise RuntimeError(f"{path} is missing") from error
+
+
+class _Framed(NamedTuple):
+    """What surrounds contiguous values in a file, and their dtype."""
+
+    frame: Frame
+    dtype: torch.dtype
+
+
+def _frame_of(content: Any) -> _Framed | None:
+    """Of a bare tensor, or of what DeepSpeed has around one; None: there is more to know of it."""
+    value, about = content, {}
+    if isinstance(content, Mapping):
+        value, about = content.get(PARAM), {key: item for key, item in content.items() if key != PARAM}
+    if type(value) is not Tensor or not value.is_contiguous() or value.numel() == 0 or about.keys() - {"cat_dim"}:
+        return None
+    key = PARAM if isinstance(content, Mapping) else None
+    return _Framed(frame(tuple(value.shape), value.dtype, key=key, cat_dim=about.get("cat_dim")), value.dtype)
+
+
+class _Open:
+    """A file, open while the context lasts."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __enter__(self) -> _Open:
+        self.descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self.descriptor)
+
+    def has(self, around: Frame) -> bool:
+        """Whether it is that, and values."""
+        head, tail = around.head, around.tail
+        size = os.fstat(self.descriptor).st_size
+        return (
+            size == len(head) + around.nbytes + len(tail)
+            and os.pread(self.descriptor, len(head), 0) == head
+            and os.pread(self.descriptor, len(tail), size - len(tail)) == tail
+        )
 
 
 class ShardedValues:
