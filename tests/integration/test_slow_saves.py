@@ -59,7 +59,7 @@ def test_a_join_and_a_scale_down_wait_for_a_slow_save(
         said = r"(growing|scaling down) waits for the save of step \d+: [\d.]+ kB written in [56] s \([\d.]+ kB/s\)"
         lines = [line for line in b.said() if re.fullmatch(said, line)]
         assert len(lines) == 2, b.said()
-        warned = [line for line in b.said() if "is given 8 s for it" in line and "--drain-timeout=40" in line]
+        warned = [line for line in b.said() if "has 8 s for it" in line and "--drain-timeout=40" in line]
         assert len(warned) == 1, b.said()
     end(job, undisturbed)
 

@@ -99,7 +99,7 @@ def test_other_parts_are_refused_before_anything_changes(tmp_path: Path) -> None
     # A scaler that is switched off would take the other's state and do nothing with it.
     made = parts()
     made["scaler"] = GradScaler("cpu", enabled=False)
-    assert "scaler GradScaler (disabled): it would go on otherwise" in refusal(tmp_path, made)
+    assert "scaler GradScaler (disabled): it would go on in another way" in refusal(tmp_path, made)
 
 
 def test_another_model_is_refused_with_the_reason(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_a_growth_waits_for_the_standby_workers_of_members_too() -> None:
         a.step(2 + second)
         b.step(2 + second, cold=True)
     assert job.phase is Phase.RUNNING
-    assert [line for line in job.notices.splitlines() if "beside the training" in line] == [
+    assert [line for line in job.notices.splitlines() if "training goes on meanwhile" in line] == [
         f"{late.name} joined: taken in as soon as the script has started on {b.name}; training goes on meanwhile"
     ]
     b.step(40)

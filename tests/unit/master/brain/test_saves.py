@@ -365,7 +365,7 @@ def test_the_first_save_that_takes_half_a_notice_is_said() -> None:
     committed(job, a, 2, 26.4)
     committed(job, a, 3, 100.0)
     assert (
-        "saving step 2 took 26 s, and a node that leaves is given 30 s for it: where its notice is longer, "
+        "saving step 2 took 26 s, but a node that leaves has 30 s for it: if its notice is longer, "
         "set --drain-timeout=70" in job.notices
     )
     assert job.notices.count("--drain-timeout") == 1
