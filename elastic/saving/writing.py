@@ -93,6 +93,7 @@ class SummedFile:
         os.close(self._descriptor)
 
     def write(self, data: Any) -> int:
+        """Appends bytes, of whatever has a buffer. Returns how many there were."""
         view = memoryview(data).cast("B")
         count = len(view)
         try:
@@ -115,7 +116,7 @@ class SummedFile:
             self._told = self.size
 
     def flush(self) -> None:
-        return None
+        """Does nothing: nothing is held back. (Torch calls it.)"""
 
     def finish(self, *, lasting: bool = True) -> str:
         """Returns the checksum. Raises what went wrong.
