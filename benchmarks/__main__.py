@@ -6,12 +6,26 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from benchmarks import changes, checksums, convert, exchange, gpu, pause, peers, rendezvous, reshard, sampler, saving
+from benchmarks import (
+    changes,
+    checksums,
+    convert,
+    exchange,
+    gpu,
+    memory,
+    pause,
+    peers,
+    rendezvous,
+    reshard,
+    sampler,
+    saving,
+)
 
 BENCHMARKS: dict[str, Callable[[], int]] = {
     "checksums": checksums.main,
     "sampler": sampler.main,
     "saving": saving.main,
+    "memory": memory.main,
     "exchange": exchange.main,
     "convert": convert.main,
     "reshard": reshard.main,

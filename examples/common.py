@@ -113,6 +113,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     flags.add_argument("--max-micro-batch-size", type=_positive, default=4, help="samples one rank computes at once")
     flags.add_argument("--steps", type=_positive, default=100, help="optimizer steps of the whole run")
     flags.add_argument("--save-every", type=int, default=20, help="steps between checkpoints; 0: only at the end")
+    flags.add_argument("--memory-every", type=int, default=0, help="the same in memory (dlrover-run --memory-replicas)")
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--learning-rate", type=float, default=3e-4)
     flags.add_argument("--step-log", metavar="DIR", help="append one JSON line per step and rank to files here")

@@ -49,7 +49,12 @@ def main() -> None:
     log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
     clock = common.StepClock(flags.step_time)
     steps = s.steps(  # elastic
-        batches, max_steps=flags.steps, save=state.write, save_every=flags.save_every, seed=flags.seed
+        batches,
+        max_steps=flags.steps,
+        save=state.write,
+        save_every=flags.save_every,
+        memory_every=flags.memory_every,
+        seed=flags.seed,
     )
     for batch in steps:
         total = 0.0

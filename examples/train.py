@@ -109,6 +109,7 @@ def main() -> None:
         max_steps=flags.steps,
         save=save,
         save_every=flags.save_every,
+        memory_every=flags.memory_every,
         strategy=elastic_deepspeed.strategy(engine),
         seed=flags.seed,
     ):

@@ -77,6 +77,8 @@ class JobSettings:
     # Make universal files at each change of shape, even where ranks could re-shard, and give scripts the flag.
     universal_checkpoint: bool = False
     keep_checkpoints: int = 3
+    # How many other nodes hold each node's part of a memory checkpoint; 0: there are no memory checkpoints.
+    memory_replicas: int = 0
     # A world opens only when they are there, also where its ranks could re-shard (--universal-checkpoint=gate).
     universal_gate: bool = False
 
@@ -116,6 +118,8 @@ class Variable:
     UNIVERSAL_NAME = "DALSEGNO_UNIVERSAL_NAME"
     UNIVERSAL_DIGEST = "DALSEGNO_UNIVERSAL_DIGEST"
     UNIVERSAL_DIR = "DALSEGNO_UNIVERSAL_DIR"
+    # Where memory checkpoints of this run are on this node; not there where there are none.
+    MEMORY_DIR = "DALSEGNO_MEMORY_DIR"
     # What every process of an agent carries, so that its keeper knows it.
     LIFELINE = "DALSEGNO_LIFELINE"
     # Directory in which all processes note what happens when (`trace`).
@@ -132,7 +136,7 @@ _OF_A_WORLD = frozenset(
         *(Variable.EPOCH, Variable.RUN_ID, Variable.RUN_DIR, Variable.NODE, Variable.GENERATION),
         *(Variable.MIN_NODES, Variable.MAX_NODES, Variable.STALL_TIMEOUT),
         *(Variable.RESUME_NAME, Variable.RESUME_DIGEST, Variable.RESUME_DIR, Variable.RESUME_FORM),
-        *(Variable.UNIVERSAL_NAME, Variable.UNIVERSAL_DIGEST, Variable.UNIVERSAL_DIR),
+        *(Variable.UNIVERSAL_NAME, Variable.UNIVERSAL_DIGEST, Variable.UNIVERSAL_DIR, Variable.MEMORY_DIR),
     }
 )
 _OF_THE_JOB = "TORCHELASTIC_RUN_ID"

@@ -277,6 +277,7 @@ class Settings(google.protobuf.message.Message):
     MAX_RESTARTS_FIELD_NUMBER: builtins.int
     UNIVERSAL_CHECKPOINT_FIELD_NUMBER: builtins.int
     KEEP_CHECKPOINTS_FIELD_NUMBER: builtins.int
+    MEMORY_REPLICAS_FIELD_NUMBER: builtins.int
     UNIVERSAL_GATE_FIELD_NUMBER: builtins.int
     min_nodes: builtins.int
     max_nodes: builtins.int
@@ -298,6 +299,8 @@ class Settings(google.protobuf.message.Message):
     """
     keep_checkpoints: builtins.int
     """How many committed checkpoints are kept; 0: all."""
+    memory_replicas: builtins.int
+    """How many other nodes hold each node's part of a memory checkpoint; 0: there are no memory checkpoints."""
     universal_gate: builtins.bool
     """With universal_checkpoint: a world opens only when they are there. Else one that can re-shard opens at once, and they
     are made beside it, before the next change and the end.
@@ -319,9 +322,10 @@ class Settings(google.protobuf.message.Message):
         max_restarts: builtins.int = ...,
         universal_checkpoint: builtins.bool = ...,
         keep_checkpoints: builtins.int = ...,
+        memory_replicas: builtins.int = ...,
         universal_gate: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drain_timeout", b"drain_timeout", "grow_interval", b"grow_interval", "grow_wait", b"grow_wait", "join_timeout", b"join_timeout", "keep_checkpoints", b"keep_checkpoints", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "min_nodes", b"min_nodes", "node_timeout", b"node_timeout", "node_unit", b"node_unit", "quiet_time", b"quiet_time", "stall_timeout", b"stall_timeout", "universal_checkpoint", b"universal_checkpoint", "universal_gate", b"universal_gate", "wait_for_nodes", b"wait_for_nodes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain_timeout", b"drain_timeout", "grow_interval", b"grow_interval", "grow_wait", b"grow_wait", "join_timeout", b"join_timeout", "keep_checkpoints", b"keep_checkpoints", "max_nodes", b"max_nodes", "max_restarts", b"max_restarts", "memory_replicas", b"memory_replicas", "min_nodes", b"min_nodes", "node_timeout", b"node_timeout", "node_unit", b"node_unit", "quiet_time", b"quiet_time", "stall_timeout", b"stall_timeout", "universal_checkpoint", b"universal_checkpoint", "universal_gate", b"universal_gate", "wait_for_nodes", b"wait_for_nodes"]) -> None: ...
 
 global___Settings = Settings
 
@@ -417,6 +421,7 @@ class Checkpoint(google.protobuf.message.Message):
     BEST_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
     NO_UNIVERSAL_FORM_FIELD_NUMBER: builtins.int
+    IN_MEMORY_FIELD_NUMBER: builtins.int
     run_id: builtins.str
     step: builtins.int
     epoch: builtins.int
@@ -436,6 +441,8 @@ class Checkpoint(google.protobuf.message.Message):
     """How many of the run's checkpoints are kept, 0: all; absent if the script leaves this to the job's settings."""
     no_universal_form: builtins.bool
     """It has no universal form: a conversion could read none of its files."""
+    in_memory: builtins.bool
+    """It is in the memory of nodes, and not in the checkpoint directory yet."""
     @property
     def ref(self) -> global___CheckpointRef: ...
     @property
@@ -471,15 +478,40 @@ class Checkpoint(google.protobuf.message.Message):
         best: builtins.str = ...,
         keep: builtins.int | None = ...,
         no_universal_form: builtins.bool = ...,
+        in_memory: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "keep", b"keep", "metric", b"metric", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "shape", b"shape", "source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "best", b"best", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "keep", b"keep", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "no_universal_form", b"no_universal_form", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_keep", b"_keep", "_metric", b"_metric", "best", b"best", "bytes", b"bytes", "epoch", b"epoch", "form", b"form", "generation", b"generation", "in_memory", b"in_memory", "keep", b"keep", "largest_file", b"largest_file", "max_nodes", b"max_nodes", "metric", b"metric", "min_nodes", b"min_nodes", "no_universal_form", b"no_universal_form", "position", b"position", "ref", b"ref", "resumed_from", b"resumed_from", "run_id", b"run_id", "shape", b"shape", "source", b"source", "step", b"step"]) -> None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_keep", b"_keep"]) -> typing.Literal["keep"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_metric", b"_metric"]) -> typing.Literal["metric"] | None: ...
 
 global___Checkpoint = Checkpoint
+
+@typing.final
+class HeldPart(google.protobuf.message.Message):
+    """Who holds one node's part of a memory checkpoint."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_RANK_FIELD_NUMBER: builtins.int
+    ADDRESSES_FIELD_NUMBER: builtins.int
+    group_rank: builtins.int
+    """The group rank of that node in the epoch that wrote the checkpoint."""
+    @property
+    def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """HOST:PORT of the agents that hold it (peer.proto)."""
+
+    def __init__(
+        self,
+        *,
+        group_rank: builtins.int = ...,
+        addresses: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "group_rank", b"group_rank"]) -> None: ...
+
+global___HeldPart = HeldPart
 
 @typing.final
 class RegisterRequest(google.protobuf.message.Message):
@@ -503,6 +535,7 @@ class RegisterRequest(google.protobuf.message.Message):
     SECRET_FIELD_NUMBER: builtins.int
     EXPECTS_SESSION_FIELD_NUMBER: builtins.int
     PROCESS_FIELD_NUMBER: builtins.int
+    PEER_ADDRESS_FIELD_NUMBER: builtins.int
     job_id: builtins.str
     incarnation: builtins.str
     protocol: builtins.int
@@ -525,6 +558,8 @@ class RegisterRequest(google.protobuf.message.Message):
     """
     expects_session: builtins.bool
     """The script imports `dalsegno.elastic`: it may call session(), however late."""
+    peer_address: builtins.str
+    """HOST:PORT where other agents reach this agent's memory (peer.proto); empty: it holds nothing for others."""
     @property
     def settings(self) -> global___Settings: ...
     @property
@@ -566,9 +601,10 @@ class RegisterRequest(google.protobuf.message.Message):
         secret: builtins.bytes = ...,
         expects_session: builtins.bool = ...,
         process: global___Process | None = ...,
+        peer_address: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["known_settings", b"known_settings", "process", b"process", "settings", b"settings"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "expects_session", b"expects_session", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "process", b"process", "protocol", b"protocol", "secret", b"secret", "settings", b"settings"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "expects_session", b"expects_session", "finished_runs", b"finished_runs", "generation", b"generation", "host", b"host", "incarnation", b"incarnation", "inventory", b"inventory", "job_id", b"job_id", "known_settings", b"known_settings", "new_run", b"new_run", "node", b"node", "nproc", b"nproc", "peer_address", b"peer_address", "previous_incarnation", b"previous_incarnation", "probe", b"probe", "process", b"process", "protocol", b"protocol", "secret", b"secret", "settings", b"settings"]) -> None: ...
 
 global___RegisterRequest = RegisterRequest
 
@@ -682,6 +718,7 @@ class Directive(google.protobuf.message.Message):
     SETTINGS_FIELD_NUMBER: builtins.int
     SIGHT_FIELD_NUMBER: builtins.int
     CONVERTING_FIELD_NUMBER: builtins.int
+    MAKE_DURABLE_FIELD_NUMBER: builtins.int
     generation: builtins.int
     phase: global___Phase.ValueType
     epoch: builtins.int
@@ -743,6 +780,10 @@ class Directive(google.protobuf.message.Message):
     def sight(self) -> global___CheckpointRef:
         """A committed checkpoint that only its committer has seen. This agent should look for it, and call ReportSighted."""
 
+    @property
+    def make_durable(self) -> global___MakeDurable:
+        """A memory checkpoint that this agent should write to the checkpoint directory, and then call ReportDurable."""
+
     def __init__(
         self,
         *,
@@ -765,12 +806,36 @@ class Directive(google.protobuf.message.Message):
         settings: global___Settings | None = ...,
         sight: global___CheckpointRef | None = ...,
         converting: builtins.str = ...,
+        make_durable: global___MakeDurable | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "head", b"head", "order", b"order", "release", b"release", "run", b"run", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["convert", b"convert", "converting", b"converting", "drain", b"drain", "epoch", b"epoch", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "generation", b"generation", "head", b"head", "notices", b"notices", "order", b"order", "phase", b"phase", "prune", b"prune", "release", b"release", "run", b"run", "run_id", b"run_id", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["convert", b"convert", "drain", b"drain", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "head", b"head", "make_durable", b"make_durable", "order", b"order", "release", b"release", "run", b"run", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["convert", b"convert", "converting", b"converting", "drain", b"drain", "epoch", b"epoch", "fenced", b"fenced", "finish", b"finish", "gather", b"gather", "generation", b"generation", "head", b"head", "make_durable", b"make_durable", "notices", b"notices", "order", b"order", "phase", b"phase", "prune", b"prune", "release", b"release", "run", b"run", "run_id", b"run_id", "settings", b"settings", "sight", b"sight", "verify", b"verify", "wait", b"wait"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["wait", "gather", "run", "drain", "finish", "fenced", "release"] | None: ...
 
 global___Directive = Directive
+
+@typing.final
+class MakeDurable(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REF_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    @property
+    def ref(self) -> global___CheckpointRef: ...
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldPart]:
+        """Where its parts are: what is not here is fetched first."""
+
+    def __init__(
+        self,
+        *,
+        ref: global___CheckpointRef | None = ...,
+        parts: collections.abc.Iterable[global___HeldPart] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["ref", b"ref"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["parts", b"parts", "ref", b"ref"]) -> None: ...
+
+global___MakeDurable = MakeDurable
 
 @typing.final
 class Wait(google.protobuf.message.Message):
@@ -779,6 +844,7 @@ class Wait(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     LOOK_FOR_FIELD_NUMBER: builtins.int
     ROUND_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     reason: builtins.str
     """One line for a person; empty when there is nothing to say."""
     round: builtins.int
@@ -789,15 +855,20 @@ class Wait(google.protobuf.message.Message):
         Join follows when it does.
         """
 
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldPart]:
+        """Where the parts of `look_for` are, if it is in memory."""
+
     def __init__(
         self,
         *,
         reason: builtins.str = ...,
         look_for: global___CheckpointRef | None = ...,
         round: builtins.int = ...,
+        parts: collections.abc.Iterable[global___HeldPart] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["look_for", b"look_for"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["look_for", b"look_for", "reason", b"reason", "round", b"round"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["look_for", b"look_for", "parts", b"parts", "reason", b"reason", "round", b"round"]) -> None: ...
 
 global___Wait = Wait
 
@@ -808,6 +879,7 @@ class Gather(google.protobuf.message.Message):
     ROUND_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
     MISSING_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
     round: builtins.int
     """The epoch that will be opened."""
     missing: builtins.str
@@ -816,15 +888,20 @@ class Gather(google.protobuf.message.Message):
     def resume(self) -> global___CheckpointRef:
         """What the new world will start from. The Join says whether this node sees it."""
 
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___HeldPart]:
+        """Where the parts of `resume` are, if it is in memory: it is in sight once this agent has all of them."""
+
     def __init__(
         self,
         *,
         round: builtins.int = ...,
         resume: global___CheckpointRef | None = ...,
         missing: builtins.str = ...,
+        parts: collections.abc.Iterable[global___HeldPart] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["resume", b"resume"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["missing", b"missing", "resume", b"resume", "round", b"round"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["missing", b"missing", "parts", b"parts", "resume", b"resume", "round", b"round"]) -> None: ...
 
 global___Gather = Gather
 
@@ -917,12 +994,17 @@ class Place(google.protobuf.message.Message):
     GROUP_RANK_FIELD_NUMBER: builtins.int
     FIRST_RANK_FIELD_NUMBER: builtins.int
     NPROC_FIELD_NUMBER: builtins.int
+    BUDDIES_FIELD_NUMBER: builtins.int
     node: builtins.str
     incarnation: builtins.str
     group_rank: builtins.int
     first_rank: builtins.int
     """The global rank of the node's local rank 0."""
     nproc: builtins.int
+    @property
+    def buddies(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """HOST:PORT of the agents that are to hold this node's part of each memory checkpoint, too."""
+
     def __init__(
         self,
         *,
@@ -931,8 +1013,9 @@ class Place(google.protobuf.message.Message):
         group_rank: builtins.int = ...,
         first_rank: builtins.int = ...,
         nproc: builtins.int = ...,
+        buddies: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["first_rank", b"first_rank", "group_rank", b"group_rank", "incarnation", b"incarnation", "node", b"node", "nproc", b"nproc"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buddies", b"buddies", "first_rank", b"first_rank", "group_rank", b"group_rank", "incarnation", b"incarnation", "node", b"node", "nproc", b"nproc"]) -> None: ...
 
 global___Place = Place
 
@@ -972,11 +1055,14 @@ class Drain(google.protobuf.message.Message):
     RUN_FIELD_NUMBER: builtins.int
     ENDING_FIELD_NUMBER: builtins.int
     ALL_LEAVE_FIELD_NUMBER: builtins.int
+    TO_MEMORY_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     reason: builtins.str
     ending: global___Ending.ValueType
     all_leave: builtins.bool
     """No node stays that could complete the save without this one: all others that still save are leaving, too."""
+    to_memory: builtins.bool
+    """The ranks save to memory: others hold what a leaver has."""
     @property
     def run(self) -> global___World: ...
     def __init__(
@@ -987,9 +1073,10 @@ class Drain(google.protobuf.message.Message):
         run: global___World | None = ...,
         ending: global___Ending.ValueType = ...,
         all_leave: builtins.bool = ...,
+        to_memory: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["run", b"run"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["all_leave", b"all_leave", "ending", b"ending", "epoch", b"epoch", "reason", b"reason", "run", b"run"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["all_leave", b"all_leave", "ending", b"ending", "epoch", b"epoch", "reason", b"reason", "run", b"run", "to_memory", b"to_memory"]) -> None: ...
 
 global___Drain = Drain
 
@@ -1592,6 +1679,60 @@ class SightedRequest(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["caller", b"caller", "ref", b"ref"]) -> None: ...
 
 global___SightedRequest = SightedRequest
+
+@typing.final
+class HeldRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: builtins.int
+    CHECKPOINT_FIELD_NUMBER: builtins.int
+    PARTS_FIELD_NUMBER: builtins.int
+    @property
+    def caller(self) -> global___Caller: ...
+    @property
+    def checkpoint(self) -> global___Checkpoint:
+        """As its manifest describes it."""
+
+    @property
+    def parts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Group ranks, in the epoch that wrote it, of the nodes whose parts are held here, each whole. Empty: it is gone."""
+
+    def __init__(
+        self,
+        *,
+        caller: global___Caller | None = ...,
+        checkpoint: global___Checkpoint | None = ...,
+        parts: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "checkpoint", b"checkpoint", "parts", b"parts"]) -> None: ...
+
+global___HeldRequest = HeldRequest
+
+@typing.final
+class DurableRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CALLER_FIELD_NUMBER: builtins.int
+    REF_FIELD_NUMBER: builtins.int
+    FAILURE_FIELD_NUMBER: builtins.int
+    failure: builtins.str
+    """Why it could not be written; empty where it was."""
+    @property
+    def caller(self) -> global___Caller: ...
+    @property
+    def ref(self) -> global___CheckpointRef: ...
+    def __init__(
+        self,
+        *,
+        caller: global___Caller | None = ...,
+        ref: global___CheckpointRef | None = ...,
+        failure: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["caller", b"caller", "ref", b"ref"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["caller", b"caller", "failure", b"failure", "ref", b"ref"]) -> None: ...
+
+global___DurableRequest = DurableRequest
 
 @typing.final
 class PrunedRequest(google.protobuf.message.Message):

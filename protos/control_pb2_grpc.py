@@ -124,6 +124,16 @@ class ControlStub(object):
                 request_serializer=dalsegno_dot_protos_dot_control__pb2.PrunedRequest.SerializeToString,
                 response_deserializer=dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
                 _registered_method=True)
+        self.ReportHeld = channel.unary_unary(
+                '/dalsegno.control.v1.Control/ReportHeld',
+                request_serializer=dalsegno_dot_protos_dot_control__pb2.HeldRequest.SerializeToString,
+                response_deserializer=dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
+                _registered_method=True)
+        self.ReportDurable = channel.unary_unary(
+                '/dalsegno.control.v1.Control/ReportDurable',
+                request_serializer=dalsegno_dot_protos_dot_control__pb2.DurableRequest.SerializeToString,
+                response_deserializer=dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
+                _registered_method=True)
         self.GetStatus = channel.unary_unary(
                 '/dalsegno.control.v1.Control/GetStatus',
                 request_serializer=dalsegno_dot_protos_dot_control__pb2.StatusRequest.SerializeToString,
@@ -263,6 +273,20 @@ class ControlServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReportHeld(self, request, context):
+        """Parts of a memory checkpoint that this node holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReportDurable(self, request, context):
+        """A memory checkpoint was written to the checkpoint directory, or could not be.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetStatus(self, request, context):
         """For people and tools: the job as it stands. Needs no registration.
         """
@@ -369,6 +393,16 @@ def add_ControlServicer_to_server(servicer, server):
             'ReportPruned': grpc.unary_unary_rpc_method_handler(
                     servicer.ReportPruned,
                     request_deserializer=dalsegno_dot_protos_dot_control__pb2.PrunedRequest.FromString,
+                    response_serializer=dalsegno_dot_protos_dot_control__pb2.Ack.SerializeToString,
+            ),
+            'ReportHeld': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportHeld,
+                    request_deserializer=dalsegno_dot_protos_dot_control__pb2.HeldRequest.FromString,
+                    response_serializer=dalsegno_dot_protos_dot_control__pb2.Ack.SerializeToString,
+            ),
+            'ReportDurable': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReportDurable,
+                    request_deserializer=dalsegno_dot_protos_dot_control__pb2.DurableRequest.FromString,
                     response_serializer=dalsegno_dot_protos_dot_control__pb2.Ack.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
@@ -867,6 +901,60 @@ class Control(object):
             target,
             '/dalsegno.control.v1.Control/ReportPruned',
             dalsegno_dot_protos_dot_control__pb2.PrunedRequest.SerializeToString,
+            dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportHeld(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dalsegno.control.v1.Control/ReportHeld',
+            dalsegno_dot_protos_dot_control__pb2.HeldRequest.SerializeToString,
+            dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReportDurable(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/dalsegno.control.v1.Control/ReportDurable',
+            dalsegno_dot_protos_dot_control__pb2.DurableRequest.SerializeToString,
             dalsegno_dot_protos_dot_control__pb2.Ack.FromString,
             options,
             channel_credentials,

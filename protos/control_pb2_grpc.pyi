@@ -139,6 +139,18 @@ class ControlStub:
     ]
     """The files of these retired checkpoints were deleted."""
 
+    ReportHeld: grpc.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.HeldRequest,
+        dalsegno.protos.control_pb2.Ack,
+    ]
+    """Parts of a memory checkpoint that this node holds."""
+
+    ReportDurable: grpc.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.DurableRequest,
+        dalsegno.protos.control_pb2.Ack,
+    ]
+    """A memory checkpoint was written to the checkpoint directory, or could not be."""
+
     GetStatus: grpc.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.StatusRequest,
         dalsegno.protos.control_pb2.StatusReply,
@@ -260,6 +272,18 @@ class ControlAsyncStub:
         dalsegno.protos.control_pb2.Ack,
     ]
     """The files of these retired checkpoints were deleted."""
+
+    ReportHeld: grpc.aio.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.HeldRequest,
+        dalsegno.protos.control_pb2.Ack,
+    ]
+    """Parts of a memory checkpoint that this node holds."""
+
+    ReportDurable: grpc.aio.UnaryUnaryMultiCallable[
+        dalsegno.protos.control_pb2.DurableRequest,
+        dalsegno.protos.control_pb2.Ack,
+    ]
+    """A memory checkpoint was written to the checkpoint directory, or could not be."""
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         dalsegno.protos.control_pb2.StatusRequest,
@@ -418,6 +442,22 @@ class ControlServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
         """The files of these retired checkpoints were deleted."""
+
+    @abc.abstractmethod
+    def ReportHeld(
+        self,
+        request: dalsegno.protos.control_pb2.HeldRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
+        """Parts of a memory checkpoint that this node holds."""
+
+    @abc.abstractmethod
+    def ReportDurable(
+        self,
+        request: dalsegno.protos.control_pb2.DurableRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[dalsegno.protos.control_pb2.Ack, collections.abc.Awaitable[dalsegno.protos.control_pb2.Ack]]:
+        """A memory checkpoint was written to the checkpoint directory, or could not be."""
 
     @abc.abstractmethod
     def GetStatus(

@@ -77,20 +77,24 @@ class ToWorker(google.protobuf.message.Message):
     DRAIN_FIELD_NUMBER: builtins.int
     MASTER_SEEN_FIELD_NUMBER: builtins.int
     ENDING_FIELD_NUMBER: builtins.int
+    TO_MEMORY_FIELD_NUMBER: builtins.int
     drain: builtins.bool
     """Save at the next agreed boundary and stop."""
     master_seen: builtins.bool
     """The agent has heard the master lately."""
     ending: builtins.int
     """How the save of a drain ends, as dalsegno.control.v1.Ending."""
+    to_memory: builtins.bool
+    """The save of a drain goes to memory, if every rank is told so; else to the checkpoint directory."""
     def __init__(
         self,
         *,
         drain: builtins.bool = ...,
         master_seen: builtins.bool = ...,
         ending: builtins.int = ...,
+        to_memory: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["drain", b"drain", "ending", b"ending", "master_seen", b"master_seen"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "ending", b"ending", "master_seen", b"master_seen", "to_memory", b"to_memory"]) -> None: ...
 
 global___ToWorker = ToWorker
 
@@ -193,11 +197,14 @@ class Sealed(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     SECONDS_FIELD_NUMBER: builtins.int
+    IN_MEMORY_FIELD_NUMBER: builtins.int
     name: builtins.str
     digest: builtins.str
     step: builtins.int
     seconds: builtins.float
     """Seconds from the beginning of the save; 0: not known."""
+    in_memory: builtins.bool
+    """It is in this node's memory, as far as the node's own ranks have written it. Sent by local rank 0 of each node."""
     def __init__(
         self,
         *,
@@ -205,8 +212,9 @@ class Sealed(google.protobuf.message.Message):
         digest: builtins.str = ...,
         step: builtins.int = ...,
         seconds: builtins.float = ...,
+        in_memory: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "name", b"name", "seconds", b"seconds", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "in_memory", b"in_memory", "name", b"name", "seconds", b"seconds", "step", b"step"]) -> None: ...
 
 global___Sealed = Sealed
 
@@ -262,17 +270,20 @@ class Drained(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
+    IN_MEMORY_FIELD_NUMBER: builtins.int
     name: builtins.str
     digest: builtins.str
     step: builtins.int
+    in_memory: builtins.bool
     def __init__(
         self,
         *,
         name: builtins.str = ...,
         digest: builtins.str = ...,
         step: builtins.int = ...,
+        in_memory: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "name", b"name", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "in_memory", b"in_memory", "name", b"name", "step", b"step"]) -> None: ...
 
 global___Drained = Drained
 

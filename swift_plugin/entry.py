@@ -18,11 +18,13 @@ class ElasticArguments:
         universal_checkpoint: Changes of the world go through universal files. The agent reads this flag.
         global_batch_size: Samples per optimizer step over all ranks.
         fixed_micro_batch: Cut each global batch into the same micro-batches at every world size.
+        memory_every: Steps between saves to the nodes' memory, or "auto".
     """
 
     universal_checkpoint: bool = False
     global_batch_size: int | None = None
     fixed_micro_batch: bool = False
+    memory_every: str = ""
 
     def __post_init__(self) -> None:
         args: Any = self

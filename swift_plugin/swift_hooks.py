@@ -24,7 +24,7 @@ from dalsegno.protos.contract import Variable
 
 from .hf.checkpoints import is_foreign, trainers
 from .hf.data import silenced
-from .hf.options import Options, from_environment
+from .hf.options import Options, from_environment, memory_every
 from .hf.plain import under_dlrover_run
 from .hf.trainer import SIZES, ElasticTrainer
 
@@ -160,7 +160,9 @@ def options_of(args: Any) -> Options:
         size = _USUAL_BATCH
     fixed = bool(getattr(args, "fixed_micro_batch", False)) or found.fixed_micro_batch
     pairs = getattr(args, "rlhf_type", None) is not None
-    return replace(found, global_batch_size=size, fixed_micro_batch=fixed, mean_over_samples=pairs)
+    said = getattr(args, "memory_every", "")
+    every = memory_every(said) if said else found.memory_every
+    return replace(found, global_batch_size=size, fixed_micro_batch=fixed, mean_over_samples=pairs, memory_every=every)
 
 
 class _SwiftTrainer(ElasticTrainer):

@@ -124,6 +124,16 @@ def _count(least: int) -> Callable[[str], int]:
     return parse
 
 
+def _bytes(text: str) -> int:
+    """A size: 1500, 300MB, 32GiB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, for example 32GiB")
+    unit = (match[2] or "").upper()
+    base = 1024 if unit.endswith("I") else 1000
+    return int(float(match[1]) * base ** (" KMGT".index(unit[0]) if unit else 0))
+
+
 def _nproc(text: str) -> str:
     if text.lstrip("-").isdecimal() and int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: at least 1 worker is needed")
@@ -221,6 +231,22 @@ def _spellings(flags: Sequence[str]) -> list[str]:
     return found
 
 
+def _add_memory(group: _Group) -> None:
+    group.value(
+        "--memory-replicas",
+        type=_count(0),
+        metavar="N",
+        help="other nodes that hold each node's part of a memory checkpoint; 0: there are none",
+    )
+    group.value(
+        "--memory-budget",
+        default=None,
+        type=_bytes,
+        metavar="SIZE",
+        help="most memory that they may take on this node, like 32GiB; default: what is free",
+    )
+
+
 def _add_ours(group: _Group) -> None:
     seconds = {"metavar": "SECONDS"}
     group.value("--job-id", default=None, type=_job_id, help="the job; default: from user, script and arguments")
@@ -254,6 +280,7 @@ def _add_ours(group: _Group) -> None:
     group.value("--quiet-time", type=_seconds, help="wait for more nodes at a start", **seconds)
     group.value("--connect-timeout", default=60.0, type=_more_than_none, help="wait for the master's answer", **seconds)
     group.value("--keep-checkpoints", type=_count(0), metavar="N", help="0: all")
+    _add_memory(group)
     group.value("--max-restarts", type=_count(0), metavar="N", help="failures without progress that the job survives")
     group.value(
         "--run-ahead",

@@ -1,7 +1,9 @@
 """`dalsegno doctor`: checks the installation or, if it is given a script, the training before its first step.
 
-The script runs as usual, by itself or under torchrun, up to its first step. There its session notes what it found
-(`dalsegno.elastic.training.findings`) and ends the script. Nothing is saved, and no checkpoint is touched.
+Without a script it also removes memory checkpoints that agents left behind.
+
+The script runs as it would, by itself or under torchrun, up to its first step, where its session writes down what it
+found (`dalsegno.elastic.training.findings`) and ends it. Nothing is saved, and no checkpoint is touched.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from dalsegno.protos.contract import Variable
 from dalsegno.protos.shortage import starting
 
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED
+from ..memory.place import NoMemoryError, remove_leftovers, root_of_user
 from ..processes.lifeline import Lifeline
 from ..processes.proc import adopt_orphans, end_descendants, kill_group
 
@@ -104,7 +107,17 @@ def _installation() -> int:
     for name in (Variable.MASTER, Variable.SOCKET):
         if name in os.environ:
             print(f"{name} is set: {os.environ[name]}")
+    _sweep_memory()
     return EXIT_FAILED if trouble else EXIT_FINISHED
+
+
+def _sweep_memory() -> None:
+    """Removes memory checkpoints of agents that are gone: nobody else would before the next agent starts."""
+    try:
+        for left in remove_leftovers(root_of_user()):
+            print(f"{left.path}: {left.size / 1e6:.0f} MB that an agent which is gone had in memory; removed")
+    except NoMemoryError as error:
+        print(f"memory checkpoints: {error}")
 
 
 # ---- a script --------------------------------------------------------------------------------------------------------

@@ -172,6 +172,7 @@ def _agent_config(
         script_flag=not knows_us(script),
         expects_session=expects_session(script),
         run_ahead=runs_ahead(script, options.run_ahead),
+        memory_budget_bytes=options.memory_budget,
     )
 
 

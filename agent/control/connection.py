@@ -169,6 +169,16 @@ class Connector:
         with self._lock:
             return () if self._last is None else self._last.metadata
 
+    def token(self) -> str | None:
+        """The job's, as it was read last; None where there is none, or it cannot be read."""
+        with self._lock:
+            if self._last is not None:
+                return self._last.token
+        try:
+            return self._credentials().token
+        except (OSError, ValueError):
+            return None
+
     def get(self) -> MasterLink | None:
         """The present link, opened if need be; None if it cannot be opened now, or this is closed."""
         with self._lock:

@@ -144,6 +144,12 @@ def is_saved(state: AgentState) -> bool:
     epoch = state.epoch
     if epoch.refused:
         return False
+    if epoch.drained is not None and epoch.drained_in_memory:
+        held = state.held.get(epoch.drained.digest)
+        copied = held is not None and held.copies > 0 and not state.link_up
+        # Released behind its drain, and not recorded: some other part of it was lost.
+        counts = state.phase == control_pb2.PHASE_DRAINING or epoch.committed_step >= epoch.step
+        return (state.released and counts) or state.sealed_by_leaver == epoch.drained.digest or copied
     if epoch.drained is not None or epoch.outcome is Outcome.FINISHED:
         return True
     return epoch.agreed and 0 < epoch.step <= max(epoch.committed_step, 0 if state.link_up else epoch.sealed_step)
@@ -175,6 +181,8 @@ def what_is_unsaved(state: AgentState) -> str:
         return "its workers had no session open: what their script saves by itself is all that is kept"
     if state.epoch.agreed and state.epoch.outcome is Outcome.STOPPED:
         return f"its notice was over before everything was saved; {who_completes(state)}"
+    if state.epoch.drained is not None and state.epoch.drained_in_memory:
+        return "nobody had said that others hold what it had in memory; the run goes on from what they have"
     if state.epoch.outcome is Outcome.DRAINED:
         return "its script saved nothing (steps() has no save=); the run goes on from its last commit"
     return "nothing was saved in time; the run goes on from its last commit"

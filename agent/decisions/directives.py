@@ -5,6 +5,7 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2
 
 from . import events as ev
+from . import memory
 from .decision import Decision
 from .state import Epoch, Place, Workers
 
@@ -38,6 +39,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
         case "drain":
             ordered_run(decision, directive.drain.run, drain=True)
             state.ending, state.all_leave = directive.drain.ending, directive.drain.all_leave
+            state.save_to_memory = directive.drain.to_memory
         case "gather":
             ordered_gather(decision, directive.gather)
         case "wait":
@@ -46,6 +48,7 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
             ordered_finish(decision, directive.finish)
         case "release":
             ordered_release(decision)
+    memory.directed(decision, directive)
 
 
 def new_master(decision: Decision, directive: control_pb2.Directive) -> None:
@@ -53,6 +56,7 @@ def new_master(decision: Decision, directive: control_pb2.Directive) -> None:
     state = decision.state
     state.heard_generation = directive.generation
     state.verified = 0
+    memory.tell_all(decision)
     if max((notice.sequence for notice in directive.notices), default=0) < state.notice:
         state.notice = 0
 
@@ -92,8 +96,9 @@ def ordered_run(decision: Decision, world: control_pb2.World, drain: bool) -> No
     if world.epoch <= state.started or state.workers is not Workers.NONE:
         return  # already running, already ended (and reported), or still stopping: see workers_stopped
     if state.leaving:
-        # The peers wait for ranks that will never start, so the sooner they see this node go the better.
-        decision.exit_left()
+        # The peers wait for ranks that will never start: the sooner this node is seen to go the better.
+        if memory.is_safe(state):
+            decision.exit_left()
         return
     start(decision, world)
 
@@ -148,4 +153,5 @@ def ordered_release(decision: Decision) -> None:
     """Handles the permission for a leaver to go."""
     state = decision.state
     if state.leaving and state.workers is Workers.NONE:
+        state.released = True
         decision.exit_left()

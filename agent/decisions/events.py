@@ -223,6 +223,26 @@ class Sighted:
 
 
 @dataclass(frozen=True)
+class HeldChanged:
+    """Which parts of a memory checkpoint are held here, each by the group rank that wrote it; none: it is gone.
+
+    `copies`: so many other agents have said that they hold this node's own part.
+    """
+
+    checkpoint: control_pb2.Checkpoint
+    parts: tuple[int, ...]
+    copies: int = 0
+
+
+@dataclass(frozen=True)
+class MadeDurable:
+    """What `MakeDurable` names is in the run's directory; `failure`: why it is not."""
+
+    ref: control_pb2.CheckpointRef
+    failure: str = ""
+
+
+@dataclass(frozen=True)
 class Tick:
     """The time that `AgentState.wake` names has come."""
 
@@ -252,6 +272,8 @@ Event = (
     | VerificationDone
     | Pruned
     | Sighted
+    | HeldChanged
+    | MadeDurable
     | Tick
 )
 
@@ -291,6 +313,8 @@ class PrepareJoin:
     resume: control_pb2.CheckpointRef | None = None
     # Instead keep looking until it is in sight (for a spare that cannot see it).
     patient: bool = False
+    # Where it is, if it is in memory: what is not here is fetched first.
+    parts: tuple[control_pb2.HeldPart, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -314,12 +338,41 @@ class TellWorkers:
     master_seen: bool
     # As `control.Ending`.
     ending: int = 0
+    # The save of a drain goes to memory.
+    to_memory: bool = False
 
 
 @dataclass(frozen=True)
 class ReadManifest:
     name: str
     digest: str
+
+
+@dataclass(frozen=True)
+class HoldPart:
+    """The ranks of this node have written their part of a memory checkpoint: send it to those who hold it, too.
+
+    Answered by `HeldChanged`.
+    """
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True)
+class MakeDurable:
+    """Write a memory checkpoint to the run's directory; fetch what is not here first. Answered by `MadeDurable`."""
+
+    ref: control_pb2.CheckpointRef
+    parts: tuple[control_pb2.HeldPart, ...] = ()
+
+
+@dataclass(frozen=True)
+class KeepInMemory:
+    """Drop memory checkpoints but for these digests and the newest of this epoch."""
+
+    epoch: int
+    digests: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -396,6 +449,9 @@ Action = (
     | StopWorkers
     | TellWorkers
     | ReadManifest
+    | HoldPart
+    | MakeDurable
+    | KeepInMemory
     | StartConversion
     | StopConversion
     | Verify

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
-from . import directives, leaving, ranks
+from . import directives, leaving, memory, ranks
 from . import events as ev
 from .decision import Decision
 from .state import AgentSettings, AgentState, Door, Join, Outcome, Place, Workers, fresh
@@ -93,18 +93,13 @@ def take(decision: Decision, event: ev.Event) -> None:
         case ev.VerificationMoved():
             verification_moved(decision, event)
         case ev.VerificationDone():
-            decision.call(
-                "ReportVerification",
-                control_pb2.VerificationReport(
-                    caller=decision.caller(),
-                    number=event.number,
-                    intact=event.intact,
-                    message=event.message,
-                    inconclusive=event.inconclusive,
-                ),
-            )
+            verification_done(decision, event)
         case ev.Sighted():
             decision.call("ReportSighted", control_pb2.SightedRequest(caller=decision.caller(), ref=event.ref))
+        case ev.HeldChanged():
+            memory.held_changed(decision, event)
+        case ev.MadeDurable():
+            memory.made_durable(decision, event)
         case ev.Pruned():
             decision.state.pruning = ()
             decision.call("ReportPruned", control_pb2.PrunedRequest(caller=decision.caller(), refs=event.refs))
@@ -124,6 +119,7 @@ def registered(decision: Decision, event: ev.Registered) -> None:
     state.run_id = event.reply.run_id
     state.generation = max(state.generation, event.reply.generation)
     state.place = Place()
+    memory.tell_all(decision)
     if event.reply.remark:
         decision.do(ev.Say(event.reply.remark, True))
     if state.warm:
@@ -228,8 +224,8 @@ def prepare_join(decision: Decision) -> None:
     state = decision.state
     if state.workers is not Workers.NONE or state.leaving or state.fenced or state.door.registering:
         return
-    if state.epoch.outcome is Outcome.DRAINED and state.reading:
-        return  # the commit goes first
+    if state.epoch.outcome is Outcome.DRAINED and (state.reading or memory.awaits_its_part(decision)):
+        return  # The commit goes first.
     resume, wanted = wanted_join(state.place)
     if wanted is None:
         return
@@ -243,7 +239,8 @@ def prepare_join(decision: Decision) -> None:
             decision.wake_at(join.again_at)
             return
     state.place.join = wanted
-    decision.do(ev.PrepareJoin(wanted.round, resume, patient=wanted.patient))
+    parts = tuple(state.place.order.parts) if state.place.order is not None else ()
+    decision.do(ev.PrepareJoin(wanted.round, resume, patient=wanted.patient, parts=parts))
 
 
 def wanted_join(place: Place) -> tuple[control_pb2.CheckpointRef | None, Join | None]:
@@ -364,6 +361,18 @@ def verification_moved(decision: Decision, event: ev.VerificationMoved) -> None:
         decision.call("ReportVerification", report)
 
 
+def verification_done(decision: Decision, event: ev.VerificationDone) -> None:
+    """A verification has come to its verdict, or to none."""
+    report = control_pb2.VerificationReport(
+        caller=decision.caller(),
+        number=event.number,
+        intact=event.intact,
+        message=event.message,
+        inconclusive=event.inconclusive,
+    )
+    decision.call("ReportVerification", report)
+
+
 def settle(decision: Decision) -> None:
     """Does what follows from the state, after every event."""
     decision.state.wake = None
@@ -386,6 +395,8 @@ def report_ended(decision: Decision) -> None:
     state = decision.state
     if state.workers is not Workers.NONE or state.reading or not state.epoch.exits:
         return
+    if state.epoch.outcome is Outcome.DRAINED and memory.awaits_its_part(decision):
+        return
     if state.epoch.outcome is Outcome.FINISHED:
         decision.call("ReportFinished", control_pb2.FinishedRequest(caller=decision.caller(), step=state.epoch.step))
     elif state.epoch.outcome is Outcome.DRAINED:
@@ -404,7 +415,7 @@ def tell_workers(decision: Decision) -> None:
     if state.workers is not Workers.RUNNING:
         return
     drain = state.leaving or state.drain_ordered or state.drain_for_outage
-    flags = (drain, state.link_up, state.ending)
+    flags = (drain, state.link_up, state.ending, drain and memory.to_memory(state))
     if flags != state.epoch.told:
         state.epoch.told = flags
         decision.do(ev.TellWorkers(*flags))

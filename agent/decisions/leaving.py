@@ -8,6 +8,7 @@ from dalsegno.protos import control_pb2
 
 from . import events as ev
 from .decision import Decision, awaits_its_commit, is_saved
+from .memory import is_safe, spill
 from .state import Leave, Outcome, Workers
 
 # Seconds that a leaver whose notice has run out still waits for the processes that it has killed.
@@ -56,6 +57,10 @@ def check_leave(decision: Decision) -> None:
         return
     if state.workers is Workers.NONE:
         if state.reading and decision.now < leave.deadline:
+            decision.wake_at(leave.deadline)
+            return
+        spill(decision)
+        if not is_safe(state) and decision.now < leave.deadline:
             decision.wake_at(leave.deadline)
             return
         release = await_release(decision, leave)

@@ -19,6 +19,9 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
     message = event.message
     body = message.WhichOneof("body")
     if body == "sealed":
+        if message.sealed.in_memory:
+            decision.do(ev.HoldPart(message.sealed.name, message.sealed.digest))
+            return
         if len(state.reading) >= MOST_READING:
             return  # no script seals so fast; what is sealed lies on the disk, and is found there
         if event.epoch == state.started:
@@ -49,6 +52,7 @@ def worker_said(decision: Decision, event: ev.WorkerSaid) -> None:
             epoch.drained_ranks = epoch.drained_ranks | {event.rank}
             if message.drained.name:
                 epoch.drained = control_pb2.CheckpointRef(name=message.drained.name, digest=message.drained.digest)
+                epoch.drained_in_memory = message.drained.in_memory
             epoch.step = max(epoch.step, message.drained.step)
         case "finished":
             epoch.finished_ranks = epoch.finished_ranks | {event.rank}

@@ -9,6 +9,8 @@ from enum import Enum
 
 from dalsegno.protos import control_pb2
 
+from .events import HeldChanged
+
 
 class Workers(str, Enum):
     """What this node's workers are doing."""
@@ -109,7 +111,10 @@ class Epoch:
     drained_ranks: frozenset[int] = frozenset()
     finished_ranks: frozenset[int] = frozenset()
     drained: control_pb2.CheckpointRef | None = None
-    # The checkpoint of these ranks' drain came too late: a newer epoch was open already.
+    # That is in memory. Until when its part is waited for before the drain is reported.
+    drained_in_memory: bool = False
+    part_deadline: float | None = None
+    # What these ranks drained into came too late: a newer epoch was open already.
     refused: bool = False
     # The last step of this epoch that a rank of this node has sealed, and the last that the master says is committed.
     sealed_step: int = 0
@@ -139,8 +144,8 @@ class Epoch:
     refusals: Mapping[int, str] = field(default_factory=dict)
     # Ranks that reported that they end because a connection to another rank broke, and have made no step since.
     peer_lost: frozenset[int] = frozenset()
-    # The flags as the workers were last told.
-    told: tuple[bool, bool, int] = (False, False, 0)
+    # The flags as the workers were told last.
+    told: tuple[bool, bool, int, bool] = (False, False, 0, False)
 
 
 @dataclass
@@ -175,6 +180,19 @@ class AgentState:
     ending: int = 0
     # All other nodes that still save have a notice, too, or there are none.
     all_leave: bool = False
+    # Its save goes to memory.
+    save_to_memory: bool = False
+    # The master has let this leaver go.
+    released: bool = False
+    # What is held here of memory checkpoints, by digest; the epoch and digests that are kept; what is being written.
+    held: Mapping[str, HeldChanged] = field(default_factory=dict)
+    kept: tuple[int, frozenset[str]] = (0, frozenset())
+    writing: str = ""
+    # The newest commit, if it is in memory alone; what a leaver writes to the disk, whether that is over, and well.
+    memory_head: control_pb2.CheckpointRef | None = None
+    spilling: str = ""
+    spilled: bool = False
+    sealed_by_leaver: str = ""
     drain_for_outage: bool = False
     place: Place = field(default_factory=Place)
     # What people were last told about why this node waits, and why a Join could not be prepared: each once.

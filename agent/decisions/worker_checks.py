@@ -42,7 +42,7 @@ def checked(message: worker_pb2.ToAgent, rank: int, *, seals: bool = False) -> w
             _bounded(message.saving.bytes, "bytes")
             _bounded(message.saving.written, "written")
         case "sealed":
-            if rank != 0 and not seals:
+            if rank != 0 and not seals and not message.sealed.in_memory:
                 raise ValueError(f"rank {rank} says that it sealed a checkpoint, which rank 0 does")
             _reference(message.sealed.name, message.sealed.digest)
             _bounded(message.sealed.step, "step")

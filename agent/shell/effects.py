@@ -22,6 +22,7 @@ from ..control.connection import Connector
 from ..control.master_checks import problem_of, problem_of_reply
 from ..control.master_client import Listener, MasterClient, OutboxFull
 from ..decisions import events as ev
+from ..memory.tier import Held, MemoryTier
 from ..processes.lifeline import Lifeline
 from ..storage.job_directory import JobDirectory, Storage, Survey
 from ..workers.conversion_job import ConversionJob
@@ -77,6 +78,8 @@ class Effects:
         self._head: control_pb2.Checkpoint | None = None
         self.stores = StoreServers(node_address(master_address, config.local_addr))
         self.storage = Storage(directory)
+        self._token = connector.token
+        self.memory = self._make_memory(lifeline)
         self.conversion = ConversionJob(lifeline, config.log_dir / "conversion.log", self._converting)
         self.client = MasterClient(
             connector,
@@ -112,6 +115,14 @@ class Effects:
                 self.storage.verify(self.run_id, action.verification, self._verifying)
             case ev.Look():
                 self.storage.sight(self.run_id, action.ref, self._mailbox.put)
+            case ev.HoldPart():
+                if self.memory is not None:
+                    self.memory.sealed(self.run_id, action.name, action.digest)
+            case ev.MakeDurable():
+                self._make_durable(action)
+            case ev.KeepInMemory():
+                if self.memory is not None:
+                    self.memory.keep(self.run_id, action.epoch, action.digests)
             case ev.Prune():
                 self.storage.prune(self.run_id, action.refs, self._mailbox.put)
             case ev.WriteLatest():
@@ -142,6 +153,8 @@ class Effects:
             logger.warning("%d calls were not answered before the agent ended", self.client.waiting())
         self.conversion.stop()
         self.storage.close()
+        if self.memory is not None:
+            self.memory.close()
         self.client.close()
         self.stores.close()
 
@@ -169,6 +182,7 @@ class Effects:
                     known_settings=self._told,
                     expects_session=self._config.expects_session,
                     process=control_pb2.Process(**dataclasses.asdict(own_process())),
+                    peer_address=self.memory.address if self.memory is not None else "",
                 )
             )
 
@@ -231,13 +245,69 @@ class Effects:
             self._mailbox.put(ev.JoinFailed(action.round, digest, reason))
             return
 
-        def seen(survey: Survey) -> None:
+        def seen(survey: Survey, *fetched: control_pb2.Checkpoint) -> None:
+            inventory = (*survey.inventory, *fetched)
             self._mailbox.put(
-                ev.JoinPrepared(action.round, digest, host, port, survey.probe, survey.inventory, survey.unusable)
+                ev.JoinPrepared(action.round, digest, host, port, survey.probe, inventory, survey.unusable)
             )
 
         newest = (self._head.epoch, self._head.step) if self._head is not None else None
-        self.storage.look(self.run_id, action.resume, action.patient, seen, newer_than=newest)
+        if not action.parts or action.resume is None or self.memory is None:
+            self.storage.look(self.run_id, action.resume, action.patient, seen, newer_than=newest)
+            return
+
+        def fetched(found: control_pb2.Checkpoint | str) -> None:
+            if isinstance(found, str):
+                assert action.resume is not None
+                self._mailbox.put(ev.JoinFailed(action.round, digest, f"{action.resume.name} is not here yet: {found}"))
+            else:
+                self.storage.look(self.run_id, None, False, lambda survey: seen(survey, found), newer_than=newest)
+
+        self.memory.gather(self.run_id, action.resume, action.parts, fetched)
+
+    # ---- memory checkpoints -----------------------------------------------------------------------------------------
+
+    def _make_memory(self, lifeline: Lifeline) -> MemoryTier | None:
+        """Where the job wants memory checkpoints and this node has memory for them."""
+        if not self._config.settings.memory_replicas:
+            return None
+        memory = MemoryTier(
+            self._config.job_id,
+            self.stores.address,
+            self._token,
+            self._config.memory_budget_bytes,
+            self._held_changed,
+            self._say,
+        )
+        if memory.problem:
+            self._say(f"no memory checkpoints on this node: {memory.problem}", True)
+            memory.close()
+            return None
+        if memory.path is not None:
+            lifeline.add_path(memory.path)
+        return memory
+
+    def _held_changed(self, held: Held) -> None:
+        if held.run_id == self.run_id:
+            self._mailbox.put(ev.HeldChanged(held.checkpoint, held.parts, len(held.copies)))
+
+    def _make_durable(self, action: ev.MakeDurable) -> None:
+        memory, ref, run_id, run_dir = self.memory, action.ref, self.run_id, self.run_dir()
+
+        def done(failure: str) -> None:
+            self._mailbox.put(ev.MadeDurable(ref, failure))
+
+        if memory is None:
+            done("this node has no memory checkpoints")
+            return
+
+        def fetched(found: control_pb2.Checkpoint | str) -> None:
+            if isinstance(found, str):
+                done(found)
+            else:
+                memory.make_durable(run_id, ref, run_dir, done)
+
+        memory.gather(run_id, ref, action.parts, fetched)
 
     # ---- conversion -------------------------------------------------------------------------------------------------
 

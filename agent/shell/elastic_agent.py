@@ -179,7 +179,12 @@ class ElasticAgent(LocalElasticAgent):
                 self._mark("stopping")
                 self._stop_world(action.epoch, action.grace)
             case ev.TellWorkers():
-                self._link.tell(drain=action.drain, master_seen=action.master_seen, ending=action.ending)
+                self._link.tell(
+                    drain=action.drain,
+                    master_seen=action.master_seen,
+                    ending=action.ending,
+                    to_memory=action.to_memory,
+                )
             case ev.Exit():
                 self._ending = Ending(action.code, action.message)
             case _:
@@ -224,6 +229,7 @@ class ElasticAgent(LocalElasticAgent):
             if self._place.group_rank == 0 and store is None:
                 raise OSError(f"the store of epoch {world.epoch} is not open any more")
             self._enter(world, self._place)
+            self._open_memory(world)
             self._start_workers(self._worker_group)
         except (OSError, ValueError, RuntimeError) as error:
             logger.exception("the workers of epoch %d could not be started", world.epoch)
@@ -231,6 +237,12 @@ class ElasticAgent(LocalElasticAgent):
             self._mailbox.put(ev.StartFailed(world.epoch, str(error) if isinstance(error, CannotStartError) else text))
             return
         self._worker_group.state = WorkerState.HEALTHY
+
+    def _open_memory(self, world: control_pb2.World) -> None:
+        """Parts of older epochs are refused from now on, and own ones go to this world's buddies."""
+        memory, place = self._effects.memory, world.place
+        if memory is not None:
+            memory.open_epoch(world.run_id, world.epoch, place.group_rank, tuple(place.buddies))
 
     def _enter(self, world: control_pb2.World, place: Place) -> None:
         """Fills in torch's worker group as its rendezvous would; the master's message already has every rank."""
@@ -261,6 +273,7 @@ class ElasticAgent(LocalElasticAgent):
             self._effects.run_dir(),
             spec.role,
             os.environ,
+            self._effects.memory.directory(world.run_id) if self._effects.memory is not None else None,
         )
         envs: dict[int, Any] = {}
         environment: Any

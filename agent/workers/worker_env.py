@@ -43,11 +43,13 @@ def place_of(world: control_pb2.World, incarnation: str) -> Place:
     return Place(place.group_rank, place.first_rank, place.nproc, world.nodes, world.world_size, place.node)
 
 
-def resume_environment(world: control_pb2.World, run_dir: Path) -> dict[str, str]:
-    """The variables that say what to start from; empty for step 0."""
+def resume_environment(world: control_pb2.World, run_dir: Path, memory: Path | None = None) -> dict[str, str]:
+    """What to start from; empty for step 0."""
     if not world.HasField("resume"):
         return {}
     resume = world.resume
+    if resume.source.in_memory and memory is not None:
+        run_dir = memory
     environment = {
         Variable.RESUME_NAME: resume.source.ref.name,
         Variable.RESUME_DIGEST: resume.source.ref.digest,
@@ -83,10 +85,14 @@ def worker_environment(
     run_dir: Path,
     role: str,
     inherited: Mapping[str, str],
+    memory: Path | None = None,
 ) -> list[dict[str, str]]:
     """Per local rank, the variables that differ from the agent's own environment.
 
-    Torch's agent sets `LOCAL_RANK` and `CUDA_VISIBLE_DEVICES`; ours sets `DALSEGNO_SOCKET` and the keeper's token.
+    Args:
+        memory: where memory checkpoints of this run are; None: there are none.
+
+    `LOCAL_RANK` and `CUDA_VISIBLE_DEVICES` are left to torch's agent, `DALSEGNO_SOCKET` and the keeper's token to ours.
     """
     common = {
         **job_environment(job_id, role, place.nproc, inherited),
@@ -108,7 +114,8 @@ def worker_environment(
         Variable.MAX_NODES: str(settings.max_nodes),
         Variable.RUN_DIR: str(run_dir),
         Variable.STALL_TIMEOUT: f"{max(0.0, settings.stall_timeout):g}",
-        **resume_environment(world, run_dir),
+        **({Variable.MEMORY_DIR: str(memory)} if memory is not None else {}),
+        **resume_environment(world, run_dir, memory),
     }
     return [
         {**common, "RANK": str(place.first_rank + local), "ROLE_RANK": str(place.first_rank + local)}

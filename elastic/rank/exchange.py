@@ -28,6 +28,7 @@ class Boundary:
         exchanged: Whether the vector travelled with this step. If not, the other flags are False, except perhaps drain.
         drain: Some rank was told to save here and stop.
         save_failed: Some rank could not write its part of a save in flight.
+        saving: Some rank's part of one was not over yet.
         end: Some rank has no next batch.
         master_seen: Some rank's agent has heard the master lately.
     """
@@ -36,6 +37,7 @@ class Boundary:
     exchanged: bool = False
     drain: bool = False
     save_failed: bool = False
+    saving: bool = False
     end: bool = False
     master_seen: bool = False
 
@@ -46,6 +48,7 @@ class Flags:
 
     drain: bool = False
     save_failed: bool = False
+    saving: bool = False
     master_seen: bool = False
 
 
@@ -88,7 +91,7 @@ class Exchange:
         if self._hurry is not None:
             self._hurry.begin(step, call=flags.drain and step != self._next)
         if step == self._next:
-            vector = [flags.drain, flags.save_failed, flags.master_seen, -ahead, -self._propose()]
+            vector = [flags.drain, flags.save_failed, flags.saving, flags.master_seen, -ahead, -self._propose()]
             self._pending = self._collective.start_max([int(value) for value in vector])
 
     def end(self, seconds: float) -> Boundary:
@@ -109,10 +112,11 @@ class Exchange:
         hurried = self._hurry is not None and self._hurry.end()
         if self._pending is None:
             return Boundary(step, drain=hurried)
-        drain, save_failed, master_seen, ahead, apart = self._pending.wait()
+        drain, save_failed, saving, master_seen, ahead, apart = self._pending.wait()
         self._pending = None
         self._next = step + max(1, min(-ahead, -apart))
-        return Boundary(step, True, bool(drain) or hurried, bool(save_failed), ahead == 0, bool(master_seen))
+        told = {"save_failed": bool(save_failed), "saving": bool(saving), "master_seen": bool(master_seen)}
+        return Boundary(step, True, bool(drain) or hurried, end=ahead == 0, **told)
 
     def abandon(self) -> None:
         """Gives up the step that has begun, because the script left its loop. The next step exchanges anew."""

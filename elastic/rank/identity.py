@@ -14,11 +14,17 @@ from ..checkpoint import SHARDED, UNIVERSAL, Ref
 
 @dataclass(frozen=True)
 class ResumeOrder:
-    """The resume point that the agent gave."""
+    """What the agent handed out to start from.
+
+    Attributes:
+        directory, universal_directory: Where they are on this node; None: in the run's directory, by their names.
+    """
 
     source: Ref
     form: str
     universal: Ref | None
+    directory: Path | None = None
+    universal_directory: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -26,9 +32,11 @@ class Identity:
     """Identity of one worker.
 
     Attributes:
-        socket: The agent's socket; None outside ``dlrover-run``.
-        run_dir: Where checkpoints are; None if nothing can be saved.
-        stall_timeout: Seconds without any movement after which a disk counts as stuck; 0: never.
+        socket: The agent's; None outside ``dlrover-run``.
+        group_rank: This node's number in the world.
+        run_dir: Where checkpoints are; None where nothing can be saved.
+        memory_dir: Where memory checkpoints of the run are on this node; None where there are none.
+        stall_timeout: Seconds in which nothing moves, after which a disk counts as stuck; 0: never.
         resume: None: from step 0 (or, outside ``dlrover-run``, not known yet).
     """
 
@@ -47,11 +55,17 @@ class Identity:
     run_dir: Path | None = None
     stall_timeout: float = 0.0
     resume: ResumeOrder | None = None
+    group_rank: int = 0
+    memory_dir: Path | None = None
 
     @property
     def alone(self) -> bool:
         """Whether there is no agent: plain python or torchrun."""
         return self.socket is None
+
+    def in_memory(self, directory: Path) -> bool:
+        """Whether a checkpoint lies in this node's memory: then it is a copy that no other node sees."""
+        return self.memory_dir is not None and directory.is_relative_to(self.memory_dir)
 
 
 def from_environment(environ: Mapping[str, str] = os.environ, checkpoint_dir: Path | None = None) -> Identity:
@@ -84,6 +98,8 @@ def from_environment(environ: Mapping[str, str] = os.environ, checkpoint_dir: Pa
         run_dir=Path(_text(environ, Variable.RUN_DIR)),
         stall_timeout=float(environ.get(Variable.STALL_TIMEOUT, "0")),
         resume=_resume(environ),
+        group_rank=_number(environ, "GROUP_RANK", 0),
+        memory_dir=_path(environ, Variable.MEMORY_DIR),
     )
 
 
@@ -97,10 +113,16 @@ def _resume(environ: Mapping[str, str]) -> ResumeOrder | None:
     form = _text(environ, Variable.RESUME_FORM)
     if form not in (SHARDED, UNIVERSAL):
         raise RuntimeError(f"DALSEGNO_RESUME_FORM is {form!r}: 'sharded' or 'universal' was expected")
+    directory = _path(environ, Variable.RESUME_DIR)
     if form == SHARDED:
-        return ResumeOrder(source, form, None)
+        return ResumeOrder(source, form, None, directory)
     universal = Ref(_text(environ, Variable.UNIVERSAL_NAME), _text(environ, Variable.UNIVERSAL_DIGEST))
-    return ResumeOrder(source, form, universal)
+    return ResumeOrder(source, form, universal, directory, _path(environ, Variable.UNIVERSAL_DIR))
+
+
+def _path(environ: Mapping[str, str], key: str) -> Path | None:
+    value = environ.get(key)
+    return Path(value) if value else None
 
 
 def _text(environ: Mapping[str, str], key: str) -> str:

@@ -40,7 +40,7 @@ class Link:
     def __init__(self, path: str, hello: worker_pb2.Hello) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._lock = threading.Lock()
-        self._drain = False
+        self._drain = self._to_memory = False
         self._master_seen = False
         self._ending = 0
         self._alive = True
@@ -61,6 +61,11 @@ class Link:
     def drain(self) -> bool:
         """Whether the agent wants the run saved and stopped at the next agreed boundary."""
         return self._drain
+
+    @property
+    def to_memory(self) -> bool:
+        """The save of that drain goes to memory, if every rank is told so."""
+        return self._to_memory
 
     @property
     def master_seen(self) -> bool:
@@ -167,6 +172,8 @@ class Link:
             del buffer[: FRAME.size + length]
             if message.drain and not self._drain:
                 mark("told")
+            # Before the drain itself: who is told of that from another thread reads this next.
+            self._to_memory = message.to_memory
             self._drain, self._master_seen, self._ending = message.drain, message.master_seen, message.ending
 
     def _lost(self, error: Exception | None) -> None:

@@ -29,6 +29,7 @@ from dalsegno.protos.trace import mark
 
 from ..checkpoint import MANIFEST, CheckpointDamaged, FileEntry
 from ..checkpoint.files import checksums
+from .content import Own
 from .saving_reports import Count
 from .writing import SummedFile, save
 
@@ -84,11 +85,12 @@ class Flight:
 
     Args:
         path: The checkpoint's directory, which exists.
-        rank, world_size: The session's.
-        files: What this rank writes, already copied or being copied.
-        copied: Waits on the thread until the copy is complete.
-        seal: Rank 0: called on its thread when all parts are there; returns the digest.
-        done: Counts the bytes that the thread has written.
+        rank, world_size: Of the session.
+        files: What this rank writes, copied already, or being copied.
+        copied: Waits on the thread until it is.
+        seal: Rank 0: called on its thread when all parts are there; returns the digest. None: it goes to memory. Then
+            nothing is synced, and no rank says in a file what it wrote: others would not see that.
+        done: The bytes that the thread has written.
         patience: Seconds without a byte after which this rank's part has failed; 0: never.
         reports: A context that is entered while the thread is at work.
     """
@@ -100,7 +102,7 @@ class Flight:
         world_size: int,
         files: Mapping[str, Any],
         copied: Callable[[], None],
-        seal: Callable[[tuple[FileEntry, ...]], str],
+        seal: Callable[[tuple[FileEntry, ...]], str] | None,
         done: Count,
         patience: float,
         reports: AbstractContextManager[None],
@@ -112,6 +114,7 @@ class Flight:
         self._error: Exception | None = None
         self._stuck: TimeoutError | None = None
         self._digest = ""
+        self._entries: tuple[FileEntry, ...] = ()
         # Not a daemon: a script that ends while a save is under way waits for it.
         self._thread = threading.Thread(target=self._run, name="dalsegno-save")
         self._thread.start()
@@ -128,6 +131,11 @@ class Flight:
                 self._stuck = TimeoutError(STUCK.format(self._patience))
                 break
         return self._stuck or self._error
+
+    @property
+    def entries(self) -> tuple[FileEntry, ...]:
+        """What this rank has written, once `written` says so."""
+        return self._entries
 
     def sealed(self) -> tuple[str, Exception | None]:
         """Waits until the thread has ended. Rank 0 gets the digest, or the error if it could not seal."""
@@ -161,30 +169,33 @@ class Flight:
     def _work(self) -> None:
         self._copied()
         entries = tuple(self._write(path, value) for path, value in self._files.items())
+        if self._seal is None:
+            self._entries = entries
+            return
         own = json.dumps({"files": [asdict(entry) for entry in entries]}, sort_keys=True).encode() + b"\n"
         self._write(part_name(self._rank), own)
         mark("synced")
         self._written.set()
         found = self._gather_parts() if self._rank == 0 else None
         if found is not None:
-            self._digest = self._seal_when_in_sight(found)
+            self._digest = self._seal_when_in_sight(self._seal, found)
 
-    def _seal_when_in_sight(self, entries: tuple[FileEntry, ...]) -> str:
+    def _seal_when_in_sight(self, seal: Callable[[tuple[FileEntry, ...]], str], entries: tuple[FileEntry, ...]) -> str:
         for pause in SIGHT_PAUSES_SECONDS:
             try:
-                return self._seal(entries)
+                return seal(entries)
             except CheckpointDamaged as damaged:
                 log.debug("not all of %s is in sight yet: %s", self._path.name, damaged)
             # No event tells when another machine's files come into sight over NFS.
             self._cancelled.wait(pause)
-        return self._seal(entries)
+        return seal(entries)
 
     def _write(self, path: str, value: Any) -> FileEntry:
         target = self._path / path
         target.parent.mkdir(parents=True, exist_ok=True)
         with SummedFile(target, self._done.add) as file:
             save(value, file)
-            return FileEntry(path, file.size, file.finish())
+            return FileEntry(path, file.size, file.finish(lasting=self._seal is not None))
 
     def _gather_parts(self) -> tuple[FileEntry, ...] | None:
         """Entries of every rank's files, once all ranks have listed theirs; None if some rank never will."""
@@ -204,6 +215,16 @@ class Flight:
             if gone or self._cancelled.wait(pause):
                 return None
             pause = min(2 * pause, LAST_LOOK_SECONDS)
+
+
+@dataclass
+class UnderWay:
+    """A save in the background, as this rank knows it."""
+
+    own: Own
+    drain: bool
+    flight: Flight
+    began: float
 
 
 def _read_part(path: Path) -> list[FileEntry] | None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..checkpoint import SHARDED, Best, Cut, FileEntry, Manifest, Order, Position, Ref, Shape
 from ..rank.identity import Identity
+from .tiers import Disk
 
 
 @dataclass(frozen=True)
@@ -65,9 +67,10 @@ class Content:
 
 @dataclass
 class Own:
-    """What this rank has done of a save, in case the save must be completed without a leaver."""
+    """A save, and what this rank has done of it, should it have to be completed without a leaver."""
 
     content: Content
+    tier: Disk
     name: str = ""
     written: bool = False
     # Files of this rank's whose checksums are known.
@@ -75,3 +78,8 @@ class Own:
     entries: tuple[FileEntry, ...] = ()
     # Bytes written, synced and checksummed that it has reported.
     moved: int = 0
+
+    @property
+    def path(self) -> Path:
+        """The checkpoint's directory, once it has a name."""
+        return self.tier.store.path(self.name)

@@ -25,7 +25,7 @@ from ..checkpoint import (
 )
 from ..rank import rng
 from ..rank.collective import Collective
-from ..rank.identity import ResumeOrder
+from ..rank.identity import Identity, ResumeOrder
 
 log = logging.getLogger(__name__)
 
@@ -105,31 +105,43 @@ class Damaged:
 
 
 def handed_out(
-    order: ResumeOrder, run_dir: Path, collective: Collective, *, verify: bool = True
+    order: ResumeOrder, run_dir: Path, collective: Collective, *, verify: bool = True, identity: Identity | None = None
 ) -> ResumePoint | Damaged:
     """The resume point that the agent named, verified by all ranks together. Collective.
+
+    Args:
+        order: What it is, and where.
+        run_dir: Where it is if ``order`` does not say.
+        collective: The session's group.
+        verify: Read its files, and compare their checksums.
+        identity: Who reads. Of a checkpoint in memory each node has a copy of its own, and verifies all of it.
 
     Raises:
         OSError: It could not be read, for a reason that says nothing about the checkpoint. Raised on all ranks.
     """
-    loaded, form = (order.source, SHARDED) if order.universal is None else (order.universal, UNIVERSAL)
-    directory = run_dir / loaded.name
+    saved = order.directory or run_dir / order.source.name
+    directory, form, digest = saved, SHARDED, order.source.digest
+    if order.universal is not None:
+        directory = order.universal_directory or run_dir / order.universal.name
+        form, digest = UNIVERSAL, order.universal.digest
     source: Manifest | None = None
     manifest: Manifest | None = None
     error: Exception | None = None
     try:
-        source = read_sealed(run_dir / order.source.name, order.source.digest)
-        manifest = source if order.universal is None else read_sealed(directory, loaded.digest)
+        source = read_sealed(saved, order.source.digest)
+        manifest = source if order.universal is None else read_sealed(directory, digest)
+        if verify:
+            _verify_part(directory, manifest, *_share_of(directory, collective, identity))
     except (CheckpointDamaged, OSError) as caught:
         error = caught
-    damaged = _share(collective, directory, manifest, error, order, verify)
+    damaged = _compare(collective, directory, error, order)
     if damaged is not None:
         return damaged
     assert source is not None
     universal = None if order.universal is None else directory
     shape = source.shape
     reshard = universal is None and shape.reshards and shape.world_size != collective.world_size
-    return ResumePoint(source.step, source.position, form, run_dir / order.source.name, universal, source, reshard)
+    return ResumePoint(source.step, source.position, form, saved, universal, source, reshard)
 
 
 def newest(store: CheckpointStore, collective: Collective, world_size: int) -> ResumePoint | None:
@@ -215,24 +227,23 @@ def _is_later(ref: Ref) -> bool:
     return CheckpointName.parse(ref.name).lease is not None
 
 
-def _share(
-    collective: Collective,
-    directory: Path,
-    manifest: Manifest | None,
-    error: Exception | None,
-    order: ResumeOrder,
-    verify: bool,
-) -> Damaged | None:
-    """Each rank verifies its part, and all compare the results: one exchange, even if a rank could not begin."""
-    if error is None and manifest is not None and verify:
-        # Large files first, so that dealing them out in turn gives every rank about the same number of bytes.
-        entries = sorted(manifest.files, key=lambda entry: (-entry.size, entry.path))
-        try:
-            if collective.rank == 0:
-                verify_listing(directory, manifest)
-            verify_files(directory, entries[collective.rank :: collective.world_size])
-        except (CheckpointDamaged, OSError) as caught:
-            error = caught
+def _share_of(directory: Path, collective: Collective, identity: Identity | None) -> tuple[int, int]:
+    """This rank's number among those that verify the same directory together, and how many they are."""
+    if identity is not None and identity.in_memory(directory):
+        return identity.local_rank, identity.local_world_size
+    return collective.rank, collective.world_size
+
+
+def _verify_part(directory: Path, manifest: Manifest, number: int, ranks: int) -> None:
+    # Large files first, so that dealing them out in turn gives every rank about as many bytes.
+    entries = sorted(manifest.files, key=lambda entry: (-entry.size, entry.path))
+    if number == 0:
+        verify_listing(directory, manifest)
+    verify_files(directory, entries[number::ranks])
+
+
+def _compare(collective: Collective, directory: Path, error: Exception | None, order: ResumeOrder) -> Damaged | None:
+    """Compares notes: one exchange, also where a rank could not even begin."""
     notes = collective.gather(_note(error))
     for rank, note in enumerate(notes):
         if "damage" in note:

@@ -7,12 +7,12 @@ before they go on to the next.
 
 from __future__ import annotations
 
+import gc
 import logging
-import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -22,7 +22,6 @@ from dalsegno.protos import trace, worker_pb2
 from ..checkpoint import (
     Best,
     CheckpointDamaged,
-    CheckpointName,
     CheckpointStore,
     FileEntry,
     Manifest,
@@ -32,41 +31,29 @@ from ..checkpoint import (
 )
 from ..checkpoint.files import checksums, list_files, write_exclusive
 from ..rank import rng
-from ..rank.agreement import differences
 from ..rank.collective import Collective, PeerLost
 from ..rank.identity import Identity
 from ..rank.link import Link
 from ..rank.meetings import Meetings
 from ..rank.remarks import remark
+from .answers import TOLD_OTHERWISE, Answers
 from .apart import PATIENCE_SHARE, all_files, has_to_seal, missing_parts, seal_once, unless_stuck
-from .background_save import LAST_WORDS_SECONDS, PARTS, Flight, check_paths
+from .background_save import LAST_WORDS_SECONDS, PARTS, Flight, UnderWay, check_paths
 from .content import Content, Own
 from .declared import DDP, contradiction, of_each_rank
+from .names import Names
 from .notes import Notes
-from .save_errors import Cause, Failed, describe, is_fatal, is_mistake, kept, problem
+from .save_errors import Failed, describe, kept, problem
 from .saving_reports import Count, SavingReports, bytes_below
 from .staging import HostBuffers
+from .tiers import Disk, Memory, Saved
 from .writing import Summed
 
 log = logging.getLogger(__name__)
 
 
-_TOLD_OTHERWISE = "the ranks were told to save different things"
-
-
 class SaveError(RuntimeError):
     """A save failed because of something that another try will not cure, or it failed too often."""
-
-
-@dataclass
-class _UnderWay:
-    """A save in the background, as this rank knows it."""
-
-    name: str
-    content: Content
-    drain: bool
-    flight: Flight
-    began: float
 
 
 class Saver:
@@ -82,8 +69,9 @@ class Saver:
 
     Attributes:
         best: The best checkpoint as of the last save, the same on all ranks.
-        tracked: What makes a checkpoint the best; None: the best one does not change.
-        apart: A leaver was gone before a drain's save was complete: this rank has done its part, and exits.
+        tracked: What makes one the best; None: the best of before stays it.
+        saved: The last checkpoints.
+        apart: A leaver was gone before a drain's save was complete: this rank has done its part, and goes.
     """
 
     def __init__(
@@ -97,27 +85,37 @@ class Saver:
     ) -> None:
         self._identity, self._collective, self._store = identity, collective, store
         self._link, self._resumed_from = link, resumed_from
-        self._last: CheckpointName | None = None
+        self._names = Names(identity, collective)
         self.best = best
         self.tracked: Tracked | None = None
         self.apart = False
+        self.saved = Saved()
+        self._answers, self._disk = Answers(collective), Disk(store, identity)
+        self._memory = None if identity.memory_dir is None else Memory(CheckpointStore(identity.memory_dir), identity)
         self._notes = Notes(store, apart=link is not None)
         self._noted_empty = False
         self._buffers = HostBuffers()
         self._looked = False
-        self._under_way: _UnderWay | None = None
+        self._under_way: UnderWay | None = None
 
     def save(
-        self, content: Content, write: Callable[[Path], None], *, create_directory: bool, drain: bool
+        self,
+        content: Content,
+        write: Callable[[Path], None],
+        *,
+        create_directory: bool,
+        drain: bool,
+        in_memory: bool = False,
     ) -> Manifest | None:
         """Writes and seals one checkpoint. Collective: all ranks call it at the same step.
 
         Args:
             content: What is saved.
             write: Called with the checkpoint's path on every rank; writes this rank's files below it.
-            create_directory: Create the directory before ``write`` is called. Frameworks that create it themselves get
-                a path that does not exist yet.
-            drain: The save is a drain's. A failure is reported as such, and a leaver may be gone before it is complete.
+            create_directory: The directory exists when ``write`` is called. Frameworks that make it themselves get a
+                path that does not exist yet.
+            drain: It is a drain's: for the report of a failure, and for a leaver that is gone before it is complete.
+            in_memory: Into the nodes' memory, which is there on all ranks.
 
         Returns:
             The manifest, on every rank; None if the save failed on some rank. Then nothing of it is left. With
@@ -128,41 +126,61 @@ class Saver:
             SaveError: ``write`` failed on some rank, and not for lack of disk or memory: a mistake, which every later
                 save would repeat. Raised on all ranks.
         """
-        own, began = Own(content), time.monotonic()
+        own, began = Own(content, self._tier(in_memory)), time.monotonic()
         try:
-            with self._together(drain):
-                own.name, own.content = self._choose_name(content, create_directory)
-                self._write(own, write)
+            with self._together(own, drain):
+                own.name, own.content = self._names.choose(own, self._best_as_of, create_directory=create_directory)
+                self._write(own, write, create_directory)
                 trace.mark("written")
-                files = self._describe(own)
+                entries = self._describe(own)
                 trace.mark("synced")
-                self._check_files([entry.path for entry in files], own.content)
-                manifest = self._seal(own, files)
+                self._check_files([entry.path for some in entries for entry in some], own.content)
+                manifest = self._seal(own, entries)
         except Failed as failure:
-            self._failed_save(own.name, content.step, failure, drain)
+            self._failed_save(own, failure, drain)
             return None
         except PeerLost as lost:
             return self._complete(own, lost, began)
-        self.best = manifest.best
-        if self._identity.rank == 0:
-            self._announce(manifest, began)
+        self._announce(own, manifest, began)
         return manifest
+
+    def _tier(self, in_memory: bool) -> Disk:
+        tier = self._memory if in_memory else self._disk
+        assert tier is not None
+        return tier
 
     @property
     def failed(self) -> bool:
         """Whether this rank could not write its part of the save under way. The others must hear of it."""
         return self._under_way is not None and self._under_way.flight.failed
 
+    @property
+    def busy(self) -> bool:
+        """This rank's part of the save that is under way is not over."""
+        return self._under_way is not None and not self._under_way.flight.wait(0.0)
+
+    @property
+    def under_way(self) -> Disk | None:
+        """Where a save goes that is not settled yet; on all ranks alike."""
+        return None if self._under_way is None else self._under_way.own.tier
+
     def begin(
-        self, content: Content, state: Callable[[], Mapping[str, Any]], sealed: Callable[[], None], *, drain: bool
+        self,
+        content: Content,
+        state: Callable[[], Mapping[str, Any]],
+        sealed: Callable[[], None],
+        *,
+        drain: bool,
+        in_memory: bool = False,
     ) -> str | None:
         """Copies what ``state`` returns, and starts writing and sealing it while the training goes on. Collective.
 
         Args:
             content: What is saved.
             state: This rank's files, see ``background.background``.
-            sealed: Called on a thread of rank 0 once the checkpoint is sealed and announced.
-            drain: The save is a drain's; a failure is reported as such.
+            sealed: Called on a thread of rank 0 once the checkpoint is sealed and announced. Not of one in memory.
+            drain: For the report of a failure.
+            in_memory: Into the nodes' memory, which is there on all ranks. It is sealed by `settle`.
 
         Returns:
             The checkpoint's name, on every rank; None if some rank could not begin. ``settle`` says how it ended.
@@ -172,30 +190,31 @@ class Saver:
             SaveError: See ``save``.
         """
         if self._under_way is not None:
-            raise RuntimeError(f"{self._under_way.name} is being saved; settle that first")
-        name = ""
+            raise RuntimeError(f"{self._under_way.own.name} is being saved; settle that first")
+        own, began = Own(content, self._tier(in_memory)), time.monotonic()
         try:
-            name, content = self._choose_name(content, True)
-            files = self._stage(name, state, content)
+            own.name, own.content = self._names.choose(own, self._best_as_of, create_directory=True)
+            files = self._stage(own, state)
         except Failed as failure:
             self._buffers.release()
-            self._failed_save(name, content.step, failure, drain)
+            self._failed_save(own, failure, drain)
             return None
-        path, identity, done, began = self._store.path(name), self._identity, Count(0), time.monotonic()
-        reports = SavingReports(self._link, name, done.read, path if identity.local_rank == 0 else None)
+        path, identity, done = own.path, self._identity, Count(0)
+        reports = SavingReports(self._link, own.name, done.read, path if identity.local_rank == 0 else None)
 
         def seal_all(entries: tuple[FileEntry, ...]) -> str:
-            manifest = self._manifest(name, content, entries)
+            manifest = self._manifest(own.name, own.content, entries)
             digest = seal(path, manifest)
-            self._announce(manifest, began)
+            self._tell(own, manifest, began)
             sealed()
             return digest
 
         copied = self._buffers.wait
         patience = PATIENCE_SHARE * identity.stall_timeout
-        flight = Flight(path, identity.rank, identity.world_size, files, copied, seal_all, done, patience, reports)
-        self._under_way = _UnderWay(name, content, drain, flight, began)
-        return name
+        seals = None if in_memory else seal_all
+        flight = Flight(path, identity.rank, identity.world_size, files, copied, seals, done, patience, reports)
+        self._under_way = UnderWay(own, drain, flight, began)
+        return own.name
 
     def settle(self) -> tuple[int, Ref] | None:
         """Returns what became of the save under way. Collective; waits until it has ended on all ranks.
@@ -210,39 +229,55 @@ class Saver:
         ending = self._under_way
         if ending is None:
             return None
-        answer: dict[str, Any] = {}
-        own = Own(ending.content, ending.name)
+        own = ending.own
         try:
             try:
-                path = self._store.path(ending.name)
                 error = ending.flight.written()
                 own.written = error is None
-                with self._together(ending.drain):
-                    self._agree(error, path)
-                if self._identity.rank == 0:
-                    digest, error = ending.flight.sealed()
-                    found = problem(error, path)
-                    answer = {"digest": digest} if found is None else found.answer
-                with self._together(ending.drain):
-                    answer = self._collective.broadcast(answer)
-                self._raise_first([answer])
+                with self._together(own, ending.drain):
+                    ref = self._settle_in_memory(ending, error) if own.tier.in_memory else self._settle(ending, error)
             finally:
                 ending.flight.cancel()
                 self._buffers.release()
                 self._under_way = None
         except Failed as failure:
-            self._failed_save(ending.name, ending.content.step, failure, ending.drain)
+            self._failed_save(own, failure, ending.drain)
             return None
         except PeerLost as lost:
             completed = self._complete(own, lost, ending.began)
             return None if completed is None else (completed.step, completed.ref)
-        self.best = ending.content.best
-        return ending.content.step, Ref(ending.name, answer["digest"])
+        self.best = own.content.best
+        self.saved.note(own.content.step, ref, in_memory=own.tier.in_memory)
+        return own.content.step, ref
 
-    def _together(self, drain: bool) -> AbstractContextManager[None]:
-        """A context for a save's collectives. In a drain's save nobody waits for a leaver whose notice is over."""
+    def _settle(self, ending: UnderWay, error: BaseException | None) -> Ref:
+        """Rank 0's thread has sealed it, or not."""
+        path, answer = ending.own.path, dict[str, Any]()
+        self._answers.agree(error, path)
+        if self._identity.rank == 0:
+            digest, error = ending.flight.sealed()
+            found = problem(error, path)
+            answer = {"digest": digest} if found is None else found.answer
+        answer = self._collective.broadcast(answer)
+        self._answers.raise_first([answer])
+        return Ref(ending.own.name, answer["digest"])
+
+    def _settle_in_memory(self, ending: UnderWay, error: BaseException | None) -> Ref:
+        """Nobody sees what other nodes have written: all hear of it here, and seal."""
+        own, answer = ending.own, self._answers.answer(error, ending.own.path)
+        own.moved = sum(entry.size for entry in ending.flight.entries)
+        answers = self._answers.exchange(answer or {"files": [asdict(entry) for entry in ending.flight.entries]})
+        manifest = self._seal(own, [[FileEntry(**entry) for entry in said["files"]] for said in answers])
+        self._announce(own, manifest, ending.began)
+        return manifest.ref
+
+    def _together(self, own: Own, drain: bool) -> AbstractContextManager[None]:
+        """Around the collectives of a save. In a drain's nobody waits for a leaver whose notice is over.
+
+        In memory nobody else has what the leaver has: without it there is no checkpoint.
+        """
         link = self._link
-        if link is None or not drain:
+        if link is None or not drain or own.tier.in_memory:
             return nullcontext()
         return self._collective.unless(lambda: bool(link.ending))
 
@@ -254,7 +289,7 @@ class Saver:
             SaveError: A rank's part is missing.
         """
         identity, link = self._identity, self._link
-        if link is None or not own.written:
+        if link is None or not own.written or own.tier.in_memory:
             raise lost
         sealing = has_to_seal(link, identity.local_rank, lost)
         self.apart = True
@@ -269,15 +304,17 @@ class Saver:
             files = all_files(path, own.entries, done.add)
             self._check_files([entry.path for entry in files], own.content)
             manifest = seal_once(path, self._manifest(own.name, own.content, files))
-        self.best = manifest.best
-        self._announce(manifest, began)
+        self._tell(own, manifest, began)
+        self._note(own, manifest)
         return manifest
 
-    def _stage(self, name: str, state: Callable[[], Mapping[str, Any]], content: Content) -> dict[str, Any]:
-        """This rank's files in host memory. Returns once all ranks have theirs."""
+    def _stage(self, own: Own, state: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """This rank's files in host memory, once all ranks have theirs."""
+        content = own.content
         error: BaseException | None = None
         files: dict[str, Any] = {}
         try:
+            own.tier.enter(own.name, create=True)
             given = state()
             check_paths(given)
             files = {**self._buffers.copy(given), rng.file_name(self._identity.rank): rng.capture()}
@@ -285,8 +322,8 @@ class Saver:
         except BaseException as caught:
             log.debug("no state to save", exc_info=caught)
             error = kept(caught)
-        found = problem(error, self._store.path(name))
-        answers = self._agree_on(content, {"paths": sorted(files)} if found is None else found.answer)
+        found = problem(error, own.path)
+        answers = self._answers.agree_on(content, {"paths": sorted(files)} if found is None else found.answer)
         paths = [path for answer in answers for path in answer["paths"]]
         for path in sorted({path for path in paths if paths.count(path) > 1}):
             raise Failed(f"several ranks save {path}, and only one may", fatal=True)
@@ -313,11 +350,11 @@ class Saver:
     def close(self) -> None:
         """Ends the saver when the script goes on without a session: a save under way gets some time. Not collective."""
         if self._under_way is not None and not self._under_way.flight.wait(LAST_WORDS_SECONDS):
-            log.warning("%s is not sealed yet, and nobody will hear of it", self._under_way.name)
+            log.warning("%s is not sealed yet, and nobody will hear of it", self._under_way.own.name)
 
     def improves(self, value: float | None) -> bool:
         """Whether a checkpoint with rank 0's ``value`` would be the best so far. Collective."""
-        best = self.best if self._under_way is None else self._under_way.content.best
+        best = self.best if self._under_way is None else self._under_way.own.content.best
         better = self.tracked is not None and self.tracked.improves(value, best)
         return bool(self._collective.broadcast(better))
 
@@ -328,48 +365,19 @@ class Saver:
         if self._identity.rank == 0:
             self._notes.write(None, self.best)
 
-    def _choose_name(self, content: Content, create_directory: bool) -> tuple[str, Content]:
-        """Rank 0's name, metric and best: a metric is often computed on one rank, or differs in its last bits."""
-        step, metric = content.step, content.metric
-        if metric is not None and not math.isfinite(metric):
-            log.warning(
-                "the metric of step %d is %s: it is left out, and this is not the best checkpoint", step, metric
-            )
-            metric = None
-        answer: dict[str, Any] = {"metric": metric}
-        if self._identity.rank == 0:
-            try:
-                name = self._store.next_name(step, self._identity.epoch)
-                last = self._last
-                if last is not None and last.step == step:
-                    name = replace(name, attempt=max(name.attempt, last.attempt + 1))
-                self._last = name
-                self._store.run_dir.mkdir(parents=True, exist_ok=True)
-                if create_directory:
-                    self._store.path(str(name)).mkdir()
-                answer["name"] = str(name)
-                best = self._best_as_of(str(name), metric)
-                answer["best"] = None if best is None else asdict(best)
-            except OSError as error:
-                answer["error"] = describe(error)
-        answer = self._collective.broadcast(answer)
-        if "error" in answer:
-            raise Failed(answer["error"], fatal=False)
-        best = None if answer["best"] is None else Best(**answer["best"])
-        return str(answer["name"]), replace(content, metric=answer["metric"], best=best)
-
     def _best_as_of(self, name: str, metric: float | None) -> Best | None:
         tracked = self.tracked
         if tracked is None or metric is None or not tracked.improves(metric, self.best):
             return self.best
         return Best(name, tracked.metric, tracked.mode, metric)
 
-    def _write(self, own: Own, write: Callable[[Path], None]) -> None:
-        path = self._store.path(own.name)
+    def _write(self, own: Own, write: Callable[[Path], None], create_directory: bool) -> None:
+        path = own.path
         error: BaseException | None = None
         link = self._link if self._identity.local_rank == 0 else None
         with SavingReports(link, own.name, lambda: bytes_below(path), path), Summed() as summed:
             try:
+                own.tier.enter(own.name, create=create_directory)
                 write(path)
                 state = path / rng.file_name(self._identity.rank)
                 state.parent.mkdir(parents=True, exist_ok=True)
@@ -378,15 +386,18 @@ class Saver:
             except BaseException as caught:
                 error = kept(caught)
         own.written = error is None
-        own.summed = summed.entries(path)
-        self._agree_on(own.content, self._answer(error, path))
+        # In memory two nodes may have a file of one name, of which one counts: which, is said when all are listed.
+        own.summed = () if own.tier.in_memory else summed.entries(path)
+        # Kept no longer: it holds open what its write was about, and in memory what is deleted so stays there.
+        said, error = self._answers.answer(error, path), None
+        self._answers.agree_on(own.content, said)
 
-    def _describe(self, own: Own) -> tuple[FileEntry, ...]:
-        """Every file of the checkpoint with its checksum, durable; the work is shared by all ranks.
+    def _describe(self, own: Own) -> list[list[FileEntry]]:
+        """Every file of the checkpoint with its checksum, durable, by the rank that read it: all share the work.
 
-        What a rank has summed as it wrote it nobody reads back: that rank makes it durable.
+        Nobody reads back a file that a rank checksummed while it wrote it: that rank makes it durable.
         """
-        path, collective, identity = self._store.path(own.name), self._collective, self._identity
+        path, identity = own.path, self._identity
         # One rank of each node lists: a network file system may not show a node yet what another one wrote.
         part: dict[str, Any] = {"files": [], "summed": [entry.path for entry in own.summed]}
         try:
@@ -394,103 +405,92 @@ class Saver:
                 part["files"] = list_files(path)
         except (OSError, CheckpointDamaged) as error:
             part["text"] = describe(error)
-        listed = collective.gather(part)
-        self._raise_first(listed)
+        listed = self._answers.exchange(part)
         summed = {file for some in listed for file in some["summed"]}
-        paths = sorted({file for some in listed for file in some["files"]} - summed)
+        dealt = own.tier.dealt([[file for file in some["files"] if file not in summed] for some in listed])
         part = {"files": []}
         done = Count(bytes_below(path) if identity.local_rank == 0 else 0)
-        dealt = paths[collective.rank :: collective.world_size]
         try:
             with SavingReports(self._link, own.name, done.read, path if identity.local_rank == 0 else None):
-                sync = partial(checksums, path, dealt, sync=True, known=own.summed, moved=done.add)
+                lasting = not own.tier.in_memory
+                sync = partial(checksums, path, dealt, sync=lasting, known=own.summed, moved=done.add)
                 own.entries = tuple(unless_stuck(sync, done, PATIENCE_SHARE * identity.stall_timeout))
             own.moved = done.read()
             part["files"] = [asdict(entry) for entry in own.entries]
         except (OSError, CheckpointDamaged) as error:
             part["text"] = describe(error)
-        described = collective.gather(part)
-        self._raise_first(described)
-        entries = [FileEntry(**entry) for some in described for entry in some["files"]]
+        described = [[FileEntry(**entry) for entry in said["files"]] for said in self._answers.exchange(part)]
+        entries = [entry for some in described for entry in some]
         if all(PurePosixPath(entry.path).parts[0] == rng.DIRECTORY for entry in entries) and not self._noted_empty:
             self._noted_empty = True
             if self._identity.rank == 0:
                 remark(
                     "save wrote nothing below the path it was given: %s holds no weights, only generators", path.name
                 )
-        return tuple(sorted(entries, key=lambda entry: entry.path))
+        return described
 
     def _manifest(self, name: str, content: Content, files: tuple[FileEntry, ...]) -> Manifest:
         return content.manifest(name, self._identity, self._resumed_from, files)
 
-    def _seal(self, own: Own, files: tuple[FileEntry, ...]) -> Manifest:
-        identity, manifest = self._identity, self._manifest(own.name, own.content, files)
-        answer: dict[str, Any] = {}
-        if identity.rank == 0:
+    def _seal(self, own: Own, entries: Sequence[Sequence[FileEntry]]) -> Manifest:
+        """Every rank knows all files; those that lead write it down."""
+        files = sorted((entry for some in entries for entry in some), key=lambda entry: entry.path)
+        manifest = self._manifest(own.name, own.content, tuple(files))
+        said = {"digest": manifest.digest}
+        if own.tier.leads:
             try:
-                path = self._store.path(own.name)
-                # Sealing also syncs a directory, for which a slow disk takes its time.
-                with SavingReports(self._link, own.name, lambda: own.moved, path):
-                    answer["digest"] = seal(path, manifest)
+                # A directory is synced, too, which a slow disk takes its time for.
+                with SavingReports(self._link, own.name, lambda: own.moved, own.path):
+                    own.tier.seal(manifest, entries)
             except (OSError, CheckpointDamaged) as error:
-                answer["text"] = describe(error)
-        answer = self._collective.broadcast(answer)
-        self._raise_first([answer])
-        if answer["digest"] != manifest.digest:
-            raise SaveError(f"{_TOLD_OTHERWISE}, rank {identity.rank} another manifest than rank 0: {manifest}")
+                said = {"text": describe(error)}
+        first = self._answers.exchange(said)[0]
+        if first["digest"] != manifest.digest:
+            raise SaveError(f"{TOLD_OTHERWISE}, rank {self._identity.rank} another manifest than rank 0: {manifest}")
         return manifest
 
-    def _announce(self, manifest: Manifest, began: float) -> None:
+    def _announce(self, own: Own, manifest: Manifest, began: float) -> None:
+        """It is sealed, as all ranks know."""
+        self._note(own, manifest)
+        if own.tier.leads:
+            self._tell(own, manifest, began)
+
+    def _note(self, own: Own, manifest: Manifest) -> None:
+        self.best = manifest.best
+        self.saved.note(manifest.step, manifest.ref, in_memory=own.tier.in_memory)
+
+    def _tell(self, own: Own, manifest: Manifest, began: float) -> None:
+        in_memory = own.tier.in_memory
         if self._link is not None:
             took = time.monotonic() - began
             sealed = worker_pb2.Sealed(name=manifest.name, digest=manifest.digest, step=manifest.step, seconds=took)
+            sealed.in_memory = in_memory
             self._link.send(worker_pb2.ToAgent(sealed=sealed))
-        self._notes.write(manifest, manifest.best)
+        if not in_memory:
+            self._notes.write(manifest, manifest.best)
 
-    def _failed_save(self, name: str, step: int, failure: Failed, drain: bool) -> None:
-        self._give_up(name, step, str(failure), drain, failure.fatal)
+    def _failed_save(self, own: Own, failure: Failed, drain: bool) -> None:
+        self._give_up(own, str(failure), drain, failure.fatal)
         if failure.fatal:
-            line = f"saving step {step} failed: {failure}"
+            line = f"saving step {own.content.step} failed: {failure}"
             if failure.final:
                 Meetings(self._collective, self._link).refused(line)
             raise SaveError(line) from failure
 
-    def _give_up(self, name: str, step: int, reason: str, drain: bool, fatal: bool) -> None:
-        if self._identity.rank == 0:
-            if not fatal:
-                log.warning("saving %s failed, the last commit stands: %s", name or "a step", reason)
-            for error in self._store.prune([name] if name else []).values():
+    def _give_up(self, own: Own, reason: str, drain: bool, fatal: bool) -> None:
+        name, in_memory = own.name, own.tier.in_memory
+        if self._identity.rank == 0 and not fatal:
+            where = " in memory" if in_memory else ""
+            log.warning("saving %s%s failed, the last commit stands: %s", name or "a step", where, reason)
+        if own.tier.leads and name:
+            for error in own.tier.remove(name):
                 log.warning("what the failed save left in %s could not be removed: %s", name, error)
+        if in_memory:
+            gc.collect()  # A framework's error may be part of a cycle, and hold open what was deleted just now.
         # No rank may begin the next attempt while the leftovers of this one are being removed.
         self._collective.barrier()
-        # A mistake ends the training, and its error says all that is to be said.
-        if self._link is not None and not fatal:
-            failed = worker_pb2.SaveFailed(name=name, reason=reason[:4096], drain=drain, step=step)
+        # A mistake ends the training; what is said of that comes with its error. What memory has no room for is on the
+        # disk sooner or later.
+        if self._link is not None and not fatal and not in_memory:
+            failed = worker_pb2.SaveFailed(name=name, reason=reason[:4096], drain=drain, step=own.content.step)
             self._link.send(worker_pb2.ToAgent(save_failed=failed))
-
-    def _agree(self, error: BaseException | None, path: Path) -> None:
-        """Compares notes on this rank's ``error`` in writing below ``path``."""
-        self._raise_first(self._collective.gather(self._answer(error, path)))
-
-    def _answer(self, error: BaseException | None, path: Path) -> dict[str, Any]:
-        """What this rank says of its ``error``, if it has one. A script's mistake also goes to this rank's log."""
-        found = problem(error, path)
-        if found is not None and found.cause is not Cause.SURROUNDINGS:
-            log.error("writing %s failed", path.name, exc_info=error)
-        return {} if found is None else dict(found.answer)
-
-    def _agree_on(self, content: Content, said: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Checks before a seal that no rank has a problem and all save the same. Returns all answers."""
-        answers = self._collective.gather({**said, "content": asdict(content)})
-        self._raise_first(answers)
-        wrong = differences([answer["content"] for answer in answers])
-        if wrong:
-            raise Failed(f"{_TOLD_OTHERWISE}: {'; '.join(wrong)}", fatal=True)
-        return answers
-
-    def _raise_first(self, answers: list[dict[str, Any]]) -> None:
-        problems = [(rank, answer) for rank, answer in enumerate(answers) if "text" in answer]
-        if problems:
-            # If there are several, prefer one that may have caused the others.
-            rank, first = min(problems, key=lambda one: one[1].get("cause") == Cause.LIKELY_MISTAKE.value)
-            raise Failed(f"{first['text']} (rank {rank})", is_fatal(answers), final=is_mistake(answers))

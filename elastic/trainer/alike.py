@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _PLAIN = (
     *("seed", "shuffle", "drop_last", "max_steps", "data_epochs", "max_grad_norm", "check_data"),
-    *("save_every", "save_in_background", "evaluate_every", "log_every"),
+    *("save_every", "memory_every", "save_in_background", "evaluate_every", "log_every"),
 )
 _FUNCTIONS = ("loss", "collate", "count_tokens")
 # The name carries the Python version, because each version compiles differently: only ranks with the same name compare.

@@ -25,6 +25,7 @@ from ..data.evaluator import Evaluator, Interrupted, to_device
 from ..data.plan import BatchPlan
 from ..data.sampler import ElasticSampler
 from ..saving.background_save import background
+from ..saving.cadence import checked
 from ..saving.replicas import unwrapped
 from ..saving.resuming import check_strategy
 from ..saving.saving import SaveError
@@ -83,7 +84,7 @@ class Trainer:
         shuffle, drop_last: See `ElasticSampler`.
         collate, count_tokens, loader_options, check_data: See `Batches`.
         checkpoint_dir, keep: For runs outside ``dlrover-run``, see `session`.
-        save_every: Steps between saves; 0: only for drains and at the end.
+        save_every, memory_every: Steps between saves, and between those to the nodes' memory, see ``Session.steps``.
         save_in_background: The training waits only while the state is copied to host memory. Not for DeepSpeed.
         evaluator: Runs every ``evaluate_every`` steps (0: not in between), and after the last step.
         track: The metric that makes a checkpoint the best one. A better step is saved, even between saves. (If a leave
@@ -124,6 +125,7 @@ class Trainer:
     checkpoint_dir: str | Path | None = None
     keep: int = 0
     save_every: int = 0
+    memory_every: int | str = 0
     save_in_background: bool = False
     evaluator: Evaluator | None = None
     evaluate_every: int = 0
@@ -143,6 +145,7 @@ class Trainer:
             raise ValueError("evaluate_every and track need an evaluator")
         if min(self.log_every - 1, self.evaluate_every, self.save_every) < 0:
             raise ValueError("log_every must be at least 1; save_every and evaluate_every cannot be negative")
+        checked(self.memory_every)
         self._strategy = _strategy(self.strategy)
         if self.save_in_background and self._strategy.scale == "deepspeed":
             raise ValueError("save_in_background: DeepSpeed's engine writes by itself, choose another strategy")
@@ -285,6 +288,7 @@ class Trainer:
             max_steps=self.max_steps,
             save=self._saving(),
             save_every=self.save_every,
+            memory_every=self.memory_every,
             seed=self.seed,
             **self._save_options(),
         )

@@ -86,7 +86,7 @@ def _open_with(notice: Notice, identity: Identity, keep: int, verify: bool) -> S
         notice.watch(noticed())
         link = Link(identity.socket, hello(identity))
         if identity.resume is not None and identity.run_dir is not None:
-            point = handed_out(identity.resume, identity.run_dir, collective, verify=verify)
+            point = handed_out(identity.resume, identity.run_dir, collective, verify=verify, identity=identity)
             if isinstance(point, Damaged):
                 refuse(link, point)
             try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,10 +17,12 @@ from ..rank.agreement import PART
 from ..rank.exchange import MAX_STEPS_APART, Boundary
 from ..rank.remarks import remark
 from ..saving.background_save import Background
+from ..saving.cadence import checked
 from ..saving.declared import strategy_of
 from ..saving.resuming import check_strategy
 from ..saving.saving import SaveError
 from .findings import loads_anywhere
+from .memory import MemorySaves
 from .rehearsal import rehearse
 from .session import NO_DIRECTORY, Session
 from .sources import (
@@ -46,6 +48,14 @@ FINAL_SAVE_TRIES = 3
 FINAL_SAVE_PAUSE_SECONDS = 2.0
 
 
+@dataclass(frozen=True)
+class Cadences:
+    """Steps between saves, see `steps`."""
+
+    save_every: int
+    memory_every: int | str
+
+
 def steps(
     session: Session,
     data: Iterable[T],
@@ -53,6 +63,7 @@ def steps(
     max_steps: int | None = None,
     save: Callable[[Path], None] | Background | None = None,
     save_every: int = 0,
+    memory_every: int | str = 0,
     strategy: str = "ddp",
     any_world_size: bool | None = None,
     create_directory: bool | None = None,
@@ -72,15 +83,15 @@ def steps(
     training is done.
 
     Args:
-        session: This process's session.
-        data: ``Batches``, or any iterable of batches, of which one is fetched ahead. The ``state_dict`` of a loader is
-            saved, and loads if as many ranks resume. Other data would begin anew, so a resume is refused, see
-            ``sources``.
-        max_steps: Steps of the whole run, including those before the resume point.
-        save: Writes this rank's part of a checkpoint, see ``Session.save``; or ``background(state)``, which saves while
-            the training goes on. None, or no directory (``Session.can_save``): nothing is saved, and a drain goes back
-            to the last commit; one line says so.
-        save_every: Steps between saves; 0: only for drains and at the end. No effect if nothing is saved.
+        session: The process's.
+        data: ``Batches``, or any iterable of batches, of which one is fetched ahead. What a loader's ``state_dict``
+            says is saved, and loads where as many ranks resume. Others would begin anew: refused, see ``sources``.
+        max_steps: Steps of the whole run, those before the resume point included.
+        save: Writes this rank's part of a checkpoint, see ``Session.save``, or ``background(state)``: while the
+            training goes on. None: nothing is saved, and a drain goes back to the last commit. The same where there
+            is no directory (``Session.can_save``); one line says so.
+        save_every: Steps between saves; 0: only for drains and at the end. Without an effect where nothing is saved.
+        memory_every: The same to the nodes' memory (``docs/memory.md``); ``"auto"``: it slows the loop by 2 % at most.
         strategy, any_world_size, create_directory: See ``Session.save``.
         order, cut: Default: those of ``Batches``.
         position: Returns the data's position after the present step; default: the batch's ``position_after``.
@@ -90,9 +101,9 @@ def steps(
         seed: The seed of the random generators, see ``Session.restore_rng``.
 
     Raises:
-        ValueError: The ranks were not started alike; ``max_steps`` or ``save_every`` is below 0; there is a directory,
-            and ``save_every`` without ``save``; ``save`` calls a DeepSpeed engine that is not of ``strategy``; the
-            resume point is of another strategy or order; or the data do not begin where the resume point ended.
+        ValueError: The ranks were not started alike; a number is below 0; saves are wanted without ``save``; ``save``
+            calls a DeepSpeed engine that is not of ``strategy``; the resume point is another strategy's, or of another
+            order, or the data do not begin where it ended.
         RuntimeError: A step ended before all micro-batches of its ``Batch`` were computed.
         SaveError: The script's ``save`` has a mistake (found before the first step if ``rehearsal`` can see it, else at
             the first save), or the final save failed again and again.
@@ -103,16 +114,16 @@ def steps(
     told = data if first is None else first.batches or data  # other iterables may pass on the batches of `Batches`
     options: dict[str, Any] = {"strategy": strategy, "create_directory": create_directory}
     options |= {"order": order or getattr(told, "order", None), "cut": cut or getattr(told, "cut", None)}
-    options["any_world_size"] = any_world_size
+    options["any_world_size"], cadence = any_world_size, Cadences(save_every, memory_every)
     with session.meetings.telling():
-        _compare(session, told, first, options, max_steps, save, save_every, advanced=advanced)
+        _compare(session, told, first, options, max_steps, save, cadence, advanced=advanced)
         _same_data(session, data, options, max_steps)
-        given, save = save, _saving(session, save, save_every, strategy)
+        given, save = save, _saving(session, save, cadence, strategy)
         source = _source(session, data, first, options, advanced=advanced)
         if save is not None:
             save = _saved_too(session, data, source, save, options, advanced=advanced)
     _learn(session, given if save is None else save, save_every, options, knows(told, advanced=advanced))
-    run = _Run(session, given, told, save, save_every, position, metric, options)
+    run = _Run(session, given, told, save, cadence, position, metric, options)
     return _loop(session, source, run, max_steps, seed)
 
 
@@ -123,7 +134,7 @@ def _compare(
     options: Mapping[str, Any],
     max_steps: int | None,
     save: Callable[[Path], None] | Background | None,
-    save_every: int,
+    cadence: Cadences,
     *,
     advanced: bool,
 ) -> None:
@@ -131,7 +142,8 @@ def _compare(
     order = options["order"]
     alike = {
         "max_steps": max_steps,
-        "save_every": save_every if session.can_save else 0,
+        "save_every": cadence.save_every if session.can_save else 0,
+        "memory_every": cadence.memory_every if session.can_save else 0,
         "what is saved": _what(save) if session.can_save else "nothing",
         "strategy": options["strategy"],
         "any_world_size": options["any_world_size"],
@@ -147,9 +159,10 @@ def _compare(
         if failure is not None:
             raise failure from None
         raise
-    # From here on a refusal comes on all ranks, because they all have the same.
-    if save_every < 0 or (max_steps is not None and max_steps < 0):
-        raise ValueError(f"max_steps and save_every cannot be negative: {max_steps}, {save_every}")
+    # From here on what is refused is refused on all ranks, as they have the same in their hands.
+    if cadence.save_every < 0 or (max_steps is not None and max_steps < 0):
+        raise ValueError(f"max_steps and save_every cannot be negative: {max_steps}, {cadence.save_every}")
+    checked(cadence.memory_every)
 
 
 def _same_data(session: Session, data: Any, options: dict[str, Any], max_steps: int | None) -> None:
@@ -247,12 +260,13 @@ def _learn(
 
 
 def _saving(
-    session: Session, save: Callable[[Path], None] | Background | None, save_every: int, strategy: str
+    session: Session, save: Callable[[Path], None] | Background | None, cadence: Cadences, strategy: str
 ) -> Callable[[Path], None] | Background | None:
     """What the loop saves with; None: it saves nothing, and one line says so if the script wanted to."""
     if session.can_save:
-        if save_every and save is None:
-            raise ValueError(f"save_every={save_every}, and nothing to save with: give save=, or leave save_every out")
+        for name, every in asdict(cadence).items():
+            if every and save is None:
+                raise ValueError(f"{name}={every}, and nothing to save with: give save=, or leave {name} out")
         if save is not None:
             check_strategy(session.resume, strategy)
         return save
@@ -298,12 +312,13 @@ class _Run:
         given: Callable[[Path], None] | Background | None,
         data: Any,
         save: Callable[[Path], None] | Background | None,
-        save_every: int,
+        cadence: Cadences,
         position: Callable[[], Position] | None,
         metric: Callable[[], float | None] | None,
         options: dict[str, Any],
     ) -> None:
-        self._session, self._write, self._every = session, save, save_every
+        self._session, self._write, self._every = session, save, cadence.save_every
+        self._memory = MemorySaves(session, 0 if save is None else cadence.memory_every, self._save_in_memory)
         self._position_of, self._metric, self._options = position, metric, options
         # The position that the data give, or else the resume point's.
         says, resume = getattr(data, "position", None), session.resume
@@ -349,6 +364,7 @@ class _Run:
                 self._session.drain_failed()
         elif self._due(boundary.step):
             self._save(wait=False)
+        self._memory.at(boundary.step, saved=boundary.drain or self._due(boundary.step))
         return True
 
     def _due(self, step: int) -> bool:
@@ -367,13 +383,18 @@ class _Run:
             threading.Event().wait(FINAL_SAVE_PAUSE_SECONDS * attempt)
         raise SaveError(f"the last step, {self._session.step}, could not be saved in {FINAL_SAVE_TRIES} tries")
 
-    def _save(self, *, drain: bool = False, wait: bool = True) -> Ref | None:
+    def _save_in_memory(self) -> Ref | None:
+        return self._save(wait=False, in_memory=True)
+
+    def _save(self, *, drain: bool = False, wait: bool = True, in_memory: bool = False) -> Ref | None:
         assert self._write is not None
         return self._session.save(
             self._write,
             position=self._position if self._position_of is None else self._position_of(),
-            metric=None if self._metric is None else self._metric(),
+            # A metric may take an evaluation, and what is only in memory is no candidate for the best checkpoint.
+            metric=None if self._metric is None or in_memory else self._metric(),
             drain=drain,
             wait=wait,
+            in_memory=in_memory,
             **self._options,
         )

@@ -20,7 +20,7 @@ from typing import Any, NoReturn, TypeVar
 
 from dalsegno.protos import worker_pb2
 
-from ..checkpoint import Best, CheckpointStore, Cut, LocalLock, Order, Position, Ref, Tracked
+from ..checkpoint import Best, Cut, LocalLock, Order, Position, Ref, Tracked
 from ..rank.collective import Collective, Pending
 from ..rank.exchange import Boundary, Exchange, Flags
 from ..rank.exits import EXIT_DRAINED, Drained, insist
@@ -35,14 +35,13 @@ from ..saving.apart import agree_to_go
 from ..saving.background_save import Background
 from ..saving.content import Content
 from ..saving.declared import strategy_of
-from ..saving.pruning import prune
 from ..saving.resuming import Damaged, ResumePoint, restore_rng
-from ..saving.saving import Saver
 from ..saving.tracking import Tracking
 from .copies import Copies
 from .examination import Examination, refuse_to_go_on
 from .findings import loads_anywhere
 from .opening import refuse
+from .saves import Saves
 
 log = logging.getLogger(__name__)
 
@@ -65,8 +64,9 @@ class Session:
         step: Optimizer steps done, including those before the resume point.
         left_in_a_step: A loop was left during a step, which does not count.
         examination: What is known of this training, for people; ends with the first ``meet``.
-        meetings: The meetings in which all ranks end if one of them refuses.
-        copies: What all ranks have a copy of: compared before the first step, and right after it.
+        meetings: How all ranks end where one of them refuses.
+        copies: What all ranks have a copy of: compared before the first step, and right behind it.
+        saves: What is saved where.
     """
 
     def __init__(
@@ -85,15 +85,8 @@ class Session:
         self.step = 0 if resume is None else resume.step
         self._identity, self._collective, self._link, self._lock = identity, collective, link, lock
         self._exchange, self.meetings = Exchange(collective), Meetings(collective, link)
-        self._store = None if identity.run_dir is None else CheckpointStore(identity.run_dir)
-        self._saver: Saver | None = None
-        if self._store is not None:
-            resumed_from, best = (None, None) if resume is None else (resume.ref, resume.manifest.best)
-            self._saver = Saver(identity, collective, self._store, link, resumed_from, best)
-        self._keep = keep
-        # The checkpoint of the present step. At the resume point it is the resume point itself.
-        self._saved: tuple[int, Ref] | None = None if resume is None else (resume.step, resume.ref)
-        self._tracking = Tracking(collective, self._saver)
+        self.saves = Saves(identity, collective, link, resume, keep)
+        self._tracking = Tracking(collective, self.saves.saver)
         begins = resume is None and (self.can_save or not self.alone)
         self.examination = Examination(self.rank, begins, self.world_size, self.max_world_size, self.can_save)
         self.copies = Copies(collective)
@@ -121,8 +114,13 @@ class Session:
 
     @property
     def can_save(self) -> bool:
-        """Whether there is a directory for checkpoints."""
-        return self._saver is not None
+        """There is a directory for checkpoints."""
+        return self.saves.saver is not None
+
+    @property
+    def can_save_in_memory(self) -> bool:
+        """All nodes keep memory checkpoints (``--memory-replicas``). Collective the first time."""
+        return self.can_save and self.saves.has_memory()
 
     def sum(self, value: float) -> float:
         """The sum of ``value`` over all ranks, the same bits on every rank. Collective."""
@@ -187,7 +185,7 @@ class Session:
         Raises:
             RuntimeError: Nothing is tracked.
         """
-        if self.meetings.over and self._saver is None:
+        if self.meetings.over and not self.can_save:
             return self._tracking.measured(value, None, together=False)
         # A call in the loop's body is about the step that has begun, which is counted when it ends.
         return self._tracking.improved(value, self.step + self._exchange.under_way)
@@ -206,7 +204,7 @@ class Session:
         """
         if not self.meetings.over:
             self.settle()
-        return self._tracking.measured(value, self._saved_here, together=not self.meetings.over)
+        return self._tracking.measured(value, self.saves.of(self.step), together=not self.meetings.over)
 
     @property
     def worth_saving(self) -> bool:
@@ -270,8 +268,8 @@ class Session:
         refuse_to_go_on()
         drain = self._wants_drain
         master_seen = self._link is not None and self._link.master_seen
-        failed = self._saver is not None and self._saver.failed
-        self._exchange.begin(self.step + 1, Flags(drain=drain, save_failed=failed, master_seen=master_seen), ahead)
+        flags = Flags(drain=drain, save_failed=self.saves.failed, saving=self.saves.busy, master_seen=master_seen)
+        self._exchange.begin(self.step + 1, flags, ahead)
 
     def end_step(self, loss: float | None = None) -> Boundary:
         """Ends the step: it counts as done, and every rank gets the same answer.
@@ -289,7 +287,7 @@ class Session:
         self.step = boundary.step
         self._reports.step(boundary, seconds)
         self.copies.behind(self.step)
-        if boundary.save_failed:
+        if boundary.save_failed or (boundary.exchanged and not boundary.saving):
             self.settle()
         return boundary
 
@@ -313,6 +311,7 @@ class Session:
         create_directory: bool | None = None,
         keep: int | None = None,
         drain: bool = False,
+        in_memory: bool = False,
     ) -> Ref | None:
         """Saves the present step on all ranks. Collective.
 
@@ -326,11 +325,12 @@ class Session:
             cut: The cut of ``Batches``; a run that resumes must agree with it.
             strategy: ``"ddp"``, ``"deepspeed-zero-<stage>"``, or a name of the script's own.
             any_world_size: The files load at any world size as they are; default: what is known of ``strategy``.
-            metric: The run's tracked metric; rank 0's counts. Default: what ``improved`` was given for this step.
-            create_directory: Create ``path`` before ``write`` is called; default: except for DeepSpeed, which does it.
-            keep: From this checkpoint on, how many of the run's checkpoints are kept beside the best, 0: all; default:
-                the job's setting or the session's own ``keep``.
-            drain: The save is a drain's.
+            metric: The run's tracked metric; rank 0's counts. Default: what ``improved`` was told of this step.
+            create_directory: ``path`` exists when ``write`` is called; default: not for DeepSpeed, which makes it.
+            keep: From this one on, how many of the run's checkpoints stay beside the best, 0: all; default: as many as
+                the job's settings or the session's own ``keep`` say.
+            drain: It is the save of a drain. It goes to memory where the agents say so.
+            in_memory: To the nodes' memory (`can_save_in_memory`), where it lasts until there is a newer one.
 
         Returns:
             The sealed checkpoint; if this step is saved already, the one that it is saved as. None if the save failed:
@@ -343,28 +343,22 @@ class Session:
         """
         self.meetings.check_open(self.step)
         refuse_to_go_on()
-        if self._saver is None:
+        if not self.can_save:
             raise RuntimeError(f"nowhere to save: {NO_DIRECTORY}")
+        if in_memory and not drain and not self.can_save_in_memory:
+            raise RuntimeError("nowhere to save: the nodes keep no memory checkpoints (--memory-replicas)")
         strategy = strategy_of(write, strategy)
         if keep is not None:
-            self._keep = keep
+            self.saves.keep = keep
         try:
             self.settle()
-            if (saved := self._saved_here) is not None:
-                return saved
             data = {"position": position or Position(), "order": order, "cut": cut}
             reshards = bool(getattr(write, "reshards", False))
             content = self._content(strategy, any_world_size, metric, reshards=reshards, keep=keep, **data)
-            if isinstance(write, Background):
-                name = self._saver.begin(content, write.state, self._prune, drain=drain)
-                return Ref(name, "") if name is not None and not wait else self.settle()
             if create_directory is None:
                 create_directory = not strategy.startswith("deepspeed")
-            manifest = self._saver.save(content, write, create_directory=create_directory, drain=drain)
-            if manifest is not None:
-                self._saved = (self.step, manifest.ref)
-                self._prune()
-            return self._completed(self._saved_here)
+            where = {"create_directory": create_directory, "wait": wait, "drain": drain, "in_memory": in_memory}
+            return self._completed(self.saves.save(content, write, **where))
         finally:
             self._reports.lap()
 
@@ -374,13 +368,11 @@ class Session:
         Returns:
             The sealed checkpoint; None if there was none, or if it failed: see ``save``.
         """
-        ended = None if self._saver is None else self._saver.settle()
-        self._saved = ended or self._saved
-        return self._completed(None if ended is None else ended[1])
+        return self._completed(self.saves.settle())
 
     def _completed(self, saved: Ref | None) -> Ref | None:
-        """After a save that ended without a leaver the ranks have nothing more to do together: they exit."""
-        if self._saver is not None and self._saver.apart:
+        """After a save that ended without a leaver the ranks have nothing more to do together: they go."""
+        if self.saves.apart:
             self.leave_drained()
         return saved
 
@@ -402,15 +394,15 @@ class Session:
         Raises:
             Drained: The process ends. The exit code is 83 whatever the script does with this exception.
         """
-        apart = self._saver is not None and self._saver.apart
+        saved, in_memory = self.saves.left_as(self.step)
+        apart = self.saves.apart
         if not apart:
-            going, apart = agree_to_go(self._collective, self.should_drain, saved=self._saved_here is not None)
+            going, apart = agree_to_go(self._collective, self.should_drain, saved=bool(saved.name))
             if not going:
                 return
         closing()
         insist(EXIT_DRAINED)
-        saved = self._saved_here or Ref("", "")
-        drained = worker_pb2.Drained(name=saved.name, digest=saved.digest, step=self.step)
+        drained = worker_pb2.Drained(name=saved.name, digest=saved.digest, step=self.step, in_memory=in_memory)
         self._reports.send(worker_pb2.ToAgent(drained=drained))
         self._part(apart)
         raise Drained
@@ -425,9 +417,10 @@ class Session:
         if self.alone:
             # Nothing is left to save, so from here on the script may be stopped like any program.
             self._notice.release()
-        if self.alone and self.rank == 0 and self._store is not None:
+        store = self.saves.store
+        if self.alone and self.rank == 0 and store is not None:
             try:
-                self._store.mark_finished(self.step, self._store.newest())
+                store.mark_finished(self.step, store.newest())
             except OSError as error:
                 log.warning("the training is finished, but the note of it could not be written: %s", error)
         self._part()
@@ -436,8 +429,8 @@ class Session:
         """Leaves the session's group and the agent's socket, for scripts that go on doing other things."""
         self.meetings.over = True
         self._notice.release()
-        if self._saver is not None:
-            self._saver.close()
+        if self.saves.saver is not None:
+            self.saves.saver.close()
         self._exchange.close()
         self._collective.close()
         if self._link is not None:
@@ -472,11 +465,6 @@ class Session:
     # Internals.
 
     @property
-    def _saved_here(self) -> Ref | None:
-        """The present step's checkpoint, if the step is saved."""
-        return self._saved[1] if self._saved is not None and self._saved[0] == self.step else None
-
-    @property
     def _wants_drain(self) -> bool:
         return self.should_drain and time.monotonic() >= self._drain_not_before
 
@@ -493,7 +481,3 @@ class Session:
             log.warning("a rank was gone before the last barrier: %s", error)
         self._exchange.close()
         self._collective.close()
-
-    def _prune(self) -> None:
-        if self.alone and self.rank == 0 and self._store is not None:
-            prune(self._store, self._identity, self.resume, self._keep)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import conversion
+from . import conversion, memory
 from .live import ConversionLife, Wait
 from .membership import in_rank_order
 from .state import Checkpoint, Conversion, Node, Part, Phase, World
@@ -52,6 +52,9 @@ def tend(turn: Turn) -> None:
 
 def make(turn: Turn, held: Conversion, source: Checkpoint) -> None:
     """Somebody has the lease, or gets it."""
+    if source.parts:
+        memory.want_durable(turn, source)
+        return
     conversion.retry(turn)
     held = turn.job.conversion or held
     if held.lease:
@@ -59,7 +62,7 @@ def make(turn: Turn, held: Conversion, source: Checkpoint) -> None:
     if held.lease or held.blocked or begins(turn):
         return
     able = [node for node in turn.job.nodes.values() if can_make(turn, node, source)]
-    fresh = [node for node in in_rank_order(turn, able) if node.name not in held.failed]
+    fresh = [node for node in in_rank_order(turn.job, able) if node.name not in held.failed]
     if fresh:
         # Who has it in sight for certain goes first.
         conversion.lend(turn, held, min(fresh, key=lambda node: not has_seen(turn, node, source)))

@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
-from . import announcements, checkpoints, conversion, failures, membership, running, saves
+from . import announcements, checkpoints, conversion, failures, membership, memory, running, saves
 from .events import Reply
 from .recollection import remember
 from .registration import proves, register
@@ -109,10 +109,11 @@ def join(turn: Turn, node: Node, message: control_pb2.JoinRequest) -> Answer:
     if job.phase.is_terminal:
         return OK
     if job.world is None and any(entry.epoch > job.epoch for entry in message.inventory):
-        # Checkpoints that were sealed after this agent had registered, in an epoch that this store does not know.
-        remember(turn, 0, message.inventory)
+        # Sealed after this agent had registered, of an epoch that this store knows nothing of.
+        remember(turn, 0, [entry for entry in message.inventory if not entry.in_memory])
     if message.HasField("last_step"):
         counted(turn, node, message)
+    memory.on_disk(turn, message.inventory, node)
     if job.phase in (Phase.WAITING, Phase.FORMING):
         checkpoints.adopt_sealed(turn, message.inventory, node)
     digests = {entry.ref.digest for entry in message.inventory}
@@ -397,7 +398,11 @@ def bad_checkpoint(turn: Turn, node: Node, message: control_pb2.BadCheckpointReq
         (r for r in job.checkpoints if message.ref.digest in (r.digest, r.universal_digest) and not r.retired), None
     )
     if record is not None:
-        conversion.suspect(turn, record, universal, node.name, f"{message.file}: {message.message}")
+        why = f"{message.file}: {message.message}"
+        if record.parts:
+            memory.give_up(turn, record, f"{node.name} cannot load it ({why})")
+        else:
+            conversion.suspect(turn, record, universal, node.name, why)
         turn.cause(f"{record.name} could not be loaded")
     turn.set_part(member, Part.FAILED)
     return OK
@@ -432,4 +437,6 @@ HANDLERS: dict[type[Message], Callable[..., Answer]] = {
     control_pb2.VerificationReport: verification,
     control_pb2.PrunedRequest: pruned,
     control_pb2.SightedRequest: sighted,
+    control_pb2.HeldRequest: memory.report,
+    control_pb2.DurableRequest: memory.durable,
 }

@@ -63,6 +63,8 @@ def to_proto(job: Job, record: Checkpoint) -> control_pb2.Checkpoint:
         largest_file=record.largest_file,
         best=record.best,
     )
+    if record.parts:
+        message.in_memory = True
     if record.metric is not None:
         message.metric = record.metric
     if record.keep is not None:
@@ -155,14 +157,30 @@ def record_commit(turn: Turn, message: control_pb2.Checkpoint, by: str) -> str:
     head = job.checkpoints.head
     if head is not None and head.unconvertible and head.strategy == record.strategy:
         record = replace(record, unconvertible=head.unconvertible)
-    job.checkpoints.put(record)
-    turn.update_run(ever_stepped=True)
-    if message.step > job.run.budget.last_step:
-        turn.update_run(budget=replace(job.run.budget, failures=0, doubtful=()), reopened=0)
+    put_newer(turn, record)
     turn.open.put_off = False
     turn.live.committed = turn.heard
+    retire_in_memory(job)
     retire_old(turn)
     return ""
+
+
+def put_newer(turn: Turn, record: Checkpoint) -> None:
+    """Record what is newer than all that is recorded: the run has made progress."""
+    turn.job.checkpoints.put(record)
+    turn.update_run(ever_stepped=True)
+    budget = turn.job.run.budget
+    if record.step > budget.last_step:
+        turn.update_run(budget=replace(budget, failures=0, doubtful=()), reopened=0)
+
+
+def retire_in_memory(job: Job) -> None:
+    """There is a newer commit on the disk: nobody need write older memory checkpoints there, but for the best."""
+    older = [record for record in job.checkpoints.in_memory if record is not job.checkpoints.head]
+    best = bests(job.checkpoints.usable) if older else set()
+    for record in older:
+        if record.name not in best:
+            retire(job, record, damaged=False)
 
 
 def seen(turn: Turn, digests: Iterable[str], node: str) -> None:
@@ -219,7 +237,7 @@ def adopt_sealed(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], by: No
     job = turn.job
     forms, late = [], []
     for message in sorted(inventory, key=lambda message: message.step):
-        if message.run_id != job.run_id:
+        if message.run_id != job.run_id or message.in_memory:
             continue
         if message.form == control_pb2.FORM_UNIVERSAL:
             forms.append(message)
@@ -311,7 +329,7 @@ def retire_old(turn: Turn) -> None:
     for record in usable:
         if certain < keep or record.digest in in_use:
             kept.append(record)
-        certain += not record.unseen or not has_witness(job, record.unseen)
+        certain += not record.parts and (not record.unseen or not has_witness(job, record.unseen))
     best = bests(kept)
     spared = {record.digest for record in kept}
     for record in usable:

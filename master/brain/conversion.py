@@ -96,7 +96,7 @@ def assign(turn: Turn, conversion: Conversion, source: Checkpoint) -> None:
         and turn.is_fresh(node)
         and node.name not in conversion.failed
     ]
-    for node in in_rank_order(turn, able):
+    for node in in_rank_order(turn.job, able):
         if not has_answered(turn, node):
             if nobody_waits_for(turn, node):
                 continue  # nothing would ever end its turn
@@ -230,7 +230,7 @@ def ask(turn: Turn, verification: Verification) -> None:
     """
     able = [
         node
-        for node in in_rank_order(turn, list(turn.job.nodes.values()))
+        for node in in_rank_order(turn.job, list(turn.job.nodes.values()))
         if node.sees_directory and not node.leaving and turn.is_fresh(node)
     ]
     if not able:

@@ -54,6 +54,8 @@ class Node:
     expects_session: bool = False
     # None if an older agent did not say.
     process: Process | None = None
+    # HOST:PORT where other agents reach what it holds in memory; empty: it holds nothing for others.
+    peer_address: str = ""
     # The last changing call and its answer, so that a repeat has no second effect.
     request: int = 0
     answer: tuple[str, str] = ("OK", "")
@@ -94,6 +96,8 @@ class Checkpoint:
     damaged: bool = False
     # Name of the node that committed it, until another node sees it, too.
     unseen: str = ""
+    # In how many parts it is in the memory of nodes, see `memory`; 0: it is in the checkpoint directory.
+    parts: int = 0
 
     @property
     def age(self) -> tuple[int, int]:
@@ -173,7 +177,7 @@ class Nodes(Table[Node]):
 class Checkpoints:
     """The run's committed checkpoints by digest, in the order of their commits."""
 
-    __slots__ = ("_head", "_of_epoch", "_retired", "table")
+    __slots__ = ("_head", "_in_memory", "_of_epoch", "_retired", "table")
 
     def __init__(self, records: Iterable[Checkpoint] = ()) -> None:
         self.table: Table[Checkpoint] = Table({record.digest: record for record in records})
@@ -183,6 +187,7 @@ class Checkpoints:
         self._head: Checkpoint | None = None
         self._of_epoch: dict[int, int] = {}
         self._retired: dict[str, None] = {}
+        self._in_memory: dict[str, None] = {}
         for record in self.table.values():
             self._note(record)
 
@@ -190,14 +195,17 @@ class Checkpoints:
         self._of_epoch[record.epoch] = max(record.step, self._of_epoch.get(record.epoch, -1))
         if record.retired:
             self._retired[record.digest] = None
-        elif self._head is None or record.age >= self._head.age:
+            return
+        if record.parts:
+            self._in_memory[record.digest] = None
+        if self._head is None or record.age >= self._head.age:
             self._head = record
 
     def copy(self) -> Checkpoints:
         other = Checkpoints()
         other.table = self.table.copy()
         other._head, other._of_epoch = self._head, dict(self._of_epoch)
-        other._retired = dict(self._retired)
+        other._retired, other._in_memory = dict(self._retired), dict(self._in_memory)
         return other
 
     @property
@@ -212,6 +220,11 @@ class Checkpoints:
     @property
     def retired_count(self) -> int:
         return len(self._retired)
+
+    @property
+    def in_memory(self) -> list[Checkpoint]:
+        """Those that are not in the checkpoint directory yet, and not retired."""
+        return [self.table[digest] for digest in self._in_memory]
 
     @property
     def usable(self) -> list[Checkpoint]:
@@ -233,7 +246,8 @@ class Checkpoints:
         """Adds a record, or replaces the one with its digest."""
         before = self.table.get(record.digest)
         self.table.put(record.digest, record)
-        if before is not None and (before.retired != record.retired or before is self._head):
+        moved = before is not None and (before.retired, before.parts) != (record.retired, record.parts)
+        if moved or (before is not None and before is self._head):
             self._book()
         else:
             self._note(record)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from . import announcements, beside, conversion, failures, refusals, sight
+from . import announcements, beside, conversion, failures, memory, refusals, sight
 from .checkpoints import give_up_resharding, loads_now, resharded, resume_point, same_shape
 from .live import EpochLife, Missing, State
 from .membership import agree_on_directory, eligible, expected, has_answered, of_size, select
@@ -40,10 +40,12 @@ def forming(turn: Turn) -> bool:
     announcements.unexplained(turn, now=False)
     agree_on_directory(turn)
     conversion.retry(turn)
+    if memory.adopt(turn):
+        return True
     gathering = expected(turn)
     ready = eligible(turn)
     waited_for = [node for node in gathering if not has_answered(turn, node)]
-    if sight.look(turn):
+    if sight.look(turn) or memory.lost(turn, resume_point(job)):
         return True
     conversion.tend_verification(turn)
     prospects = {node.name: node for node in [*ready, *waited_for]}
@@ -155,7 +157,10 @@ def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> b
     """Whether the conversion gate is open: no conversion is needed, or it is ready."""
     if resume is None or loads_now(turn.job, resume, sum(node.nproc for node in candidate)):
         return True
-    conversion.tend(turn, resume)
+    if resume.parts:
+        memory.want_durable(turn, resume)
+    else:
+        conversion.tend(turn, resume)
     return False
 
 

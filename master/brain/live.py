@@ -7,17 +7,20 @@ the listening clock (`listening`), which measures everything that waits for an a
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from .listening import ListeningClock
 from .presences import Presences
-from .state import Job
+from .state import Checkpoint, Job
 
 __all__ = (
     "ConversionLife",
     "DrainLife",
     "EpochLife",
     "Gathering",
+    "Held",
+    "HeldStep",
     "LeaseLife",
     "Live",
     "Missing",
@@ -185,6 +188,37 @@ class VerificationLife:
     retry_at: float = 0.0
 
 
+@dataclass
+class HeldStep:
+    """A memory checkpoint: by the group rank that wrote a part, the incarnations of the nodes that hold it."""
+
+    record: Checkpoint
+    holders: dict[int, dict[str, None]] = field(default_factory=dict)
+
+    def hold(self, incarnation: str, parts: Iterable[int]) -> None:
+        """This node holds these parts, and no others."""
+        for known in self.holders.values():
+            known.pop(incarnation, None)
+        for part in parts:
+            if part < self.record.parts:
+                self.holders.setdefault(part, {})[incarnation] = None
+
+
+@dataclass
+class Held:
+    """What nodes hold in memory, as they have told this process."""
+
+    steps: dict[str, HeldStep] = field(default_factory=dict)
+    # Grows with each change.
+    version: int = 0
+    # Since when a part of the resume point has had no holder, by the listening clock.
+    missing_since: float | None = None
+    # The digest of what must be on the disk before a world can open.
+    urgent: str = ""
+    # Who could not write what to the disk, by digest and incarnation, and when that node is asked again.
+    unable: dict[tuple[str, str], float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Pause:
     """The time in which nobody trains: from the last step of a world to the first of the next."""
@@ -223,6 +257,7 @@ class Live:
     gathering: Gathering = field(default_factory=Gathering)
     conversion: ConversionLife = field(default_factory=ConversionLife)
     verification: VerificationLife = field(default_factory=VerificationLife)
+    held: Held = field(default_factory=Held)
     pause: Pause | None = None
     missing: Missing = Missing()
     held_until: dict[str, float] = field(default_factory=dict)

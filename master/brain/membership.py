@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from .checkpoints import resume_point
 from .listening import HEARTBEAT_SECONDS
 from .presences import Presence
-from .state import Member, Node, Part, Settings
+from .state import Job, Member, Node, Part, Settings
 from .turn import CLOSED_GRACE_SECONDS, Turn, heartbeat_of, names
 
 __all__ = (
@@ -258,9 +258,9 @@ def spoke_since(presence: Presence) -> bool:
     return presence.closed is not None and presence.heard > presence.closed + HEARTBEAT_SECONDS / 2
 
 
-def in_rank_order(turn: Turn, nodes: Sequence[Node]) -> list[Node]:
+def in_rank_order(job: Job, nodes: Sequence[Node]) -> list[Node]:
     """Survivors in their old relative order, newcomers after them by arrival."""
-    world = turn.job.world
+    world = job.world
     ranks = world.by_incarnation if world is not None else {}
 
     def place(node: Node) -> tuple[int, int]:
@@ -338,7 +338,7 @@ def expected(turn: Turn) -> list[Node]:
         have = "has" if len(late) == 1 else "have"
         text = f"{names(late)} {have} not joined within {job.settings.join_timeout:.0f} s: going on without"
         turn.notice(f"{text} {'it' if len(late) == 1 else 'them'}")
-    return in_rank_order(turn, found)
+    return in_rank_order(turn.job, found)
 
 
 def eligible(turn: Turn) -> list[Node]:
@@ -347,9 +347,9 @@ def eligible(turn: Turn) -> list[Node]:
     nodes = [n for n in nodes if is_candidate(turn, n)]
     free = [n for n in nodes if not turn.is_held(n)]
     if len(free) < turn.job.settings.min_nodes:
-        held = in_rank_order(turn, [n for n in nodes if turn.is_held(n)])
+        held = in_rank_order(turn.job, [n for n in nodes if turn.is_held(n)])
         free += held[: turn.job.settings.min_nodes - len(free)]
-    return in_rank_order(turn, free)
+    return in_rank_order(turn.job, free)
 
 
 def select(turn: Turn, nodes: list[Node]) -> list[Node]:
@@ -402,12 +402,14 @@ def newcomers(turn: Turn, presumed: bool = False) -> list[Node]:
     `presumed`: also nodes that a restarted master has not heard yet. A drain that began for them goes on; none begins.
     """
     world = turn.job.world
+    # What is in memory is fetched once it is needed.
+    start = turn.job.checkpoint(world.resume) if world is not None else None
     return [
         node
         for node in turn.job.nodes.values()
         if node.joined is not None
         and (world is None or world.member(node.incarnation) is None)
-        and (world is None or not world.resume or world.resume in node.joined.seen)
+        and (start is None or bool(start.parts) or start.digest in node.joined.seen)
         and (presumed or turn.presence(node).spoke)
         and is_candidate(turn, node)
         and not turn.is_held(node)

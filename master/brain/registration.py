@@ -109,6 +109,7 @@ def admit(turn: Turn, message: control_pb2.RegisterRequest, remark: str) -> Node
         remark=remark,
         expects_session=message.expects_session,
         process=process_of(message),
+        peer_address=message.peer_address,
     )
     job.nodes.put(node.name, node)
     live.nodes.add(node.name, Presence(turn.heard))

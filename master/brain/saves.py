@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dalsegno.protos import control_pb2
 
+from . import memory
 from .live import AwaitedSave
 from .state import Job, Node, Part
 from .turn import Turn, names
@@ -70,8 +71,9 @@ def note_seconds(turn: Turn, step: int, seconds: float) -> None:
 
 
 def is_committed(turn: Turn) -> bool:
-    """Whether the boundary that the ranks have agreed on is recorded: what they still do can lose nothing."""
-    return turn.job.checkpoints.last_step(turn.job.epoch) >= turn.open.top_step
+    """The boundary that the ranks have agreed on is recorded, or held in memory: what they still do loses nothing."""
+    step = turn.open.top_step
+    return turn.job.checkpoints.last_step(turn.job.epoch) >= step or memory.is_held(turn, step)
 
 
 def somebody_stays(job: Job) -> bool:

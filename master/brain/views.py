@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from dalsegno.protos import control_pb2
 
+from . import memory
 from .checkpoints import only_size, prunable, resume_point, to_proto, witnesses
 from .forming import missing
 from .live import State
@@ -39,7 +42,9 @@ class Common:
         # The member that seals what a leaver left behind.
         self.last_writer = last_writer(job)
         self.somebody_stays = somebody_stays(job)
-        # Everything below the job is replaced whole, so the same objects have the same content.
+        self.to_memory = memory.to_memory(state, self.somebody_stays)
+        self.writer = memory.writer(state)
+        # Everything below the job is replaced whole: the same objects say the same.
         self.parts = (
             *(job.generation, job.phase, job.epoch, job.run.number, job.settings, head, job.noticed, job.world),
             *(
@@ -52,7 +57,9 @@ class Common:
                 self.witnesses,
             ),
             frozenset(record.digest for record in prunable(job)),
-            # What a spare is told about the unit depends on the number of nodes.
+            *(state.live.held.version, self.writer[1].incarnation if self.writer is not None else ""),
+            memory.who_may_hold(job),
+            # What a spare is told of the unit depends on how many nodes there are.
             len(job.nodes) if job.settings.node_unit > 1 else 0,
         )
         self._template: control_pb2.Directive | None = None
@@ -71,7 +78,7 @@ class Common:
         """What else this node's directive depends on."""
         ending = ending_of(node.incarnation, self.last_writer)
         part, held = self.job.parts.get(node.incarnation), node.name in self.state.live.held_until
-        return node, part, held, ending, self.somebody_stays
+        return node, part, held, ending, self.somebody_stays, self.to_memory
 
     @property
     def template(self) -> control_pb2.Directive:
@@ -104,6 +111,7 @@ class Common:
         message.place.node, message.place.incarnation = member.node, member.incarnation
         message.place.group_rank, message.place.nproc = member.group_rank, member.nproc
         message.place.first_rank = world.first_ranks[member.group_rank]
+        message.place.buddies.extend(memory.buddies(self.job, member))
         return message
 
 
@@ -121,6 +129,10 @@ def directive_of(common: Common, node: Node) -> control_pb2.Directive:
     head = resume_point(common.job)
     if head is not None and node.name in common.witnesses:
         directive.sight.name, directive.sight.digest = head.name, head.digest
+    if common.writer is not None and common.writer[1] is node:
+        record, durable = common.writer[0], directive.make_durable
+        durable.ref.name, durable.ref.digest = record.name, record.digest
+        tell_parts(common.state, record, durable.parts)
     return directive
 
 
@@ -132,7 +144,10 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
         directive.finish.success = job.phase is Phase.SUCCEEDED
         directive.finish.message = job.message
     elif node.leaving and (member is None or job.part(member) is not Part.RUNNING or not job.phase.has_workers):
-        directive.release.SetInParent()
+        if memory.is_needed(common.state, node):
+            directive.wait.reason = f"{node.name} stays until another node has what it alone holds in memory"
+        else:
+            directive.release.SetInParent()
     elif member is not None and job.world is not None and job.phase.has_workers:
         if job.phase is Phase.DRAINING or node.leaving:
             directive.drain.epoch = job.epoch
@@ -140,6 +155,7 @@ def order(common: Common, node: Node, directive: control_pb2.Directive) -> None:
             directive.drain.run.CopyFrom(common.world(job.world, node))
             directive.drain.ending = ending_of(node.incarnation, common.last_writer)
             directive.drain.all_leave = not common.somebody_stays
+            directive.drain.to_memory = common.to_memory
         else:
             directive.run.CopyFrom(common.world(job.world, node))
     else:
@@ -168,10 +184,10 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         # sealed a moment after its inventory was made. The next Gather asks for it again.
         directive.wait.round = job.epoch
         start = job.checkpoint(job.world.resume) if job.world is not None else None
-        if start is not None:
-            # Asked from the start, because a Join reports on what it was asked for, not on everything that exists.
+        if start is not None and not start.parts:
+            # From the start: a Join tells of what it was asked for, not of all that there is.
             look_for(directive, start)
-        if start is not None and node.joined is not None and start.digest not in node.joined.seen:
+        if start is not None and not start.parts and node.joined is not None and start.digest not in node.joined.seen:
             directive.wait.reason = f"{node.name} does not see checkpoint {start.name}: a spare that keeps looking"
         else:
             directive.wait.reason = spare_reason(state, node)
@@ -179,6 +195,7 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
     if resume is not None and has_looked_in_vain(job, node, resume.digest):
         directive.wait.round = job.round
         look_for(directive, resume)
+        tell_parts(state, resume, directive.wait.parts)
         directive.wait.reason = f"{node.name} does not see checkpoint {resume.name}: a spare that keeps looking"
         return
     directive.gather.round = job.round
@@ -186,6 +203,14 @@ def stand_by_or_gather(state: State, node: Node, directive: control_pb2.Directiv
         directive.gather.missing = state.live.missing.text
     if resume is not None:
         directive.gather.resume.name, directive.gather.resume.digest = resume.name, resume.digest
+        tell_parts(state, resume, directive.gather.parts)
+
+
+def tell_parts(state: State, record: Checkpoint, parts: Any) -> None:
+    """Where the parts of a checkpoint are, if it is in memory."""
+    if record.parts:
+        for part, addresses in memory.parts_of(state, record.digest):
+            parts.add(group_rank=part, addresses=addresses)
 
 
 def look_for(directive: control_pb2.Directive, record: Checkpoint) -> None:

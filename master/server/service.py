@@ -133,6 +133,12 @@ class ControlService(control_pb2_grpc.ControlServicer):
     async def ReportPruned(self, request: pb.PrunedRequest, context: Context) -> pb.Ack:
         return await self._ack(request, context)
 
+    async def ReportHeld(self, request: pb.HeldRequest, context: Context) -> pb.Ack:
+        return await self._ack(request, context)
+
+    async def ReportDurable(self, request: pb.DurableRequest, context: Context) -> pb.Ack:
+        return await self._ack(request, context)
+
     async def GetStatus(self, request: pb.StatusRequest, context: Context) -> pb.StatusReply:
         await self._admit(request, context)
         message = await self._answer(await self._driver.status(), context)

@@ -7,8 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from dalsegno.elastic.saving.cadence import AUTO, checked
+
 GLOBAL_BATCH_SIZE = "DALSEGNO_GLOBAL_BATCH_SIZE"
 FIXED_MICRO_BATCH = "DALSEGNO_FIXED_MICRO_BATCH"
+MEMORY_EVERY = "DALSEGNO_MEMORY_EVERY"
 _YES, _NO = ("1", "true", "yes", "on"), ("", "0", "false", "no", "off")
 
 
@@ -19,14 +22,17 @@ class Options:
     Attributes:
         global_batch_size: Samples per optimizer step over all ranks; None: see `global_batch_size`.
         fixed_micro_batch: See ``BatchPlan``.
+        memory_every: Steps between saves to the nodes' memory, see ``Session.steps``.
         mean_over_samples: The loss of a micro-batch is a mean over its samples, even if its labels are tokens.
     """
 
     global_batch_size: int | None = None
     fixed_micro_batch: bool = False
     mean_over_samples: bool = False
+    memory_every: int | str = 0
 
     def __post_init__(self) -> None:
+        checked(self.memory_every)
         if self.global_batch_size is not None and self.global_batch_size < 1:
             raise ValueError(f"the global batch has at least one sample, not {self.global_batch_size}")
 
@@ -42,7 +48,18 @@ def from_environment(environ: Mapping[str, str] = os.environ) -> Options:
         raise ValueError(f"{GLOBAL_BATCH_SIZE} is {size!r}: a number of samples was expected")
     if fixed not in (*_YES, *_NO):
         raise ValueError(f"{FIXED_MICRO_BATCH} is {fixed!r}: 1 or 0 was expected")
-    return Options(int(size) if size else None, fixed in _YES)
+    return Options(int(size) if size else None, fixed in _YES, memory_every=memory_every(environ.get(MEMORY_EVERY, "")))
+
+
+def memory_every(text: str) -> int | str:
+    """What a flag or a variable says of it; nothing: 0.
+
+    Raises:
+        ValueError: It means nothing.
+    """
+    if text in ("", AUTO) or text.isdecimal():
+        return AUTO if text == AUTO else int(text or "0")
+    raise ValueError(f"memory_every is a number of steps, 0 (off) or {AUTO!r}, not {text!r}")
 
 
 def global_batch_size(options: Options, per_device: int, accumulation: int, session: Any) -> int:

@@ -15,10 +15,12 @@ from typing import Any
 from transformers import TrainerCallback
 
 from dalsegno.elastic import Batch, BatchPlan, MicroBatch, SaveError, Session
+from dalsegno.elastic.checkpoint import Ref
 from dalsegno.elastic.rank.exchange import MAX_STEPS_APART
 from dalsegno.elastic.saving.resuming import check_strategy
 from dalsegno.elastic.training.findings import OURS, loads_anywhere
 from dalsegno.elastic.training.loop import FINAL_SAVE_PAUSE_SECONDS, FINAL_SAVE_TRIES
+from dalsegno.elastic.training.memory import MemorySaves
 
 from . import checkpoints, data
 from .checkpoints import Unfinished, Write
@@ -53,6 +55,7 @@ class Run:
         writing: The save under way.
         finished: The training has come to its end.
         by_samples: The loss of a slice is a mean over its samples.
+        in_memory: The save under way goes to memory, between the Trainer's own, and nobody is told of it.
         any_optimizer: DeepSpeed's config admits any optimizer, even one that is not known to fit ZeRO.
         stopped: When the resume point was saved, it was already decided that the training stops there.
     """
@@ -82,14 +85,17 @@ class Run:
         self.unfinished: Unfinished | None = None
         self.draining = self.epoch_ended = self.finished = self.stopped = self.any_optimizer = False
         self.writing: Write | None = None
-        self._failed = False
+        self.in_memory = self._failed = False
+        self._to_memory: Callable[[], None] = lambda: None
+        self._memory = MemorySaves(session, options.memory_every, self._save_in_memory)
+        self._memory_ref: Ref | None = None
         self._may_leave, self._ask_every, self._asked, self._asked_at = False, 1, 0, 0.0
         # The Trainer deletes nothing: this setting prunes the run's own checkpoints instead.
         limit, args.save_total_limit = args.save_total_limit, None
         self.keep = None if limit is None else max(0, limit)
         if args.metric_for_best_model is not None:
             session.track(args.metric_for_best_model, mode="max" if args.greater_is_better else "min")
-        if session.resume is not None:
+        if session.resume is not None and session.saves.of(session.resume.step) is not None:
             self._link(session.resume.path, session.step)  # the process that saved it may have died before
 
     # Where the run stands.
@@ -145,8 +151,8 @@ class Run:
         """Has the Trainer save the present step as one checkpoint of the run, unless it is saved. Collective."""
         state, step = trainer.state, trainer.state.global_step
         best = state.best_model_checkpoint
-        # Outside a drain, callbacks are told of a save as soon as it is made, so what it saves never says so.
-        due = self.unfinished or Unfinished(tell_of_save=True)
+        # A save that is not a drain's is told of as soon as it is made, so never in what it saves.
+        due = self.unfinished or Unfinished(tell_of_save=not self.in_memory)
         unfinished = replace(
             due,
             loss=self.session.sum(float(trainer._tr_loss)) / self.session.world_size,
@@ -166,12 +172,16 @@ class Run:
                 keep=self.keep,
                 create_directory=True,
                 drain=self.draining,
+                in_memory=self.in_memory,
             )
             written = self.writing.called
         finally:
             self.writing = None
+        if self.in_memory:
+            self._memory_ref, state.best_model_checkpoint = ref, best
+            return
         self._failed = ref is None
-        if ref is None:
+        if ref is None or self.session.saves.of(step) is None:  # in memory there is nothing for people
             state.best_model_checkpoint = best
             return
         assert self.session.run_dir is not None
@@ -179,6 +189,19 @@ class Run:
         if state.best_global_step == step:
             state.best_model_checkpoint = str(checkpoints.trainers(checkpoint, step))
         self._link(checkpoint, step, again=written)
+
+    def remember(self, step: int, save: Callable[[], None], *, saved: bool) -> None:
+        """Has ``save`` save the present step to memory, where that is due and it is not ``saved``. Collective."""
+        self._to_memory = save
+        self._memory.at(step, saved=saved)
+
+    def _save_in_memory(self) -> Ref | None:
+        self.in_memory, self._memory_ref = True, None
+        try:
+            self._to_memory()
+        finally:
+            self.in_memory = False
+        return self._memory_ref
 
     def _link(self, checkpoint: Path, step: int, *, again: bool = False) -> None:
         place = checkpoints.trainers(self.output_dir, step)

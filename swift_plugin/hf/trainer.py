@@ -223,6 +223,7 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             try:
                 with self._run.interruptible():
                     super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
+                self._remember(model, trial)
                 return
             except Leaving:
                 # An evaluation takes longer than a notice. What was to be logged before it is logged, once.
@@ -230,6 +231,15 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
         self._drain(*ours, *args, **kwargs)
         # The save failed: the run goes on, and the next boundary tries again.
         super()._maybe_log_save_evaluate(*ours, *args, **kwargs)
+
+    def _remember(self, model: Any, trial: Any) -> None:
+        """To memory, now and then; not what the Trainer has saved, or is about to as its last or its best."""
+        state, control = self.state, self.control
+        saved = control.should_save or control.should_training_stop or state.best_global_step == state.global_step
+        told = {name: value for name, value in state.__dict__.items() if name == "last_model_checkpoint"}  # ms-swift's
+        self._run.remember(state.global_step, lambda: self._save_checkpoint(model, trial), saved=saved)
+        state.__dict__.pop("last_model_checkpoint", None)
+        state.__dict__.update(told)
 
     def _drain(self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         """Saves and leaves; returns if the save failed. The run that resumes here evaluates and reports a due save."""
@@ -340,6 +350,8 @@ class ElasticTrainer(_Base):  # type: ignore[misc]  # transformers is not typed
             super()._save_scaler(output_dir)
 
     def _push_from_checkpoint(self, checkpoint_folder: Any) -> None:
+        if self._run.in_memory:
+            return
         with self._kept_errors():
             super()._push_from_checkpoint(checkpoint_folder)
 

@@ -167,6 +167,13 @@ def _sensible(rng: random.Random, scene: Scene, method: str) -> Any:
             return pb.SightedRequest(ref=_known(rng, scene))
         case "ReportPruned":
             return pb.PrunedRequest(refs=scene.commits)
+        case "ReportHeld":
+            known = _checkpoint(rng, scene)
+            return pb.HeldRequest(
+                checkpoint=known, parts=[rng.choice((0, 1, 2, 2**31)) for _ in range(rng.randrange(3))]
+            )
+        case "ReportDurable":
+            return pb.DurableRequest(ref=_known(rng, scene), failure=rng.choice(("", "no space")))
         case "Scale":
             return pb.ScaleRequest(job_id="job", protocol=1, nodes=rng.choice((0, 2, 3, 2**31)))
         case "GetStatus":

@@ -104,6 +104,7 @@ UNLIKE = {
     "tokens": ("ours", {"tokens": [True, False]}, "the mean is over tokens is True on rank 0, False on rank 1"),
     "max_steps": ("ours", {"max_steps": [4, 5]}, "max_steps is 4 on rank 0, 5 on rank 1"),
     "save_every": ("ours", {"save_every": [2, 3]}, "save_every is 2 on rank 0, 3 on rank 1"),
+    "memory_every": ("ours", {"memory_every": [5, "auto"]}, "memory_every is 5 on rank 0, auto on rank 1"),
     "save": ("ours", {"save": [True, False]}, r"what is saved is what save\(\) writes on rank 0, nothing on rank 1"),
     "background": ("ours", {"background": [True, False]}, "what is saved is a state in the background on rank 0"),
     "strategy": ("ours", {"strategy": ["ddp", "own"]}, "strategy is ddp on rank 0, own on rank 1"),
@@ -181,7 +182,8 @@ def came(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Came]:
     "give all ranks the smallest",
 )
 @brings(
-    "a rank with another `max_steps`, `save_every`, `save`, strategy, tracked metric or `fixed_micro_batch`",
+    "a rank with another `max_steps`, `save_every`, `memory_every`, `save`, strategy, tracked metric or "
+    "`fixed_micro_batch`",
     Comes.REFUSED,
     "some ranks would wait for ever in a collective that the others never enter, or have another gradient",
     "give all ranks the same",

@@ -11,6 +11,7 @@ from dalsegno.protos import control_pb2
 
 from .client import Client
 from .clock import Timer
+from .memory import Memory
 from .workers import Group
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class SimAgent:
         self.warm = False
         self.frozen = False
         self.client = Client(self)
+        self.memory = Memory(self)
         self.state = handling.fresh(
             handling.AgentSettings(
                 nproc=self.nproc,
@@ -174,18 +176,25 @@ class SimAgent:
                 self.sim.ledger.disturbed()
                 self.sim.clock.after(0.05, self.deliver, ev.StartFailed(action.world.epoch, "no such interpreter"))
             case ev.StartWorkers():
+                self.memory.open_epoch(action.world)
                 self.group = self.sim.start_workers(self, action.world)
             case ev.StopWorkers():
                 self._stop_workers(action.epoch)
             case ev.TellWorkers():
                 if self.group is not None:
-                    self.group.tell(action.drain, action.master_seen, action.ending)
+                    self.group.tell(action.drain, action.master_seen, action.ending, action.to_memory)
             case ev.ReadManifest():
                 self.sim.clock.after(self.sim.random.uniform(0.01, 0.3), self.run, self._read, action)
             case ev.StartConversion():
                 self.sim.conversions.start(self, action.conversion)
             case ev.StopConversion():
                 self.sim.conversions.stop(self, action.lease)
+            case ev.HoldPart():
+                self.memory.hold(action)
+            case ev.MakeDurable():
+                self.memory.make_durable(action)
+            case ev.KeepInMemory():
+                self.memory.keep(action.epoch, action.digests)
             case ev.Verify():
                 self._schedule_verification(action.verification, 0)
             case ev.Look():
@@ -222,6 +231,7 @@ class SimAgent:
                 generation=self.client.generation,
                 finished_runs=disk.finished_runs(self.host),
                 previous_incarnation=previous,
+                peer_address=self.memory.address,
             )
         )
 
@@ -231,6 +241,9 @@ class SimAgent:
             self._looking = None
         disk = self.sim.disk
         wanted = action.resume.digest if action.resume is not None else ""
+        if action.parts:
+            self.memory.gather(action, lambda failure: self._gathered(action, failure))
+            return
         if wanted and disk.find(self.host, wanted) is None and (action.patient or self.sim.clock.now < until):
             self._looking = self.sim.clock.after(0.4, self.run, self._prepare_join, action, until)
             return
@@ -246,6 +259,16 @@ class SimAgent:
                 tuple(disk.inventory(self.host)),
             ),
         )
+
+    def _gathered(self, action: ev.PrepareJoin, failure: str) -> None:
+        assert action.resume is not None
+        digest, disk = action.resume.digest, self.sim.disk
+        if failure:
+            self.deliver(ev.JoinFailed(action.round, digest, failure))
+            return
+        inventory = (*disk.inventory(self.host), self.memory.steps[digest].message)
+        probe = disk.read_probe(self.host)
+        self.deliver(ev.JoinPrepared(action.round, digest, self.host, self.sim.fresh_port(), probe, inventory))
 
     def _stop_workers(self, epoch: int) -> None:
         if self.group is not None and self.group.collective.epoch == epoch:

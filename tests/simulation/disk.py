@@ -38,6 +38,8 @@ class Disk:
         self.ever: dict[str, Sealed] = {}
         self.begun: set[str] = set()
         self.finished: list[str] = []
+        # Parts of memory checkpoints that somebody has written, by name: without a manifest until all are there.
+        self.spilled: dict[str, set[int]] = {}
         self.full = False
         # Hosts on which something else is mounted where the directory should be.
         self.blind: set[str] = set()

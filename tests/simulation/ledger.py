@@ -62,6 +62,8 @@ class Ledger:
         self.committed: dict[str, int] = {}
         self.epoch = 0
         self.head: tuple[int, int, str] = (0, -1, "")
+        # It is in the memory of nodes alone.
+        self.head_in_memory = False
         self.executed: list[tuple[int, int]] = []
         # The epoch that was the last one when the run went back to an older commit; -1: it never did.
         self.fell_back_in = -1
@@ -279,7 +281,11 @@ class Ledger:
     def _head(self, job: Job) -> None:
         head = resume_point(job)
         now = (head.epoch, head.step, head.digest) if head is not None else (0, -1, "")
-        if now[1] < self.head[1] or now[:2] < self.head[:2]:
+        in_memory, self.head_in_memory = self.head_in_memory, head is not None and bool(head.parts)
+        if in_memory and now[:2] < self.head[:2]:
+            self._gone_from_memory(job)
+            self.fell_back_in = job.epoch
+        elif now[1] < self.head[1] or now[:2] < self.head[:2]:
             before = job.checkpoint(self.head[2])
             self.require(
                 before is not None and before.damaged and any("damaged" in n.text for n in job.notices),
@@ -294,6 +300,23 @@ class Ledger:
             )
             self.fell_back_in = job.epoch
         self.head = now
+
+    def _gone_from_memory(self, job: Job) -> None:
+        """The run goes back from a step in memory: some part of it is nowhere, as far as the master can see."""
+        digest, epoch = self.head[2], self.head[0]
+        here = [self.sim.by_incarnation(node.incarnation) for node in job.nodes.values()]
+        there = [agent for agent in here if agent is not None]
+        whole = all(any(agent.memory.has(digest, part) for agent in there) for part in range(self.parts_of(epoch)))
+        bad = any(known == digest for _, known in self.sim.misread) or "cannot load it" in str(job.notices[-3:])
+        self.require(
+            not whole or bad or self.amnesia or self.is_excused(epoch),
+            "no held step is skipped",
+            f"{digest} was given up, and all of it is there",
+        )
+
+    def parts_of(self, epoch: int) -> int:
+        """How many nodes the world of this epoch had."""
+        return len(self.worlds[epoch].members) if epoch in self.worlds else 0
 
     def _epochs(self, job: Job) -> None:
         self.require(job.epoch >= self.epoch, "epochs grow", f"from {self.epoch} to {job.epoch}")
@@ -431,6 +454,17 @@ class Ledger:
 
     def _resumable(self, world: World) -> None:
         entry = self.sim.disk.ever.get(world.resume)
+        if self.head_in_memory:
+            for member in world.members:
+                agent = self.sim.by_incarnation(member.incarnation)
+                missing = [part for part in range(self.parts_of(self.head[0])) if agent is not None]
+                missing = [part for part in missing if agent is not None and not agent.memory.has(world.resume, part)]
+                self.require(
+                    not missing,
+                    "held as a whole",
+                    f"epoch {world.epoch} starts from {world.resume}, {member.node} lacks {missing}",
+                )
+            return
         self.require(
             entry is not None and entry.message.ref.name in self.sim.disk.sealed,
             "resume point exists",

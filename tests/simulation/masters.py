@@ -232,6 +232,7 @@ class SimMaster:
             tuple(job.parts.items()),
             [(node.incarnation, node.leaving, node.unreadable, node.joined) for node in job.nodes.values()],
             (len(self.state.live.held_until), self.state.live.missing.text) if self.state is not None else 0,
+            self.state.live.held.version if self.state is not None else 0,
             job.checkpoints.head,
         )
 

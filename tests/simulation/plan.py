@@ -8,6 +8,7 @@ from random import Random
 from dalsegno.master.brain.state import LEAST_NODE_TIMEOUT_SECONDS
 from dalsegno.protos import control_pb2
 
+from .memory import memory_of
 from .refusals import refusals_of
 from .syncs import sync_of
 
@@ -137,6 +138,8 @@ class Plan:
     loopers: int = 0
     # So many nodes; 0: a handful.
     crowd: int = 0
+    # Steps between two checkpoints in memory; 0: there are none.
+    memory_every: int = 0
 
 
 def plan_of(seed: int, shells: bool = False) -> Plan:
@@ -150,6 +153,8 @@ def plan_of(seed: int, shells: bool = False) -> Plan:
 def _shells_of(plan: Plan) -> None:
     random = Random(f"shells {plan.seed}")
     plan.shells = True
+    # The shells' memory is real, and not of this clock.
+    plan.memory_every = plan.settings.memory_replicas = plan.other_settings.memory_replicas = 0
     plan.slowness = random.choice((1.0, 1.0, 1.0, 4.0))
     plan.holds = random.choice(((0.0, 0.0), (0.0, 0.0), (0.01, 1.0), (0.05, 0.3)))
     plan.connect_timeout = random.choice((8.0, 60.0))
@@ -254,6 +259,7 @@ def _plan_of(seed: int) -> Plan:
         settings.universal_gate = plan.other_settings.universal_gate = seed % 5 == 0
         wanted = seed % 5 < 3 or kind == "convert"
         settings.universal_checkpoint = plan.other_settings.universal_checkpoint = wanted
+    memory_of(plan)
     if plan.silent:
         # Long enough for one world to be presented, also where only half of the time is listened to.
         plan.steps, plan.step_time = 70, 1.0

@@ -134,9 +134,9 @@ class _Link:
     def __init__(self, agent: RealAgent) -> None:
         self._agent = agent
 
-    def tell(self, *, drain: bool, master_seen: bool, ending: int = 0) -> None:
+    def tell(self, *, drain: bool, master_seen: bool, ending: int = 0, to_memory: bool = False) -> None:
         if self._agent.group is not None:
-            self._agent.group.tell(drain, master_seen, ending)
+            self._agent.group.tell(drain, master_seen, ending, to_memory)
 
     def started(self, local_rank: int, pid: Callable[[], int]) -> None: ...
 

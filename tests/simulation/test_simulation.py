@@ -18,6 +18,7 @@ from .plan import plan_of
 from .plants.brain import PLANTS, Plant, planted
 from .plants.claims import CLAIM_PLANTS
 from .plants.files import FILE_PLANTS
+from .plants.memory import MEMORY_PLANTS
 from .plants.shells import SHELL_PLANTS
 from .run import CLAIMS, SHELLS, replay, simulate, simulate_all
 
@@ -83,7 +84,7 @@ def test_other_seeds_are_other_schedules() -> None:
     assert len({simulate(seed).digest for seed in range(1, 21)}) == 20
 
 
-ALL_PLANTS = PLANTS | FILE_PLANTS
+ALL_PLANTS = PLANTS | FILE_PLANTS | MEMORY_PLANTS
 
 
 @pytest.mark.parametrize("name", ALL_PLANTS)

@@ -9,6 +9,7 @@ from dalsegno.protos import control_pb2, worker_pb2
 
 from .disk import Sealed, digest_of
 from .flights import Flight
+from .memory import remember
 from .refusals import LINE, are_refused
 from .syncs import DrainSave, outlasts_notice, patience
 
@@ -30,13 +31,14 @@ class Group:
         self.drain = False
         self.master_seen = False
         self.ending = 0
+        self.to_memory = False
         # When it died or stood still for good.
         self.stopped_at: float | None = None
         # In force when these ranks were started.
         self.settings = agent.told or agent.settings
 
-    def tell(self, drain: bool, master_seen: bool, ending: int = 0) -> None:
-        self.drain = drain
+    def tell(self, drain: bool, master_seen: bool, ending: int = 0, to_memory: bool = False) -> None:
+        self.drain, self.to_memory = drain, to_memory
         self.master_seen = master_seen
         self.ending = ending
         if ending and self.alive and self.collective.drain_save is not None:
@@ -200,6 +202,15 @@ class Collective:
             group.exits(0.02, 1)
 
     def _cannot_load(self, group: Group, ref: control_pb2.CheckpointRef) -> bool:
+        source = self.world.resume.source
+        if source.in_memory:
+            there = group.agent.memory.steps.get(source.ref.digest)
+            self.sim.ledger.require(
+                there is not None and len(there.parts) == self.sim.ledger.parts_of(source.epoch),
+                "held as a whole",
+                f"epoch {self.epoch}: {group.agent.label} has {there and there.parts} of {ref.name}",
+            )
+            return (group.agent.host, ref.digest) in self.sim.misread
         entry = self.sim.disk.find(group.agent.host, ref.digest)
         return entry is None or entry.damaged or (group.agent.host, ref.digest) in self.sim.misread
 
@@ -246,6 +257,8 @@ class Collective:
             self._settled()
         if drain or self.step >= self.sim.plan.steps or self.step % self.sim.plan.save_every == 0:
             self._save(drain and self.step < self.sim.plan.steps)
+        elif self._saves_to_memory():
+            self._later(0.01, self._save_to_memory, False)
         else:
             self._next()
 
@@ -262,6 +275,9 @@ class Collective:
         if self.saved_step == self.step:
             self._saved(drain, None)
             return
+        if drain and self._drains_to_memory():
+            self._later(0.01, self._save_to_memory, True)
+            return
         self.attempt += 1
         name = self._name()
         while not self.sim.disk.begin(name):
@@ -277,6 +293,35 @@ class Collective:
             self._begin_flight(name, drain)
             return
         self._later(seconds, self._sync, name, drain)
+
+    def _saves_to_memory(self) -> bool:
+        """It is due, and no durable save is under way: what that has is hardly older."""
+        every = self.sim.plan.memory_every
+        return bool(every) and self.step % every == 0 and (self.flight is None or self.flight.over)
+
+    def _drains_to_memory(self) -> bool:
+        """Every rank that was told of the drain was told so."""
+        groups = self.groups.values()
+        return bool(self.sim.plan.memory_every) and all(group.to_memory or not group.drain for group in groups)
+
+    def _save_to_memory(self, drain: bool) -> None:
+        """Each node's ranks write their part into its memory, and train on."""
+        self.attempt += 1
+        message = self.manifest(self._name(), self._lead.settings, in_memory=True)
+        remember(self.sim, message, self.history)
+        sealed = worker_pb2.Sealed(name=message.ref.name, digest=message.ref.digest, step=self.step, in_memory=True)
+        for group in self.groups.values():
+            group.agent.memory.write(message, self.history, self.group_rank(group))
+            group.says(0.003, 0, sealed=sealed)
+        if drain:
+            self.saved_step = self.step
+            self._later(0.004, self._saved, True, message.ref, True)
+        else:
+            self._next()
+
+    def group_rank(self, group: Group) -> int:
+        """Of this node in the world."""
+        return sorted(other.first_rank for other in self.groups.values()).index(group.first_rank)
 
     def _sync(self, name: str, drain: bool) -> None:
         """The disk takes its time. Nothing moves meanwhile, and ranks give it up before they are taken for stuck."""
@@ -352,7 +397,7 @@ class Collective:
         else:
             self._later(0.5, self._save, False)
 
-    def manifest(self, name: str, settings: control_pb2.Settings) -> control_pb2.Checkpoint:
+    def manifest(self, name: str, settings: control_pb2.Settings, *, in_memory: bool = False) -> control_pb2.Checkpoint:
         message = control_pb2.Checkpoint(
             ref=control_pb2.CheckpointRef(name=name, digest=digest_of(name)),
             run_id=self.world.run_id,
@@ -369,20 +414,24 @@ class Collective:
             bytes=1000,
             min_nodes=settings.min_nodes,
             max_nodes=settings.max_nodes,
+            in_memory=in_memory,
         )
         if self.world.HasField("resume"):
             message.resumed_from.CopyFrom(self.world.resume.source.ref)
             message.best = self.world.resume.source.best
         # Good and bad values in turn, so that the best is now the newest and now long past.
         message.metric = float(self.step * 37 % 23)
-        before = [s.message for s in self.sim.disk.ever.values() if s.message.epoch == self.epoch and s.message.best]
+        saved = [entry.message for entry in self.sim.disk.ever.values() if not entry.message.in_memory]
+        before = [message for message in saved if message.epoch == self.epoch and message.best]
         message.best = before[-1].best if before else message.best
-        best = next((s.message for s in self.sim.disk.ever.values() if s.message.ref.name == message.best), None)
-        if best is None or message.metric < best.metric:
+        best = next((known for known in saved if known.ref.name == message.best), None)
+        if in_memory:
+            message.ClearField("metric")  # What is best is saved to the disk.
+        elif best is None or message.metric < best.metric:
             message.best = name
         return message
 
-    def _saved(self, drain: bool, ref: control_pb2.CheckpointRef | None) -> None:
+    def _saved(self, drain: bool, ref: control_pb2.CheckpointRef | None, in_memory: bool = False) -> None:
         if self.step >= self.sim.plan.steps:
             self._end()
             return
@@ -396,7 +445,7 @@ class Collective:
                 (s.message.ref for s in self.sim.disk.ever.values() if s.history == self.history), self._resumed_ref()
             )
         self.sim.trace("workers", "epoch {} drained at step {}", self.epoch, self.step)
-        drained = worker_pb2.Drained(name=ref.name, digest=ref.digest, step=self.step)
+        drained = worker_pb2.Drained(name=ref.name, digest=ref.digest, step=self.step, in_memory=in_memory)
         for group in self.groups.values():
             for rank in range(group.agent.nproc):
                 group.says(0.002, rank, drained=drained)

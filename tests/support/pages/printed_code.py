@@ -198,6 +198,12 @@ CODE = (
         "elastic/saving/background_save.py", "save=background(state), save_every=100): ...", TINY, "assert s.step == 3"
     ),
     Snippet(
+        "docs/memory.md",
+        "save_every=500, memory_every=10): ...",
+        TINY + "from dalsegno.elastic import background\ndef state(): return {}\n",
+        "assert s.step == 3",
+    ),
+    Snippet(
         "elastic/data/counts.py",
         "counts = Counts(device)",
         ROWS

@@ -145,6 +145,9 @@ COMMANDS: dict[str, How] = {
     "python -m benchmarks.reshard": Run("--megabytes=20 --repeats=1", full=True),
     "python -m benchmarks.convert --directory DIR": Run("--megabytes=20 --repeats=1", replaced={"DIR": "."}, full=True),
     "python -m benchmarks.convert_once WAY": Elsewhere(_INSIDE, "bench"),
+    "dlrover-run --nnodes=1:4 --memory-replicas=1 examples/ddp.py --memory-every=10": Run(
+        _STEPS, says="finished at step 4", full=True
+    ),
     # Conversion.
     "dalsegno convert checkpoints/global_step400 universal/global_step400": Scene("test_a_conversion_by_hand"),
     "dalsegno convert": Name(_PROGRAM),

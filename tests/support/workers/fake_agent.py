@@ -26,6 +26,8 @@ class FakeAgent:
 
     Args:
         universal: The form of ``resume`` that is to be loaded; None: as it is.
+        memory: Each rank is a node of its own, and keeps memory checkpoints in ``memory(rank)``.
+        held: With ``memory``: ``resume`` is there, on each node.
     """
 
     def __init__(
@@ -36,9 +38,11 @@ class FakeAgent:
         epoch: int,
         resume: Manifest | None = None,
         universal: Manifest | None = None,
+        memory: bool = False,
+        held: bool = False,
     ) -> None:
         self.directory, self.world, self.epoch, self.resume = directory, world, epoch, resume
-        self.universal = universal
+        self.universal, self._has_memory, self._held = universal, memory, held
         self.run_dir = directory / "run-0001"
         self.logs = directory / "logs"
         self.logs.mkdir(parents=True, exist_ok=True)
@@ -75,8 +79,12 @@ class FakeAgent:
         self.outputs = [output for _, output in ended]
         return [code for code, _ in ended]
 
-    def drain(self, wanted: bool = True) -> None:
-        data = worker_pb2.ToWorker(drain=wanted, master_seen=True).SerializeToString()
+    def memory(self, rank: int) -> Path:
+        """Where a rank that is a node of its own keeps memory checkpoints."""
+        return self.directory / f"memory-{rank}"
+
+    def drain(self, wanted: bool = True, *, to_memory: bool = False) -> None:
+        data = worker_pb2.ToWorker(drain=wanted, master_seen=True, to_memory=to_memory).SerializeToString()
         for connection in list(self._connections):
             connection.sendall(struct.pack(">I", len(data)) + data)
 
@@ -126,6 +134,12 @@ class FakeAgent:
             env["DALSEGNO_RESUME_NAME"] = self.resume.name
             env["DALSEGNO_RESUME_DIGEST"] = self.resume.digest
             env["DALSEGNO_RESUME_FORM"] = "sharded" if self.universal is None else "universal"
+        if self._has_memory:
+            self.memory(rank).mkdir(exist_ok=True)
+            env |= {"GROUP_RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+            env["DALSEGNO_MEMORY_DIR"] = str(self.memory(rank))
+        if self._held and self.resume is not None:
+            env["DALSEGNO_RESUME_DIR"] = str(self.memory(rank) / self.resume.name)
         if self.universal is not None:
             env["DALSEGNO_UNIVERSAL_NAME"] = self.universal.name
             env["DALSEGNO_UNIVERSAL_DIGEST"] = self.universal.digest

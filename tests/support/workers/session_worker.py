@@ -59,6 +59,7 @@ def parse() -> argparse.Namespace:
     flags = argparse.ArgumentParser()
     flags.add_argument("--steps", type=int, default=12)
     flags.add_argument("--save-every", type=int, default=0)
+    flags.add_argument("--memory-every", default="0")
     flags.add_argument("--dropout", type=float, default=0.0)
     flags.add_argument("--fixed", action="store_true")
     flags.add_argument("--log", type=Path, required=True)
@@ -128,7 +129,9 @@ def main() -> None:
     log = open(flags.log / f"rank-{s.rank}-epoch-{s.epoch}-{os.getpid()}.jsonl", "w")  # noqa: SIM115
     saver = background(state) if flags.background else save
     s.track("score", mode="max")
-    for batch in s.steps(batches, max_steps=flags.steps, save=saver, save_every=flags.save_every, seed=3):
+    every: int | str = int(flags.memory_every) if flags.memory_every.isdecimal() else flags.memory_every
+    options = {"save_every": flags.save_every, "memory_every": every}
+    for batch in s.steps(batches, max_steps=flags.steps, save=saver, seed=3, **options):
         total = 0.0
         for micro in batch.micro_batches:
             if isinstance(wrapped, DistributedDataParallel):

@@ -208,6 +208,7 @@ def train(case: dict[str, Any]) -> dict[str, Any]:
         seed=case.get("seed", 3),
         checkpoint_dir=case.get("directory"),
         save_every=case.get("save_every", 0),
+        memory_every=case.get("memory_every", 0),
         save_in_background=case.get("in_background", False),
         evaluator=Evaluator(
             Points(case.get("held_out", 5), dtype, first=1000),

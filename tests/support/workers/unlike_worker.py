@@ -102,6 +102,7 @@ class Case:
             "any_world_size": self.here("any_world_size"),
             "save": self.saving(),
             "save_every": self.here("save_every", 2),
+            "memory_every": self.here("memory_every", 0),
             "strategy": self.here("strategy", "ddp"),
         }
         for batch in s.steps(data, **{**given, **options}):

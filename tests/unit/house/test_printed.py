@@ -22,6 +22,9 @@ DRAWINGS = {
     "WAITING <-> FORMING (gathering beside the conversion gate -> open) -> RUNNING <-> DRAINING": "phases",
     "worker ──Unix socket, worker.proto──▶ agent ──gRPC, control.proto──▶ master": "who talks to whom",
     "<checkpoint-dir>/": "a tree of files",
+    "/dev/shm/dalsegno-<uid>/<job-id>/<id of the agent process>/<run-id>/": "the same in memory",
+    "/dev/shm/dalsegno-<uid>/        its owner's alone": "whose it is",
+    '{"dalsegno_bundle": 1, "tree": <JSON>': "a file of many tensors",
     '{"version": 2, "name", "job_id", "run_id", "step", "epoch", "generation", "form"': "keys of a manifest",
     "mark NAME=VALUE     the environment variable that this agent's processes carry": "the keeper's messages",
 }

@@ -204,6 +204,23 @@ def test_doctor_finds_nothing_wrong(monkeypatch: pytest.MonkeyPatch, capsys: Out
     assert any(line.startswith("dlrover-master: ") and line.endswith(", of nobody") for line in lines)
 
 
+def test_doctor_removes_what_dead_agents_left_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """No agent may start here for long; of somebody else's directory it says so."""
+    root = tmp_path / "root"
+    (root / "job" / "0123").mkdir(parents=True)
+    root.chmod(0o700)
+    (root / "job" / "0123" / "file").write_bytes(bytes(3_000_000))
+    monkeypatch.setattr(doctor, "root_of_user", lambda: root)
+    dalsegno.run(["doctor"])
+    assert f"{root}/job/0123: 3 MB that an agent which is gone had in memory; removed" in capsys.readouterr().out
+    root.chmod(0o777)
+    dalsegno.run(["doctor"])
+    assert "memory checkpoints: " in capsys.readouterr().out
+    assert list(root.iterdir()) == []
+
+
 def test_doctor_finds_a_hole_in_the_base_install(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     """Nothing works without it: exit code 1."""
     without(monkeypatch, "grpcio")

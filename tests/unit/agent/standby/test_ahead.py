@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dalsegno.agent.processes.room import available_bytes
 from dalsegno.agent.script import Script, runs_ahead
 from dalsegno.agent.standby import room
 from dalsegno.agent.standby.ahead_workers import place_of
@@ -75,7 +76,7 @@ def test_a_reserve_is_left(available: int, needed: int, enough: bool) -> None:
 
 def test_memory_is_measured_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     own = room.private_bytes(os.getpid())
-    assert 1 << 20 < own < room.available_bytes() * 100
+    assert 1 << 20 < own < available_bytes() * 100
     held = bytearray(64 << 20)
     held[:: 1 << 12] = b"x" * len(held[:: 1 << 12])
     assert room.private_bytes(os.getpid()) > own + (32 << 20)
@@ -83,22 +84,3 @@ def test_memory_is_measured_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> 
     assert room.has_room_beside([])
     monkeypatch.setattr(room, "available_bytes", lambda: own)
     assert not room.has_room_beside([os.getpid()])
-
-
-def test_a_container_or_a_job_may_have_less(monkeypatch: pytest.MonkeyPatch, tmp_path: os.PathLike[str]) -> None:
-    """A group's limit counts, and those of the groups above it, without its cache, which can be had; "max" is none."""
-    root, inner = room.Path(tmp_path), room.Path(tmp_path) / "inner"
-    inner.mkdir()
-    monkeypatch.setattr(room, "own_cgroups", lambda controller: iter([inner, root]))
-    plain = room.available_bytes()
-    (root / "memory.max").write_text("1000\n")
-    (root / "memory.current").write_text("900\n")
-    (root / "memory.stat").write_text("anon 800\ninactive_file 50\n")
-    assert room.available_bytes() == 150
-    (inner / "memory.limit_in_bytes").write_text("500\n")
-    (inner / "memory.usage_in_bytes").write_text("400\n")
-    (inner / "memory.stat").write_text("inactive_file 3\ntotal_inactive_file 20\n")
-    assert room.available_bytes() == 120
-    (inner / "memory.limit_in_bytes").unlink()
-    (root / "memory.max").write_text("max\n")
-    assert room.available_bytes() > plain // 2

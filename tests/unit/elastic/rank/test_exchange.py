@@ -113,6 +113,19 @@ def test_the_step_after_one_that_was_left_is_exchanged() -> None:
     assert exchange.end(0.1).drain
 
 
+def test_a_save_is_over_when_it_is_so_on_all_ranks() -> None:
+    """Of each exchange: what some rank still writes all ranks know of, and so when nobody does any more."""
+    table = Table(2)
+    exchanges = [Exchange(table, interval=0.0) for _ in range(2)]
+    seen = []
+    for step, writing in enumerate([(True, True), (False, True), (True, False), (False, False)], start=1):
+        for exchange, saving in zip(exchanges, writing, strict=True):
+            exchange.begin(step, Flags(saving=saving), 5)
+        (boundary,) = {exchange.end(0.1) for exchange in exchanges}
+        seen.append(boundary.saving)
+    assert seen == [True, True, True, False]
+
+
 def test_collectives_belong_to_the_main_thread() -> None:
     """A collective from another thread is refused before it can pair up wrongly."""
     caught: list[BaseException] = []

@@ -9,7 +9,7 @@ import pytest
 from dalsegno.elastic.checkpoint import CheckpointStore, Position
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity
-from dalsegno.elastic.saving import saving
+from dalsegno.elastic.saving import saving, tiers
 from tests.support.workers.fake_link import FakeLink
 
 pytestmark = pytest.mark.timeout(60)
@@ -24,13 +24,13 @@ class Agent(FakeLink):
 def test_no_part_of_a_save_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are written, synced and sealed: the second and the third part begin with what the first has written."""
     agent, at_the_seal = Agent(), []
-    plain = saving.seal
+    plain = tiers.seal
 
     def seal(*arguments: object) -> str:
         at_the_seal.extend(agent.told())
         return plain(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(saving, "seal", seal)
+    monkeypatch.setattr(tiers, "seal", seal)
     one = saving.Saver(Identity(epoch=1), Solo(), CheckpointStore(tmp_path), agent, None)  # type: ignore[arg-type]
     manifest = one.save(saving.Content(1, Position(0, 1)), _model, create_directory=True, drain=True)
     assert manifest is not None

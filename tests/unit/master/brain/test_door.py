@@ -108,6 +108,8 @@ def test_what_agents_send_passes_as_it_is() -> None:
         pb.CommitRequest(caller=caller(), checkpoint=universal, lease=3),
         pb.FailureRequest(caller=caller(), exit_code=2**32 - 1, message="ValueError: no"),
         pb.DrainedRequest(caller=caller()),
+        pb.HeldRequest(caller=caller(), checkpoint=checkpoint(in_memory=True), parts=[0, 3]),
+        pb.DurableRequest(caller=caller(), ref=checkpoint().ref, failure="no space left on the device"),
         pb.ScaleRequest(nodes=3),
         pb.StatusRequest(),
     ]
@@ -132,7 +134,7 @@ def filled(kind: type[Message], path: tuple[str, ...], value: Any) -> Message:
     message = register() if kind is pb.RegisterRequest else kind()
     if "caller" in kind.DESCRIPTOR.fields_by_name:
         message.caller.CopyFrom(caller())  # type: ignore[attr-defined]
-    if isinstance(message, pb.CommitRequest):
+    if isinstance(message, pb.CommitRequest | pb.HeldRequest):
         message.checkpoint.CopyFrom(checkpoint())
     inner: Any = message
     for name in path[:-1]:

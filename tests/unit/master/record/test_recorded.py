@@ -47,6 +47,13 @@ def in_order(row: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def as_far_as(now: Any, then: Any) -> Any:
+    """Of what is written now, what was written then."""
+    if not isinstance(now, dict) or not isinstance(then, dict):
+        return now
+    return {name: as_far_as(now.get(name), value) for name, value in then.items()}
+
+
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_record_is_written_as_it_was_read(moment: str) -> None:
     """Each row and each of its values, whatever the state is like inside: the master before this one could go on.
@@ -60,7 +67,7 @@ def test_a_record_is_written_as_it_was_read(moment: str) -> None:
         if key == "parts":
             continue
         now = json.loads(written[key])
-        assert in_order({name: now.get(name) for name in row}) == in_order(row), key
+        assert in_order(as_far_as(now, row)) == in_order(row), key
     assert written.get("parts", b"").decode() == RECORDED[moment].get("parts", "")
     assert JobCodec().decode(written) == job
 

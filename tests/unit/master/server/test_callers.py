@@ -62,7 +62,11 @@ def test_the_door_stands_before_every_call() -> None:
                     continue
                 request = kind(caller=caller(request=2**64 - 1))
                 call = getattr(master.stub, method.name)(request, timeout=30)
-                line = "request is 18446744073709551615" if kind is not pb.CommitRequest else "CommitRequest"
+                line = (
+                    "request is 18446744073709551615"
+                    if kind not in (pb.CommitRequest, pb.HeldRequest)
+                    else kind.__name__
+                )
                 await fails(anext(aiter(call)) if method.server_streaming else call, INVALID, line)
             await fails(master.stub.Register(registration(generation=2**63), timeout=30), INVALID, "generation")
             await fails(master.stub.Scale(pb.ScaleRequest(job_id="x\n" * 999)), INVALID, "not 'x x x")

@@ -149,7 +149,7 @@ def test_every_operation_of_the_protocol_reaches_the_brain() -> None:
                 if method.name in ("Register", "Watch", "GetStatus", "Scale", "ReportFailure"):
                     continue
                 request = getattr(pb, method.input_type.name)(caller=caller())
-                if isinstance(request, pb.CommitRequest):
+                if isinstance(request, pb.CommitRequest | pb.HeldRequest):
                     ref = pb.CheckpointRef(name="step-1.e1.0", digest="0" * 64)
                     request.checkpoint.MergeFrom(
                         pb.Checkpoint(ref=ref, run_id="run-0001", step=1, epoch=1, form=pb.FORM_SHARDED)

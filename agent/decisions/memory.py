@@ -1,0 +1,152 @@
+"""Memory checkpoints as an agent sees them: what it holds, what it keeps, and what it writes to the disk. Pure.
+
+What is held here changes by itself (`HeldChanged`); the master hears it, and so does each new one.
+"""
+
+from __future__ import annotations
+
+from dalsegno.protos import control_pb2
+
+from . import events as ev
+from .decision import Decision
+from .state import AgentState
+
+__all__ = [
+    "awaits_its_part",
+    "directed",
+    "held_changed",
+    "is_safe",
+    "made_durable",
+    "spill",
+    "tell_all",
+    "to_memory",
+]
+
+# What the ranks drained into memory is told before their drain is. After so many seconds it is told without.
+PART_PATIENCE = 10.0
+
+
+def held_changed(decision: Decision, event: ev.HeldChanged) -> None:
+    """Parts of a step have come in, or it is gone from here."""
+    state = decision.state
+    digest = event.checkpoint.ref.digest
+    held = {known: entry for known, entry in state.held.items() if known != digest}
+    if event.parts:
+        held[digest] = event
+    known, state.held = state.held.get(digest), held
+    if known is None and event.parts:
+        decision.do(ev.KeepInMemory(state.started, still_wanted(state)))  # one more is here: an older one may go
+    if (known.parts if known is not None else ()) != event.parts:
+        tell(decision, event)
+
+
+def tell(decision: Decision, event: ev.HeldChanged) -> None:
+    """Says which parts of a step are here."""
+    if decision.state.incarnation and not decision.state.fenced:
+        request = control_pb2.HeldRequest(caller=decision.caller(), checkpoint=event.checkpoint, parts=event.parts)
+        decision.call("ReportHeld", request)
+
+
+def tell_all(decision: Decision) -> None:
+    """A master that has not heard what is held here."""
+    for event in decision.state.held.values():
+        tell(decision, event)
+
+
+def directed(decision: Decision, directive: control_pb2.Directive) -> None:
+    """What a directive says of the memory of this node."""
+    state = decision.state
+    in_memory = directive.HasField("head") and directive.head.in_memory
+    state.memory_head = directive.head.ref if in_memory else None
+    if directive.HasField("make_durable") and directive.make_durable.ref.digest != state.writing:
+        state.writing = directive.make_durable.ref.digest
+        decision.do(ev.MakeDurable(directive.make_durable.ref, tuple(directive.make_durable.parts)))
+    wanted = still_wanted(state)
+    if (state.started, wanted) != state.kept:
+        state.kept = (state.started, wanted)
+        decision.do(ev.KeepInMemory(state.started, wanted))
+
+
+def still_wanted(state: AgentState) -> frozenset[str]:
+    """Digests of the steps that somebody may still need, besides the newest ones of the open epoch."""
+    found = {state.writing, state.spilling}
+    if state.memory_head is not None:
+        found.add(state.memory_head.digest)
+    if state.world is not None and state.world.resume.source.in_memory:
+        found.add(state.world.resume.source.ref.digest)
+    order, join = state.place.order, state.place.join
+    if order is not None and order.parts:
+        found.add(order.resume.digest if isinstance(order, control_pb2.Gather) else order.look_for.digest)
+    if join is not None and not join.sent and join.resume in state.kept[1]:
+        found.add(join.resume)  # Its parts are on their way here, also if it has come to the disk meanwhile.
+    return frozenset(found - {""})
+
+
+def made_durable(decision: Decision, event: ev.MadeDurable) -> None:
+    """A step is on the disk, or could not be written there."""
+    state = decision.state
+    if event.ref.digest == state.spilling:
+        state.spilled = True
+        if not event.failure:
+            state.sealed_by_leaver = event.ref.digest
+        elif event.ref.digest != state.writing:
+            return  # Other parts of it are elsewhere, and nobody has asked for it.
+    if event.ref.digest == state.writing:
+        state.writing = ""
+    request = control_pb2.DurableRequest(caller=decision.caller(), ref=event.ref, failure=event.failure)
+    decision.call("ReportDurable", request)
+
+
+def to_memory(state: AgentState) -> bool:
+    """Whether a drain's save goes to memory, as far as this agent knows.
+
+    A leaver's ranks save as soon as it has its notice, before the master says how.
+    """
+    if state.drain_ordered:
+        return state.save_to_memory
+    return state.leaving and state.link_up and state.world is not None and bool(state.world.place.buddies)
+
+
+def drained_into(state: AgentState) -> str:
+    """The digest of the step in memory that these ranks drained into; empty where they did not."""
+    drained = state.epoch.drained
+    return drained.digest if drained is not None and state.epoch.drained_in_memory else ""
+
+
+def awaits_its_part(decision: Decision) -> bool:
+    """The ranks have drained into memory, and what they left there is not known yet."""
+    state = decision.state
+    digest = drained_into(state)
+    if not digest or digest in state.held:
+        return False
+    if state.epoch.part_deadline is None:
+        state.epoch.part_deadline = decision.now + PART_PATIENCE
+    if decision.now >= state.epoch.part_deadline:
+        return False
+    decision.wake_at(state.epoch.part_deadline)
+    return True
+
+
+def needed(state: AgentState) -> control_pb2.CheckpointRef | None:
+    """What the run goes on from, if that is in memory, and some of it here."""
+    ref = state.epoch.drained if drained_into(state) else state.memory_head
+    return ref if ref is not None and ref.digest in state.held else None
+
+
+def spill(decision: Decision) -> None:
+    """A leaver writes what it holds to the disk: all others may leave, too, and the master be away."""
+    state, ref = decision.state, needed(decision.state)
+    if ref is not None and ref.digest not in (state.spilling, state.writing):
+        state.spilling, state.spilled = ref.digest, False
+        decision.do(ev.MakeDurable(ref))
+
+
+def is_safe(state: AgentState) -> bool:
+    """What the run goes on from does not depend on this node's memory, as far as it knows.
+
+    Where the master is heard, its word counts more than a copy: who has that may leave, too.
+    """
+    ref = needed(state)
+    if ref is None or state.released or state.sealed_by_leaver == ref.digest:
+        return True
+    return not state.link_up and state.spilled and state.held[ref.digest].copies > 0

@@ -1,0 +1,161 @@
+"""This node's own parts on their way to the agents that hold them for it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+
+import grpc
+
+from dalsegno.elastic.checkpoint import CheckpointDamaged
+
+from .calls import Pace, PeerError, Peers
+from .holdings import Part
+
+__all__ = ["Buddies", "Buddy"]
+
+# Between the tries of one part, seconds. A newer one ends them.
+_PAUSES = (0.5, 2.0, 5.0)
+# What another try may mend: room is made when older steps are deleted, and a buddy may serve many others just now.
+_MAY_PASS = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DATA_LOSS,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Buddy:
+    """One agent that holds our parts. Sends one at a time; of those that wait only the newest is sent.
+
+    Args:
+        on_held: called with the address when it holds a part.
+        on_bad: called when a part of ours is not what was sealed.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        peers: Peers,
+        bytes_per_second: float | None,
+        on_held: Callable[[Part, str], None],
+        on_bad: Callable[[Part, CheckpointDamaged], None],
+        say: Callable[[str, bool], None],
+    ) -> None:
+        self.address = address
+        self._peers, self._on_held, self._on_bad, self._say = peers, on_held, on_bad, say
+        self._stop = threading.Event()
+        self._pace = Pace(bytes_per_second, self._stop)
+        self._changed = threading.Condition()
+        self._next: Part | None = None
+        # It has been said that it does not take our parts.
+        self._said = False
+        self._thread = threading.Thread(target=self._run, name="memory-buddy", daemon=True)
+        self._thread.start()
+
+    def offer(self, part: Part) -> None:
+        """To be sent as soon as may be, in place of what waits."""
+        with self._changed:
+            self._next = part
+            self._changed.notify_all()
+
+    def forget(self, before_epoch: int) -> None:
+        """Parts of earlier epochs that wait are not sent any more."""
+        with self._changed:
+            if self._next is not None and self._next.manifest.epoch < before_epoch:
+                self._next = None
+
+    def close(self) -> None:
+        """What is under way may finish, as long as the agent lives; nothing else begins."""
+        with self._changed:
+            self._stop.set()
+            self._next = None
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._next is not None or self._stop.is_set())
+                if self._stop.is_set():
+                    return
+                part, self._next = self._next, None
+            assert part is not None
+            try:
+                self._send(part)
+            except Exception:
+                logger.exception("%s was not sent to %s", part, self.address)
+
+    def _send(self, part: Part) -> None:
+        for pause in (*_PAUSES, None):
+            try:
+                self._peers.send(self.address, part, self._pace)
+            except CheckpointDamaged as damaged:
+                self._on_bad(part, damaged)
+                return
+            except PeerError as error:
+                logger.info("%s was not sent to %s: %s %s", part, self.address, error.code.name, error)
+                if pause is None or error.ours or error.code not in _MAY_PASS:
+                    self._complain(part, error)
+                    return
+                if self._overtaken(pause):
+                    return
+            else:
+                self._said = False
+                self._on_held(part, self.address)
+                return
+
+    def _overtaken(self, pause: float) -> bool:
+        """Waits; whether something newer is to be sent, or nothing any more."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._next is not None or self._stop.is_set(), pause)
+
+    def _complain(self, part: Part, error: PeerError) -> None:
+        if self._said or self._stop.is_set():
+            return
+        self._said = True
+        self._say(f"{self.address} does not hold {part}: {error}; training goes on, it will be asked again", True)
+
+
+class Buddies:
+    """Those of this moment. Thread-safe.
+
+    Args:
+        make: a buddy at an address.
+    """
+
+    def __init__(self, make: Callable[[str], Buddy]) -> None:
+        self._make = make
+        self._lock = threading.Lock()
+        self._buddies: dict[str, Buddy] = {}
+        self._closed = False
+
+    def set(self, addresses: Sequence[str], epoch: int, newest: Part | None) -> None:
+        """A world has opened: these hold our parts from now on. Those that are new are sent `newest`."""
+        with self._lock:
+            if self._closed:
+                return
+            for address in [address for address in self._buddies if address not in addresses]:
+                self._buddies.pop(address).close()
+            for buddy in self._buddies.values():
+                buddy.forget(epoch)
+            for address in dict.fromkeys(addresses):
+                if address not in self._buddies:
+                    self._buddies[address] = self._make(address)
+                    if newest is not None:
+                        self._buddies[address].offer(newest)
+
+    def offer(self, part: Part) -> None:
+        """To be sent to all."""
+        with self._lock:
+            for buddy in self._buddies.values():
+                buddy.offer(part)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            for buddy in self._buddies.values():
+                buddy.close()
+            self._buddies.clear()

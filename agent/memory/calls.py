@@ -1,0 +1,182 @@
+"""What this agent asks of others: to hold a part, and to hand one out. Each call blocks; bytes pass once."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from dalsegno.elastic.checkpoint import CheckpointDamaged
+from dalsegno.protos import peer_pb2
+from dalsegno.protos.text import one_line
+
+from .holdings import Held, Holdings, Part
+from .incoming import Incoming, PartRefusedError
+from .pieces import PIECE_BYTES, decode, read_part
+from .space import Space
+from .watch import Transfer, Watch
+from .wire import SERVICE, Wire, code_of, detail_of
+
+__all__ = ["Pace", "PeerError", "Peers"]
+
+# Of what may be sent in a second, in one message; bytes.
+_SMALLEST_PIECE, _PIECES_IN_A_SECOND = 4 << 10, 10
+
+
+class PeerError(Exception):
+    """A call that came to nothing: the status, and one line that says why.
+
+    Attributes:
+        ours: the trouble is on this node: no other peer would help.
+    """
+
+    def __init__(self, code: grpc.StatusCode, reason: str, *, ours: bool = False) -> None:
+        super().__init__(reason)
+        self.code, self.ours = code, ours
+
+
+class Pace:
+    """Holds back what is sent, so that so many bytes pass in a second. For one sender at a time.
+
+    Args:
+        bytes_per_second: None: no limit.
+        stop: ends each wait.
+    """
+
+    def __init__(self, bytes_per_second: float | None, stop: threading.Event) -> None:
+        self._rate, self._stop = bytes_per_second, stop
+        self._free_at = 0.0
+        share = PIECE_BYTES if bytes_per_second is None else int(bytes_per_second / _PIECES_IN_A_SECOND)
+        self.piece_bytes = min(PIECE_BYTES, max(_SMALLEST_PIECE, share))
+
+    def wait(self, count: int) -> None:
+        """Before `count` bytes are sent."""
+        if self._rate is not None:
+            now = time.monotonic()
+            self._stop.wait(max(0.0, self._free_at - now))
+            self._free_at = max(now, self._free_at) + count / self._rate
+
+
+class Peers:
+    """The calls. Thread-safe.
+
+    Args:
+        watch: ends those that do not move.
+    """
+
+    def __init__(self, job_id: str, wire: Wire, watch: Watch, holdings: Holdings, space: Space) -> None:
+        self._job_id, self._wire, self._watch = job_id, wire, watch
+        self._holdings, self._space = holdings, space
+
+    def send(self, address: str, part: Part, pace: Pace) -> None:
+        """Has the agent at `address` hold a part; it has it, whole, when this returns.
+
+        Raises:
+            PeerError: it has not.
+            CheckpointDamaged: the part is not what was sealed.
+        """
+        problems: list[CheckpointDamaged | OSError] = []
+        started: list[Transfer] = []
+        begun = threading.Event()
+
+        def messages() -> Iterator[bytes]:
+            begun.wait()
+            try:
+                for message in read_part(part, self._job_id, pace.piece_bytes):
+                    pace.wait(len(message))
+                    started[0].moved()
+                    yield message
+            except (CheckpointDamaged, OSError) as error:
+                # An end that comes too early: gRPC would log what is raised here.
+                problems.append(error)
+
+        with self._wire.channel(address) as channel, self._holdings.at_work(part.run_id, part.manifest.name):
+            hold: grpc.StreamUnaryMultiCallable[bytes, bytes] = channel.stream_unary(f"/{SERVICE}/Hold")
+            call = hold.future(messages(), metadata=self._metadata())
+            with self._watch.over(call.cancel) as transfer:
+                started.append(transfer)
+                begun.set()
+                try:
+                    call.result()
+                except (grpc.RpcError, grpc.FutureCancelledError) as error:
+                    if problems and isinstance(problems[0], CheckpointDamaged):
+                        raise problems[0] from error
+                    if problems:
+                        reason = f"{part} cannot be read: {problems[0]}"
+                        raise PeerError(grpc.StatusCode.INTERNAL, reason, ours=True) from error
+                    raise _failed(error, transfer) from error
+
+    def fetch(
+        self, address: str, run_id: str, name: str, digest: str, group_rank: int, stopped: Callable[[], bool]
+    ) -> Held:
+        """Brings a part here, from the agent at `address`.
+
+        Args:
+            address: HOST:PORT.
+            run_id, name, digest, group_rank: which one.
+            stopped: asked now and then whether it is still wanted.
+
+        Raises:
+            PeerError: it did not come whole.
+        """
+        request = peer_pb2.FetchRequest(
+            job_id=self._job_id, run_id=run_id, name=name, digest=digest, group_rank=group_rank
+        )
+        with self._wire.channel(address) as channel:
+            ask: grpc.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(f"/{SERVICE}/Fetch")
+            call = ask(request.SerializeToString(), metadata=self._metadata())
+            with self._watch.over(call.cancel, stopped) as transfer:
+                try:
+                    return self._take(call, request, transfer, stopped)
+                except grpc.RpcError as error:
+                    raise _failed(error, transfer) from error
+                except ValueError as error:
+                    raise PeerError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
+                except PartRefusedError as refused:
+                    ours = refused.code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.INTERNAL)
+                    raise PeerError(refused.code, str(refused), ours=ours) from refused
+                finally:
+                    call.cancel()
+
+    def _take(
+        self,
+        messages: Iterator[bytes],
+        request: peer_pb2.FetchRequest,
+        transfer: Transfer,
+        stopped: Callable[[], bool],
+    ) -> Held:
+        header = decode(next(messages, b""))
+        if not isinstance(header, peer_pb2.Header):
+            raise ValueError("the first message is no header")
+        fields = ("job_id", "run_id", "name", "digest", "group_rank")
+        if any(getattr(header, field) != getattr(request, field) for field in fields):
+            raise ValueError(f"another part was sent than {request.group_rank} of {request.name}")
+        incoming = Incoming(header, self._holdings, self._space)
+        try:
+            for message in messages:
+                transfer.moved()
+                if stopped():
+                    raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True)
+                data = decode(message)
+                if isinstance(data, peer_pb2.Header):
+                    raise ValueError("a second header")
+                incoming.feed(data)
+            return incoming.finish()
+        finally:
+            incoming.close()
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        try:
+            return self._wire.metadata()
+        except (OSError, ValueError) as error:
+            raise PeerError(grpc.StatusCode.UNAUTHENTICATED, f"no token: {error}", ours=True) from error
+
+
+def _failed(error: BaseException, transfer: Transfer) -> PeerError:
+    if transfer.stalled:
+        return PeerError(grpc.StatusCode.DEADLINE_EXCEEDED, "not a byte has moved for too long")
+    if not isinstance(error, grpc.RpcError):
+        return PeerError(grpc.StatusCode.CANCELLED, "it was ended", ours=True)
+    return PeerError(code_of(error), one_line(detail_of(error)))

@@ -1,0 +1,240 @@
+"""Writing a memory checkpoint to the run's directory, so that it outlives all memories.
+
+The files are written aside, in batches; a batch is made durable, and only then its files get their names; the manifest
+comes last. So whoever finds a directory without a manifest goes on where another node was killed: what has its name and
+its checksum is there for good. Two nodes may do this at the same time: they write the same bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import xxhash
+
+from dalsegno.elastic.checkpoint import (
+    MANIFEST,
+    CheckpointDamaged,
+    CheckpointName,
+    Damage,
+    FileEntry,
+    Manifest,
+    is_checkpoint_name,
+    read_sealed,
+    seal,
+    verify_listing,
+)
+from dalsegno.elastic.checkpoint.durability import FileSystem, at_once, unwritten
+from dalsegno.elastic.checkpoint.files import BUFFER_BYTES, THREADS, checksum
+from dalsegno.elastic.checkpoint.marks import marked
+from dalsegno.elastic.checkpoint.reading import NotRegular, size_of_regular
+
+from .pieces import open_sealed
+
+__all__ = ["make_durable"]
+
+# What is made durable at once, at most: a kill in the middle costs so much again.
+_BATCH_BYTES, _BATCH_FILES = 1 << 30, 2048
+# What is being written lies there, in the run's directory.
+_ASIDE = ".durable"
+# Where two nodes write the same, one finds at its second look that the other has sealed it.
+_TRIES = 3
+
+
+class _Stopped(Exception):
+    """The agent ends."""
+
+
+def make_durable(
+    source: Path, manifest: Manifest, here: Collection[str], run_dir: Path, stopped: Callable[[], bool]
+) -> str:
+    """Why `source` could not be written to `run_dir` under its name; empty where all of it is there, and sealed.
+
+    What is not here may have been written by others. Where something is missing, the rest is there for them.
+
+    Args:
+        source: the checkpoint in memory.
+        here: paths of its files that are here.
+        manifest: of it.
+        run_dir: made if need be, the directory above it is not.
+        stopped: asked now and then whether to give up.
+
+    Raises:
+        CheckpointDamaged: a file in memory is not what was sealed.
+    """
+    target = run_dir / manifest.name
+    problem = ""
+    for _ in range(_TRIES):
+        try:
+            run_dir.mkdir(exist_ok=True)
+            if _is_sealed(target, manifest):
+                return ""
+            if problem := _obstacle(target):
+                return problem
+            return _write(source, manifest, here, target, stopped)
+        except _Stopped:
+            return "the agent ends"
+        except (FileNotFoundError, FileExistsError) as error:
+            # Another node is at it as well, and has cleared away or sealed what we were writing: we look again.
+            problem = f"{manifest.name} cannot be written to the disk: {error}"
+        except CheckpointDamaged as damaged:
+            if damaged.directory == source:
+                raise
+            problem = f"{manifest.name} cannot be written to the disk: {damaged}"
+        except OSError as error:
+            return f"{manifest.name} cannot be written to the disk: {error}"
+    return problem
+
+
+def _is_sealed(target: Path, manifest: Manifest) -> bool:
+    """Raises CheckpointDamaged: something else is sealed there, or not all of it is there."""
+    if not os.path.lexists(target / MANIFEST):
+        return False
+    verify_listing(target, read_sealed(target, manifest.digest))
+    return True
+
+
+def _obstacle(target: Path) -> str:
+    """Why nothing may be written there."""
+    if not os.path.lexists(target):
+        return ""
+    if not stat.S_ISDIR(os.lstat(target).st_mode):
+        return f"{target} is a link or a file: delete it"
+    if target.name in marked(target.parent):
+        return f"{target} was sealed once and has lost its manifest: delete it by hand"
+    return ""
+
+
+def _write(source: Path, manifest: Manifest, here: Collection[str], target: Path, stopped: Callable[[], bool]) -> str:
+    target.mkdir(exist_ok=True)
+    _clear(target, manifest)
+    with _aside(target) as aside, FileSystem(target) as system:
+        for batch in _batches(manifest, here, target):
+            for number, entry in enumerate(batch):
+                _copy(source, entry, aside / str(number), stopped)
+            _sync(system, [aside / str(number) for number in range(len(batch))])
+            for number, entry in enumerate(batch):
+                path = target / entry.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.replace(aside / str(number), path)
+    missing = [entry.path for entry in manifest.files if entry.path not in here and not _is_there(target, entry)]
+    if missing:
+        return f"{missing[0]} of {manifest.name} is not in this node's memory"
+    seal(target, manifest)
+    with contextlib.suppress(OSError):
+        _sweep(target)
+    return ""
+
+
+@contextlib.contextmanager
+def _aside(target: Path) -> Iterator[Path]:
+    """A directory beside the checkpoints, so that a sealed one never has anything of it."""
+    path = target.parent / _ASIDE / f"{target.name}-{secrets.token_hex(8)}"
+    path.parent.mkdir(exist_ok=True)
+    path.mkdir()
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sweep(target: Path) -> None:
+    """Once it is sealed: what others have aside of it, and of older ones, is of those who were killed, or too late."""
+    folder, age = target.parent / _ASIDE, CheckpointName.parse(target.name).age
+    for left in os.listdir(folder):
+        name = left.rpartition("-")[0]
+        if is_checkpoint_name(name) and CheckpointName.parse(name).age <= age:
+            shutil.rmtree(folder / left, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()  # unless others write newer ones
+
+
+def _clear(target: Path, manifest: Manifest) -> None:
+    """Deletes what the manifest does not list from a directory that was not sealed just now; of links only the link.
+
+    The manifest itself stays: another node may have sealed it since.
+    """
+    listed = {entry.path for entry in manifest.files}
+    folders = {str(Path(path).parents[up]) for path in listed for up in range(len(Path(path).parents))}
+    pending = [""]
+    while pending:
+        prefix = pending.pop()
+        with os.scandir(target / prefix) as entries:
+            for entry in entries:
+                path = f"{prefix}{entry.name}"
+                if entry.is_dir(follow_symlinks=False):
+                    if path in folders:
+                        pending.append(path + "/")
+                    else:
+                        shutil.rmtree(target / path)
+                elif path != MANIFEST and (path not in listed or not entry.is_file(follow_symlinks=False)):
+                    (target / path).unlink()
+
+
+def _batches(manifest: Manifest, here: Collection[str], target: Path) -> Iterator[list[FileEntry]]:
+    """What has to be written, in portions."""
+    batch: list[FileEntry] = []
+    size = 0
+    for entry in manifest.files:
+        if entry.path not in here or _is_there(target, entry):
+            continue
+        if batch and (size + entry.size > _BATCH_BYTES or len(batch) == _BATCH_FILES):
+            yield batch
+            batch, size = [], 0
+        batch.append(entry)
+        size += entry.size
+    if batch:
+        yield batch
+
+
+def _is_there(target: Path, entry: FileEntry) -> bool:
+    """Whether an earlier try has written a file already. It is made durable once more: another may have left it."""
+    try:
+        if size_of_regular(target / entry.path) != entry.size or checksum(target, entry.path) != entry:
+            return False
+    except (FileNotFoundError, NotRegular, CheckpointDamaged):
+        return False
+    _fsync(target / entry.path)
+    return True
+
+
+def _copy(source: Path, entry: FileEntry, path: Path, stopped: Callable[[], bool]) -> None:
+    """Writes one file aside, and sums it on the way."""
+    digest = xxhash.xxh3_128()
+    buffer = memoryview(bytearray(min(BUFFER_BYTES, entry.size) or 1))
+    with (
+        open(open_sealed(source, entry), "rb", buffering=0) as reader,
+        open(path, "xb", buffering=0) as writer,
+    ):
+        while count := reader.readinto(buffer):
+            if stopped():
+                raise _Stopped
+            digest.update(buffer[:count])
+            rest = buffer[:count]
+            while rest:
+                rest = rest[writer.write(rest) :]
+    if digest.hexdigest() != entry.xxh3_128:
+        raise CheckpointDamaged(source, entry.path, Damage.WRONG_CHECKSUM)
+
+
+def _sync(system: FileSystem, paths: list[Path]) -> None:
+    if system.tells and at_once(len(paths), unwritten()):
+        system.sync()
+        return
+    with ThreadPoolExecutor(THREADS, thread_name_prefix="memory-sync") as pool:
+        for _ in pool.map(_fsync, paths):
+            pass
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,143 @@
+"""Bringing a whole checkpoint here: each missing part from the first agent that gives it, checked on the way."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import grpc
+
+from dalsegno.protos import control_pb2
+
+from .calls import PeerError, Peers
+from .fence import Fence
+from .holdings import Held, Holdings
+from .line import Line
+
+__all__ = ["Gatherer"]
+
+# Parts at once. More do not come faster.
+_AT_ONCE = 4
+# A peer that serves too many others is asked again, for so long; seconds.
+_PATIENCE, _FIRST_PAUSE, _LAST_PAUSE = 30.0, 0.1, 2.0
+
+logger = logging.getLogger(__name__)
+Then = Callable[["control_pb2.Checkpoint | str"], None]
+
+
+class Gatherer:
+    """One gathering after the other; a newer one of another checkpoint ends those before it. Thread-safe.
+
+    Args:
+        own_address: of this agent, which is not asked.
+        on_held: told what is here of a step, after a part has come.
+    """
+
+    def __init__(
+        self, own_address: str, peers: Peers, holdings: Holdings, fence: Fence, on_held: Callable[[Held], None]
+    ) -> None:
+        self._own, self._peers, self._holdings, self._fence = own_address, peers, holdings, fence
+        self._on_held = on_held
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._wanted = ("", "")
+        self._line = Line("memory-gather")
+
+    def gather(
+        self, run_id: str, ref: control_pb2.CheckpointRef, parts: Sequence[control_pb2.HeldPart], then: Then
+    ) -> None:
+        """See `MemoryTier.gather`."""
+        wanted = run_id, ref.digest
+        with self._lock:
+            self._wanted = wanted
+        # Taken from now on, also while another one is being gathered.
+        fence = ExitStack()
+        fence.enter_context(self._fence.wanted(run_id, ref.name, ref.digest))
+
+        def work() -> None:
+            with fence:
+                try:
+                    found = self._gather(run_id, ref, parts)
+                except Exception as error:
+                    logger.exception("gathering %s", ref.name)
+                    found = f"{ref.name} cannot be gathered: {error}"
+                then(found)
+
+        if not self._line.put(work):
+            fence.close()
+            then("too many checkpoints are being gathered")
+
+    def close(self, timeout: float) -> None:
+        """Ends what is under way."""
+        self._stop.set()
+        self._line.close(timeout)
+
+    def _gather(
+        self, run_id: str, ref: control_pb2.CheckpointRef, parts: Sequence[control_pb2.HeldPart]
+    ) -> control_pb2.Checkpoint | str:
+        def stopped() -> bool:
+            with self._lock:
+                return self._stop.is_set() or self._wanted != (run_id, ref.digest)
+
+        def bring(part: control_pb2.HeldPart) -> str:
+            try:
+                return self._bring(run_id, ref, part, stopped)
+            except Exception as error:
+                logger.exception("part %d of %s", part.group_rank, ref.name)
+                return f"part {part.group_rank}: {error}"
+
+        missing = [one for one in parts if not self._holdings.has(run_id, ref.name, ref.digest, one.group_rank)]
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="memory-fetch") as pool:
+            problems = [problem for problem in pool.map(bring, missing) if problem]
+        if problems:
+            return f"{ref.name} cannot be gathered: {problems[0]}"
+        held = self._holdings.held(run_id, ref.name)
+        if held is None or held.checkpoint.ref.digest != ref.digest:
+            return f"{ref.name} cannot be gathered: nobody is known to hold a part of it"
+        lacking = self._holdings.missing(run_id, ref.name)
+        if lacking:
+            return f"{ref.name} cannot be gathered: {len(lacking)} files are in no part of it, {lacking[0]!r} for one"
+        return held.checkpoint
+
+    def _bring(
+        self,
+        run_id: str,
+        ref: control_pb2.CheckpointRef,
+        part: control_pb2.HeldPart,
+        stopped: Callable[[], bool],
+    ) -> str:
+        """Why a part did not come; empty where it did."""
+        reasons = []
+        for address in part.addresses:
+            if address == self._own:
+                continue
+            try:
+                self._on_held(self._fetch(address, run_id, ref, part.group_rank, stopped))
+            except PeerError as error:
+                logger.warning("part %d of %s from %s: %s", part.group_rank, ref.name, address, error)
+                reasons.append(f"{address}: {error}")
+                if error.ours or stopped():
+                    break
+            else:
+                return ""
+        return f"part {part.group_rank} ({'; '.join(reasons) or 'nobody else holds it'})"
+
+    def _fetch(
+        self, address: str, run_id: str, ref: control_pb2.CheckpointRef, group_rank: int, stopped: Callable[[], bool]
+    ) -> Held:
+        deadline, pause = time.monotonic() + _PATIENCE, _FIRST_PAUSE
+        while True:
+            if stopped():
+                raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True)
+            try:
+                return self._peers.fetch(address, run_id, ref.name, ref.digest, group_rank, stopped)
+            except PeerError as error:
+                crowded = error.code is grpc.StatusCode.RESOURCE_EXHAUSTED and not error.ours
+                if not crowded or time.monotonic() > deadline:
+                    raise
+            self._stop.wait(pause)  # it serves too many others just now, and does not tell when it is done
+            pause = min(2 * pause, _LAST_PAUSE)

@@ -1,0 +1,347 @@
+"""What of memory checkpoints is on this node, whole: steps of runs, and which nodes' parts of each.
+
+Which files lie where is in docs/contracts.md ("Memory of a node"). Ranks write their own node's part; what comes from
+other agents is put in place by `Incoming`. What is known here is what this agent has seen to be whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint import (
+    MANIFEST,
+    CheckpointDamaged,
+    CheckpointName,
+    Damage,
+    FileEntry,
+    Manifest,
+    is_checkpoint_name,
+    read_sealed,
+)
+from dalsegno.elastic.checkpoint.files import publish, write_exclusive
+from dalsegno.elastic.checkpoint.manifest import MAX_BYTES
+from dalsegno.elastic.checkpoint.reading import NotRegular, read_regular
+from dalsegno.protos import control_pb2
+
+__all__ = ["Held", "Holdings", "Part", "StepPlace"]
+
+_PARTS = ".parts"
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this node holds of one step.
+
+    Attributes:
+        checkpoint: As its manifest describes it, with `in_memory`.
+        parts: Group ranks, in the epoch that wrote it, whose parts are here, each whole. Empty: nothing any more.
+        copies: HOST:PORT of the agents that have said that they hold this node's own part.
+    """
+
+    run_id: str
+    checkpoint: control_pb2.Checkpoint
+    parts: tuple[int, ...]
+    copies: tuple[str, ...] = ()
+
+
+class StepPlace:
+    """Paths of one step in a run's memory directory.
+
+    Raises:
+        ValueError: `name` is not a sharded checkpoint's.
+    """
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        self.name = CheckpointName.parse(name)
+        if self.name.lease is not None:
+            raise ValueError(f"{name} is a later form: in memory are sharded checkpoints only")
+        self.files = run_dir / name
+        self.parts = run_dir / (name + _PARTS)
+
+    def part(self, group_rank: int) -> Path:
+        return self.parts / f"{group_rank}.json"
+
+    def publish_manifest(self, data: bytes) -> None:
+        """Puts the manifest in place, unless the same one is there. What is no manifest is replaced.
+
+        Raises:
+            CheckpointDamaged: another one is there.
+            OSError: It cannot be written.
+        """
+        aside = self.parts / f".manifest-{secrets.token_hex(8)}"
+        write_exclusive(aside, data, lasting=False)
+        try:
+            publish(aside, self.files / MANIFEST)
+        except FileExistsError:
+            if self._is_another(data):
+                raise CheckpointDamaged(self.files, MANIFEST, Damage.DIGEST, "another one is there") from None
+            os.replace(aside, self.files / MANIFEST)
+        finally:
+            aside.unlink(missing_ok=True)
+
+    def _is_another(self, data: bytes) -> bool:
+        """Whether a manifest is there that is whole, and not this one."""
+        try:
+            there = read_regular(self.files / MANIFEST, MAX_BYTES)
+            return there != data and bool(Manifest.from_bytes(there))
+        except (NotRegular, ValueError):
+            return False
+
+    def write_part(self, group_rank: int, paths: Sequence[str]) -> None:
+        """Says that a part is here, whole. It comes last."""
+        aside = self.parts / f".part-{secrets.token_hex(8)}"
+        write_exclusive(aside, json.dumps({"files": list(paths)}).encode() + b"\n", lasting=False)
+        os.replace(aside, self.part(group_rank))
+
+    def read_part(self, group_rank: int, manifest: Manifest) -> tuple[str, ...]:
+        """Paths of a part's files.
+
+        Raises:
+            ValueError: it is not what it should be, or names what the manifest does not.
+            OSError: it cannot be read, FileNotFoundError where it is not here.
+        """
+        raw = json.loads(read_regular(self.part(group_rank), MAX_BYTES))
+        files = raw.get("files") if isinstance(raw, dict) else None
+        if not isinstance(files, list) or not all(isinstance(path, str) for path in files):
+            raise ValueError(f"{self.part(group_rank)} is no list of files")
+        return checked_paths(files, manifest)
+
+
+def checked_paths(paths: Iterable[str], manifest: Manifest) -> tuple[str, ...]:
+    """The same.
+
+    Raises:
+        ValueError: one that the manifest does not list, or one twice.
+    """
+    wanted = tuple(paths)
+    unknown = set(wanted) - {entry.path for entry in manifest.files}
+    if unknown:
+        raise ValueError(f"{min(unknown)!r} is not in the manifest of {manifest.name}")
+    if len(set(wanted)) != len(wanted):
+        raise ValueError(f"a file of {manifest.name} is named twice")
+    return wanted
+
+
+@dataclass(frozen=True)
+class Part:
+    """One node's part of a step that is here: everything that is needed to send it."""
+
+    run_id: str
+    manifest: Manifest
+    group_rank: int
+    entries: tuple[FileEntry, ...]
+    place: StepPlace
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        return self.run_id, self.manifest.name, self.group_rank
+
+    def __str__(self) -> str:
+        return f"part {self.group_rank} of {self.manifest.name}"
+
+
+class _Step:
+    def __init__(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        # Made once: a manifest may name ten thousand files.
+        self.checkpoint = manifest.to_proto()
+        self.checkpoint.in_memory = True
+        self.entries = {entry.path: entry for entry in manifest.files}
+        self.parts: dict[int, tuple[str, ...]] = {}
+
+    def bytes(self) -> int:
+        return sum(self.entries[path].size for paths in self.parts.values() for path in paths)
+
+
+class Holdings:
+    """Thread-safe. Files are read and written outside of its lock."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = threading.Lock()
+        self._steps: dict[tuple[str, str], _Step] = {}
+        # Steps that something is at work on: they are not deleted.
+        self._busy: dict[tuple[str, str], int] = {}
+
+    def place(self, run_id: str, name: str) -> StepPlace:
+        """Raises ValueError: `name` is not a sharded checkpoint's."""
+        return StepPlace(self._root / run_id, name)
+
+    @contextlib.contextmanager
+    def at_work(self, run_id: str, name: str) -> Iterator[None]:
+        """The step is not deleted meanwhile."""
+        key = run_id, name
+        with self._lock:
+            self._busy[key] = self._busy.get(key, 0) + 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._busy[key] -= 1
+                if not self._busy[key]:
+                    del self._busy[key]
+
+    # ---- what is here ----
+
+    def manifest(self, run_id: str, name: str) -> Manifest | None:
+        """Of a step of which something is here."""
+        with self._lock:
+            step = self._steps.get((run_id, name))
+            return None if step is None else step.manifest
+
+    def has(self, run_id: str, name: str, digest: str, group_rank: int) -> bool:
+        """Whether that part is here, whole."""
+        return self.part(run_id, name, digest, group_rank) is not None
+
+    def part(self, run_id: str, name: str, digest: str, group_rank: int) -> Part | None:
+        """To be sent."""
+        with self._lock:
+            step = self._steps.get((run_id, name))
+            if step is None or step.manifest.digest != digest or group_rank not in step.parts:
+                return None
+            entries = tuple(step.entries[path] for path in step.parts[group_rank])
+        return Part(run_id, step.manifest, group_rank, entries, self.place(run_id, name))
+
+    def missing(self, run_id: str, name: str) -> list[str]:
+        """Files of a step, of which something is here, that are in no part which is."""
+        with self._lock:
+            step = self._steps.get((run_id, name))
+            if step is None:
+                return []
+            return sorted(set(step.entries) - {path for paths in step.parts.values() for path in paths})
+
+    def parts_with(self, run_id: str, name: str, path: str) -> list[int]:
+        """Which parts that are here a file is in."""
+        with self._lock:
+            step = self._steps.get((run_id, name))
+            return [] if step is None else [rank for rank, paths in step.parts.items() if path in paths]
+
+    def held(self, run_id: str, name: str) -> Held | None:
+        with self._lock:
+            step = self._steps.get((run_id, name))
+            return None if step is None or not step.parts else _held(run_id, step)
+
+    def all(self) -> list[Held]:
+        """From old to new."""
+        with self._lock:
+            steps = [(run_id, step) for (run_id, _), step in self._steps.items() if step.parts]
+            return [_held(run_id, step) for run_id, step in sorted(steps, key=_order)]
+
+    def bytes(self) -> int:
+        """Of all parts that are here."""
+        with self._lock:
+            return sum(step.bytes() for step in self._steps.values())
+
+    # ---- what comes ----
+
+    def add_own(self, run_id: str, name: str, digest: str, group_rank: int) -> Part:
+        """What the ranks of this node have written: their part and the manifest are complete.
+
+        Raises:
+            CheckpointDamaged: the manifest is not that one.
+            ValueError, OSError: see `StepPlace.read_part`.
+        """
+        place = self.place(run_id, name)
+        manifest = read_sealed(place.files, digest)
+        self.add(run_id, manifest, group_rank, place.read_part(group_rank, manifest))
+        part = self.part(run_id, name, digest, group_rank)
+        assert part is not None
+        return part
+
+    def add(self, run_id: str, manifest: Manifest, group_rank: int, paths: tuple[str, ...]) -> Held:
+        """A part is here, whole, and in its place.
+
+        Raises:
+            ValueError: of a step of this name there is another manifest here.
+        """
+        new = _Step(manifest)
+        with self._lock:
+            step = self._steps.setdefault((run_id, manifest.name), new)
+            if step.manifest.digest != manifest.digest:
+                raise ValueError(f"another {manifest.name} is here already")
+            step.parts[group_rank] = paths
+            return _held(run_id, step)
+
+    # ---- what goes ----
+
+    def drop_part(self, part: Part) -> Held:
+        """A part proved bad: nobody gets it any more. What is left of the step."""
+        with contextlib.suppress(FileNotFoundError):
+            part.place.part(part.group_rank).unlink()
+        with self._lock:
+            step = self._steps.get((part.run_id, part.manifest.name)) or _Step(part.manifest)
+            step.parts.pop(part.group_rank, None)
+            return _held(part.run_id, step)
+
+    def keep(self, run_id: str, epoch: int, digests: frozenset[str], newest: int) -> list[Held]:
+        """Deletes steps up to `epoch` that are neither in `digests` nor among its `newest` of which a part is here.
+
+        What something is at work on stays as well, and what may still be written: of `epoch`, not older than those.
+        Returns what was deleted, with no parts, as far as it was held.
+
+        Raises:
+            OSError: the run's directory cannot be read.
+        """
+        here = self._directories(run_id)
+        with self._lock:
+            known = {name: step for (run, name), step in self._steps.items() if run == run_id and step.parts}
+            ages = {name: CheckpointName.parse(name).age for name in here | set(known)}
+            of_epoch = sorted((name for name in known if ages[name][0] == epoch), key=ages.__getitem__)
+            stay = set(of_epoch[-newest:] if newest else ())
+            oldest = min((ages[name] for name in stay), default=(epoch, 0, 0))
+            stay |= {name for name, step in known.items() if step.manifest.digest in digests or ages[name][0] > epoch}
+            stay |= {name for name in here - set(known) if ages[name] >= oldest}
+            stay |= {name for run, name in self._busy if run == run_id}
+            gone = {name: self._steps.pop((run_id, name), None) for name in sorted(set(ages) - stay)}
+            aside = [path for name in gone for path in self._put_aside(run_id, name)]
+        for path in aside:
+            shutil.rmtree(path, ignore_errors=True)
+        return [Held(run_id, _held(run_id, step).checkpoint, ()) for step in gone.values() if step is not None]
+
+    def _put_aside(self, run_id: str, name: str) -> Iterator[Path]:
+        """Takes a step's names away: what is deleted takes long, and another part of it may come meanwhile."""
+        place = self.place(run_id, name)
+        # First what says that it is here.
+        for path in (place.parts, place.files):
+            aside = path.parent / f".gone-{secrets.token_hex(8)}"
+            with contextlib.suppress(FileNotFoundError):
+                os.rename(path, aside)
+                yield aside
+
+    def _directories(self, run_id: str) -> set[str]:
+        """Names of the steps of which anything lies in a run's directory."""
+        try:
+            names = os.listdir(self._root / run_id)
+        except FileNotFoundError:
+            return set()
+        return {name for entry in names if is_checkpoint_name(name := entry.removesuffix(_PARTS))}
+
+
+def manifest_of(data: bytes, digest: str) -> Manifest:
+    """The manifest that these bytes are.
+
+    Raises:
+        ValueError: they are none, or another one.
+    """
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise ValueError("the manifest is not the one that was named")
+    return Manifest.from_bytes(data)
+
+
+def _held(run_id: str, step: _Step) -> Held:
+    checkpoint = control_pb2.Checkpoint()
+    checkpoint.CopyFrom(step.checkpoint)
+    return Held(run_id, checkpoint, tuple(sorted(step.parts)))
+
+
+def _order(entry: tuple[str, _Step]) -> tuple[str, tuple[int, int, int]]:
+    return entry[0], entry[1].manifest.parsed_name.age

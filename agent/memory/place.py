@@ -1,0 +1,236 @@
+"""Where memory checkpoints lie: `<root>/<job>/<id>/`, one directory for each agent process, which goes with it.
+
+Anybody may make a directory below /dev/shm, so the root is believed only if it is ours and closed to all others. An
+agent holds a lock (flock) on its directory as long as it lives. What nobody holds was left behind, and is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import stat
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["Leftover", "NoMemoryError", "Place", "default_root", "remove_leftovers"]
+
+SHARED_MEMORY = Path("/dev/shm")
+# What Docker gives a container that asks for nothing, in bytes: not enough for any model.
+DOCKERS = 64 << 20
+HELP = (
+    "give the container more (`docker run --shm-size=32g`; in Kubernetes an emptyDir with `medium: Memory`, mounted at"
+    " /dev/shm)"
+)
+_MOUNTS = Path("/proc/self/mounts")
+_IN_MEMORY = ("tmpfs", "ramfs")
+# Other agents that start sweep, too, and may take what was made just now for left behind.
+_TRIES = 8
+
+logger = logging.getLogger(__name__)
+
+
+class NoMemoryError(Exception):
+    """There can be no memory checkpoints here: one line that says why, and what to change."""
+
+
+@dataclass(frozen=True)
+class Leftover:
+    """The directory of an agent that is gone, and what was in it in bytes."""
+
+    path: Path
+    size: int
+
+
+def default_root() -> Path:
+    """Where this user's agents have their memory.
+
+    Raises:
+        NoMemoryError: there is no shared memory here.
+    """
+    if not SHARED_MEMORY.is_dir():
+        raise NoMemoryError(f"there is no {SHARED_MEMORY} here; mount a tmpfs there")
+    kind = _file_system_of(SHARED_MEMORY)
+    if kind and kind not in _IN_MEMORY:
+        raise NoMemoryError(f"{SHARED_MEMORY} is no memory here, but {kind}; mount a tmpfs there")
+    return root_of_user()
+
+
+def root_of_user() -> Path:
+    """Its name, whether or not it is there."""
+    return SHARED_MEMORY / f"dalsegno-{os.geteuid()}"
+
+
+def remove_leftovers(root: Path) -> list[Leftover]:
+    """Removes what agents that are gone have left below `root`; tells what it was. Living ones keep theirs.
+
+    Raises:
+        NoMemoryError: `root` is not ours alone.
+    """
+    found: list[Leftover] = []
+    if not os.path.lexists(root):
+        return found
+    _check_ours(root)
+    for job in _directories(root):
+        for path in _directories(job):
+            with contextlib.suppress(OSError), _locked(path):
+                found.append(Leftover(path, _size_below(path)))
+                shutil.rmtree(path, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            job.rmdir()  # unless another agent of the job lives
+    return found
+
+
+class Place:
+    """The directory of this agent process; made, locked, and removed by `close`.
+
+    Args:
+        root: made if need be; its owner's alone.
+        job_id: one path component.
+
+    Raises:
+        NoMemoryError: it cannot be had.
+    """
+
+    def __init__(self, root: Path, job_id: str) -> None:
+        if not job_id or job_id in (".", "..") or "/" in job_id:
+            raise NoMemoryError(f"{job_id!r} is no name of a directory: give another --job-id")
+        try:
+            root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise NoMemoryError(f"{root} cannot be made: {error.strerror or error}") from error
+        # No link in any path from here on.
+        root = Path(os.path.realpath(root.parent)) / root.name
+        _check_ours(root)
+        size = _bytes(root, "f_blocks")
+        if size <= DOCKERS:
+            raise NoMemoryError(f"{root.parent} has only {size >> 20} MiB in all; {HELP}")
+        for left in remove_leftovers(root):
+            logger.info("removed what an agent that is gone has left: %s, %d MB", left.path, left.size // 1_000_000)
+        try:
+            self.path, self._lock = _make_below(root / job_id)
+        except OSError as error:
+            raise NoMemoryError(f"{root} cannot be written: {error.strerror or error}") from error
+
+    def run(self, run_id: str) -> Path:
+        """A run's directory, whether or not it is there.
+
+        Raises:
+            ValueError: `run_id` is not one path component.
+        """
+        if not run_id or run_id in (".", "..") or "/" in run_id or "\0" in run_id:
+            raise ValueError(f"not a run id: {run_id!r}")
+        return self.path / run_id
+
+    def free_bytes(self) -> int:
+        """What its file system has left."""
+        return _bytes(self.path, "f_bavail")
+
+    def close(self) -> None:
+        """Removes it. Safe to repeat."""
+        if self._lock >= 0:
+            shutil.rmtree(self.path, ignore_errors=True)
+            os.close(self._lock)
+            self._lock = -1
+            with contextlib.suppress(OSError):
+                self.path.parent.rmdir()  # unless another agent of the job lives
+
+
+def _make_below(job: Path) -> tuple[Path, int]:
+    for _ in range(_TRIES):
+        path = job / secrets.token_hex(8)
+        try:
+            job.mkdir(mode=0o700, exist_ok=True)
+            path.mkdir(mode=0o700)
+            descriptor = _lock_of(path)
+        except (FileNotFoundError, BlockingIOError):
+            continue  # swept away meanwhile
+        return path, descriptor
+    raise OSError(errno.EBUSY, "others remove it while it is made", str(job))
+
+
+def _lock_of(path: Path) -> int:
+    """A descriptor that holds the lock of a directory which is still there.
+
+    Raises:
+        BlockingIOError: somebody else holds it.
+        OSError: it is gone, a link, or no directory.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(descriptor), os.lstat(path)):
+            raise FileNotFoundError(errno.ENOENT, "it was removed", str(path))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = _lock_of(path)
+    try:
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _check_ours(root: Path) -> None:
+    found = os.lstat(root)
+    if not stat.S_ISDIR(found.st_mode):
+        raise NoMemoryError(f"{root} is a link or a file: delete it, the agent makes a directory of its own")
+    if found.st_uid != os.geteuid():
+        raise NoMemoryError(
+            f"{root} belongs to user {found.st_uid}, this agent is user {os.geteuid()}: whoever made it must delete it"
+        )
+    if found.st_mode & 0o077:
+        raise NoMemoryError(
+            f"{root} is open to others (mode {stat.S_IMODE(found.st_mode):o}): `chmod 700` it if nobody else has"
+            " written there, else delete it"
+        )
+
+
+def _directories(path: Path) -> list[Path]:
+    """No links among them."""
+    try:
+        with os.scandir(path) as entries:
+            return [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+
+
+def _size_below(path: Path) -> int:
+    total = 0
+    for current, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(current, name)).st_size
+    return total
+
+
+def _bytes(path: Path, blocks: str) -> int:
+    found = os.statvfs(path)
+    # A tmpfs without a limit says that it has no blocks at all.
+    return int(getattr(found, blocks)) * found.f_frsize if found.f_blocks else sys.maxsize
+
+
+def _file_system_of(path: Path) -> str:
+    """The kind of file system that `path` is on; empty where it cannot be told."""
+    try:
+        lines = [line.split(" ") for line in _MOUNTS.read_text(encoding="utf-8").splitlines()]
+    except (OSError, ValueError):
+        return ""
+    real = os.path.realpath(path)
+    on = [(len(line[1]), index, line[2]) for index, line in enumerate(lines) if _is_below(real, line[1])]
+    return max(on)[2] if on else ""
+
+
+def _is_below(path: str, mount: str) -> bool:
+    return path == mount or path.startswith(mount.rstrip("/") + "/")

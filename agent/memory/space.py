@@ -1,0 +1,78 @@
+"""How much of this node's memory its parts may take."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+
+from ..processes.room import available_bytes
+from .place import HELP
+
+__all__ = ["NoSpaceError", "Space"]
+
+# Of what the machine or container has left, for all that trains there; bytes.
+RESERVE = 256 << 20
+
+
+class NoSpaceError(Exception):
+    """One line: what there is no room for, why, and what helps."""
+
+
+class Space:
+    """Promises room to what comes. Thread-safe.
+
+    Files on a tmpfs count as memory of the container, and nothing can take them away from it: too many of them, and the
+    kernel ends the training. So memory is asked for as well as the file system.
+
+    Args:
+        budget: the most bytes that all parts together may have; None: no such limit.
+        held: bytes that are here by now.
+        free: bytes that the file system has left.
+        available: bytes of memory that can still be had.
+    """
+
+    def __init__(
+        self,
+        budget: int | None,
+        held: Callable[[], int],
+        free: Callable[[], int],
+        available: Callable[[], int] = available_bytes,
+    ) -> None:
+        self._budget, self._held, self._free, self._available = budget, held, free, available
+        self._lock = threading.Lock()
+        self._coming = 0
+
+    @contextlib.contextmanager
+    def promised(self, size: int, what: str) -> Iterator[None]:
+        """Keeps room for so many bytes meanwhile. What is written of them counts twice: that errs to the safe side.
+
+        Raises:
+            NoSpaceError: there is none.
+        """
+        with self._lock:
+            problem = self._problem(size)
+            if problem:
+                raise NoSpaceError(f"there is no room for {what} ({_megabytes(size)}): {problem}")
+            self._coming += size
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._coming -= size
+
+    def _problem(self, size: int) -> str:
+        if self._budget is not None and self._held() + self._coming + size > self._budget:
+            return f"the budget is {_megabytes(self._budget)}, {_megabytes(self._held())} are in use (--memory-budget)"
+        if (free := self._free() - self._coming) < size:
+            return f"{_megabytes(max(0, free))} are left on the file system; {HELP}"
+        if (available := self._available() - self._coming - RESERVE) < size:
+            return (
+                f"{_megabytes(max(0, available))} of memory can be had, beside {_megabytes(RESERVE)} for the training;"
+                " give the machine or container more, or fewer replicas (--memory-replicas)"
+            )
+        return ""
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.0f} MB"

@@ -1,0 +1,312 @@
+"""What the agent has to do with memory checkpoints, behind one object. See docs/architecture.md."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dalsegno.elastic.checkpoint import CheckpointDamaged
+from dalsegno.protos import control_pb2
+from dalsegno.protos.shortage import shortage
+
+from .buddies import Buddies, Buddy
+from .calls import Peers
+from .durable import make_durable
+from .fence import Fence, OpenEpoch
+from .gathering import Gatherer
+from .holdings import Held, Holdings, Part
+from .line import Line
+from .pieces import read_part
+from .place import NoMemoryError, Place, default_root
+from .service import PeerServer, PeerService
+from .space import Space
+from .watch import STALL_SECONDS, Watch
+from .wire import Wire
+
+__all__ = ["Held", "MemoryTier"]
+
+# How nice the thread is that writes to the disk: behind all that trains.
+_NICENESS = 10
+# That what is under way has when the agent ends, seconds.
+_CLOSE_WITHIN = 5.0
+
+logger = logging.getLogger(__name__)
+
+
+class MemoryTier:
+    """This node's memory. For the main thread: every method returns at once, callbacks come on other threads.
+
+    Args:
+        job_id: parts of no other job are taken.
+        host: where to listen, and the address under which other agents reach this one; never all interfaces.
+        token: the job's, asked for with every call; None: it has none, and everybody is let in. May raise OSError or
+            ValueError while it cannot be read: the last one counts then.
+        budget_bytes: what all parts may take together; None: as much as there is room for.
+        on_change: told what this node holds of one step, whenever that has changed; with no parts: nothing any more.
+        say: one line for a person, and whether it is a warning.
+        root: where directories of all agents are; None: /dev/shm/dalsegno-<uid>.
+        bytes_per_second: at most so much is sent to each buddy; None: no limit.
+        stall_seconds: a transfer is given up after so long without a byte.
+
+    Attributes:
+        problem: Why there is no memory tier, in one line; empty where there is one. With a problem nothing else here
+            does anything, and what is asked for fails with it.
+        address: HOST:PORT for other agents.
+        path: The directory of this process, for the keeper to remove; None where there is none.
+    """
+
+    def __init__(
+        self,
+        job_id: str,
+        host: str,
+        token: Callable[[], str | None],
+        budget_bytes: int | None,
+        on_change: Callable[[Held], None],
+        say: Callable[[str, bool], None],
+        root: Path | None = None,
+        *,
+        bytes_per_second: float | None = None,
+        stall_seconds: float = STALL_SECONDS,
+    ) -> None:
+        self.problem, self.address = "", ""
+        self.path: Path | None = None
+        self._tell, self._say, self._rate = on_change, say, bytes_per_second
+        self._copies: dict[tuple[str, str, int], tuple[str, ...]] = {}
+        self._copies_lock = threading.Lock()
+        self._ending = threading.Event()
+        with contextlib.ExitStack() as undo:
+            try:
+                self._place = Place(default_root() if root is None else root, job_id)
+                undo.callback(self._place.close)
+                self._start(job_id, host, token, budget_bytes, stall_seconds)
+                undo.callback(self._server.close)
+                self._lines()
+            except NoMemoryError as error:
+                self.problem = f"no memory checkpoints: {error}"
+                return
+            except (OSError, RuntimeError) as error:
+                self.problem = f"no memory checkpoints: {shortage(error) or error}"
+                return
+            undo.pop_all()
+        self.path, self.address = self._place.path, self._server.address
+
+    def _start(
+        self, job_id: str, host: str, token: Callable[[], str | None], budget: int | None, stall_seconds: float
+    ) -> None:
+        self._holdings = Holdings(self._place.path)
+        self._fence = Fence(job_id)
+        self._space = Space(budget, self._holdings.bytes, self._place.free_bytes)
+        self._watch = Watch(stall_seconds)
+        wire = Wire(token)
+        service = PeerService(
+            job_id, self._holdings, self._fence, self._space, self._watch, self._changed, self._found_bad
+        )
+        self._server = PeerServer(host, wire, service)
+        self._peers = Peers(job_id, wire, self._watch, self._holdings, self._space)
+        self._buddies = Buddies(
+            lambda address: Buddy(address, self._peers, self._rate, self._copied, self._found_bad, self._say)
+        )
+
+    def _lines(self) -> None:
+        """Starts what works off the main thread."""
+        self._gatherer = Gatherer(self._server.address, self._peers, self._holdings, self._fence, self._changed)
+        self._quick = Line("memory")
+        self._slow = Line(
+            "memory-durable", lambda: os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        )
+
+    def directory(self, run_id: str) -> Path | None:
+        """Where workers find and write memory checkpoints of a run; made. None: there is no memory."""
+        if self.problem:
+            return None
+        try:
+            path = self._place.run(run_id)
+            path.mkdir(mode=0o700, exist_ok=True)
+        except (OSError, ValueError) as error:
+            logger.warning("no memory for %s: %s", run_id, error)
+            return None
+        return path
+
+    def open_epoch(self, run_id: str, epoch: int, group_rank: int, buddies: Sequence[str]) -> None:
+        """A world has opened: parts of lower epochs are refused from now on, own ones go to these agents.
+
+        Repeated with other buddies, those that are new are sent the newest own part of this epoch.
+        """
+        if self.problem or not self._fence.open(run_id, epoch, group_rank):
+            return
+        newest = [held for held in self._holdings.all() if held.run_id == run_id and held.checkpoint.epoch == epoch]
+        part = None
+        for held in newest:
+            ref = held.checkpoint.ref
+            part = self._holdings.part(run_id, ref.name, ref.digest, group_rank) or part
+        self._buddies.set([address for address in buddies if address != self.address], epoch, part)
+
+    def sealed(self, run_id: str, name: str, digest: str) -> None:
+        """This node's own part of a step is complete: it counts as held, and goes to the buddies."""
+        if self.problem:
+            return
+        # The next world may open, with another rank for this node, before this is looked at.
+        opened = self._fence.opened(run_id)
+        if opened is None:
+            logger.warning("%s was sealed in memory in no world that is known here", name)
+        else:
+            self._quick.put(lambda: self._add_own(run_id, name, digest, opened))
+
+    def _add_own(self, run_id: str, name: str, digest: str, opened: OpenEpoch) -> None:
+        try:
+            part = self._holdings.add_own(run_id, name, digest, opened.group_rank)
+        except (CheckpointDamaged, OSError, ValueError) as error:
+            logger.warning("%s in memory is not what its ranks say: %s", name, error)
+            self._say(f"the memory checkpoint {name} does not count: {error}", True)
+            return
+        if self._fence.opened(run_id) == opened:
+            self._buddies.offer(part)
+        self._changed(self._holdings.held(run_id, name))
+
+    def held(self) -> list[Held]:
+        """All that is here, from old to new, for a master that knows nothing of it."""
+        return [] if self.problem else [self._with_copies(held) for held in self._holdings.all()]
+
+    def gather(
+        self,
+        run_id: str,
+        ref: control_pb2.CheckpointRef,
+        parts: Sequence[control_pb2.HeldPart],
+        then: Callable[[control_pb2.Checkpoint | str], None],
+    ) -> None:
+        """Brings what is missing of a checkpoint here, each part from the first agent that gives it whole.
+
+        Args:
+            run_id, ref: which one; a gathering of another one that is under way ends.
+            parts: all parts of it, and who has them.
+            then: called once, with its description once all of it is here, or with the reason why it is not.
+        """
+        if self.problem:
+            then(self.problem)
+        else:
+            self._gatherer.gather(run_id, ref, parts, then)
+
+    def make_durable(
+        self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path, then: Callable[[str], None]
+    ) -> None:
+        """Copies the parts of a checkpoint that are here to the run's directory on the disk, at low priority.
+
+        What other nodes have written is taken over; who finds all of it there seals it. `then` is called once: with "",
+        where it is sealed, or with the reason why not.
+        """
+        if self.problem:
+            then(self.problem)
+        elif not self._slow.put(lambda: then(self._write_durable(run_id, ref, run_dir))):
+            then("too many checkpoints are being written to the disk")
+
+    def _write_durable(self, run_id: str, ref: control_pb2.CheckpointRef, run_dir: Path) -> str:
+        with self._holdings.at_work(run_id, ref.name):
+            manifest = self._holdings.manifest(run_id, ref.name)
+            if manifest is None or manifest.digest != ref.digest:
+                return f"nothing of {ref.name} is in this node's memory"
+            here = {entry.path for entry in manifest.files} - set(self._holdings.missing(run_id, ref.name))
+            source = self._place.run(run_id) / ref.name
+            try:
+                return make_durable(source, manifest, here, run_dir, self._ending.is_set)
+            except CheckpointDamaged as damaged:
+                for group_rank in self._holdings.parts_with(run_id, ref.name, damaged.file):
+                    part = self._holdings.part(run_id, ref.name, ref.digest, group_rank)
+                    if part is not None:
+                        self._found_bad(part, damaged)
+                return f"{ref.name} is damaged in memory: {damaged}"
+            except Exception as error:
+                logger.exception("%s was not made durable", ref.name)
+                return f"{ref.name} cannot be written to the disk: {error}"
+
+    def doubt(self, run_id: str, ref: control_pb2.CheckpointRef, then: Callable[[str], None]) -> None:
+        """Sums all parts of a checkpoint that are here, and drops those that are not what was sealed.
+
+        A gathering brings them anew, from other agents. `then` is called with the first thing that was found, or "".
+        """
+        if self.problem:
+            then(self.problem)
+        elif not self._slow.put(lambda: then(self._sum(run_id, ref))):
+            then("too much is waiting")
+
+    def _sum(self, run_id: str, ref: control_pb2.CheckpointRef) -> str:
+        found = ""
+        held = self._holdings.held(run_id, ref.name)
+        with self._holdings.at_work(run_id, ref.name):
+            for group_rank in () if held is None else held.parts:
+                part = self._holdings.part(run_id, ref.name, ref.digest, group_rank)
+                try:
+                    for _ in () if part is None else read_part(part, ""):
+                        if self._ending.is_set():
+                            return "the agent ends"
+                except CheckpointDamaged as damaged:
+                    assert part is not None
+                    self._found_bad(part, damaged)
+                    found = found or str(damaged)
+                except OSError as error:
+                    found = found or f"{ref.name} cannot be read: {error}"
+        return found
+
+    def keep(self, run_id: str, epoch: int, digests: Collection[str], newest: int = 2) -> None:
+        """Deletes what is neither in `digests` nor among the `newest` steps of `epoch` of which a part is here.
+
+        Steps of later epochs stay, and so does what is being written, sent or gathered.
+        """
+        if not self.problem:
+            wanted = frozenset(digests)
+            self._quick.put(lambda: self._keep(run_id, epoch, wanted, newest))
+
+    def _keep(self, run_id: str, epoch: int, digests: frozenset[str], newest: int) -> None:
+        for gone in self._holdings.keep(run_id, epoch, digests, newest):
+            with self._copies_lock:
+                for key in [key for key in self._copies if key[:2] == (run_id, gone.checkpoint.ref.name)]:
+                    del self._copies[key]
+            self._changed(gone)
+
+    def close(self) -> None:
+        """Ends server and transfers, and deletes the directory. Blocks for some seconds at most."""
+        if self.problem:
+            return
+        self.problem = "no memory checkpoints: the agent ends"
+        self._ending.set()
+        self._buddies.close()
+        self._watch.close()
+        self._gatherer.close(_CLOSE_WITHIN)
+        self._server.close()
+        for line in (self._quick, self._slow):
+            line.close(_CLOSE_WITHIN)
+        self._place.close()
+
+    # ---- what the threads tell ----
+
+    def _changed(self, held: Held | None) -> None:
+        if held is None:
+            return
+        try:
+            self._tell(self._with_copies(held))
+        except Exception:
+            logger.exception("nobody was told what is held of %s", held.checkpoint.ref.name)
+
+    def _with_copies(self, held: Held) -> Held:
+        opened = self._fence.opened(held.run_id)
+        if opened is None or opened.epoch != held.checkpoint.epoch:
+            return held
+        with self._copies_lock:
+            return replace(
+                held, copies=self._copies.get((held.run_id, held.checkpoint.ref.name, opened.group_rank), ())
+            )
+
+    def _copied(self, part: Part, address: str) -> None:
+        """A buddy holds a part of ours."""
+        with self._copies_lock:
+            self._copies[part.key] = tuple(dict.fromkeys((*self._copies.get(part.key, ()), address)))
+        self._changed(self._holdings.held(part.run_id, part.manifest.name))
+
+    def _found_bad(self, part: Part, damaged: CheckpointDamaged) -> None:
+        """A part that is here is not what was sealed: nobody gets it any more."""
+        self._say(f"{part} was damaged in this node's memory, and is not used: {damaged}", True)
+        self._changed(self._holdings.drop_part(part))

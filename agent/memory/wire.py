@@ -1,0 +1,142 @@
+"""How agents reach each other: channels, servers, and the job's token on every call.
+
+Peers speak plaintext with the token, as agents do to a master without certificates. Agents have certificates to check
+the master with, and none to be checked by themselves; `Wire.channel` and `Wire.bind` are where such would come in.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from dalsegno.protos import peer_pb2
+
+from .pieces import MESSAGE_BYTES
+
+__all__ = ["SERVICE", "TokenGate", "Wire", "code_of", "detail_of"]
+
+SERVICE = peer_pb2.DESCRIPTOR.services_by_name["Peer"].full_name
+_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+]
+_OF_SERVER: list[tuple[str, int]] = [
+    ("grpc.so_reuseport", 0),
+    # Who says nothing goes; each call of ours has a connection of its own.
+    ("grpc.server_handshake_timeout_ms", 5000),
+    ("grpc.max_connection_idle_ms", 10_000),
+    ("grpc.max_allowed_incoming_connections", 256),
+]
+_OF_CHANNEL: list[tuple[str, int]] = [
+    # Repeated by us, with another address; gRPC would keep what it has sent.
+    ("grpc.enable_retries", 0),
+    # A new channel must not inherit the back-off of a closed one.
+    ("grpc.use_local_subchannel_pool", 1),
+    # Peers are reached directly, whatever proxy the environment names for the web.
+    ("grpc.enable_http_proxy", 0),
+]
+
+logger = logging.getLogger(__name__)
+
+
+def code_of(error: grpc.RpcError) -> grpc.StatusCode:
+    """The status of a failed call."""
+    return error.code() if isinstance(error, grpc.Call) else grpc.StatusCode.UNKNOWN
+
+
+def detail_of(error: grpc.RpcError) -> str:
+    """What the other side, or gRPC, says about a failed call."""
+    return (error.details() if isinstance(error, grpc.Call) else "") or str(error)
+
+
+class Wire:
+    """The token of this moment, and what is opened with it. Thread-safe.
+
+    Args:
+        token: None: the job has none, and the master lets everybody in, too. While it raises OSError or ValueError (a
+            file system that is away) the last one counts.
+    """
+
+    def __init__(self, token: Callable[[], str | None]) -> None:
+        self._ask = token
+        self._lock = threading.Lock()
+        self._last: str | None = None
+        self._known = False
+
+    def token(self) -> str | None:
+        """Raises OSError or ValueError as long as it was never known."""
+        with self._lock:
+            try:
+                self._last, self._known = self._ask(), True
+            except (OSError, ValueError) as error:
+                if not self._known:
+                    raise
+                logger.warning("the token cannot be read now: %s", error)
+            return self._last
+
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Sent with every call. Raises as `token`."""
+        token = self.token()
+        return () if token is None else (("authorization", f"Bearer {token}"),)
+
+    def admits(self, metadata: Any) -> bool:
+        """Whether a call with these has the token."""
+        try:
+            token = self.token()
+        except (OSError, ValueError) as error:
+            logger.warning("a peer is refused, as the token cannot be read: %s", error)
+            return False
+        if token is None:
+            return True
+        given = [value for key, value in metadata or () if key == "authorization"]
+        encoded = [value if isinstance(value, bytes) else value.encode() for value in given]
+        # Constant time: an early mismatch must not be told from a late one.
+        return any(hmac.compare_digest(value, f"Bearer {token}".encode()) for value in encoded)
+
+    @staticmethod
+    def channel(address: str) -> grpc.Channel:
+        """Opens a channel; it connects when it is first used."""
+        return grpc.insecure_channel(address, options=[*_OPTIONS, *_OF_CHANNEL])
+
+    @staticmethod
+    def server_options() -> list[tuple[str, int]]:
+        return [*_OPTIONS, *_OF_SERVER]
+
+    @staticmethod
+    def bind(server: grpc.Server, host: str) -> str:
+        """Has the server listen on a free port of `host`; returns HOST:PORT.
+
+        Raises:
+            RuntimeError: it cannot.
+        """
+        shown = f"[{host}]" if ":" in host else host
+        port = server.add_insecure_port(f"{shown}:0")
+        if not port:
+            raise RuntimeError(f"cannot listen on {host}")
+        return f"{shown}:{port}"
+
+
+class TokenGate(grpc.ServerInterceptor):
+    """Lets a call through only with the job's token; of any other no message is read."""
+
+    def __init__(self, wire: Wire) -> None:
+        self._wire = wire
+
+    def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], grpc.RpcMethodHandler[Any, Any] | None],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
+        handler = continuation(handler_call_details)
+        if handler is None or self._wire.admits(handler_call_details.invocation_metadata):
+            return handler
+        return grpc.stream_stream_rpc_method_handler(_refuse)
+
+
+def _refuse(requests: Any, context: grpc.ServicerContext) -> Any:
+    context.abort(grpc.StatusCode.UNAUTHENTICATED, "missing or wrong token: not an agent of this job")

@@ -1,0 +1,187 @@
+"""One rank of a world of `benchmarks.memory`: saves the same state in several ways, and trains with and without saves.
+
+One JSON object in ``argv[1]``: ``strategy`` (``"ddp"`` or ``"zero1"``), ``megabytes`` of state, ``saves`` of each kind,
+``steps`` of one stretch of the loop and ``stretches`` of each kind, ``step`` (seconds of work), ``out``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from dalsegno.elastic import background, session
+from dalsegno.elastic.training.session import Session
+
+LAYERS = 48
+# Model and the two moments of Adam, four bytes each.
+BYTES_PER_PARAMETER = 12
+
+
+def model_of(megabytes: int) -> nn.Module:
+    width = int((megabytes * 1e6 / BYTES_PER_PARAMETER / LAYERS) ** 0.5)
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
+
+
+def ddp(megabytes: int, s: Session) -> tuple[Any, Any, list[torch.Tensor]]:
+    """What writes, what is written in the background, and the tensors of this rank."""
+    model = model_of(megabytes)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+    def state() -> dict[str, Any]:
+        return {"model.pt": {"model": model.state_dict(), "optimizer": optimizer.state_dict()}} if s.rank == 0 else {}
+
+    def write(path: Path) -> None:
+        for name, content in state().items():
+            torch.save(content, path / name)
+
+    tensors = [value for one in optimizer.state.values() for value in one.values()] + list(model.parameters())
+    return write, background(state), tensors if s.rank == 0 else []
+
+
+def zero1(megabytes: int, s: Session) -> tuple[Any, Any, list[torch.Tensor]]:
+    """The same of a DeepSpeed engine, which writes by itself."""
+    import deepspeed
+
+    from dalsegno.elastic import BatchPlan
+    from dalsegno.elastic import deepspeed as ours
+
+    ours.prepare("gloo")
+    model = model_of(megabytes)
+    base = {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    config = ours.config(base, BatchPlan(2, s.world_size, 1), None)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)
+    engine.backward(engine(torch.ones(1, model[0].in_features)).sum())  # type: ignore[index]
+    engine.step()
+    tensors = [*model.parameters()] if s.rank == 0 else []
+    for one in engine.optimizer.optimizer.state.values():
+        tensors += [value for value in one.values() if isinstance(value, torch.Tensor)]
+    return ours.save(engine), None, tensors + list(engine.optimizer.single_partition_of_fp32_groups)
+
+
+class Saves:
+    """One session's, one step after the other."""
+
+    def __init__(self, s: Session, strategy: str) -> None:
+        self._session, self._strategy = s, strategy
+        self._memory = s._identity.memory_dir
+
+    def step(self, work: Callable[[], None] = lambda: None) -> None:
+        self._session.begin_step()
+        work()
+        self._session.end_step()
+
+    def save(self, write: Any, *, in_memory: bool, wait: bool = True) -> None:
+        self._session.save(write, in_memory=in_memory, wait=wait, strategy=self._strategy)
+
+    def settled(self) -> float:
+        """Seconds that it takes to settle a save in the background, once it is over on all ranks."""
+        while self._session.saves.busy:
+            time.sleep(0.001)  # why: nothing of a thread's end is to be measured
+        dist.barrier()
+        began = time.perf_counter()
+        self._session.settle()
+        return time.perf_counter() - began
+
+    def tidy(self) -> None:
+        """What the agents do; not part of what is measured."""
+        self._session.settle()
+        dist.barrier()
+        for directory in (self._memory, self._session.run_dir if self._session.rank == 0 else None):
+            for path in [] if directory is None else sorted(directory.glob("step-*")):
+                shutil.rmtree(path)
+        dist.barrier()
+
+
+def saved(task: dict[str, Any], saves: Saves, write: Any, state: Any) -> dict[str, list[float]]:
+    """Seconds that the loop waits for each kind of save."""
+    ways: dict[str, tuple[Any, bool]] = {"disk, waiting": (write, False), "memory, waiting": (write, True)}
+    if state is not None:
+        ways |= {"disk, background": (state, False), "memory, background": (state, True)}
+    waited: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(task["saves"] + 1):
+        for way, (what, in_memory) in ways.items():
+            saves.step()
+            dist.barrier()
+            began = time.perf_counter()
+            saves.save(what, in_memory=in_memory, wait="waiting" in way)
+            waited[way].append(time.perf_counter() - began + saves.settled())
+            saves.tidy()
+    return {way: each[1:] for way, each in waited.items()}  # the first one makes buffers
+
+
+def copied(tensors: list[torch.Tensor], times: int) -> list[float]:
+    """Seconds for a plain copy of them into memory that is there already."""
+    targets = [torch.empty_like(tensor) for tensor in tensors]
+    taken = []
+    for _ in range(times + 1):
+        dist.barrier()
+        began = time.perf_counter()
+        for target, tensor in zip(targets, tensors, strict=True):
+            target.copy_(tensor.detach())
+        taken.append(time.perf_counter() - began)
+    return taken[1:]
+
+
+def trained(task: dict[str, Any], saves: Saves, what: Any) -> dict[str, list[float]]:
+    """Seconds of stretches of the loop, in turn without a save and with one in memory every ten steps."""
+    a = torch.randn(400, 400)
+    began, products = time.perf_counter(), 0
+    while time.perf_counter() - began < 2.0:
+        torch.mm(a, a)
+        products += 1
+    each = max(1, int(products * task["step"] / 2.0))
+
+    def work() -> None:
+        for _ in range(each):
+            torch.mm(a, a)
+
+    taken: dict[str, list[float]] = {"without": [], "with": []}
+    for _ in range(task["stretches"]):
+        for way, times in taken.items():
+            saves.tidy()
+            began = time.perf_counter()
+            for number in range(task["steps"]):
+                saves.step(work)
+                if way == "with" and number % 10 == 0:
+                    saves.save(what, in_memory=True, wait=False)
+            saves.settled()
+            times.append(time.perf_counter() - began)
+    saves.tidy()
+    return taken
+
+
+def main() -> None:
+    task = json.loads(sys.argv[sys.argv.index("--task") + 1])
+    s = session()
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(1)
+    write, state, tensors = {"ddp": ddp, "zero1": zero1}[task["strategy"]](task["megabytes"], s)
+    s.compare({})
+    s.meet(1)
+    saves = Saves(s, {"ddp": "ddp", "zero1": "deepspeed-zero-1"}[task["strategy"]])
+    result: dict[str, Any] = {"bytes": sum(tensor.nbytes for tensor in tensors)}
+    result["copy"] = copied(tensors, task["saves"])
+    result["saves"] = saved(task, saves, write, state)
+    result["loop"] = trained(task, saves, write if state is None else state) if task["stretches"] else {}
+    (Path(task["out"]) / f"result-{s.rank}.json").write_text(json.dumps(result), encoding="utf-8")
+    print({way: round(statistics.median(each), 4) for way, each in result["saves"].items()}, flush=True)
+    s.finish()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,155 @@
+"""Where a checkpoint is saved, and how durably: on the disk that all nodes see, or in the memory of each node.
+
+On the disk one directory holds the files of all ranks, rank 0 makes, seals and removes it, and everything is synced. In
+memory (`Memory`) each node has a directory of its own with what its own ranks have written, the first of them does for
+the node what rank 0 does for the disk, and nothing is synced: it is gone with the machine anyway.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterable, Sequence
+
+from dalsegno.protos import trace
+
+from ..checkpoint import CheckpointStore, FileEntry, Manifest, Ref, seal
+from ..checkpoint.files import list_files, write_exclusive
+from ..checkpoint.layout import MANIFEST
+from ..checkpoint.parts import delete_parts, write_part
+from ..rank.identity import Identity
+
+# What a memory checkpoint takes besides its files: their names, the manifest.
+SPARE_BYTES = 1 << 20
+
+
+class Disk:
+    """The run's directory, which all nodes see.
+
+    Args:
+        store: Of the run.
+        identity: Who saves.
+
+    Attributes:
+        in_memory: It is not this, but `Memory`.
+        leads: This rank seals and removes.
+    """
+
+    in_memory = False
+
+    def __init__(self, store: CheckpointStore, identity: Identity) -> None:
+        self.store, self.identity = store, identity
+        self.leads = identity.rank == 0
+
+    def create(self, name: str) -> None:
+        """On rank 0, before any other rank knows the name: makes the checkpoint's directory.
+
+        Raises:
+            OSError: It cannot be made.
+        """
+        self.store.path(name).mkdir()
+
+    def enter(self, name: str, *, create: bool) -> None:
+        """On each rank, before it writes there; ``create``: the directory exists afterwards.
+
+        Raises:
+            OSError: There is no room, or it cannot be made.
+        """
+
+    def dealt(self, listed: Sequence[Sequence[str]]) -> list[str]:
+        """Which files this rank sums, of those that each rank has listed (the first of each node has, in fact)."""
+        paths = sorted({file for some in listed for file in some})
+        return paths[self.identity.rank :: self.identity.world_size]
+
+    def seal(self, manifest: Manifest, entries: Sequence[Sequence[FileEntry]]) -> None:
+        """Seals the checkpoint. On those that lead.
+
+        Args:
+            manifest: Of the whole checkpoint.
+            entries: What each rank has summed of it.
+
+        Raises:
+            OSError: The manifest could not be written.
+            CheckpointDamaged: Other files are there.
+        """
+        seal(self.store.path(manifest.name), manifest)
+
+    def remove(self, name: str) -> Iterable[OSError]:
+        """Deletes what a save has left that failed. On those that lead. What the file system would not do is said."""
+        return self.store.prune([name]).values()
+
+
+class Memory(Disk):
+    """This node's memory: a directory of its own for each checkpoint, see `checkpoint.parts`."""
+
+    in_memory = True
+
+    def __init__(self, store: CheckpointStore, identity: Identity) -> None:
+        super().__init__(store, identity)
+        self.leads = identity.local_rank == 0
+        # What the last one took on this node.
+        self._bytes = 0
+
+    def create(self, name: str) -> None:
+        """Each node has one of its own, see `enter`."""
+
+    def enter(self, name: str, *, create: bool) -> None:
+        if self.leads:
+            self._check_room()
+        if create:
+            self.store.path(name).mkdir(exist_ok=True)
+
+    def _check_room(self) -> None:
+        there = os.statvfs(self.store.run_dir)
+        free, wanted = there.f_bavail * there.f_frsize, self._bytes + SPARE_BYTES
+        if free < wanted:
+            line = f"{free >> 20} MiB are free in memory, and a checkpoint takes {wanted >> 20} MiB on this node"
+            raise OSError(errno.ENOSPC, line, str(self.store.run_dir))
+
+    def dealt(self, listed: Sequence[Sequence[str]]) -> list[str]:
+        """A file that ranks of several nodes have written counts as the first one's, as on the disk the last one's."""
+        first: dict[str, int] = {}
+        for rank, files in enumerate(listed):
+            for file in files:
+                first.setdefault(file, rank)
+        identity = self.identity
+        own = sorted(file for file, rank in first.items() if rank == identity.rank - identity.local_rank)
+        return own[identity.local_rank :: identity.local_world_size]
+
+    def seal(self, manifest: Manifest, entries: Sequence[Sequence[FileEntry]]) -> None:
+        path, begin = self.store.path(manifest.name), self.identity.rank
+        own = {entry.path: entry for some in entries[begin : begin + self.identity.local_world_size] for entry in some}
+        # On the disk a rank that writes nothing makes no directory of its own either.
+        path.mkdir(exist_ok=True)
+        for file in list_files(path):
+            if file not in own:
+                # The same file of another node counts, and will be put here.
+                (path / file).unlink()
+        data = manifest.to_bytes()
+        write_exclusive(path / MANIFEST, data, lasting=False)
+        write_part(path, self.identity.group_rank, own)
+        self._bytes = len(data) + sum(entry.size for entry in own.values())
+        trace.mark("sealed")
+
+    def remove(self, name: str) -> Iterable[OSError]:
+        try:
+            delete_parts(self.store.path(name))
+        except OSError as error:
+            return [error, *super().remove(name)]
+        return super().remove(name)
+
+
+class Saved:
+    """The last checkpoints of a session, on the disk and in memory."""
+
+    def __init__(self) -> None:
+        self._last: dict[bool, tuple[int, Ref]] = {}
+
+    def note(self, step: int, ref: Ref, *, in_memory: bool) -> None:
+        """It is sealed."""
+        self._last[in_memory] = step, ref
+
+    def of(self, step: int, *, in_memory: bool = False) -> Ref | None:
+        """The checkpoint of this step, if it is the last one there."""
+        last = self._last.get(in_memory)
+        return last[1] if last is not None and last[0] == step else None

@@ -1,0 +1,143 @@
+"""The saves of one session: where each one goes, and what the present step is saved as."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..checkpoint import CheckpointStore, Manifest, Ref
+from ..rank.collective import Collective
+from ..rank.identity import Identity
+from ..rank.link import Link
+from ..saving.background_save import Background
+from ..saving.content import Content
+from ..saving.pruning import prune
+from ..saving.saving import Saver
+
+if TYPE_CHECKING:
+    from ..saving.resuming import ResumePoint
+
+
+class Saves:
+    """On the disk and in memory.
+
+    Args:
+        identity, collective, link: The session's.
+        resume: The resume point.
+        keep: How many checkpoints stay, where no master says it; 0: all.
+
+    Attributes:
+        saver: None: there is no directory.
+        store: Of the run's directory.
+        keep: See above; a save may change it.
+    """
+
+    def __init__(
+        self, identity: Identity, collective: Collective, link: Link | None, resume: ResumePoint | None, keep: int
+    ) -> None:
+        self._identity, self._collective, self._link, self._resume = identity, collective, link, resume
+        self.keep = keep
+        self.store = None if identity.run_dir is None else CheckpointStore(identity.run_dir)
+        self.saver: Saver | None = None
+        self._memory: bool | None = None
+        if self.store is not None:
+            resumed_from, best = (None, None) if resume is None else (resume.ref, resume.manifest.best)
+            self.saver = Saver(identity, collective, self.store, link, resumed_from, best)
+            if resume is not None:
+                # At the resume point this step number is saved as the resume point itself.
+                self.saver.saved.note(resume.step, resume.ref, in_memory=identity.in_memory(resume.path))
+
+    @property
+    def failed(self) -> bool:
+        """See `Saver`."""
+        return self.saver is not None and self.saver.failed
+
+    @property
+    def busy(self) -> bool:
+        """See `Saver`."""
+        return self.saver is not None and self.saver.busy
+
+    def under_way(self, *, in_memory: bool) -> bool:
+        """A save in the background is not settled yet, on all ranks alike."""
+        tier = None if self.saver is None else self.saver.under_way
+        return tier is not None and tier.in_memory == in_memory
+
+    @property
+    def apart(self) -> bool:
+        """See `Saver`."""
+        return self.saver is not None and self.saver.apart
+
+    def of(self, step: int, *, in_memory: bool = False) -> Ref | None:
+        """The checkpoint of this step, if it is the last one there."""
+        return None if self.saver is None else self.saver.saved.of(step, in_memory=in_memory)
+
+    def left_as(self, step: int) -> tuple[Ref, bool]:
+        """What a drained step is saved as, with no name if it is not, and whether that is in memory."""
+        durable, held = self.of(step), self.of(step, in_memory=True)
+        return (durable or held or Ref("", "")), durable is None and held is not None
+
+    def has_memory(self) -> bool:
+        """Whether all ranks have where memory checkpoints go. Collective the first time."""
+        if self._memory is None:
+            # Who has no agent knows that the others have none either.
+            lacks = self._identity.alone or bool(self._collective.max([int(self._identity.memory_dir is None)])[0])
+            self._memory = not lacks
+        return self._memory
+
+    def largest(self, value: int) -> int:
+        """Of all ranks. Collective."""
+        return self._collective.max([value])[0]
+
+    def drains_to_memory(self) -> bool:
+        """Whether the save of a drain goes there: some agent has said so, and none otherwise. Collective."""
+        if self._identity.alone or not self.has_memory():
+            return False
+        link = self._link
+        told, to_memory = (False, False) if link is None else (link.drain, link.to_memory)
+        otherwise, so = self._collective.max([int(told and not to_memory), int(told and to_memory)])
+        return bool(so) and not otherwise
+
+    def save(
+        self,
+        content: Content,
+        write: Callable[[Path], None] | Background,
+        *,
+        create_directory: bool,
+        wait: bool,
+        drain: bool,
+        in_memory: bool,
+    ) -> Ref | None:
+        """See ``Session.save``. Collective.
+
+        A drain's that fails in memory is tried on the disk at once.
+        """
+        assert self.saver is not None
+        in_memory = self.drains_to_memory() if drain else in_memory
+        saved = self.of(content.step) or (self.of(content.step, in_memory=True) if in_memory else None)
+        for place in [True, False] if in_memory and drain else [in_memory]:
+            if saved is not None:
+                break
+            if isinstance(write, Background):
+                name = self.saver.begin(content, write.state, self.prune, drain=drain, in_memory=place)
+                saved = Ref(name, "") if name is not None and not wait else self.settle()
+            else:
+                options = {"create_directory": create_directory, "drain": drain, "in_memory": place}
+                saved = self._sealed(self.saver.save(content, write, **options))
+        return saved
+
+    def _sealed(self, manifest: Manifest | None) -> Ref | None:
+        if manifest is None:
+            return None
+        self.prune()
+        return manifest.ref
+
+    def settle(self) -> Ref | None:
+        """See ``Session.settle``. Collective."""
+        ended = None if self.saver is None else self.saver.settle()
+        return None if ended is None else ended[1]
+
+    def prune(self) -> None:
+        """Alone: deletes what need not stay."""
+        if self._identity.alone and self._identity.rank == 0 and self.store is not None:
+            prune(self.store, self._identity, self._resume, self.keep)

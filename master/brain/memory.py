@@ -1,0 +1,307 @@
+"""Memory checkpoints: which nodes hold which parts, which step the run goes on from, and who writes it to the disk.
+
+Each node holds its *part*, the files of its own ranks, and those of its buddies. Nodes say what they hold, again to
+each new master; nothing of it is stored. While every part of a step has a living holder the step is *held*. When a
+world ends, the newest held step is recorded like a commit, with the number of its parts, before anybody starts from it.
+Behind the first step of the next world one node writes it to the checkpoint directory. From then on it is a commit like
+others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from dalsegno.protos import control_pb2
+
+from . import checkpoints
+from .live import HeldStep, State
+from .membership import in_rank_order
+from .state import Checkpoint, Job, Member, Node, Phase
+from .turn import Turn
+
+__all__ = (
+    "adopt",
+    "buddies",
+    "durable",
+    "give_up",
+    "is_held",
+    "is_needed",
+    "on_disk",
+    "parts_of",
+    "report",
+    "retry",
+    "to_memory",
+    "want_durable",
+    "who_may_hold",
+    "writer",
+)
+
+# A part of the resume point that nobody holds is lost after so long (seconds): a new master hears its holders one by
+# one.
+LOST_AFTER = 3.0
+# A node that could not write a step to the disk is asked again so much later (seconds).
+ASKED_AGAIN = 10.0
+# Steps of one epoch that are remembered: nodes hold two or three, and not all the same ones.
+MOST_STEPS = 8
+
+
+def to_memory(state: State, somebody_stays: bool) -> bool:
+    """Whether a drain's save goes to memory: some node stays that can hold it, and all of them can be reached."""
+    job = state.job
+    if job.settings.memory_replicas <= 0 or job.world is None or not somebody_stays:
+        return False
+    nodes = (job.node_by(member.incarnation) for member in job.world.members)
+    return all(node is not None and node.peer_address for node in nodes)
+
+
+def buddies(job: Job, member: Member) -> list[str]:
+    """Addresses of those that are to hold this part, too: the next in rank order, on other hosts if possible."""
+    world, wanted = job.world, job.settings.memory_replicas
+    if world is None or wanted <= 0:
+        return []
+    elsewhere: list[str] = []
+    beside: list[str] = []
+    for other in (*world.members[member.group_rank + 1 :], *world.members[: member.group_rank]):
+        node = job.node_by(other.incarnation)
+        if node is not None and node.peer_address:
+            (beside if other.host == member.host else elsewhere).append(node.peer_address)
+        if len(elsewhere) >= wanted:
+            break
+    return [*elsewhere, *beside][:wanted]
+
+
+# ---- what nodes hold ------------------------------------------------------------------------------------------------
+
+
+def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[str, str]:
+    """A node says which parts of a step it holds, all of them each time. Returns (status code, detail)."""
+    held, digest = turn.live.held, message.checkpoint.ref.digest
+    step = held.steps.get(digest)
+    if step is None and message.parts:
+        record = worth_knowing(turn, node, message.checkpoint)
+        if record is None:
+            return "OK", ""
+        step = held.steps[digest] = HeldStep(record)
+    if step is not None:
+        step.hold(node.incarnation, message.parts)
+        held.version += 1
+        forget_old(turn)
+    return "OK", ""
+
+
+def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Checkpoint | None:
+    """The record of a step that the run may go on from: the recorded one, or a newer one of the last epoch.
+
+    A new one counts on the word of a node of that epoch alone.
+    """
+    job, world = turn.job, turn.job.world
+    known = job.checkpoint(said.ref.digest)
+    if known is not None:
+        return known if known.parts and not known.retired else None
+    if world is None or said.run_id != job.run_id or said.epoch != job.epoch or world.epoch != job.epoch:
+        return None
+    newest = max(world.resumed_step, job.checkpoints.last_step(job.epoch))
+    if world.member(node.incarnation) is None or said.step <= newest:
+        return None
+    return replace(checkpoints.from_proto(said), parts=len(world.members))
+
+
+def forget_old(turn: Turn) -> None:
+    """Keeps the newest steps, and what is recorded."""
+    job, held = turn.job, turn.live.held
+    newest = sorted(held.steps.values(), key=lambda step: step.record.age, reverse=True)
+    for step in newest[MOST_STEPS:]:
+        if job.checkpoint(step.record.digest) is None:
+            del held.steps[step.record.digest]
+
+
+def holders(job: Job, step: HeldStep, part: int) -> list[Node]:
+    """The living nodes that hold a part."""
+    found = (job.node_by(incarnation) for incarnation in step.holders.get(part, ()))
+    return [node for node in found if node is not None]
+
+
+def is_whole(job: Job, step: HeldStep) -> bool:
+    """Each part has a living holder."""
+    return all(holders(job, step, part) for part in range(step.record.parts))
+
+
+def newest_held(state: State) -> HeldStep | None:
+    """The newest step of which each part has a living holder."""
+    steps = (step for step in state.live.held.steps.values() if is_whole(state.job, step))
+    return max(steps, key=lambda step: step.record.age, default=None)
+
+
+def is_held(turn: Turn, step: int) -> bool:
+    """The open epoch's ranks have saved this step to memory, or a later one."""
+    newest = newest_held(turn.state)
+    return newest is not None and newest.record.epoch == turn.job.epoch and newest.record.step >= step
+
+
+def parts_of(state: State, digest: str) -> Iterator[tuple[int, list[str]]]:
+    """Each part of a step, by its group rank, and the addresses at which it can be fetched: perhaps none, yet."""
+    record = state.job.checkpoint(digest)
+    step = state.live.held.steps.get(digest)
+    for part in range(record.parts if record is not None else 0):
+        found = holders(state.job, step, part) if step is not None else []
+        yield part, [node.peer_address for node in found if node.peer_address]
+
+
+def is_needed(state: State, node: Node) -> bool:
+    """Whether a leaver stays: no other node that stays has a part that this one holds of what the run may go on from.
+
+    Where nobody stays, one of the leavers writes it to the disk. While a drain lasts other parts may be on their way:
+    who is released before they are there would take for saved what is not.
+    """
+    job, head = state.job, state.job.checkpoints.head
+    steps = [step for step in state.live.held.steps.values() if may_count(job, step.record, head)]
+    for step in sorted(steps, key=lambda step: step.record.age, reverse=True):
+        own = [part for part in range(step.record.parts) if node.incarnation in step.holders.get(part, ())]
+        if any(all(other is node or other.leaving for other in holders(job, step, part)) for part in own):
+            return True
+        if is_whole(job, step):
+            return False  # Nothing older is gone back to.
+        if own and job.phase is Phase.DRAINING:
+            return True
+    return False
+
+
+def may_count(job: Job, record: Checkpoint, head: Checkpoint | None) -> bool:
+    """The run may go on from this step in memory: it does, or it is a newer one of the last epoch."""
+    if head is not None and record.digest == head.digest:
+        return head.parts > 0
+    return record.epoch == job.epoch and (head is None or record.age > head.age)
+
+
+def who_may_hold(job: Job) -> frozenset[tuple[str, bool]]:
+    """All nodes, and whether they leave: who is released, what is where and who writes it depends on the others."""
+    if job.settings.memory_replicas <= 0:
+        return frozenset()
+    return frozenset((node.incarnation, node.leaving) for node in job.nodes.values())
+
+
+# ---- what counts ----------------------------------------------------------------------------------------------------
+
+
+def adopt(turn: Turn) -> bool:
+    """Between two worlds: the newest held step becomes the one that the run goes on from. Returns whether one did."""
+    job, newest = turn.job, newest_held(turn.state)
+    if newest is None or newest.record.epoch != job.epoch or job.checkpoint(newest.record.digest) is not None:
+        return False
+    record, head = newest.record, checkpoints.resume_point(job)
+    if head is not None and head.age >= record.age:
+        return False
+    # What was the best when it was saved may have been replaced by a better one since, and deleted.
+    gone = {known.name for known in job.checkpoints.retired}
+    if record.best in gone:
+        record = replace(record, best=head.best if head is not None else "")
+    checkpoints.put_newer(turn, record)
+    return True
+
+
+def lost(turn: Turn, resume: Checkpoint | None) -> bool:
+    """A part of the resume point is nowhere any more, as all nodes have said: the run goes back. True: it did."""
+    held = turn.live.held
+    step = held.steps.get(resume.digest) if resume is not None else None
+    if resume is None or not resume.parts or (step is not None and is_whole(turn.job, step)):
+        held.missing_since = None
+        return False
+    if held.missing_since is None:
+        held.missing_since = turn.heard
+    unheard = any(not turn.presence(node).spoke and turn.is_fresh(node) for node in turn.job.nodes.values())
+    if unheard or not turn.overdue(held.missing_since + LOST_AFTER):
+        return False
+    held.missing_since = None
+    # Nothing of it is anywhere: an older step of its epoch may still count.
+    give_up(turn, resume, "the nodes that held a part of it are gone")
+    turn.job.checkpoints.drop(resume.digest)
+    adopt(turn)
+    return True
+
+
+def give_up(turn: Turn, record: Checkpoint, why: str) -> None:
+    """A memory checkpoint cannot be used: the run goes on from the one before."""
+    turn.live.held.steps.pop(record.digest, None)
+    checkpoints.retire(turn.job, record, damaged=True)
+    before = checkpoints.resume_point(turn.job)
+    back = f"going back to {before.name}" if before is not None else "no checkpoint is left: starting from step 0"
+    turn.notice(f"{record.name} was in memory only, and {why}: {back}", True)
+
+
+# ---- made durable ---------------------------------------------------------------------------------------------------
+
+
+def want_durable(turn: Turn, record: Checkpoint) -> None:
+    """It must be on the disk before a world can open: only files there can be converted."""
+    if turn.live.held.urgent != record.digest:
+        turn.live.held.urgent = record.digest
+        turn.live.held.version += 1
+
+
+def retry(turn: Turn) -> None:
+    """Nodes that could not write to the disk are asked again after a pause."""
+    held = turn.live.held
+    for key, at in list(held.unable.items()):
+        if turn.due(at):
+            del held.unable[key]
+            held.version += 1
+
+
+def writer(state: State) -> tuple[Checkpoint, Node] | None:
+    """The memory checkpoint that is to be written to the disk, and the node that does it. None: there is none.
+
+    Behind the first step of the world that began from it, because until then disks and cores have other work. Before,
+    where nobody stays who could hold it, or where only files on the disk help.
+    """
+    job, live = state.job, state.live
+    record = job.checkpoints.head
+    step = live.held.steps.get(record.digest) if record is not None and record.parts else None
+    if record is None or step is None:
+        return None
+    started = job.phase.has_workers and live.epoch.first_step_at is not None
+    somebody_stays = any(not node.leaving for node in job.nodes.values())
+    if somebody_stays and not started and live.held.urgent != record.digest:
+        return None
+    able = [
+        node
+        for node in job.nodes.values()
+        if node.sees_directory and node.peer_address and (record.digest, node.incarnation) not in live.held.unable
+    ]
+
+    def missing(node: Node) -> int:
+        return sum(node.incarnation not in step.holders.get(part, ()) for part in range(record.parts))
+
+    chosen = min(in_rank_order(job, able), key=lambda node: (node.leaving, missing(node)), default=None)
+    return (record, chosen) if chosen is not None else None
+
+
+def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tuple[str, str]:
+    """A memory checkpoint is on the disk, or this node could not write it. Returns (status code, detail)."""
+    job, held = turn.job, turn.live.held
+    record = job.checkpoint(message.ref.digest)
+    if record is None or not record.parts or record.retired:
+        return "OK", ""
+    if message.failure:
+        held.version += 1
+        held.unable[record.digest, node.incarnation] = turn.now + ASKED_AGAIN
+        turn.notice(f"{node.name} could not write {record.name} to the disk: {message.failure}", True)
+    else:
+        note_durable(turn, record, node)
+    return "OK", ""
+
+
+def note_durable(turn: Turn, record: Checkpoint, node: Node) -> None:
+    """It is a commit like others now."""
+    turn.live.held.version += 1
+    turn.job.checkpoints.put(replace(record, parts=0, unseen=node.name))
+    turn.live.committed = turn.heard
+    checkpoints.retire_old(turn)
+
+
+def on_disk(turn: Turn, inventory: Iterable[control_pb2.Checkpoint], node: Node) -> None:
+    """A node has a memory checkpoint in sight on the disk: leavers have written it there."""
+    for entry in inventory if turn.job.checkpoints.in_memory else ():
+        record = turn.job.checkpoint(entry.ref.digest)
+        if record is not None and record.parts and not record.retired and not entry.in_memory:
+            note_durable(turn, record, node)

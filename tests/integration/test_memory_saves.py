@@ -1,0 +1,185 @@
+"""Memory checkpoints of real processes, each of which is a node of its own: written, drained to, and resumed from."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, verify
+from dalsegno.elastic.checkpoint.parts import read_parts
+from tests.support.workers import trainer_worker
+from tests.support.workers.fake_agent import FakeAgent
+
+pytestmark = pytest.mark.timeout(120)
+
+WAYS = pytest.mark.parametrize("flags", [(), ("--background",)], ids=["waiting", "background"])
+
+
+def spread(agent: FakeAgent, name: str, *, to: int | None = None) -> Manifest:
+    """What the agents do: each node gets the parts of the others, and so does a newcomer."""
+    nodes = [agent.memory(rank) / name for rank in range(agent.world)]
+    parts = [{node: files} for node, path in enumerate(nodes) for files in read_parts(path).values()]
+    for target in [agent.memory(rank) / name for rank in range(to or agent.world)]:
+        for part in parts:
+            for node, files in part.items():
+                for file in files:
+                    if not (target / file).exists():
+                        (target / file).parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copyfile(nodes[node] / file, target / file)
+        if not (target / "MANIFEST.json").exists():
+            shutil.copyfile(nodes[0] / "MANIFEST.json", target / "MANIFEST.json")
+        manifest = Manifest.read(target)
+        verify(target, manifest)
+    return manifest
+
+
+@WAYS
+def test_memory_checkpoints_come_between_the_durable_ones(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Each node tells its agent; a step that is saved on the disk is not saved again, and the last one is durable."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        agent.start("--steps", "12", "--save-every", "5", "--memory-every", "2", *flags)
+        assert agent.wait() == [0, 0], agent.outputs
+        sealed = agent.of("sealed")
+        held = [one.step for one in sealed if one.in_memory]
+        assert sorted(one.step for one in sealed if not one.in_memory) == [5, 10, 12]
+        if not flags:
+            assert sorted(held) == [2, 2, 4, 4, 6, 6, 8, 8]
+        # Beside a durable one that is being written there may be none.
+        assert set(held) <= {2, 4, 6, 8}
+        assert sorted(held) == sorted(2 * list(set(held)))
+        for name in {one.name for one in sealed if one.in_memory}:
+            spread(agent, name)
+
+
+@pytest.mark.parametrize(("world", "flags"), [(1, ()), (2, ()), (2, ("--background",)), (3, ("--background",))])
+def test_a_drain_to_memory_resumes_bit_identical(tmp_path: Path, flags: tuple[str, ...], world: int) -> None:
+    """Nothing of it is on the disk; at the same size no bit of a loss differs, at another one the curve is the same."""
+    more = ("--steps", "14", "--fixed", *flags)
+    with FakeAgent(tmp_path / "alone", world=2, epoch=1) as agent:
+        agent.start(*more)
+        assert agent.wait() == [0, 0], agent.outputs
+        wanted = agent.history()
+    with FakeAgent(tmp_path / "a", world=2, epoch=1, memory=True) as agent:
+        agent.start(*more, "--step-time", "0.05")
+        agent.wait_for_step(4)
+        agent.drain(to_memory=True)
+        assert agent.wait() == [83, 83], agent.outputs
+        told = agent.wait_for("drained", 2)
+        assert all(one.in_memory for one in told)
+        assert not list(agent.run_dir.glob("step-*/*"))
+        assert len({(one.name, one.digest, one.step) for one in told}) == 1
+        manifest = spread(agent, told[0].name, to=world)
+        assert manifest.digest == told[0].digest
+    with FakeAgent(tmp_path / "a", world=world, epoch=2, resume=manifest, memory=True, held=True) as agent:
+        agent.start(*more)
+        assert agent.wait() == [0] * world, agent.outputs
+        found = agent.history()
+    assert sorted(found) == list(range(manifest.step + 1, 15))
+    for step, (loss, ids) in found.items():
+        assert sorted(ids) == sorted(wanted[step][1])
+        assert loss == wanted[step][0] if world == 2 else abs(loss - wanted[step][0]) <= 1e-5 * abs(loss)
+    (last,) = CheckpointStore(agent.run_dir).sealed()
+    assert last.resumed_from == manifest.ref
+
+
+def test_a_drain_that_some_node_is_told_otherwise_goes_to_the_disk(tmp_path: Path) -> None:
+    """One whose agent has nobody to hold its part: then no rank saves to memory."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        agent.start("--steps", "1000", "--step-time", "0.05")
+        agent.wait_for_step(2)
+        agent.drain()
+        assert agent.wait() == [83, 83], agent.outputs
+        assert [one.in_memory for one in agent.wait_for("drained", 2)] == [False, False]
+        assert len(CheckpointStore(agent.run_dir).sealed()) == 1
+
+
+def test_a_drain_for_which_memory_has_no_room_goes_to_the_disk_at_once(tmp_path: Path) -> None:
+    """Nobody trains on, or leaves unsaved, for want of memory."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        agent.start("--steps", "1000", "--step-time", "0.05", "--fail-rank", "1")
+        agent.wait_for_step(2)
+        agent.drain(to_memory=True)
+        assert agent.wait() == [83, 83], agent.outputs
+        assert [one.in_memory for one in agent.wait_for("drained", 2)] == [False, False]
+        (durable,) = CheckpointStore(agent.run_dir).sealed()
+        assert {one.step for one in agent.of("draining")} == {durable.step}
+        assert not agent.of("save_failed")
+        assert not [path for rank in range(2) for path in agent.memory(rank).glob("step-*")]
+
+
+def test_a_rank_killed_between_two_leaves_the_one_before_whole(tmp_path: Path) -> None:
+    """What it had of the next one is without a note, and nobody takes it for a part."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        agent.start("--steps", "1000", "--step-time", "0.02", "--memory-every", "5")
+        agent.wait_for("sealed", 2)
+        first = agent.of("sealed")[0].name
+        agent.ranks[1].kill()
+        codes = agent.wait()
+        assert codes[1] == -9
+        assert codes[0] != 0
+        spread(agent, first)
+        for rank in range(2):
+            for path in agent.memory(rank).glob("step-*.parts"):
+                name = path.name.removesuffix(".parts")
+                assert (agent.memory(rank) / name / "MANIFEST.json").exists()
+
+
+def trained(agent: FakeAgent, case: dict[str, Any], out: Path) -> None:
+    out.mkdir(exist_ok=True)
+    agent.start("--cases", json.dumps([case]), "--out", str(out), script=Path(trainer_worker.__file__))
+
+
+FRAMEWORKS = [("ddp", 3), ("fsdp", 1), ("fsdp", 2), ("zero1", 1), ("zero1", 3), ("zero3", 3)]
+
+
+@pytest.mark.parametrize(("strategy", "world"), FRAMEWORKS)
+def test_every_framework_goes_on_from_memory_as_from_the_disk(tmp_path: Path, strategy: str, world: int) -> None:
+    """Two nodes of one rank save to memory; what another number of ranks loads of it is that of a copy on the disk.
+
+    Bit by bit: what the loss of each later step is.
+    """
+    case = {"strategy": strategy, "memory_every": 2, "evaluate_every": 0, "in_background": strategy == "fsdp"}
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        trained(agent, {**case, "steps": 2000}, tmp_path / "first")
+        agent.wait_for("sealed", 2, 60.0)
+        agent.drain(to_memory=True)
+        assert agent.wait() == [83, 83], agent.outputs
+        told = agent.wait_for("drained", 2)
+        assert all(one.in_memory for one in told), agent.outputs
+        assert not list(agent.run_dir.glob("step-*"))
+        manifest = spread(agent, told[0].name, to=world)
+    losses = []
+    for epoch, held in enumerate((True, False), start=2):
+        if not held:
+            shutil.copytree(agent.memory(0) / manifest.name, agent.run_dir / manifest.name)
+        out = tmp_path / str(epoch)
+        with FakeAgent(tmp_path, world=world, epoch=epoch, resume=manifest, memory=True, held=held) as agent:
+            trained(agent, {**case, "steps": manifest.step + 3}, out)
+            assert agent.wait(90.0) == [0] * world, agent.outputs
+        result = json.loads((out / "result-0.json").read_text())[0]
+        losses.append([entry["loss"] for entry in result["logs"] if "loss" in entry])
+        assert result["steps"] == list(range(manifest.step + 1, manifest.step + 4))
+    assert losses[0] == losses[1]
+
+
+def test_without_a_memory_directory_there_are_none(tmp_path: Path) -> None:
+    """The agents keep none: the loop is what it was, and says nothing of it."""
+    with FakeAgent(tmp_path, world=2, epoch=1) as agent:
+        agent.start("--steps", "6", "--save-every", "4", "--memory-every", "2")
+        assert agent.wait() == [0, 0], agent.outputs
+        assert [one.step for one in agent.of("sealed")] == [4, 6]
+    assert not any("memory" in output for output in agent.outputs)
+
+
+def test_as_often_as_costs_little(tmp_path: Path) -> None:
+    """With "auto" there are some, and fewer than steps; all ranks agree when."""
+    with FakeAgent(tmp_path, world=2, epoch=1, memory=True) as agent:
+        agent.start("--steps", "60", "--step-time", "0.01", "--memory-every", "auto")
+        assert agent.wait() == [0, 0], agent.outputs
+        held = [one.step for one in agent.of("sealed") if one.in_memory]
+    assert 2 <= len(held) < 80
+    assert sorted(held) == sorted(2 * list(set(held)))

@@ -1,0 +1,740 @@
+"""Memory checkpoints between agents: real gRPC, real files, processes that are killed and stopped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+
+from dalsegno.agent.memory import buddies, durable, service
+from dalsegno.agent.memory.calls import Pace, PeerError
+from dalsegno.agent.memory.holdings import Holdings
+from dalsegno.agent.memory.pieces import read_part
+from dalsegno.agent.memory.wire import SERVICE
+from dalsegno.elastic.checkpoint import Manifest, read_sealed, verify
+from dalsegno.protos import control_pb2
+from tests.support.checkpoints.memory import JOB, RUN, SMALL, Node, manifest_of, nodes, write_own
+from tests.support.checkpoints.power import Power, only_whole_checkpoints, sealed
+from tests.support.jobs.memory_node import SENT, Process, durable_step, sent_step
+
+pytestmark = pytest.mark.timeout(120)
+STEP = "step-10.e1.1"
+
+
+def complete(node: Node, manifest: Manifest) -> None:
+    """What an agent has gathered is an ordinary checkpoint."""
+    directory = node.memory() / manifest.name
+    verify(directory, read_sealed(directory, manifest.digest))
+
+
+def world(nodes: list[Node], epoch: int = 1, step: str = STEP) -> Manifest:
+    """All of a world have written a step, and sent it to the next one."""
+    manifest = manifest_of(step, {rank: SMALL[rank] for rank in range(len(nodes))})
+    for rank, node in enumerate(nodes):
+        node.tier.open_epoch(RUN, epoch, rank, [nodes[(rank + 1) % len(nodes)].tier.address])
+    for rank, node in enumerate(nodes):
+        node.writes(manifest, rank, SMALL[rank])
+    for rank, node in enumerate(nodes):
+        node.holds(step, *sorted({rank, (rank - 1) % len(nodes)}))
+    return manifest
+
+
+def addresses(nodes: list[Node], manifest: Manifest) -> dict[int, list[str]]:
+    """As a master tells them."""
+    found: dict[int, list[str]] = {}
+    for node in nodes:
+        for part in node.parts(manifest.name):
+            found.setdefault(part, []).append(node.tier.address)
+    return found
+
+
+# ---- how it should go ------------------------------------------------------------------------------------------------
+
+
+def test_parts_go_to_buddies_and_come_back(tmp_path: Path) -> None:
+    """Three nodes, each holds its own part and one other; each can gather all, also when any one of them is gone."""
+    with nodes(tmp_path, 3) as three:
+        manifest = world(three)
+        for rank, node in enumerate(three):
+            node.wait_for(lambda node=node: node.tier.held()[0].copies)  # type: ignore[misc]
+            (held,) = node.tier.held()
+            assert held.copies == (three[(rank + 1) % 3].tier.address,)
+            assert held.checkpoint.in_memory
+            assert node.changes[0].parts in ((rank,), ((rank - 1) % 3,))
+        where = addresses(three, manifest)
+        three[1].tier.close()
+        assert [three[1].tier.held(), three[1].tier.directory(RUN)] == [[], None]
+        for node in (three[0], three[2]):
+            description = node.gathers(manifest, where)
+            assert isinstance(description, control_pb2.Checkpoint), description
+            assert description.in_memory
+            assert description.ref.digest == manifest.digest
+            complete(node, manifest)
+            node.holds(STEP, 0, 1, 2)
+            assert node.gathers(manifest, {}) == description
+        assert not any(node.said for node in three)
+
+
+def test_ranks_and_peers_write_the_same_step_at_the_same_time(tmp_path: Path) -> None:
+    """Whoever's manifest comes first, it is the same one. A part that is here already is not taken once more."""
+    manifest = manifest_of(STEP, {rank: SMALL[rank] for rank in range(2)})
+    with nodes(tmp_path, 2) as (one, two):
+        one.tier.open_epoch(RUN, 1, 0, [two.tier.address])
+        two.tier.open_epoch(RUN, 1, 1, [])
+        one.writes(manifest, 0, SMALL[0])
+        two.holds(STEP, 0)
+        assert Manifest.read(two.memory() / STEP) == manifest
+        two.writes(manifest, 1, SMALL[1])
+        two.holds(STEP, 0, 1)
+        complete(two, manifest)
+        taken = (two.memory() / STEP / "rank0.pt").stat()
+        part = one.tier._holdings.part(RUN, STEP, manifest.digest, 0)
+        assert part is not None
+        with ThreadPoolExecutor(4) as pool:
+            sent = [
+                pool.submit(one.tier._peers.send, two.tier.address, part, Pace(None, threading.Event()))
+                for _ in range(4)
+            ]
+            assert [one.result(60) for one in sent] == [None] * 4
+        assert (two.memory() / STEP / "rank0.pt").stat() == taken
+
+
+def test_a_newer_step_takes_the_place_of_one_that_waits(tmp_path: Path) -> None:
+    """What is under way is finished, what has not begun is not sent: memory would not keep up for ever."""
+    contents = [os.urandom(2_000_000) for _ in range(3)]
+    manifests = [
+        manifest_of(f"step-{step}.e1.1", {0: {"x": content}}) for step, content in enumerate(contents, start=1)
+    ]
+    with nodes(tmp_path, 1, bytes_per_second=4e6) as (slow,), nodes(tmp_path / "more", 1) as (buddy,):
+        slow.tier.open_epoch(RUN, 1, 0, [buddy.tier.address])
+        slow.writes(manifests[0], 0, {"x": contents[0]})
+        buddy.wait_for(lambda: list(buddy.memory().glob("*.parts/.in-*")))
+        slow.writes(manifests[1], 0, {"x": contents[1]})
+        slow.writes(manifests[2], 0, {"x": contents[2]})
+        slow.holds("step-3.e1.1", 0)
+        buddy.holds("step-3.e1.1", 0)
+        assert [held.checkpoint.step for held in buddy.tier.held()] == [1, 3]
+        assert [held.checkpoint.step for held in slow.tier.held()] == [1, 2, 3]
+
+
+def test_new_buddies_get_what_is_newest(tmp_path: Path) -> None:
+    """Told again of the same epoch with others, as when a spare takes the place of one that is gone."""
+    with nodes(tmp_path, 3) as three:
+        manifest = manifest_of(STEP, SMALL)
+        three[0].tier.open_epoch(RUN, 1, 0, [three[1].tier.address])
+        three[0].writes(manifest, 0, SMALL[0])
+        three[1].holds(STEP, 0)
+        three[0].tier.open_epoch(RUN, 1, 0, [three[2].tier.address])
+        three[2].holds(STEP, 0)
+        three[0].tier.open_epoch(RUN, 2, 0, [three[1].tier.address])
+        three[0].wait_for(lambda: len(three[0].tier.held()[0].copies) == 0)
+
+
+def test_another_step_of_the_same_name_is_left_alone(tmp_path: Path) -> None:
+    """Whoever sends it made a mistake: what is here stays as it is."""
+    with nodes(tmp_path, 2) as (one, two):
+        mine, other = manifest_of(STEP, {0: SMALL[0]}), manifest_of(STEP, {0: {"rank0.pt": b"other"}, 1: SMALL[1]})
+        two.tier.open_epoch(RUN, 1, 1, [])
+        write_own(two.memory(), mine, 0, SMALL[0])  # its ranks have not told of it yet
+        one.tier.open_epoch(RUN, 1, 0, [two.tier.address])
+        one.writes(other, 0, {"rank0.pt": b"other"})
+        one.wait_for(lambda: one.said)
+        assert "another one is there" in one.said[0]
+        verify(two.memory() / STEP, read_sealed(two.memory() / STEP, mine.digest))
+
+
+def test_what_an_old_world_sealed_counts_as_its_own(tmp_path: Path) -> None:
+    """With the rank that the node had there, although the next world opens at once."""
+    with nodes(tmp_path, 2) as (one, two):
+        one.tier.open_epoch(RUN, 1, 2, [two.tier.address])
+        manifest = manifest_of(STEP, SMALL)
+        one.writes(manifest, 2, SMALL[2])
+        one.tier.open_epoch(RUN, 2, 0, [])
+        one.holds(STEP, 2)
+        assert not one.said
+
+
+def test_what_is_not_needed_goes(tmp_path: Path) -> None:
+    """And whoever listens is told; a new world refuses what the old one sends too late."""
+    with nodes(tmp_path, 2) as (one, two):
+        old = world([one, two])
+        manifest = world([one, two], step="step-20.e1.1")
+        two.tier.keep(RUN, 1, [], 1)
+        two.wait_for(lambda: two.changes[-1].parts == ())
+        assert two.changes[-1].checkpoint.ref == old.ref.to_proto()
+        two.holds("step-20.e1.1", 0, 1)
+        two.tier.keep(RUN, 2, [manifest.digest], 1)
+        two.tier.open_epoch(RUN, 2, 0, [])
+        late = manifest_of("step-30.e1.1", {0: SMALL[0]})
+        one.writes(late, 0, SMALL[0])
+        one.wait_for(lambda: one.said)
+        assert "epoch 1 is closed: epoch 2 has opened" in one.said[0]
+        # Wanted for the next world it is taken, and so is what this node wrote itself in that epoch.
+        description = two.gathers(late, {0: [one.tier.address]})
+        assert isinstance(description, control_pb2.Checkpoint), description
+        two.tier.keep(RUN, 2, [], 0)
+        two.wait_for(lambda: not two.tier.held())
+        assert os.listdir(two.memory()) == []
+
+
+# ---- who is let in ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token", [None, "", "f" * 32, "0123456789abcdef"])
+def test_only_the_jobs_token_lets_in(tmp_path: Path, token: str | None) -> None:
+    """Of a call without it no message is read; a token that cannot be read for a while is the last one."""
+    with nodes(tmp_path, 1) as (one,), nodes(tmp_path / "stranger", 1, token=lambda: token) as (stranger,):
+        manifest = manifest_of(STEP, {0: SMALL[0], 1: SMALL[1]})
+        stranger.tier.open_epoch(RUN, 1, 0, [one.tier.address])
+        stranger.writes(manifest, 0, SMALL[0])
+        stranger.wait_for(lambda: stranger.said)
+        assert "not an agent of this job" in stranger.said[0]
+        assert one.tier.held() == []
+        one.tier.open_epoch(RUN, 1, 1, [])
+        one.writes(manifest, 1, SMALL[1])
+        one.holds(STEP, 1)
+        assert "not an agent of this job" in str(stranger.gathers(manifest, {1: [one.tier.address]}))
+
+
+def test_a_token_that_cannot_be_read_just_now(tmp_path: Path) -> None:
+    """A file system that is away must not cut agents off from each other."""
+    state: dict[str, str | None] = {"token": "0123456789abcdef" * 2}
+
+    def token() -> str | None:
+        if state["token"] is None:
+            raise OSError(5, "Input/output error")
+        return state["token"]
+
+    with nodes(tmp_path, 2, token=token) as two:
+        world(two)
+        state["token"] = None
+        world(two, 2, "step-20.e2.1")
+
+
+def test_another_job_is_another_job(tmp_path: Path) -> None:
+    with nodes(tmp_path, 1) as (one,), nodes(tmp_path / "other", 1, job_id="another") as (other,):
+        manifest = manifest_of(STEP, {0: SMALL[0]}, job_id="another")
+        other.tier.open_epoch(RUN, 1, 0, [one.tier.address])
+        other.writes(manifest, 0, SMALL[0])
+        other.wait_for(lambda: other.said)
+        assert "this agent is of job job, not of another" in other.said[0]
+        assert "of job job" in str(other.gathers(manifest_of(STEP, SMALL), {1: [one.tier.address]}))
+
+
+def test_hostile_messages(tmp_path: Path) -> None:
+    """Nonsense is answered with a status; the agent goes on."""
+    with nodes(tmp_path, 1) as (one,), grpc.insecure_channel(one.tier.address) as channel:
+        metadata = one.tier._peers._wire.metadata()
+        hold = channel.stream_unary(f"/{SERVICE}/Hold")
+        fetch = channel.unary_stream(f"/{SERVICE}/Fetch")
+        for messages in ([], [b""], [b"\xff"], [b"\x12\x03abc"], [b"\x0a\x00"]):
+            with pytest.raises(grpc.RpcError) as error:
+                hold(iter(messages), metadata=metadata, timeout=30)
+            assert error.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND), messages
+        for message in (b"", b"\xff"):
+            with pytest.raises(grpc.RpcError) as error:
+                list(fetch(message, metadata=metadata, timeout=30))
+            assert error.value.code() in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND)
+
+
+# ---- what goes wrong on the way --------------------------------------------------------------------------------------
+
+
+_OVER = threading.Event()
+
+
+class FakePeer:
+    """Hands out a good part, as `spoil` makes it."""
+
+    def __init__(
+        self, root: Path, manifest: Manifest, rank: int, spoil: Callable[[list[bytes]], Iterator[bytes]]
+    ) -> None:
+        (root / RUN).mkdir(parents=True)
+        write_own(root / RUN, manifest, rank, SMALL[rank])
+        part = Holdings(root).add_own(RUN, manifest.name, manifest.digest, rank)
+        self.asked = 0
+
+        def fetch(message: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+            self.asked += 1
+            return spoil(list(read_part(part, JOB)))
+
+        self.server = grpc.server(ThreadPoolExecutor(4))
+        handlers = {"Fetch": grpc.unary_stream_rpc_method_handler(fetch)}
+        self.server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
+        self.address = f"127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+        self.server.start()
+
+
+@contextmanager
+def fake_peer(*arguments: object) -> Iterator[FakePeer]:
+    peer = FakePeer(*arguments)  # type: ignore[arg-type]
+    _OVER.clear()
+    try:
+        yield peer
+    finally:
+        _OVER.set()
+        peer.server.stop(0).wait(10)
+
+
+def _flip(messages: list[bytes]) -> Iterator[bytes]:
+    spoilt = bytearray(messages[-1])
+    spoilt[len(spoilt) // 2] ^= 1
+    yield from [*messages[:-1], bytes(spoilt)]
+
+
+def _cut(messages: list[bytes]) -> Iterator[bytes]:
+    yield from messages[:-1]
+
+
+def _breaks(messages: list[bytes]) -> Iterator[bytes]:
+    yield from messages[:-1]
+    raise RuntimeError("the peer breaks")
+
+
+def _stands_still(messages: list[bytes]) -> Iterator[bytes]:
+    yield from messages[:-1]
+    _OVER.wait(20)
+
+
+def _says_nothing(messages: list[bytes]) -> Iterator[bytes]:
+    yield from ()
+
+
+def _another(messages: list[bytes]) -> Iterator[bytes]:
+    yield messages[0].replace(b"step-10.e1.1", b"step-11.e1.1")
+    yield from messages[1:]
+
+
+@pytest.mark.parametrize("spoil", [_flip, _cut, _breaks, _stands_still, _says_nothing, _another])
+def test_the_second_holder_is_asked_when_the_first_is_bad(
+    tmp_path: Path, spoil: Callable[[list[bytes]], Iterator[bytes]]
+) -> None:
+    """A flipped bit, a stream that ends early, breaks or stands still, another step than was asked for."""
+    with nodes(tmp_path, 2, stall_seconds=1.0) as two:
+        manifest = world(two)
+        newcomer = Node(tmp_path / "newcomer", stall_seconds=1.0)
+        with fake_peer(tmp_path / "fake", manifest, 0, spoil) as bad:
+            where = addresses(two, manifest)
+            where[0] = [bad.address, *where[0]]
+            description = newcomer.gathers(manifest, where)
+            assert isinstance(description, control_pb2.Checkpoint), description
+            complete(newcomer, manifest)
+            assert bad.asked == 1
+            newcomer.tier.close()
+            third = Node(tmp_path / "third", stall_seconds=1.0)
+            reason = third.gathers(manifest, {**where, 0: [bad.address]})
+            assert isinstance(reason, str)
+            assert "part 0" in reason
+            assert third.parts(STEP) == (1,)
+            third.tier.close()
+
+
+def test_another_checkpoint_is_gathered_at_once(tmp_path: Path) -> None:
+    """What is under way ends, also where its peer stands still: the master has changed its mind."""
+    with nodes(tmp_path, 3) as three:
+        manifest = world(three[:2])
+        other = manifest_of("step-20.e1.1", SMALL)
+        with fake_peer(tmp_path / "fake", other, 0, _stands_still) as stuck:
+            part = control_pb2.HeldPart(group_rank=0, addresses=[stuck.address])
+            ended: list[control_pb2.Checkpoint | str] = []
+            three[2].tier.gather(RUN, other.ref.to_proto(), [part], ended.append)
+            three[2].wait_for(lambda: stuck.asked)
+            begun = time.monotonic()
+            description = three[2].gathers(manifest, addresses(three[:2], manifest))
+            assert isinstance(description, control_pb2.Checkpoint), description
+            assert time.monotonic() - begun < 15, "it was waited for"  # the peer stands still for 20 s
+            assert [type(one) for one in ended] == [str]
+
+
+def test_a_holder_that_many_ask_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves so many at a time; the others ask again until it is their turn."""
+    monkeypatch.setattr(service, "MOST_CALLS", 1)
+    contents = {f"file-{number}": os.urandom(1_000_000) for number in range(4)}
+    manifest = manifest_of(STEP, {0: contents})
+    with nodes(tmp_path, 5) as (holder, *others):
+        holder.tier.open_epoch(RUN, 1, 0, [])
+        holder.writes(manifest, 0, contents)
+        holder.holds(STEP, 0)
+        where = {0: [holder.tier.address]}
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda node: node.gathers(manifest, where), others))
+        assert [type(one) for one in found] == [control_pb2.Checkpoint] * 4, found
+        for node in others:
+            complete(node, manifest)
+
+
+def test_what_nobody_has_cannot_be_gathered(tmp_path: Path) -> None:
+    """A dead address, a living agent without it, nobody, and parts that are not all: each has its reason."""
+    with nodes(tmp_path, 3) as three:
+        manifest = world(three[:2])
+        where = addresses(three[:2], manifest)
+        dead = Node(tmp_path / "dead")
+        dead.tier.close()
+        late = three[2]
+        reason = late.gathers(manifest, {**where, 1: [dead.tier.address, three[2].tier.address]})
+        assert f"{STEP} cannot be gathered: part 1 ({dead.tier.address}: " in str(reason)
+        assert "nobody else holds it" in str(late.gathers(manifest, {1: []}))
+        assert "in no part of it" in str(late.gathers(manifest, {0: where[0]}))
+        other = manifest_of("step-20.e1.1", SMALL)
+        assert "nobody is known to hold" in str(late.gathers(other, {}))
+        assert f"part 0 of {other.name} is not here" in str(late.gathers(other, {0: where[0]}))
+        assert isinstance(late.gathers(manifest, where), control_pb2.Checkpoint)
+
+
+def test_a_bit_that_flips_in_memory_is_found_and_the_replica_used(tmp_path: Path) -> None:
+    """By the holder when it is asked for the part; by this node when its checkpoint is doubted."""
+    with nodes(tmp_path, 3) as three:
+        manifest = world(three)
+        where = addresses(three, manifest)
+        path = three[0].memory() / STEP / "rank0.pt"
+        data = bytearray(path.read_bytes())
+        data[1000] ^= 1
+        path.write_bytes(data)
+        where[0] = [three[0].tier.address, three[1].tier.address]
+        assert isinstance(three[2].gathers(manifest, where), control_pb2.Checkpoint)
+        complete(three[2], manifest)
+        three[0].wait_for(lambda: three[0].parts(STEP) == (2,))
+        assert "part 0 of step-10.e1.1 was damaged in this node's memory" in three[0].said[0]
+        assert isinstance(three[0].gathers(manifest, where), control_pb2.Checkpoint)
+        complete(three[0], manifest)
+        # The same with a part of another node, found by a look at everything.
+        (three[0].memory() / STEP / "rank2.pt").write_bytes(b"owt")
+        found: list[str] = []
+        three[0].tier.doubt(RUN, manifest.ref.to_proto(), found.append)
+        three[0].wait_for(lambda: found)
+        assert "rank2.pt" in found[0]
+        assert three[0].parts(STEP) == (0, 1)
+        assert isinstance(three[0].gathers(manifest, where), control_pb2.Checkpoint)
+        complete(three[0], manifest)
+        three[0].tier.doubt(RUN, manifest.ref.to_proto(), found.append)
+        three[0].wait_for(lambda: len(found) == 2)
+        assert found[1] == ""
+
+
+def test_a_full_memory_is_said_once_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender's line has the holder's reason, with the flag that helps."""
+    monkeypatch.setattr(buddies, "_PAUSES", (0.1,))
+    with nodes(tmp_path, 1) as (one,), nodes(tmp_path / "full", 1, budget_bytes=100_000) as (full,):
+        one.tier.open_epoch(RUN, 1, 0, [full.tier.address])
+        for step in (10, 20):
+            manifest = manifest_of(f"step-{step}.e1.1", {0: SMALL[0]})
+            one.writes(manifest, 0, SMALL[0])
+            one.holds(manifest.name, 0)
+            one.wait_for(lambda: one.said)
+        small = manifest_of("step-30.e1.1", {0: {"x": b"x"}})
+        one.writes(small, 0, {"x": b"x"})
+        full.holds(small.name, 0)
+        assert len(one.said) == 1
+        assert "no room for part 0 of step-10.e1.1" in one.said[0]
+        assert "--memory-budget" in one.said[0]
+
+
+def test_room_that_is_made_in_time_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A buddy may delete an older step only just after the newer one was offered."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(buddies, "_PAUSES", (0.2,) * 200)
+    size = sum(map(len, SMALL[0].values()))
+    with nodes(tmp_path, 1) as (one,), nodes(tmp_path / "tight", 1, budget_bytes=size) as (tight,):
+        one.tier.open_epoch(RUN, 1, 0, [tight.tier.address])
+        first, second = (manifest_of(f"step-{step}.e1.1", {0: SMALL[0]}) for step in (10, 20))
+        one.writes(first, 0, SMALL[0])
+        tight.holds(first.name, 0)
+        one.writes(second, 0, SMALL[0])
+        one.wait_for(lambda: f"part 0 of {second.name} was not sent" in caplog.text)
+        tight.tier.keep(RUN, 2, [])
+        tight.holds(second.name, 0)
+        assert not one.said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can mount")
+def test_a_tmpfs_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured before a part is taken; and nothing of what did not fit is left."""
+    monkeypatch.setattr(buddies, "_PAUSES", (0.1,))
+    mount = tmp_path / "shm"
+    mount.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=80m", "tmpfs", str(mount)], check=False).returncode:
+        pytest.skip("no mount may be made here")
+    try:
+        with nodes(tmp_path, 1) as (one,), nodes(mount, 1) as (full,):
+            manifest = manifest_of(STEP, {0: SMALL[0]})
+            (full.memory() / "fills").write_bytes(bytes(80 << 20)[: full.tier._place.free_bytes() - 200_000])
+            one.tier.open_epoch(RUN, 1, 0, [full.tier.address])
+            one.writes(manifest, 0, SMALL[0])
+            one.wait_for(lambda: one.said)
+            assert "left on the file system" in one.said[0]
+            # What the measure did not see: the disk says so while it is written.
+            full.tier._space._free = lambda: 1 << 40
+            one.tier.open_epoch(RUN, 2, 0, [full.tier.address])
+            one.tier._buddies.offer(one.tier._holdings.part(RUN, STEP, manifest.digest, 0))  # type: ignore[arg-type]
+            part = one.tier._holdings.part(RUN, STEP, manifest.digest, 0)
+            assert part is not None
+            with pytest.raises(PeerError, match="No space left") as error:
+                one.tier._peers.send(full.tier.address, part, Pace(None, threading.Event()))
+            assert error.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+            full.wait_for(lambda: not list(full.memory().rglob(".in-*")))
+            (full.memory() / "fills").unlink()
+            one.tier._peers.send(full.tier.address, part, Pace(None, threading.Event()))
+            full.holds(STEP, 0)
+    finally:
+        subprocess.run(["umount", "-l", str(mount)], check=True)
+
+
+# ---- processes that end or stand still -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def started() -> Iterator[Callable[..., Process]]:
+    made: list[Process] = []
+
+    def start(*arguments: object) -> Process:
+        made.append(Process(*map(str, arguments)))
+        return made[-1]
+
+    yield start
+    for process in made:
+        process.close()
+
+
+def coming(root: Path) -> list[Path]:
+    """What is being received below a root."""
+    return [path for path in root.rglob(".in-*") if any(path.iterdir())]
+
+
+def test_a_buddy_that_is_killed_in_the_middle(
+    tmp_path: Path, started: Callable[..., Process], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, the other buddy gets its copy, and what the dead one left is removed by the next agent there."""
+    manifest, files = sent_step(8_000_000)
+    victim = started("hold", tmp_path / "victim")
+    monkeypatch.setattr(buddies, "_PAUSES", (0.1, 0.2))
+    with nodes(tmp_path, 1, bytes_per_second=8e6) as (one,), nodes(tmp_path / "other", 1) as (other,):
+        one.tier.open_epoch(RUN, 1, 0, [victim.line, other.tier.address])
+        one.writes(manifest, 0, files)
+        one.wait_for(lambda: coming(tmp_path / "victim"))
+        victim.signal(signal.SIGKILL)
+        other.holds(SENT, 0)
+        one.wait_for(lambda: one.said)
+        assert one.said[0].startswith(f"{victim.line} does not hold part 0 of {SENT}: ")
+        again = manifest_of("step-20.e1.1", {0: {"x": b"x"}})
+        one.writes(again, 0, {"x": b"x"})
+        other.holds(again.name, 0)
+        assert len(one.said) == 1
+    assert coming(tmp_path / "victim")
+    successor = Node(tmp_path / "victim")
+    assert os.listdir(tmp_path / "victim" / JOB) == [successor.tier.path.name]  # type: ignore[union-attr]
+    successor.tier.close()
+
+
+def test_a_sender_that_is_killed_in_the_middle(tmp_path: Path, started: Callable[..., Process]) -> None:
+    """Nothing of its part is left, and another holder's comes as if nothing had been."""
+    with nodes(tmp_path, 1) as (one,):
+        sender = started("send", tmp_path / "sender", one.tier.address, 8_000_000, 2e6)
+        one.wait_for(lambda: coming(tmp_path / "node-0"))
+        sender.signal(signal.SIGKILL)
+        one.wait_for(lambda: not list((tmp_path / "node-0").rglob(".in-*")))
+        assert one.tier.held() == []
+        assert not list(one.memory().rglob("MANIFEST.json"))
+        with nodes(tmp_path / "other", 1) as (other,):
+            manifest, files = sent_step(8_000_000)
+            other.tier.open_epoch(RUN, 1, 0, [one.tier.address])
+            other.writes(manifest, 0, files)
+            one.holds(SENT, 0)
+
+
+def test_a_buddy_that_stands_still(tmp_path: Path, started: Callable[..., Process]) -> None:
+    """It is given up after a time without a byte; once it goes on it gets the next step."""
+    manifest, files = sent_step(60_000_000)
+    stopped = started("hold", tmp_path / "stopped")
+    with nodes(tmp_path, 1, stall_seconds=2.0, bytes_per_second=60e6) as (one,):
+        one.tier.open_epoch(RUN, 1, 0, [stopped.line])
+        one.writes(manifest, 0, files)
+        one.wait_for(lambda: coming(tmp_path / "stopped"))
+        stopped.signal(signal.SIGSTOP)
+        one.wait_for(lambda: one.said)
+        assert "not a byte has moved for too long" in one.said[0]
+        stopped.signal(signal.SIGCONT)
+        again = manifest_of("step-20.e1.1", {0: {"x": b"x"}})
+        one.writes(again, 0, {"x": b"x"})
+        one.wait_for(lambda: any(held.copies for held in one.tier.held()))
+
+
+def test_a_sender_that_stands_still(tmp_path: Path, started: Callable[..., Process]) -> None:
+    """What it has sent so far is not kept for ever."""
+    with nodes(tmp_path, 1, stall_seconds=1.0) as (one,):
+        sender = started("send", tmp_path / "sender", one.tier.address, 8_000_000, 2e6)
+        one.wait_for(lambda: coming(tmp_path / "node-0"))
+        sender.signal(signal.SIGSTOP)
+        one.wait_for(lambda: not list((tmp_path / "node-0").rglob(".in-*")))
+        sender.signal(signal.SIGCONT)
+
+
+def test_the_end_of_an_agent_ends_what_is_under_way(tmp_path: Path) -> None:
+    """Within seconds, whatever is being sent, received or gathered; its directory goes."""
+    manifest, files = sent_step(8_000_000)
+    with nodes(tmp_path, 2, bytes_per_second=1e6) as (one, two):
+        one.tier.open_epoch(RUN, 1, 0, [two.tier.address])
+        one.writes(manifest, 0, files)
+        one.wait_for(lambda: coming(tmp_path / "node-1"))
+        with fake_peer(tmp_path / "fake", manifest_of("step-20.e1.1", SMALL), 1, _stands_still) as peer:
+            part = control_pb2.HeldPart(group_rank=1, addresses=[peer.address])
+            ended: list[object] = []
+            ref = manifest_of("step-20.e1.1", SMALL).ref.to_proto()
+            one.tier.gather(RUN, ref, [part], ended.append)
+            one.wait_for(lambda: peer.asked)
+            one.tier.close()
+            assert one.tier.path is not None
+            assert not one.tier.path.exists()
+            one.wait_for(lambda: ended)
+        two.wait_for(lambda: not list((tmp_path / "node-1").rglob(".in-*")))
+        assert not one.said
+        results: list[object] = []
+        one.tier.gather(RUN, manifest.ref.to_proto(), [], results.append)
+        one.tier.make_durable(RUN, manifest.ref.to_proto(), tmp_path, results.append)
+        assert results == ["no memory checkpoints: the agent ends"] * 2
+
+
+def test_without_shared_memory_nothing_is_done(tmp_path: Path) -> None:
+    """One line says why; the agent need not ask before each call."""
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root").chmod(0o777)
+    node = Node(tmp_path / "root")
+    assert node.tier.problem.startswith("no memory checkpoints: ")
+    assert (node.tier.address, node.tier.path, node.tier.held(), node.tier.directory(RUN)) == ("", None, [], None)
+    manifest = manifest_of(STEP, SMALL)
+    node.tier.open_epoch(RUN, 1, 0, ["127.0.0.1:1"])
+    node.tier.sealed(RUN, STEP, manifest.digest)
+    node.tier.keep(RUN, 1, [])
+    assert node.gathers(manifest, {}) == node.makes_durable(manifest, tmp_path) == node.tier.problem
+    node.tier.close()
+    nowhere = Node(tmp_path / "nowhere", host="192.0.2.1")
+    assert "no memory checkpoints" in nowhere.tier.problem
+    assert not list((tmp_path / "nowhere").iterdir())
+
+
+# ---- to the disk -----------------------------------------------------------------------------------------------------
+
+
+def test_a_complete_step_becomes_durable(tmp_path: Path) -> None:
+    """Manifest last, once however often it is ordered; not without all parts, and not over another one."""
+    run_dir = tmp_path / "disk" / RUN
+    with nodes(tmp_path, 2) as two:
+        manifest = world(two)
+        assert "cannot be written" in two[0].makes_durable(manifest, run_dir)  # nothing is mounted there
+        run_dir.parent.mkdir()
+        assert two[0].makes_durable(manifest, run_dir) == ""
+        assert two[1].makes_durable(manifest, run_dir) == ""
+        verify(run_dir / STEP, read_sealed(run_dir / STEP, manifest.digest))
+        assert sorted(os.listdir(run_dir)) == [".sealed", STEP]
+        third = manifest_of("step-30.e1.1", SMALL)
+        two[0].writes(third, 0, SMALL[0])
+        two[0].holds(third.name, 0)
+        assert "not all parts" in two[0].makes_durable(third, run_dir)
+        other = manifest_of(STEP, {0: {"x": b"y"}})
+        (run_dir / "step-40.e1.1").symlink_to(run_dir / STEP)
+        fourth = manifest_of("step-40.e1.1", {0: {"x": b"x"}})
+        two[0].writes(fourth, 0, {"x": b"x"})
+        two[0].holds(fourth.name, 0)
+        assert "link" in two[0].makes_durable(fourth, run_dir) or "belongs to" in two[0].makes_durable(fourth, run_dir)
+        verify(run_dir / STEP, read_sealed(run_dir / STEP, manifest.digest))
+        assert other.digest != manifest.digest
+
+
+def test_a_damaged_memory_is_not_made_durable(tmp_path: Path) -> None:
+    """The bad part is dropped, and there is no manifest on the disk."""
+    with nodes(tmp_path, 2) as two:
+        manifest = world(two)
+        (two[0].memory() / STEP / "deep/er/rank0.pt").write_bytes(b"1")
+        problem = two[0].makes_durable(manifest, tmp_path / RUN)
+        assert "damaged in memory" in problem
+        assert two[0].parts(STEP) == (1,)
+        assert not (tmp_path / RUN / STEP / "MANIFEST.json").exists()
+        assert two[1].makes_durable(manifest, tmp_path / RUN) == ""
+        verify(tmp_path / RUN / STEP, read_sealed(tmp_path / RUN / STEP, manifest.digest))
+
+
+@pytest.mark.parametrize("batches", [0, 2])
+def test_another_node_goes_on_where_one_was_killed(
+    tmp_path: Path, started: Callable[..., Process], batches: int
+) -> None:
+    """It takes over whole files, replaces torn ones, and leaves nothing of the dead one's."""
+    manifest, files = durable_step()
+    run_dir = tmp_path / RUN
+    killed = started("durable", tmp_path / "killed", run_dir, batches)
+    assert killed.line == "halted"
+    killed.signal(signal.SIGKILL)
+    killed.process.wait(30)
+    target = run_dir / manifest.name
+    done = {path: path.stat().st_ino for path in target.rglob("*.pt")}
+    assert len(done) == 2 * batches
+    assert os.listdir(run_dir / ".durable")
+    assert not (target / "MANIFEST.json").exists()
+    # What a save of the ranks may have left, torn.
+    (target / "stray").write_bytes(b"x")
+    (target / "folder-2").mkdir(exist_ok=True)
+    (target / "folder-2" / "file-8.pt").write_bytes(b"\x08" * 9_999 + b"\x00")
+    (target / "folder-1" / "link").symlink_to("/") if (target / "folder-1").is_dir() else None
+    with nodes(tmp_path / "successor", 1) as (one,):
+        one.tier.open_epoch(RUN, 1, 0, [])
+        one.writes(manifest, 0, files)
+        one.holds(manifest.name, 0)
+        assert one.makes_durable(manifest, run_dir) == ""
+    verify(target, read_sealed(target, manifest.digest))
+    assert {path: path.stat().st_ino for path in done} == done
+    assert sorted(os.listdir(run_dir)) == [".sealed", manifest.name]
+
+
+def test_two_nodes_may_write_the_same_at_the_same_time(tmp_path: Path) -> None:
+    """An order that was given to another one, while the first is still at it."""
+    with nodes(tmp_path, 2) as two:
+        manifest = world(two)
+        with ThreadPoolExecutor(2) as pool:
+            problems = [
+                one.result(60) for one in [pool.submit(node.makes_durable, manifest, tmp_path / RUN) for node in two]
+            ]
+        assert "" in problems
+        verify(tmp_path / RUN / STEP, read_sealed(tmp_path / RUN / STEP, manifest.digest))
+        assert sorted(os.listdir(tmp_path / RUN)) == [".sealed", STEP]
+
+
+def test_another_node_may_seal_it_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between our look and our first byte, too: its manifest stays."""
+    obstacle, sealed_by_other = durable._obstacle, []
+    with nodes(tmp_path, 2) as two:
+        manifest = world(two)
+
+        def quick(target: Path) -> str:
+            found = obstacle(target)
+            if not sealed_by_other:
+                sealed_by_other.append(0)
+                assert two[1].makes_durable(manifest, tmp_path / RUN) == ""
+                sealed_by_other.append((target / "MANIFEST.json").stat().st_ino)
+            return found
+
+        monkeypatch.setattr(durable, "_obstacle", quick)
+        assert two[0].makes_durable(manifest, tmp_path / RUN) == ""
+        assert (tmp_path / RUN / STEP / "MANIFEST.json").stat().st_ino == sealed_by_other[1]
+        verify(tmp_path / RUN / STEP, read_sealed(tmp_path / RUN / STEP, manifest.digest))
+
+
+def test_a_power_cut_while_it_is_made_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever it comes: what has a manifest has all its files."""
+    (tmp_path / RUN).mkdir()
+    with nodes(tmp_path / "nodes", 1) as (one,):
+        manifest, files = durable_step()
+        one.tier.open_epoch(RUN, 1, 0, [])
+        one.writes(manifest, 0, files)
+        one.holds(manifest.name, 0)
+        power = Power(tmp_path / RUN, monkeypatch, only_whole_checkpoints)
+        assert one.makes_durable(manifest, tmp_path / RUN) == ""
+        assert sealed(power.image()) == [manifest.name]

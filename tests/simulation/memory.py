@@ -1,0 +1,172 @@
+"""The memory of nodes in the simulation: parts of checkpoints that vanish with their agents, and travel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+from typing import TYPE_CHECKING
+
+from dalsegno.agent.decisions import events as ev
+from dalsegno.protos import control_pb2
+
+from .disk import Sealed
+
+if TYPE_CHECKING:
+    from .agents import SimAgent
+    from .plan import Plan
+    from .world import Simulation
+
+# How many schedules have memory checkpoints.
+SHARE = 0.35
+# A part takes so long to another node, seconds.
+TRANSFER = (0.01, 1.0)
+# How long the disk takes for a step that was in memory, seconds.
+WRITE = (0.1, 2.0)
+# The newest steps of the open epoch that a node keeps.
+KEPT = 2
+
+
+def memory_of(plan: Plan) -> None:
+    """Some schedules keep checkpoints in memory, every so many steps."""
+    random = Random(f"memory {plan.seed}")
+    if plan.silent or random.random() >= SHARE:
+        return
+    plan.memory_every = random.choice((1, 2, 2, 3))
+    for settings in (plan.settings, plan.other_settings):
+        settings.memory_replicas = 1 + plan.seed % 7 // 6
+
+
+@dataclass
+class Step:
+    """What one node has of one step: the parts, by the group ranks that wrote them; all have the same manifest."""
+
+    message: control_pb2.Checkpoint
+    history: tuple[tuple[int, int], ...]
+    parts: set[int] = field(default_factory=set)
+    # Agents that hold this node's own part, by their addresses.
+    copies: set[str] = field(default_factory=set)
+
+
+class Memory:
+    """One agent's. It goes with the process."""
+
+    def __init__(self, agent: SimAgent) -> None:
+        self._agent, self._sim = agent, agent.sim
+        self.address = f"{agent.host}:{agent.number}" if agent.sim.plan.memory_every else ""
+        # What ranks have written, and what this agent knows to be whole.
+        self._written: dict[str, tuple[control_pb2.Checkpoint, tuple[tuple[int, int], ...], int]] = {}
+        self.steps: dict[str, Step] = {}
+        self._epoch = 0
+        self._buddies: tuple[str, ...] = ()
+
+    def open_epoch(self, world: control_pb2.World) -> None:
+        self._epoch, self._buddies = world.epoch, tuple(world.place.buddies)
+
+    def write(self, message: control_pb2.Checkpoint, history: tuple[tuple[int, int], ...], part: int) -> None:
+        """The ranks of this node have written their part."""
+        self._written[message.ref.digest] = (message, history, part)
+
+    def has(self, digest: str, part: int) -> bool:
+        """Whether it is here, whole."""
+        return self._agent.alive and digest in self.steps and part in self.steps[digest].parts
+
+    def is_whole(self, message: control_pb2.Checkpoint, parts: int) -> bool:
+        return all(self.has(message.ref.digest, part) for part in range(parts))
+
+    def hold(self, action: ev.HoldPart) -> None:
+        """The own part: known here, and sent to the buddies."""
+        written = self._written.get(action.digest)
+        if written is None:
+            return
+        message, history, part = written
+        self._put(message, history, part)
+        for address in self._buddies:
+            self._after(TRANSFER, self._send, address, message.ref.digest, part)
+
+    def gather(self, action: ev.PrepareJoin | ev.MakeDurable, deliver: object) -> None:
+        """Fetches what is missing, from the first that has it; `deliver(failure)` once all is here or cannot be."""
+        missing = [held for held in action.parts if not self.has(self._wanted(action), held.group_rank)]
+        if not missing:
+            deliver("")  # type: ignore[operator]
+            return
+        self._after(TRANSFER, self._fetch, action, missing[0], deliver)
+
+    def make_durable(self, action: ev.MakeDurable) -> None:
+        def fetched(failure: str) -> None:
+            if failure:
+                self._agent.deliver(ev.MadeDurable(action.ref, failure))
+            else:
+                self._after(WRITE, self._write_down, action.ref)
+
+        self.gather(action, fetched)
+
+    def keep(self, epoch: int, digests: frozenset[str]) -> None:
+        newest = sorted((s for s in self.steps.values() if s.message.epoch == epoch), key=lambda s: s.message.step)
+        kept = digests | {step.message.ref.digest for step in newest[-KEPT:]}
+        for digest in [known for known in self.steps if known not in kept]:
+            gone = self.steps.pop(digest)
+            self._agent.deliver(ev.HeldChanged(gone.message, ()))
+
+    def _after(self, between: tuple[float, float], call: object, *args: object) -> None:
+        self._sim.clock.after(self._sim.random.uniform(*between), self._agent.run, call, *args)
+
+    def _put(self, message: control_pb2.Checkpoint, history: tuple[tuple[int, int], ...], part: int) -> None:
+        step = self.steps.setdefault(message.ref.digest, Step(message, history))
+        step.parts.add(part)
+        self._tell(step)
+
+    def _tell(self, step: Step) -> None:
+        self._agent.deliver(ev.HeldChanged(step.message, tuple(sorted(step.parts)), len(step.copies)))
+
+    def _send(self, address: str, digest: str, part: int) -> None:
+        buddy, step = peer(self._sim, address), self.steps.get(digest)
+        if buddy is not None and step is not None and step.message.epoch >= buddy.memory._epoch:
+            buddy.run(buddy.memory._put, step.message, step.history, part)
+            step.copies.add(address)
+            self._tell(step)
+
+    @staticmethod
+    def _wanted(action: ev.PrepareJoin | ev.MakeDurable) -> str:
+        ref = action.ref if isinstance(action, ev.MakeDurable) else action.resume
+        assert ref is not None
+        return ref.digest
+
+    def _fetch(self, action: ev.PrepareJoin | ev.MakeDurable, held: control_pb2.HeldPart, deliver: object) -> None:
+        digest = self._wanted(action)
+        for address in held.addresses:
+            other = peer(self._sim, address)
+            if other is not None and other.memory.has(digest, held.group_rank):
+                step = other.memory.steps[digest]
+                self._put(step.message, step.history, held.group_rank)
+                self.gather(action, deliver)
+                return
+        deliver(f"nobody has part {held.group_rank}")  # type: ignore[operator]
+
+    def _write_down(self, ref: control_pb2.CheckpointRef) -> None:
+        step, disk = self.steps.get(ref.digest), self._sim.disk
+        if step is None or disk.full or self._agent.host in disk.blind:
+            self._agent.deliver(ev.MadeDurable(ref, "no space left on device" if step is not None else "it is gone"))
+            return
+        written = disk.spilled.setdefault(ref.name, set())
+        written |= step.parts
+        if len(written) < self._sim.ledger.parts_of(step.message.epoch):
+            self._agent.deliver(ev.MadeDurable(ref, "some parts are elsewhere"))
+            return
+        message = control_pb2.Checkpoint()
+        message.CopyFrom(step.message)
+        message.in_memory = False
+        if ref.name not in disk.sealed:
+            disk.seal(message, step.history, self._agent.host)
+        self._agent.deliver(ev.MadeDurable(ref))
+
+
+def peer(sim: Simulation, address: str) -> SimAgent | None:
+    """The agent that serves this address, if it is there and answers."""
+    number = int(address.rpartition(":")[2])
+    agent = sim.agents[number]
+    return agent if agent.alive and not agent.frozen else None
+
+
+def remember(sim: Simulation, message: control_pb2.Checkpoint, history: tuple[tuple[int, int], ...]) -> None:
+    """What was ever sealed is known to the checks, wherever it is."""
+    sim.disk.ever[message.ref.digest] = Sealed(message, history, "", sim.clock.now)

@@ -1,0 +1,205 @@
+"""Memory checkpoints: what the master hears of them, what a leaver waits for, and how the ranks save at a drain."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from dalsegno.agent.decisions import events as ev
+from dalsegno.protos import control_pb2, worker_pb2
+
+from .test_decisions import Agent, kinds, world
+
+REF = control_pb2.CheckpointRef(name="step-6.e1.1", digest="d6")
+STEP = control_pb2.Checkpoint(ref=REF, step=6, epoch=1, in_memory=True)
+SEALED = worker_pb2.Sealed(name=REF.name, digest=REF.digest, step=6, in_memory=True)
+DRAINED = worker_pb2.Drained(name=REF.name, digest=REF.digest, step=6, in_memory=True)
+
+
+def drained(leaving: bool = False) -> Agent:
+    """Its ranks have drained into memory; what is held is not known yet."""
+    agent = Agent().registered().running()
+    if leaving:
+        agent.hear(ev.Signalled(signal.SIGTERM))
+    agent.said(draining=worker_pb2.Draining(step=6))
+    agent.said(sealed=SEALED)
+    agent.said(drained=DRAINED)
+    agent.exits(ev.WORKER_DRAINED)
+    return agent
+
+
+def test_a_part_is_sent_to_its_buddies_and_nothing_is_committed() -> None:
+    agent = Agent().registered().running()
+    agent.said(sealed=SEALED)
+    assert agent.did(ev.HoldPart) == [ev.HoldPart(REF.name, REF.digest)]
+    assert not agent.did(ev.ReadManifest)
+
+
+def test_what_is_held_is_told_once_and_to_each_new_master() -> None:
+    agent = Agent().registered().running()
+    for _ in range(2):
+        agent.hear(ev.HeldChanged(STEP, (0,)))
+    assert [tuple(request.parts) for request in agent.calls("ReportHeld")] == [(0,)]
+    agent.hear(ev.HeldChanged(STEP, (0, 1)))
+    assert agent.calls("ReportHeld")[-1].parts == [0, 1]
+    agent.directed(generation=2, run=world())
+    assert len(agent.calls("ReportHeld")) == 3
+    agent.hear(ev.HeldChanged(STEP, ()))
+    assert agent.calls("ReportHeld")[-1].parts == []
+    agent.directed(generation=3, run=world())
+    assert len(agent.calls("ReportHeld")) == 4
+
+
+def test_who_comes_back_tells_it_before_anything_else() -> None:
+    agent = Agent().registered().running()
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.hear(ev.CallFailed("Heartbeat", "NOT_FOUND", "gone"), ev.WorkersStopped(1))
+    agent.actions.clear()
+    agent.hear(ev.Registered("another", control_pb2.RegisterReply(generation=1, node="me", run_id="run-0001")))
+    assert kinds(agent.actions) == ["ReportHeld"]
+
+
+def test_what_is_held_is_told_before_the_drain_is() -> None:
+    agent = drained()
+    assert not agent.calls("ReportDrained")
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    assert kinds([action for action in agent.actions if isinstance(action, ev.Call)])[-2:] == [
+        "ReportHeld",
+        "ReportDrained",
+    ]
+
+
+def test_a_part_that_never_shows_itself_holds_nobody_up_for_ever() -> None:
+    agent = drained()
+    assert agent.state.wake is not None
+    agent.waits(11)
+    assert agent.calls("ReportDrained")
+
+
+def test_a_leaver_waits_until_others_have_what_it_alone_holds() -> None:
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.waits(7)  # As long as a leaver whose part is on the disk would not.
+    assert not agent.did(ev.Exit)
+    agent.directed(release=control_pb2.Release(), phase=control_pb2.PHASE_DRAINING)
+    (left,) = agent.did(ev.Exit)
+    assert (left.code, left.message) == (ev.EXIT_LEFT, "left on notice; everything is saved")
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_behind_its_drain_a_leaver_hears_whether_that_counts(recorded: bool) -> None:
+    """Another node that had a part of it may have been lost meanwhile."""
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    head = STEP if recorded else control_pb2.Checkpoint(ref=control_pb2.CheckpointRef(digest="d4"), step=4, epoch=1)
+    agent.directed(release=control_pb2.Release(), phase=control_pb2.PHASE_FORMING, head=head)
+    (left,) = agent.did(ev.Exit)
+    assert left.code == (ev.EXIT_LEFT if recorded else ev.EXIT_LEFT_UNSAVED)
+
+
+def test_a_leaver_whose_part_nobody_took_does_not_say_that_it_is_saved() -> None:
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.waits(11)
+    (left,) = agent.did(ev.Exit)
+    assert left.code == ev.EXIT_LEFT_UNSAVED
+    assert "nobody had said that others hold what it had in memory" in left.message
+
+
+def test_without_a_master_a_copy_is_enough() -> None:
+    """The buddy tells the next master."""
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (0,)), ev.LinkChanged(False))
+    assert not agent.did(ev.Exit)
+    agent.hear(ev.HeldChanged(STEP, (0,), copies=1))
+    assert not agent.did(ev.Exit)  # What it has goes to the disk first.
+    agent.hear(ev.MadeDurable(REF, "other parts are elsewhere"))
+    (left,) = agent.did(ev.Exit)
+    assert left.code == ev.EXIT_LEFT
+    assert not agent.calls("ReportDurable")
+
+
+def test_a_leaver_writes_what_it_holds_to_the_disk() -> None:
+    """All others may leave, too: whoever comes last finds all of it there, and seals it."""
+    agent = drained(leaving=True)
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+    agent.hear(ev.MadeDurable(REF), ev.Tick())
+    assert agent.calls("ReportDurable")
+    agent.waits(6)
+    (left,) = agent.did(ev.Exit)
+    assert (left.code, left.message) == (ev.EXIT_LEFT, "left on notice; everything is saved")
+
+
+def test_so_does_one_whose_workers_had_drained_before() -> None:
+    agent = drained()
+    agent.hear(ev.HeldChanged(STEP, (0,)))
+    agent.directed(gather=control_pb2.Gather(round=2, resume=REF), head=STEP)
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+    assert not agent.did(ev.Exit)
+
+
+@pytest.mark.parametrize("said", [True, False])
+def test_ranks_save_where_the_master_says(said: bool) -> None:
+    agent = Agent().registered().running()
+    agent.directed(drain=control_pb2.Drain(epoch=1, run=world(), to_memory=said))
+    assert agent.did(ev.TellWorkers)[-1].to_memory is said
+
+
+@pytest.mark.parametrize("buddies", [[], ["10.0.0.2:7"]])
+def test_a_leaver_does_not_wait_for_that_word(buddies: list[str]) -> None:
+    agent = Agent().registered()
+    place = world()
+    place.place.buddies.extend(buddies)
+    agent.directed(run=place)
+    agent.said(hello=worker_pb2.Hello(epoch=1))
+    agent.hear(ev.Signalled(signal.SIGTERM))
+    assert agent.did(ev.TellWorkers)[-1].drain
+    assert agent.did(ev.TellWorkers)[-1].to_memory is bool(buddies)
+    agent.directed(drain=control_pb2.Drain(epoch=1, run=place, to_memory=False))
+    assert not agent.did(ev.TellWorkers)[-1].to_memory
+
+
+def test_a_step_is_fetched_from_where_the_order_says() -> None:
+    agent = Agent().registered()
+    parts = [control_pb2.HeldPart(group_rank=1, addresses=["10.0.0.2:7"])]
+    agent.directed(gather=control_pb2.Gather(round=2, resume=REF, parts=parts))
+    assert agent.did(ev.PrepareJoin)[-1].parts == tuple(parts)
+
+
+def test_what_is_fetched_for_a_join_is_kept_although_it_has_come_to_the_disk() -> None:
+    agent = Agent().registered()
+    parts = [control_pb2.HeldPart(group_rank=0, addresses=["10.0.0.2:7"])]
+    agent.directed(gather=control_pb2.Gather(round=2, resume=REF, parts=parts), head=STEP)
+    on_disk = control_pb2.Checkpoint(ref=REF, step=6, epoch=1)
+    agent.directed(gather=control_pb2.Gather(round=2, resume=REF), head=on_disk)
+    assert agent.did(ev.KeepInMemory)[-1].digests == {REF.digest}
+    agent.hear(ev.JoinPrepared(2, REF.digest, "host", 1, "probe", (STEP,)))
+    agent.directed(gather=control_pb2.Gather(round=2, resume=REF), head=on_disk)
+    assert not agent.did(ev.KeepInMemory)[-1].digests
+
+
+def test_what_the_run_may_go_on_from_is_kept() -> None:
+    agent = Agent().registered().running()
+    agent.directed(run=world(), head=STEP)
+    assert agent.did(ev.KeepInMemory)[-1] == ev.KeepInMemory(1, frozenset({REF.digest}))
+    agent.directed(run=world(), head=STEP, make_durable=control_pb2.MakeDurable(ref=REF))
+    agent.directed(run=world(), head=STEP, make_durable=control_pb2.MakeDurable(ref=REF))
+    assert agent.did(ev.MakeDurable) == [ev.MakeDurable(REF)]
+    agent.hear(ev.MadeDurable(REF))
+    assert agent.calls("ReportDurable")[-1].ref == REF
+    on_disk = control_pb2.Checkpoint(ref=REF, step=6, epoch=1)
+    agent.directed(run=world(), head=on_disk)
+    assert agent.did(ev.KeepInMemory)[-1] == ev.KeepInMemory(1, frozenset())
+
+
+def test_what_could_not_be_written_is_said_and_tried_again_when_told() -> None:
+    agent = Agent().registered().running()
+    agent.directed(run=world(), head=STEP, make_durable=control_pb2.MakeDurable(ref=REF))
+    agent.hear(ev.MadeDurable(REF, "no space left on the device"))
+    assert agent.calls("ReportDurable")[-1].failure == "no space left on the device"
+    agent.directed(run=world(), head=STEP)
+    agent.directed(run=world(), head=STEP, make_durable=control_pb2.MakeDurable(ref=REF))
+    assert len(agent.did(ev.MakeDurable)) == 2

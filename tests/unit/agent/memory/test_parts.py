@@ -1,0 +1,274 @@
+"""A part as a stream: what is sent, and what is not taken."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from dalsegno.agent.memory.fence import Fence
+from dalsegno.agent.memory.holdings import Holdings, Part
+from dalsegno.agent.memory.incoming import Incoming, PartRefusedError
+from dalsegno.agent.memory.pieces import PIECE_BYTES, decode, encode, read_part
+from dalsegno.agent.memory.space import RESERVE, NoSpaceError, Space
+from dalsegno.elastic.checkpoint import MANIFEST, CheckpointDamaged, Manifest, verify_files
+from dalsegno.protos import peer_pb2
+from tests.support.checkpoints.memory import JOB, RUN, SMALL, manifest_of, write_own
+
+NAME = "step-10.e3.1"
+
+
+@pytest.fixture
+def part(tmp_path: Path) -> Part:
+    """Of another node, ready to be sent."""
+    (tmp_path / "there" / RUN).mkdir(parents=True)
+    manifest = manifest_of(NAME, SMALL)
+    write_own(tmp_path / "there" / RUN, manifest, 1, SMALL[1])
+    return Holdings(tmp_path / "there").add_own(RUN, NAME, manifest.digest, 1)
+
+
+@pytest.fixture
+def holdings(tmp_path: Path) -> Holdings:
+    (tmp_path / "here" / RUN).mkdir(parents=True)
+    return Holdings(tmp_path / "here")
+
+
+def space(holdings: Holdings, budget: int | None = None) -> Space:
+    return Space(budget, holdings.bytes, lambda: 1 << 40, lambda: 1 << 40)
+
+
+def receive(holdings: Holdings, messages: Iterator[bytes] | list[bytes], budget: int | None = None) -> Any:
+    first, *rest = messages
+    header = decode(first)
+    assert isinstance(header, peer_pb2.Header)
+    incoming = Incoming(header, holdings, space(holdings, budget))
+    try:
+        for message in rest:
+            data = decode(message)
+            assert isinstance(data, memoryview)
+            incoming.feed(data)
+        return incoming.finish()
+    finally:
+        incoming.close()
+
+
+@pytest.mark.parametrize("length", [0, 1, 127, 128, 16_383, 16_384, PIECE_BYTES])
+def test_bytes_are_coded_as_protobuf_codes_them(length: int) -> None:
+    """Both ways, so that a peer of another make understands."""
+    data = os.urandom(length)
+    message = encode(memoryview(data))
+    assert peer_pb2.Piece.FromString(message) == peer_pb2.Piece(data=data)
+    assert message == peer_pb2.Piece(data=data).SerializeToString()
+    assert decode(message) == data
+
+
+def test_other_ways_to_code_the_same_are_understood() -> None:
+    """A length of more bytes than needed, a field that nobody knows; nonsense is said to be that."""
+    assert decode(b"\x12\x83\x00abc") == b"abc"
+    assert decode(b"\x12\x03abc\x98\x06\x01") == b"abc"
+    for nonsense in (b"\x12\x05abc", b"\xff", b"\x12", b"\x12" + b"\xff" * 10):
+        with pytest.raises(ValueError, match="not a message"):
+            decode(nonsense)
+    assert decode(b"") == b""
+
+
+@pytest.mark.parametrize("piece", [1, 1000, PIECE_BYTES])
+def test_a_part_arrives_as_it_was_sealed(part: Part, holdings: Holdings, tmp_path: Path, piece: int) -> None:
+    """Whatever the pieces are cut like, with folders and empty files; many small files share one message."""
+    if piece == 1:
+        part = replace(part, entries=tuple(entry for entry in part.entries if entry.size < 4000))
+    messages = list(read_part(part, JOB, piece))
+    if piece == PIECE_BYTES:
+        assert len(messages) == 2 + -(-sum(map(len, SMALL[1].values())) // PIECE_BYTES)
+    held = receive(holdings, messages)
+    assert held.parts == (1,)
+    verify_files(tmp_path / "here" / RUN / NAME, part.entries)
+    assert sorted(os.listdir(tmp_path / "here" / RUN / f"{NAME}.parts")) == ["1.json"]
+    assert Manifest.read(tmp_path / "here" / RUN / NAME) == part.manifest
+
+
+def header(messages: list[bytes], **changes: Any) -> list[bytes]:
+    changed = peer_pb2.Piece.FromString(messages[0])
+    for name, value in changes.items():
+        if name == "paths":
+            del changed.header.paths[:]
+            changed.header.paths.extend(value)
+        else:
+            setattr(changed.header, name, value)
+    return [changed.SerializeToString(), *messages[1:]]
+
+
+def flipped(messages: list[bytes], message: int, position: int) -> list[bytes]:
+    spoilt = bytearray(messages[message])
+    spoilt[position] ^= 16
+    return [*messages[:message], bytes(spoilt), *messages[message + 1 :]]
+
+
+HARM: dict[str, tuple[Callable[[list[bytes]], list[bytes]], grpc.StatusCode, str]] = {
+    "flipped": (lambda m: flipped(m, 2, 5000), grpc.StatusCode.DATA_LOSS, "did not arrive as it was sealed"),
+    "flipped in the manifest": (lambda m: flipped(m, 1, 50), grpc.StatusCode.INVALID_ARGUMENT, "not the one"),
+    "cut": (lambda m: m[:-1], grpc.StatusCode.DATA_LOSS, "ended too early"),
+    "cut in the manifest": (lambda m: m[:1], grpc.StatusCode.DATA_LOSS, "ended too early"),
+    "too long": (lambda m: [*m, encode(memoryview(b"x"))], grpc.StatusCode.INVALID_ARGUMENT, "more bytes"),
+    "another digest": (lambda m: header(m, digest="0" * 64), grpc.StatusCode.INVALID_ARGUMENT, "not the one"),
+    "another name": (lambda m: header(m, name="step-11.e3.1"), grpc.StatusCode.INVALID_ARGUMENT, "is that of"),
+    "another run": (lambda m: header(m, run_id="run-0002"), grpc.StatusCode.INVALID_ARGUMENT, "is that of"),
+    "outside": (lambda m: header(m, paths=["../rank1.pt"]), grpc.StatusCode.INVALID_ARGUMENT, "not in the manifest"),
+    "unlisted": (lambda m: header(m, paths=["another"]), grpc.StatusCode.INVALID_ARGUMENT, "not in the manifest"),
+    "twice": (lambda m: header(m, paths=["rank1.pt"] * 2), grpc.StatusCode.INVALID_ARGUMENT, "twice"),
+    "no manifest": (lambda m: header(m, manifest_bytes=0), grpc.StatusCode.INVALID_ARGUMENT, "0 bytes"),
+    "endless manifest": (lambda m: header(m, manifest_bytes=1 << 60), grpc.StatusCode.INVALID_ARGUMENT, "bytes"),
+    "other files": (lambda m: header(m, paths=["rank2.pt"]), grpc.StatusCode.DATA_LOSS, "did not arrive"),
+}
+
+
+@pytest.mark.parametrize("harm", HARM)
+def test_what_is_not_what_was_sealed_is_not_taken(part: Part, holdings: Holdings, tmp_path: Path, harm: str) -> None:
+    """And nothing of it is left."""
+    spoil, code, said = HARM[harm]
+    with pytest.raises(PartRefusedError, match=said) as refused:
+        receive(holdings, spoil(list(read_part(part, JOB))))
+    assert refused.value.code is code
+    assert holdings.all() == []
+    assert [path for path in (tmp_path / "here").rglob("*") if path.is_file() or path.name.startswith(".")] == []
+    assert holdings.keep(RUN, 4, frozenset(), 2) == []
+    assert list((tmp_path / "here" / RUN).iterdir()) == []  # nothing is at work on it any more
+
+
+def test_a_link_in_the_way_leads_nowhere(part: Part, holdings: Holdings, tmp_path: Path) -> None:
+    """What ranks leave may have links in it."""
+    (tmp_path / "elsewhere").mkdir()
+    step = tmp_path / "here" / RUN / NAME
+    step.mkdir()
+    (step / "deep").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PartRefusedError, match="link is in its way"):
+        receive(holdings, read_part(part, JOB))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    (step / "deep").unlink()
+    shutil.rmtree(step)
+    step.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(PartRefusedError):
+        receive(holdings, read_part(part, JOB))
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def _as_link(path: Path) -> None:
+    path.rename(path.with_suffix(".real"))
+    path.symlink_to(path.with_suffix(".real"))
+
+
+@pytest.mark.parametrize("name", ["rank1.pt", MANIFEST])
+@pytest.mark.parametrize(
+    "spoil", [_flip, Path.unlink, _as_link, lambda path: os.truncate(path, 10)], ids=["flip", "gone", "link", "cut"]
+)
+def test_a_part_that_was_damaged_here_is_not_sent(
+    part: Part, holdings: Holdings, spoil: Callable[[Path], object], name: str
+) -> None:
+    """Its sender finds that itself, and what has arrived until then is no part."""
+    spoil(part.place.files / name)
+    arrived: list[bytes] = []
+    with pytest.raises(CheckpointDamaged) as damaged:
+        arrived.extend(read_part(part, JOB))
+    assert damaged.value.file == name
+    if len(arrived) > 1:
+        with pytest.raises(PartRefusedError):
+            receive(holdings, arrived)
+
+
+def test_the_budget_counts_what_is_here_and_what_comes(part: Part, holdings: Holdings) -> None:
+    """Each byte of a part; the line names the flag."""
+    size = sum(entry.size for entry in part.entries)
+    with pytest.raises(PartRefusedError, match=r"no room for part 1 of step-10.e3.1.*--memory-budget") as refused:
+        receive(holdings, read_part(part, JOB), size - 1)
+    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+    receive(holdings, read_part(part, JOB), size)
+    room = space(holdings, 2 * size)
+    with room.promised(size, "it"), pytest.raises(NoSpaceError, match="budget"), room.promised(1, "more"):
+        pass
+    with room.promised(size, "it"):
+        pass
+
+
+def test_room_is_on_the_file_system_and_in_the_container() -> None:
+    """Files on a tmpfs are memory of the container: both are asked, and the line says what helps."""
+    with (
+        pytest.raises(NoSpaceError, match=r"part 1 .*99 MB are left on the file system; .*--shm-size.*medium: Memory"),
+        Space(None, lambda: 0, lambda: 99_000_000, lambda: 1 << 40).promised(100_000_000, "part 1"),
+    ):
+        pass
+    with (
+        pytest.raises(NoSpaceError, match=r"99 MB of memory can be had, beside .*--memory-replicas"),
+        Space(None, lambda: 0, lambda: 1 << 40, lambda: RESERVE + 99_000_000).promised(100_000_000, "part 1"),
+    ):
+        pass
+    room = Space(None, lambda: 0, lambda: 150, lambda: 1 << 40)
+    with room.promised(100, "one"), pytest.raises(NoSpaceError), room.promised(51, "two"):
+        pass
+
+
+def test_what_is_written_to_a_full_disk_is_refused(
+    part: Part, holdings: Holdings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever else fills it meanwhile: the sender learns that there is no room."""
+    monkeypatch.setattr(os, "write", lambda descriptor, data: (_ for _ in ()).throw(OSError(28, "No space left")))
+    with pytest.raises(PartRefusedError, match="no room") as refused:
+        receive(holdings, read_part(part, JOB))
+    assert refused.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def offered(**changes: Any) -> peer_pb2.Header:
+    fields = {"job_id": JOB, "run_id": RUN, "epoch": 3, "name": NAME, "digest": "d", "group_rank": 1}
+    return peer_pb2.Header(**{**fields, **changes})
+
+
+REFUSED: dict[str, tuple[dict[str, Any], grpc.StatusCode]] = {
+    "job": ({"job_id": "another"}, grpc.StatusCode.NOT_FOUND),
+    "closed": ({"epoch": 2, "name": "step-10.e2.1"}, grpc.StatusCode.FAILED_PRECONDITION),
+    "own": ({"group_rank": 0}, grpc.StatusCode.INVALID_ARGUMENT),
+    "name": ({"name": "../../x"}, grpc.StatusCode.INVALID_ARGUMENT),
+    "form": ({"name": "step-10.e3.1.universal.1"}, grpc.StatusCode.INVALID_ARGUMENT),
+    "epoch": ({"epoch": 4}, grpc.StatusCode.INVALID_ARGUMENT),
+    "run": ({"run_id": "../x"}, grpc.StatusCode.INVALID_ARGUMENT),
+    "no run": ({"run_id": ""}, grpc.StatusCode.INVALID_ARGUMENT),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_the_fence(case: str) -> None:
+    """Another job, a closed epoch, this node's own part, impossible names."""
+    fence = Fence(JOB)
+    assert fence.open(RUN, 3, 0)
+    changes, code = REFUSED[case]
+    with pytest.raises(PartRefusedError) as refused:
+        fence.check(offered(**changes))
+    assert refused.value.code is code
+
+
+def test_the_fence_lets_in_what_may_come() -> None:
+    """The open epoch and later ones, a run of which nothing is known yet, and what is wanted here; no epoch reopens."""
+    fence = Fence(JOB)
+    fence.check(offered(group_rank=0))
+    assert fence.open(RUN, 3, 0)
+    assert not fence.open(RUN, 2, 1)
+    fence.check(offered())
+    fence.check(offered(epoch=4, name="step-10.e4.1", group_rank=0))
+    fence.check(offered(run_id="run-0002", epoch=1, name="step-1.e1.1"))
+    old = offered(epoch=2, name="step-10.e2.1", group_rank=0)
+    with fence.wanted(RUN, "step-10.e2.1", "d"), fence.wanted(RUN, "step-10.e2.1", "d"):
+        fence.check(old)
+        with pytest.raises(PartRefusedError):
+            fence.check(offered(epoch=2, name="step-10.e2.1", digest="e"))
+    with pytest.raises(PartRefusedError):
+        fence.check(old)

@@ -1,0 +1,105 @@
+"""Transfers that do not move are ended, and work waits in line."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from dalsegno.agent.memory import watch
+from dalsegno.agent.memory.calls import Pace
+from dalsegno.agent.memory.line import Line
+from dalsegno.agent.memory.watch import Watch
+
+
+def test_only_what_does_not_move_is_ended() -> None:
+    """However long it takes."""
+    looking = Watch(0.4)
+    stuck, slow = threading.Event(), threading.Event()
+    with looking.over(stuck.set) as standing, looking.over(slow.set) as moving:
+        deadline = time.monotonic() + 30
+        while not stuck.wait(0.02):
+            moving.moved()
+            assert time.monotonic() < deadline
+        assert standing.stalled
+        assert not moving.stalled
+        assert not slow.is_set()
+    looking.close()
+
+
+def test_a_pause_of_this_process_is_nobodys_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that slept, an agent that was stopped: peers had no chance to move anything."""
+    state = SimpleNamespace(offset=0.0, looks=0)
+
+    def monotonic() -> float:
+        if threading.current_thread().name == "memory-watch":
+            state.looks += 1
+        return time.monotonic() + state.offset
+
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=monotonic))
+    looking = Watch(30.0)
+    ended = threading.Event()
+    with looking.over(ended.set) as transfer:
+        state.offset, seen = 1000.0, state.looks
+        deadline = time.monotonic() + 30
+        while state.looks < seen + 3:
+            assert time.monotonic() < deadline
+            assert not ended.wait(0.05)
+        assert not transfer.stalled
+    looking.close()
+
+
+def test_after_the_end_nothing_begins() -> None:
+    looking = Watch()
+    under_way, late = threading.Event(), threading.Event()
+    with looking.over(under_way.set):
+        looking.close()
+        assert under_way.is_set()
+    with looking.over(late.set) as transfer:
+        assert late.is_set()
+        assert not transfer.stalled
+
+
+def test_work_waits_in_line_and_is_bounded() -> None:
+    """One after the other; what fails stops nothing; too much, and what comes after the end, is not taken."""
+    line = Line("test")
+    begun, go, done = threading.Event(), threading.Event(), threading.Event()
+    ran: list[int] = []
+
+    def first() -> None:
+        begun.set()
+        go.wait(30)
+        raise OSError("it fails")
+
+    assert line.put(first)
+    assert begun.wait(30)
+    taken = [line.put(lambda number=number: ran.append(number)) for number in range(100)]  # type: ignore[misc]
+    assert taken == [True] * 64 + [False] * 36
+    go.set()
+    deadline = time.monotonic() + 30
+    while not line.put(done.set):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert done.wait(30)
+    assert ran == list(range(64))
+    line.close(30)
+    assert not line.put(done.set)
+
+
+def test_a_pace_holds_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many bytes in a second, in pieces of which several pass in a second; without one nothing waits."""
+    waits: list[float] = []
+    stop = SimpleNamespace(wait=waits.append)
+    pace = Pace(1000.0, stop)  # type: ignore[arg-type]
+    for _ in range(3):
+        pace.wait(500)
+    assert waits[0] == 0
+    assert sum(waits[1:]) == pytest.approx(1.5, abs=0.1)  # nothing slept: what was held back adds up
+    assert [Pace(rate, threading.Event()).piece_bytes for rate in (None, 1e9, 1e6, 1.0)] == [
+        1 << 20,
+        1 << 20,
+        100_000,
+        4096,
+    ]

@@ -1,0 +1,87 @@
+"""When memory checkpoints are due."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from dalsegno.elastic.saving.cadence import AUTO, FIRST_STEPS, MOST_PATIENCE, MOST_STEPS, SHARE, Cadence, checked
+
+
+def run(cadence: Cadence, steps: int, *, step: float, wait: float, slower: float = 1.0, beside: int = 0) -> list[int]:
+    """The steps that were saved: each waits, and makes so many steps beside it slower."""
+    saved: list[int] = []
+    under_way = 0
+    for number in range(1, steps + 1):
+        if under_way:
+            under_way -= 1
+            cadence.measure(step * slower, saving=True)
+            if not under_way:
+                cadence.ended(saved[-1], number, cadence.proposal(), failed=False)
+        else:
+            cadence.measure(step, saving=False)
+        if not under_way and cadence.due(number):
+            saved.append(number)
+            cadence.began(wait)
+            under_way = beside
+            if not beside:
+                cadence.ended(number, number, cadence.proposal(), failed=False)
+    return saved
+
+
+def test_a_number_is_that_many_steps() -> None:
+    """Whatever it costs: the person said it."""
+    assert run(Cadence(3), 10, step=0.1, wait=5.0) == [3, 6, 9]
+    assert run(Cadence(1), 3, step=0.1, wait=0.0) == [1, 2, 3]
+    assert run(Cadence(0), 10, step=0.1, wait=0.0) == []
+
+
+@pytest.mark.parametrize(("step", "wait"), [(0.1, 0.004), (0.5, 0.1), (0.02, 0.3), (1.0, 0.0001)])
+def test_auto_slows_the_loop_by_its_share_at_most(step: float, wait: float) -> None:
+    """Over a long run; and not by much less, unless every step may be saved."""
+    saved = run(Cadence(AUTO), 5000, step=step, wait=wait)
+    assert saved[0] == FIRST_STEPS
+    slowed = wait * (len(saved) - 1) / (5000 * step)
+    assert slowed <= SHARE * 1.02
+    apart = saved[-1] - saved[-2]
+    assert apart == 1 or slowed >= 0.5 * SHARE
+    assert apart <= MOST_STEPS
+
+
+def test_auto_counts_what_the_steps_beside_take_longer() -> None:
+    """The loop waits for nothing, and shares the machine with what writes: five steps that take a fifth longer."""
+    saved = run(Cadence(AUTO), 5000, step=0.1, wait=0.0, slower=1.2, beside=5)
+    slowed = 5 * 0.02 * len(saved) / (5000 * 0.1)
+    assert 0.5 * SHARE <= slowed <= SHARE * 1.02
+
+
+def test_auto_has_an_end() -> None:
+    """However much it costs there is one now and then."""
+    saved = run(Cadence(AUTO), 3000, step=0.001, wait=60.0)
+    assert saved == [FIRST_STEPS, FIRST_STEPS + MOST_STEPS, FIRST_STEPS + 2 * MOST_STEPS]
+
+
+@pytest.mark.parametrize("every", [2, AUTO])
+def test_what_fails_is_tried_less_and_less_often(every: int | str) -> None:
+    """Memory that has no room now will hardly have it in the next step; once it has, all is as before."""
+    cadence, tried = Cadence(every), list[int]()
+    for number in range(1, 1001):
+        cadence.measure(0.1, saving=False)
+        if cadence.due(number):
+            tried.append(number)
+            cadence.began(0.004)
+            cadence.ended(number, number, cadence.proposal(), failed=number < 600)
+    apart = [later - sooner for sooner, later in itertools.pairwise(tried)]
+    failed = [gap for gap, begin in zip(apart, tried, strict=False) if begin < 600]
+    assert failed[0] >= 4
+    assert failed == sorted(failed)
+    assert max(failed) <= 2 * MOST_PATIENCE
+    assert apart[-1] == 2
+
+
+@pytest.mark.parametrize("every", [-1, "often", 2.5, True, None])
+def test_what_is_no_cadence_is_refused(every: object) -> None:
+    """With what there is."""
+    with pytest.raises(ValueError, match="memory_every is a number of steps, 0 \\(off\\) or 'auto', not"):
+        checked(every)  # type: ignore[arg-type]

@@ -1,0 +1,545 @@
+"""Memory checkpoints: each node has what its own ranks wrote, and all parts together are an ordinary checkpoint."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import subprocess
+import threading
+from collections import namedtuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dalsegno.elastic import background
+from dalsegno.elastic.checkpoint import SHARDED, CheckpointStore, Manifest, Position, verify
+from dalsegno.elastic.checkpoint.parts import parts_directory, read_parts
+from dalsegno.elastic.rank.identity import Identity, ResumeOrder, from_environment
+from dalsegno.elastic.saving import tiers
+from dalsegno.elastic.saving.content import Content
+from dalsegno.elastic.saving.resuming import Damaged, ResumePoint, handed_out
+from dalsegno.elastic.saving.saving import SaveError, Saver
+from dalsegno.elastic.training.saves import Saves
+from dalsegno.protos import worker_pb2
+from tests.support.workers.threads import Gone, Threads, together
+from tests.unit.elastic.checkpoint.test_best import start
+
+pytestmark = pytest.mark.timeout(60)
+
+Space = namedtuple("Space", ["f_bavail", "f_frsize"])
+
+
+@dataclass
+class Agent:
+    """Stands for the link: keeps what is said."""
+
+    ending: int = 0
+    alive: bool = True
+    said: list[worker_pb2.ToAgent] = field(default_factory=list)
+    lock: Any = field(default_factory=threading.Lock)
+
+    def send(self, message: worker_pb2.ToAgent, *, droppable: bool = False) -> None:
+        with self.lock:
+            self.said.append(message)
+
+    def of(self, kind: str) -> list[Any]:
+        return [getattr(message, kind) for message in self.said if message.HasField(kind)]  # type: ignore[arg-type]
+
+
+@dataclass
+class Job:
+    """Some nodes with some ranks each, and the directory that all of them see."""
+
+    directory: Path
+    nodes: int
+    per_node: int = 1
+    epoch: int = 3
+
+    def __post_init__(self) -> None:
+        self.agents = [Agent() for _ in range(self.nodes)]
+        for node in range(self.nodes):
+            self.memory(node).mkdir(parents=True, exist_ok=True)
+
+    @property
+    def world(self) -> int:
+        return self.nodes * self.per_node
+
+    def memory(self, node: int) -> Path:
+        return self.directory / f"memory-{node}"
+
+    def identity(self, rank: int) -> Identity:
+        node, local_rank = divmod(rank, self.per_node)
+        return Identity(
+            rank=rank,
+            world_size=self.world,
+            local_rank=local_rank,
+            local_world_size=self.per_node,
+            epoch=self.epoch,
+            socket="socket",
+            job_id="job",
+            run_id="run-0001",
+            run_dir=self.directory / "run-0001",
+            group_rank=node,
+            memory_dir=self.memory(node),
+        )
+
+    def run(self, work: Callable[[Saver, Threads], Any]) -> list[Any]:
+        def one(group: Threads) -> Any:
+            identity = self.identity(group.rank)
+            assert identity.run_dir is not None
+            agent: Any = self.agents[identity.group_rank]
+            return work(Saver(identity, group, CheckpointStore(identity.run_dir), agent, None), group)
+
+        return together(self.world, one)
+
+    def gather(self, name: str) -> Path:
+        """What the agents do: puts all parts together, on the first node."""
+        whole = self.memory(0) / name
+        for node in range(1, self.nodes):
+            for files in read_parts(self.memory(node) / name).values():
+                for file in files:
+                    (whole / file).parent.mkdir(parents=True, exist_ok=True)
+                    assert not (whole / file).exists()
+                    shutil.copyfile(self.memory(node) / name / file, whole / file)
+        return whole
+
+
+def content(step: int = 5) -> Content:
+    return Content(step, Position(0, 16 * step))
+
+
+def writes(rank: int, step: int = 5) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        if rank == 0:
+            (path / "model.pt").write_bytes(bytes([step]) * 5000)
+        (path / "shards").mkdir(exist_ok=True)
+        (path / "shards" / f"{rank}.pt").write_bytes(bytes([rank]) * (1000 + rank))
+
+    return write
+
+
+def files_of(rank: int, step: int = 5) -> dict[str, Any]:
+    model = {"model.pt": bytes([step]) * 5000} if rank == 0 else {}
+    return {**model, f"shards/{rank}.pt": bytes([rank]) * (1000 + rank)}
+
+
+def save(saver: Saver, group: Threads, *, waits: bool, step: int = 5, drain: bool = False) -> Manifest | None:
+    if waits:
+        options = {"create_directory": True, "drain": drain, "in_memory": True}
+        return saver.save(content(step), writes(group.rank, step), **options)  # type: ignore[arg-type]
+    name = saver.begin(content(step), lambda: files_of(group.rank, step), lambda: None, drain=drain, in_memory=True)
+    ended = saver.settle()
+    if ended is None:
+        return None
+    assert ended[1].name == name
+    return Manifest.read(saver._tier(True).store.path(ended[1].name))
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+@pytest.mark.parametrize(("nodes", "per_node"), [(1, 1), (2, 1), (2, 2), (3, 2)])
+def test_all_parts_together_are_an_ordinary_checkpoint(tmp_path: Path, nodes: int, per_node: int, waits: bool) -> None:
+    """Every node has its own ranks' files, the same manifest, and the note of its part; nothing is on the disk."""
+    job = Job(tmp_path, nodes, per_node)
+    manifests = job.run(lambda saver, group: save(saver, group, waits=waits))
+    first = manifests[0]
+    assert isinstance(first, Manifest)
+    assert {one.digest for one in manifests} == {first.digest}
+    assert first.name == "step-5.e3.1"
+    assert not (tmp_path / "run-0001" / first.name).exists()
+    for node in range(nodes):
+        directory, ranks = job.memory(node) / first.name, range(node * per_node, (node + 1) * per_node)
+        own = {*(f"shards/{rank}.pt" for rank in ranks), *(f"rng/rank-{rank}.json" for rank in ranks)}
+        assert read_parts(directory) == {node: tuple(sorted(own | ({"model.pt"} if node == 0 else set())))}
+        assert Manifest.read(directory) == first
+        (sealed,) = job.agents[node].of("sealed")
+        assert (sealed.name, sealed.digest, sealed.step, sealed.in_memory) == (first.name, first.digest, 5, True)
+    verify(job.gather(first.name), first)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+def test_a_save_on_the_disk_beside_it_has_another_name(tmp_path: Path, waits: bool) -> None:
+    """So what an agent makes durable under its own name meets nobody. Each is known as what it is."""
+    job = Job(tmp_path, 2)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        held = save(saver, group, waits=waits)
+        kept = saver.save(content(), writes(group.rank), create_directory=True, drain=False)
+        assert held is not None
+        assert kept is not None
+        assert saver.saved.of(5) == kept.ref
+        assert saver.saved.of(5, in_memory=True) == held.ref
+        assert saver.saved.of(4) is None
+        return held.name, kept
+
+    for name, kept in job.run(work):
+        assert (name, kept.name) == ("step-5.e3.1", "step-5.e3.2")
+        verify(tmp_path / "run-0001" / kept.name, kept)
+    assert [one.in_memory for one in job.agents[0].of("sealed")] == [True, False]
+    assert [one.in_memory for one in job.agents[1].of("sealed")] == [True]
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+def test_no_room_on_one_node_fails_on_all_and_leaves_nothing(
+    tmp_path: Path, waits: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found before a byte is written, by what the last one took; the next one, with room again, succeeds."""
+    job, full = Job(tmp_path, 2), threading.Event()
+    plain = os.statvfs
+
+    def space(path: Any) -> Any:
+        small = full.is_set() and Path(path) == job.memory(1)
+        return Space(tiers.SPARE_BYTES + 500, 1) if small else plain(path)
+
+    monkeypatch.setattr(tiers.os, "statvfs", space)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        results = [save(saver, group, waits=waits, step=1)]
+        group.barrier()
+        full.set()
+        results.append(save(saver, group, waits=waits, step=2))
+        assert not list(job.memory(group.rank).glob("step-2*"))
+        group.barrier()
+        full.clear()
+        return [*results, save(saver, group, waits=waits, step=3)]
+
+    for first, second, third in job.run(work):
+        assert (first.step, second, third.step) == (1, None, 3)
+    assert "MiB are free in memory, and a checkpoint takes 1 MiB on this node" in caplog.text
+    assert not any(agent.of("save_failed") for agent in job.agents), "it is no durable save that has failed"
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+@pytest.mark.parametrize("at", ["a file", "the manifest", "the note"])
+def test_memory_that_ends_in_the_middle_fails_on_all_and_leaves_nothing(
+    tmp_path: Path, waits: bool, at: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it ends: in a rank's file, at the manifest, at the note of the part."""
+    job = Job(tmp_path, 2, 2)
+    plain = tiers.write_exclusive, tiers.write_part
+
+    def full(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def manifest(path: Path, data: bytes, **options: Any) -> None:
+        (full if path.is_relative_to(job.memory(1)) else plain[0])(path, data, **options)
+
+    def note(path: Path, *arguments: Any) -> None:
+        (full if path.is_relative_to(job.memory(1)) else plain[1])(path, *arguments)
+
+    if at == "the manifest":
+        monkeypatch.setattr(tiers, "write_exclusive", manifest)
+    if at == "the note":
+        monkeypatch.setattr(tiers, "write_part", note)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        def write(path: Path) -> None:
+            writes(group.rank)(path)
+            if group.rank == 3:
+                full()
+
+        if at != "a file":
+            return save(saver, group, waits=waits)
+        if waits:
+            return saver.save(content(), write, create_directory=True, drain=False, in_memory=True)
+        files = files_of(group.rank) | ({"unlucky.pt": Unlucky()} if group.rank == 3 else {})
+        saver.begin(content(), lambda: files, lambda: None, drain=False, in_memory=True)
+        return saver.settle()
+
+    assert job.run(work) == [None] * 4
+    assert not [path for node in range(2) for path in job.memory(node).glob("step-*")]
+    assert not any(agent.of("sealed") for agent in job.agents)
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Iterator[Path]:
+    """A file system in memory that has room for a megabyte."""
+    directory = tmp_path / "small"
+    directory.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", directory], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip(f"nothing can be mounted here: {mounted.stderr.decode()}")
+    yield directory
+    # What holds a file open still holds its memory: then this fails.
+    subprocess.run(["umount", directory], check=True)
+
+
+@pytest.mark.parametrize("waits", [True, False], ids=["waiting", "background"])
+def test_a_state_that_is_larger_than_the_memory_is_no_mistake(
+    tmp_path: Path, small: Path, waits: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As torch writes it, into what is really full: the run goes on, and memory is as empty as before."""
+    job = Job(tmp_path, 2)
+    job.memory(1).rmdir()
+    job.memory(1).symlink_to(small)
+    weights = torch.zeros(1 << 19)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        def write(path: Path) -> None:
+            torch.save({"w": weights}, path / f"{group.rank}.pt")
+
+        if waits:
+            return saver.save(content(), write, create_directory=True, drain=False, in_memory=True)
+        state = {f"{group.rank}.pt": {"w": weights}}
+        saver.begin(content(), lambda: state, lambda: None, drain=False, in_memory=True)
+        return saver.settle()
+
+    assert job.run(work) == [None, None]
+    assert "No space left on device" in caplog.text
+    assert list(small.iterdir()) == list(job.memory(0).iterdir()) == []
+
+
+class Unlucky:
+    """Cannot be written."""
+
+    def __deepcopy__(self, memo: object) -> Unlucky:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_mistake_in_the_scripts_save_ends_the_run_as_on_the_disk(tmp_path: Path) -> None:
+    """On all ranks, with the same line, and nothing is left."""
+    job = Job(tmp_path, 2)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        def write(path: Path) -> None:
+            if group.rank == 1:
+                raise KeyError("layer")
+
+        return saver.save(content(), write, create_directory=True, drain=False, in_memory=True)
+
+    for error in job.run(work):
+        assert isinstance(error, SaveError)
+        assert "saving step 5 failed: KeyError: 'layer' (rank 1)" in str(error)
+    assert not [path for node in range(2) for path in job.memory(node).glob("step-*")]
+
+
+def test_of_a_file_that_several_nodes_write_the_first_ones_counts(tmp_path: Path) -> None:
+    """As on the disk, where one is left of them: the others are taken away, so that the part can come in its place."""
+    job = Job(tmp_path, 3)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        def write(path: Path) -> None:
+            writes(group.rank)(path)
+            if group.rank > 0:
+                (path / "arguments.json").write_text(f"rank {group.rank}")
+
+        return saver.save(content(), write, create_directory=True, drain=False, in_memory=True)
+
+    manifests = job.run(work)
+    name = manifests[0].name
+    assert "arguments.json" in read_parts(job.memory(1) / name)[1]
+    assert not (job.memory(2) / name / "arguments.json").exists()
+    whole = job.gather(name)
+    verify(whole, manifests[2])
+    assert (whole / "arguments.json").read_text() == "rank 1"
+
+
+def test_a_rank_that_dies_in_the_middle_is_a_lost_peer(tmp_path: Path) -> None:
+    """Without what it had there is no checkpoint: nobody completes it, also in a drain, and no part is noted."""
+    job = Job(tmp_path, 2)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        def write(path: Path) -> None:
+            if group.rank == 1:
+                raise SystemExit(1)
+            writes(group.rank)(path)
+
+        return saver.save(content(), write, create_directory=True, drain=True, in_memory=True)
+
+    results = job.run(work)
+    assert isinstance(results[0], Gone)
+    assert isinstance(results[1], SystemExit)
+    assert not list(tmp_path.glob("memory-*/*.parts"))
+
+
+def resumed(job: Job, manifest: Manifest) -> list[Any]:
+    """What each rank of another world finds, which has the checkpoint in the memory of each node."""
+
+    def one(group: Threads) -> Any:
+        identity = job.identity(group.rank)
+        assert identity.memory_dir is not None
+        assert identity.run_dir is not None
+        order = ResumeOrder(manifest.ref, SHARDED, None, identity.memory_dir / manifest.name)
+        return handed_out(order, identity.run_dir, group, identity=identity)
+
+    return together(job.world, one)
+
+
+def test_each_node_verifies_its_own_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of it, among its own ranks; a bit that has flipped on one node is found by that node, and told to all."""
+    writer = Job(tmp_path, 2)
+    manifest = writer.run(lambda saver, group: save(saver, group, waits=True))[0]
+    whole = writer.gather(manifest.name)
+    job = Job(tmp_path / "next", 2, 2, epoch=4)
+    for node in range(2):
+        shutil.copytree(whole, job.memory(node) / manifest.name)
+    read: list[tuple[str, str]] = []
+    plain, lock = handed_out.__globals__["verify_files"], threading.Lock()
+
+    def counted(directory: Path, entries: Any) -> None:
+        with lock:
+            read.extend((directory.parent.name, entry.path) for entry in entries)
+        plain(directory, entries)
+
+    monkeypatch.setitem(handed_out.__globals__, "verify_files", counted)
+    for rank, point in enumerate(resumed(job, manifest)):
+        assert isinstance(point, ResumePoint)
+        assert point.path == job.memory(rank // 2) / manifest.name
+    assert sorted(read) == sorted((f"memory-{node}", entry.path) for node in range(2) for entry in manifest.files)
+
+    file = job.memory(1) / manifest.name / "shards/1.pt"
+    data = bytearray(file.read_bytes())
+    data[500] ^= 4
+    file.write_bytes(data)
+    found = resumed(job, manifest)
+    assert [(one.file, one.ref) for one in found] == [("shards/1.pt", manifest.ref)] * 4
+    assert all(isinstance(one, Damaged) for one in found)
+    assert [one.found_here for one in found].count(True) == 1
+    assert any(one.found_here for one in found[2:])
+
+
+def test_the_environment_says_where_to_resume_from(tmp_path: Path) -> None:
+    """Also outside the run's directory; without the variable it is there, under its name."""
+    environment = {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "GROUP_RANK": "1",
+        "DALSEGNO_SOCKET": "socket",
+        "DALSEGNO_EPOCH": "4",
+        "DALSEGNO_JOB_ID": "job",
+        "DALSEGNO_RUN_ID": "run-0001",
+        "DALSEGNO_NODE": "node",
+        "DALSEGNO_GENERATION": "1",
+        "DALSEGNO_MIN_NODES": "1",
+        "DALSEGNO_MAX_NODES": "2",
+        "DALSEGNO_RUN_DIR": str(tmp_path / "run-0001"),
+        "DALSEGNO_RESUME_NAME": "step-5.e3.1",
+        "DALSEGNO_RESUME_DIGEST": "0" * 64,
+        "DALSEGNO_RESUME_FORM": "sharded",
+    }
+    plain = from_environment(environment)
+    assert plain.resume is not None
+    assert (plain.resume.directory, plain.memory_dir, plain.group_rank) == (None, None, 1)
+    memory = tmp_path / "memory"
+    place = {"DALSEGNO_RESUME_DIR": str(memory / "step-5.e3.1"), "DALSEGNO_MEMORY_DIR": str(memory)}
+    identity = from_environment(environment | place)
+    assert identity.resume is not None
+    assert identity.resume.directory is not None
+    assert identity.in_memory(identity.resume.directory)
+    assert not identity.in_memory(tmp_path / "memory-of-another" / "step-5.e3.1")
+    later = {"DALSEGNO_RESUME_FORM": "universal", "DALSEGNO_UNIVERSAL_NAME": "step-5.e3.1.universal.1"}
+    later |= {"DALSEGNO_UNIVERSAL_DIGEST": "1" * 64, "DALSEGNO_UNIVERSAL_DIR": str(memory / "step-5.e3.1.universal.1")}
+    identity = from_environment(environment | place | later)
+    assert identity.resume is not None
+    assert identity.resume.universal_directory == memory / "step-5.e3.1.universal.1"
+
+
+def test_memory_is_written_without_a_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there is gone with the machine anyway, and a sync would wait for what others write."""
+    job = Job(tmp_path, 1)
+
+    def never(descriptor: int) -> None:
+        raise AssertionError("synced")
+
+    monkeypatch.setattr(os, "fsync", never)
+    for waits in (True, False):
+        (manifest,) = job.run(lambda saver, group, way=waits: save(saver, group, waits=way))
+        assert isinstance(manifest, Manifest), manifest
+
+
+def test_the_copy_is_of_the_moment(tmp_path: Path) -> None:
+    """In the background: what the training does to the tensors meanwhile is not in it."""
+    job = Job(tmp_path, 1)
+    weights = torch.ones(1000)
+
+    def work(saver: Saver, group: Threads) -> Any:
+        saver.begin(content(), lambda: {"model.pt": {"w": weights}}, lambda: None, drain=False, in_memory=True)
+        weights.zero_()
+        assert saver.under_way is not None
+        assert not read_parts(job.memory(0) / "step-5.e3.1"), "no part is noted before all ranks know of it"
+        ended = saver.settle()
+        assert not saver.busy
+        return ended
+
+    (ended,) = job.run(work)
+    loaded = torch.load(job.memory(0) / ended[1].name / "model.pt", weights_only=True)
+    assert torch.equal(loaded["w"], torch.ones(1000))
+    assert parts_directory(job.memory(0) / ended[1].name).is_dir()
+
+
+def test_a_save_in_the_background_is_settled_without_another_one(tmp_path: Path) -> None:
+    """At the first exchange behind its end: until then its part is not noted, and a crash would lose it."""
+    gate = Gate()
+    with start(tmp_path) as session:
+        session.begin_step()
+        session.end_step()
+        session.save(background(lambda: {"gate.pt": gate}), wait=False)
+        for _ in range(3):
+            session.begin_step()
+            session.end_step()
+            assert session.saves.under_way(in_memory=False)
+        gate.opened.set()
+        for _ in range(10_000):
+            session.begin_step()
+            session.end_step()
+            if not session.saves.under_way(in_memory=False):
+                break
+            threading.Event().wait(0.001)
+        assert session.saves.of(1) is not None
+
+
+class Gate:
+    """Cannot be written before it is open."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+    def __deepcopy__(self, memo: object) -> Gate:
+        return self
+
+    def __reduce__(self) -> Any:
+        assert self.opened.wait(30)
+        return int, (0,)
+
+
+@pytest.mark.parametrize(
+    ("told", "where"),
+    [
+        ([(True, True), (True, True)], True),
+        # Of a drain that another agent began a rank may hear from the others only.
+        ([(True, True), (False, False)], True),
+        ([(True, True), (True, False)], False),
+        # Nobody has said so.
+        ([(False, False), (False, False)], False),
+        ([(True, True), None], False),
+    ],
+)
+def test_a_drain_goes_to_memory_if_all_agents_that_speak_of_it_say_so(
+    tmp_path: Path, told: list[tuple[bool, bool] | None], where: bool
+) -> None:
+    """And every rank has where to save to; all ranks come to the same."""
+    job = Job(tmp_path, 2)
+
+    def one(group: Threads) -> bool:
+        said, identity = told[group.rank], job.identity(group.rank)
+        link: Any = Told(*(said or (True, True)))
+        if said is None:
+            identity = replace(identity, memory_dir=None)
+        return Saves(identity, group, link, None, 0).drains_to_memory()
+
+    assert together(2, one) == [where, where]
+
+
+@dataclass
+class Told:
+    """The link, as far as a drain is known."""
+
+    drain: bool
+    to_memory: bool

@@ -1,0 +1,385 @@
+"""Memory checkpoints: which step the run goes on from, who stays for it, and who writes it to the disk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from dalsegno.master.brain.state import Phase
+from dalsegno.master.brain.views import Common
+from dalsegno.protos import control_pb2 as pb
+from tests.support.jobs.masters import Driven, Node, settings
+
+
+def started(count: int = 2, **fields: Any) -> tuple[Driven, list[Node]]:
+    """A world whose nodes can be reached; each on a host of its own, unless `fields` say otherwise."""
+    job = Driven(settings(memory_replicas=1, universal_checkpoint=False, **fields))
+    nodes = [newcomer(job) for _ in range(count)]
+    for node in nodes:
+        node.join()
+    job.wait(1.1)
+    assert job.phase is Phase.RUNNING
+    return job, nodes
+
+
+def newcomer(job: Driven, host: str = "") -> Node:
+    number = len(job.nodes)
+    return job.node(host=host or f"host-{number}", peer_address=f"10.0.0.{number}:7")
+
+
+def in_memory(job: Driven, step: int, **shape: Any) -> pb.Checkpoint:
+    """Saved by the open world's ranks, each node's part on that node."""
+    made = job.seal(step, **({"any_size": True} | shape))
+    job.sealed.remove(made)
+    made.in_memory = True
+    return made
+
+
+def joins(job: Driven, *nodes: Node, sees: pb.Checkpoint | None = None) -> None:
+    for node in nodes:
+        node.join(sees=[*job.sealed, *([sees] if sees is not None else [])])
+
+
+def held(job: Driven, nodes: list[Node], step: int, **shape: Any) -> pb.Checkpoint:
+    """Each node has its own part, and that of the node before."""
+    made = in_memory(job, step, **shape)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank, (rank - 1) % len(nodes))
+    return made
+
+
+def parts(node: Node) -> dict[int, list[str]]:
+    """Where a node is told that the parts of the resume point are."""
+    directive = node.directive
+    told = directive.gather.parts if node.order == "gather" else directive.wait.parts
+    return {part.group_rank: list(part.addresses) for part in told}
+
+
+def test_a_lost_node_costs_the_steps_behind_the_last_held_one() -> None:
+    job, nodes = started(3)
+    nodes[0].save(10, any_size=True)
+    made = held(job, nodes, 20)
+    nodes[0].step(27)
+    nodes[1].hang_up()
+    job.wait(1.5)
+    assert nodes[0].directive.gather.resume.name == made.ref.name
+    assert parts(nodes[2]) == {0: ["10.0.0.0:7"], 1: ["10.0.0.2:7"], 2: ["10.0.0.2:7", "10.0.0.0:7"]} or parts(
+        nodes[2]
+    ) == {0: ["10.0.0.0:7"], 1: ["10.0.0.2:7"], 2: ["10.0.0.0:7", "10.0.0.2:7"]}
+    joins(job, nodes[0], sees=made)
+    job.wait(2)
+    assert job.phase is Phase.FORMING  # The other one has not got all parts yet.
+    joins(job, nodes[2], sees=made)
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
+    world = nodes[0].directive.run
+    assert world.resume.source.in_memory
+    assert world.resume.source.step == 20
+
+
+def test_a_step_of_which_a_part_is_nowhere_is_none_to_go_on_from() -> None:
+    job, nodes = started(3)
+    nodes[0].save(10, any_size=True)
+    old = held(job, nodes, 20)
+    new = in_memory(job, 30)
+    nodes[0].holds(new, 0)
+    nodes[1].holds(new, 1)  # It has not sent it to anybody yet.
+    nodes[2].holds(new, 2)
+    nodes[1].hang_up()
+    job.wait(1.5)
+    assert nodes[0].directive.gather.resume.name == old.ref.name
+
+
+def test_a_part_that_is_lost_while_nodes_gather_takes_the_run_back_to_the_disk() -> None:
+    job, nodes = started(3)
+    durable = nodes[0].save(10, any_size=True)
+    made = held(job, nodes, 20)
+    nodes[1].hang_up()
+    job.wait(1.5)
+    nodes[2].hang_up()  # It had parts 1 and 2, and the last node has not fetched them yet.
+    job.wait(8)
+    joins(job, nodes[0])
+    job.wait(2)
+    assert nodes[0].directive.run.resume.source.ref.name == durable.ref.name
+    assert f"{made.ref.name} was in memory only, and the nodes that held a part of it are gone" in job.notices
+    assert f"going back to {durable.ref.name}" in job.notices
+
+
+def test_what_older_epochs_held_counts_no_more() -> None:
+    job, nodes = started(2)
+    late = in_memory(job, 20)
+    nodes[0].holds(late, 0)
+    nodes[1].failed()
+    nodes[0].step(21)
+    job.wait(1)
+    joins(job, *nodes)
+    job.wait(1)
+    assert job.epoch == 2
+    nodes[1].holds(late, 1)
+    nodes[0].holds(late, 0, 1)
+    nodes[1].failed()
+    job.wait(1)
+    assert not nodes[0].directive.gather.HasField("resume")
+
+
+def test_only_a_member_brings_a_step_up() -> None:
+    job, nodes = started(2)
+    made = in_memory(job, 20)
+    stranger = newcomer(job)
+    stranger.holds(made, 0, 1)
+    nodes[1].failed()
+    job.wait(0.5)
+    assert not nodes[0].directive.gather.HasField("resume")
+
+
+def test_nothing_older_than_a_commit_counts() -> None:
+    job, nodes = started(2)
+    made = held(job, nodes, 20)
+    durable = nodes[0].save(25)
+    nodes[1].failed()
+    job.wait(0.5)
+    assert nodes[0].directive.gather.resume.name == durable.ref.name
+    assert job.job.checkpoint(made.ref.digest) is None
+
+
+def drained_into_memory(job: Driven, nodes: list[Node], step: int, **shape: Any) -> pb.Checkpoint:
+    made = held(job, nodes, step, **shape)
+    for node in nodes:
+        node.drained(step, digest=made.ref.digest)
+    return made
+
+
+def test_a_planned_change_goes_through_memory_and_is_made_durable_behind() -> None:
+    job, nodes = started(2)
+    before = nodes[0].save(5)
+    for node in nodes:
+        node.step(6)
+    new = newcomer(job)
+    new.join()
+    new.warm()
+    assert job.phase is Phase.DRAINING
+    assert nodes[0].directive.drain.to_memory
+    for node in nodes:
+        node.step(7, draining=True)
+    made = drained_into_memory(job, nodes, 7)
+    assert job.phase is Phase.FORMING
+    joins(job, *nodes, new, sees=made)
+    assert job.phase is Phase.RUNNING
+    assert new.directive.run.resume.source.step == 7
+    for node in (*nodes, new):
+        node.holds(made, 0, 1)
+        assert not node.directive.make_durable.ref.digest  # The first step comes first.
+    nodes[0].step(8)
+    assert [node.directive.make_durable.ref.name for node in (*nodes, new)] == [made.ref.name, "", ""]
+    nodes[0].durable("no space left on the device")
+    assert [node.directive.make_durable.ref.name for node in (*nodes, new)] == ["", made.ref.name, ""]
+    nodes[1].durable()
+    assert not nodes[1].directive.make_durable.ref.digest
+    assert not job.job.checkpoint(made.ref.digest).parts  # type: ignore[union-attr]
+    assert nodes[0].directive.head.ref.name == made.ref.name
+    assert not nodes[0].directive.head.in_memory
+    assert job.job.checkpoint(before.ref.digest) is not None
+
+
+def test_a_newer_commit_makes_it_durable_no_more() -> None:
+    job, nodes = started(2)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = drained_into_memory(job, nodes, 7)
+    joins(job, nodes[0], sees=made)
+    nodes[0].holds(made, 0, 1)
+    job.wait(1)
+    nodes[0].step(8)
+    assert nodes[0].directive.make_durable.ref.digest
+    nodes[0].save(9)
+    assert not nodes[0].directive.make_durable.ref.digest
+    assert job.job.checkpoint(made.ref.digest).retired  # type: ignore[union-attr]
+
+
+def test_a_leaver_stays_until_another_node_has_its_part() -> None:
+    job, nodes = started(2)
+    nodes[0].step(6)
+    nodes[1].leave()
+    assert nodes[1].directive.drain.to_memory
+    made = in_memory(job, 7)
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+        node.drained(7, digest=made.ref.digest)
+    assert nodes[1].order == "wait"
+    assert "stays until another node has what it alone holds" in nodes[1].directive.wait.reason
+    assert parts(nodes[0]) == {0: ["10.0.0.0:7"], 1: ["10.0.0.1:7"]}
+    nodes[0].holds(made, 0, 1)
+    assert nodes[1].order == "release"
+    joins(job, nodes[0], sees=made)
+    job.wait(1)
+    assert nodes[0].directive.run.resume.source.step == 7
+
+
+def test_a_leaver_stays_while_parts_of_its_drain_are_on_their_way() -> None:
+    """Released before, it would take for saved what another node may still lose."""
+    job, nodes = started(3)
+    nodes[0].save(5, any_size=True)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = in_memory(job, 7)
+    for rank in (0, 1):
+        nodes[rank].holds(made, 0, 1)
+        nodes[rank].drained(7, digest=made.ref.digest)
+    assert (job.phase, nodes[1].order) == (Phase.DRAINING, "wait")
+    nodes[2].holds(made, 2)
+    assert nodes[1].order == "release"
+
+
+def test_nobody_stays_for_what_others_hold_in_a_newer_step() -> None:
+    job, nodes = started(2)
+    nodes[0].step(6)
+    old = in_memory(job, 4)
+    nodes[1].holds(old, 1)  # The others have dropped it.
+    nodes[1].leave()
+    made = in_memory(job, 7)
+    for node in nodes:
+        node.holds(made, 0, 1)
+    nodes[1].drained(7, digest=made.ref.digest)
+    assert nodes[1].order == "release"
+
+
+def test_who_stays_for_another_hears_of_its_leave() -> None:
+    """Directives are made anew for those only who may be told something new."""
+    job, nodes = started(3)
+    common = Common(job.state)
+    nodes[2].leave()
+    assert not Common(job.state).says_the_same(common)
+
+
+def test_behind_a_damaged_commit_the_held_step_before_it_counts() -> None:
+    job, nodes = started(2)
+    nodes[0].save(10)
+    made = held(job, nodes, 20, any_size=False)
+    damaged = nodes[0].save(25)
+    nodes[1].hang_up()
+    job.wait(1.5)
+    joins(job, nodes[0])
+    job.wait(1)
+    nodes[0].converts(pb.CONVERSION_STATE_SOURCE_BAD, "part-0.pt: checksum")
+    nodes[0].verified(False)
+    assert job.job.checkpoint(damaged.ref.digest).damaged  # type: ignore[union-attr]
+    nodes[0].holds(made, 0, 1)
+    assert nodes[0].directive.gather.resume.name == made.ref.name
+
+
+def test_what_was_the_best_and_is_gone_is_not_the_best_any_more() -> None:
+    job, nodes = started(2, keep_checkpoints=1)
+    first = job.seal(10, any_size=True)
+    first.best = first.ref.name
+    nodes[0].commit(first)
+    made = in_memory(job, 30)
+    made.best = first.ref.name
+    better = job.seal(25, any_size=True)
+    better.best = better.ref.name
+    nodes[0].commit(better)
+    nodes[1].sights()
+    assert job.job.checkpoint(first.ref.digest).retired  # type: ignore[union-attr]
+    for node in nodes:
+        node.holds(made, 0, 1)
+    nodes[1].failed()
+    assert nodes[0].directive.head.ref.digest == made.ref.digest
+    assert nodes[0].directive.head.best == better.ref.name
+
+
+@pytest.mark.parametrize("why", ["all leave", "no replicas", "not to be reached"])
+def test_a_drain_that_nobody_could_hold_goes_to_the_disk(why: str) -> None:
+    job = Driven(settings(memory_replicas=int(why != "no replicas"), universal_checkpoint=False))
+    nodes = [newcomer(job) if why != "not to be reached" else job.node(host=f"host-{number}") for number in range(2)]
+    for node in nodes:
+        node.join()
+    job.wait(1.1)
+    nodes[0].step(6)
+    for node in nodes[: 2 if why == "all leave" else 1]:
+        node.leave()
+    assert job.phase is Phase.DRAINING
+    assert not nodes[0].directive.drain.to_memory
+
+
+def test_a_master_that_comes_back_hears_who_holds_what() -> None:
+    job, nodes = started(2)
+    made = held(job, nodes, 20)
+    nodes[1].failed()
+    job.wait(0.1)
+    assert nodes[0].directive.gather.resume.name == made.ref.name
+    job.restart()
+    assert nodes[0].directive.gather.resume.name == made.ref.name
+    for rank, node in enumerate(nodes):
+        node.register()
+        node.holds(made, rank)
+    joins(job, nodes[1], sees=made)
+    assert job.phase is Phase.FORMING
+    assert parts(nodes[0]) == {0: ["10.0.0.0:7"], 1: ["10.0.0.1:7"]}
+    joins(job, nodes[0], sees=made)
+    job.wait(2)
+    assert nodes[0].directive.run.resume.source.step == 20
+
+
+def test_a_step_that_cannot_be_loaded_is_given_up() -> None:
+    job, nodes = started(2)
+    durable = nodes[0].save(10, any_size=True)
+    made = held(job, nodes, 20)
+    nodes[1].failed()
+    job.wait(0.1)
+    joins(job, *nodes, sees=made)
+    assert job.phase is Phase.RUNNING
+    nodes[1].bad(made.ref)
+    joins(job, *nodes)
+    job.wait(1)
+    assert nodes[0].directive.run.resume.source.ref.name == durable.ref.name
+    assert "cannot load it" in job.notices
+
+
+def test_what_must_be_converted_is_on_the_disk_first() -> None:
+    job, nodes = started(2)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = drained_into_memory(job, nodes, 7, any_size=False)
+    joins(job, nodes[0], sees=made)
+    nodes[0].holds(made, 0, 1)
+    assert job.phase is Phase.FORMING
+    assert not nodes[0].lease
+    job.sealed.append(made)
+    nodes[0].durable()
+    assert nodes[0].lease
+
+
+def test_where_all_leave_one_of_them_writes_it() -> None:
+    """Each has been told so behind the other, when the ranks were saving to memory already."""
+    job, nodes = started(2)
+    nodes[0].step(6)
+    nodes[1].leave()
+    made = in_memory(job, 7)
+    nodes[0].leave()
+    for rank, node in enumerate(nodes):
+        node.holds(made, rank)
+        node.drained(7, digest=made.ref.digest)
+    assert [node.order for node in nodes] == ["wait", "wait"]
+    order = nodes[0].directive.make_durable
+    assert {part.group_rank: list(part.addresses) for part in order.parts} == {0: ["10.0.0.0:7"], 1: ["10.0.0.1:7"]}
+    nodes[0].durable()
+    assert [node.order for node in nodes] == ["release", "release"]
+
+
+def test_buddies_are_the_next_on_other_hosts() -> None:
+    job = Driven(settings(memory_replicas=1, max_nodes=8, universal_checkpoint=False))
+    nodes = [newcomer(job, host) for host in ("a", "a", "b", "b")]
+    for node in nodes:
+        node.join()
+    job.wait(1.1)
+    buddies = [list(node.directive.run.place.buddies) for node in nodes]
+    assert buddies == [["10.0.0.2:7"], ["10.0.0.2:7"], ["10.0.0.0:7"], ["10.0.0.0:7"]]
+
+
+def test_on_one_host_there_are_buddies_all_the_same() -> None:
+    job = Driven(settings(memory_replicas=2, max_nodes=8, universal_checkpoint=False))
+    nodes = [newcomer(job, "a") for _ in range(3)]
+    for node in nodes:
+        node.join()
+    job.wait(1.1)
+    assert list(nodes[1].directive.run.place.buddies) == ["10.0.0.2:7", "10.0.0.0:7"]

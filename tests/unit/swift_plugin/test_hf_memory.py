@@ -1,0 +1,115 @@
+"""An elastic Trainer that saves to memory, between its own saves and when it drains."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from dalsegno.elastic import Drained
+from dalsegno.elastic.checkpoint import CheckpointStore, Manifest, inventory
+from dalsegno.elastic.saving.tiers import Memory
+from dalsegno.elastic.training import entry
+from dalsegno.elastic.training.saves import Saves
+from dalsegno.swift_plugin.hf.options import Options, from_environment
+from tests.unit.swift_plugin import test_hf_trainer as hf
+
+pytestmark = [pytest.mark.timeout(120), pytest.mark.slow]
+
+own_session = hf.own_session
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """This process is its own node, which keeps memory checkpoints there; a drain goes there, too."""
+    directory = tmp_path / "memory"
+    directory.mkdir()
+    plain = Saves.__init__
+
+    def made(self: Saves, identity: Any, *arguments: Any) -> None:
+        plain(self, identity, *arguments)
+        assert self.saver is not None
+        self._memory, self.saver._memory = True, Memory(CheckpointStore(directory), identity)
+
+    monkeypatch.setattr(Saves, "__init__", made)
+    monkeypatch.setattr(Saves, "drains_to_memory", lambda self: True)
+    return directory
+
+
+class Told(TrainerCallback):  # type: ignore[misc]  # transformers is not typed
+    """Of which saves anybody is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps.append(state.global_step)
+
+
+def make(directory: Path, monkeypatch: pytest.MonkeyPatch, *callbacks: Any, every: int = 2, **arguments: Any) -> Any:
+    monkeypatch.setattr(hf, "Options", lambda *given: Options(*given, memory_every=every))
+    return hf.make(directory, *callbacks, **arguments)
+
+
+def bring(memory: Path, directory: Path) -> Manifest:
+    """What the agents do with the newest one there: it becomes durable."""
+    newest = inventory(memory)[-1]
+    shutil.copytree(memory / newest.name, directory / "checkpoints" / newest.name)
+    return newest
+
+
+def test_memory_saves_are_nobodys_but_the_runs(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the Trainer's own: no callback, link or limit sees them, and what is logged is what it was."""
+    told = Told()
+    found = hf.train(make(tmp_path / "a", monkeypatch, told, hf.At(9, lambda: None)))
+    assert sorted(one.step for one in inventory(memory)) == [2, 4, 6, 8]
+    assert told.steps == [one.step for one in inventory(tmp_path / "a" / "checkpoints")] == [5, 10, 12]
+    assert sorted(path.name for path in (tmp_path / "a" / "out").glob("checkpoint-*")) == [
+        *("checkpoint-10", "checkpoint-12", "checkpoint-5"),
+    ]
+    assert found == hf.train(make(tmp_path / "b", monkeypatch, every=0))
+
+
+def test_a_crash_goes_on_from_the_last_of_them(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same curve; callbacks that count saves do not count it."""
+    wanted = hf.train(make(tmp_path / "b", monkeypatch, every=0))
+
+    def die() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        hf.train(make(tmp_path / "a", monkeypatch, hf.At(9, die)))
+    assert bring(memory, tmp_path / "a").step == 8
+    told = Told()
+    found = hf.train(make(tmp_path / "a", monkeypatch, told))
+    assert hf.without_end(found) == hf.without_end(wanted)
+    assert told.steps == [10, 12]
+
+
+def test_a_drain_to_memory_changes_nothing(tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is linked nowhere: what it would lead to is gone with the machine."""
+    wanted = hf.train(make(tmp_path / "b", monkeypatch, every=0))
+    with pytest.raises(Drained):
+        hf.train(make(tmp_path / "a", monkeypatch, hf.At(7, hf.drain), every=0))
+    assert [one.step for one in inventory(tmp_path / "a" / "checkpoints")] == [5]
+    assert sorted(path.name for path in (tmp_path / "a" / "out").glob("checkpoint-*")) == ["checkpoint-5"]
+    assert bring(memory, tmp_path / "a").step == 7
+    assert hf.without_end(hf.train(make(tmp_path / "a", monkeypatch, every=0))) == hf.without_end(wanted)
+    assert not entry._sessions[0].saves.under_way(in_memory=True)
+
+
+@pytest.mark.parametrize(("said", "every"), [("", 0), ("0", 0), ("25", 25), ("auto", "auto")])
+def test_the_environment_says_how_often(said: str, every: int | str) -> None:
+    """For those who cannot add a flag."""
+    assert from_environment({"DALSEGNO_MEMORY_EVERY": said}).memory_every == every
+
+
+@pytest.mark.parametrize("said", ["-1", "often", "2.5"])
+def test_what_is_no_cadence_is_refused(said: str) -> None:
+    """With what there is."""
+    with pytest.raises(ValueError, match="memory_every is a number of steps"):
+        from_environment({"DALSEGNO_MEMORY_EVERY": said})
