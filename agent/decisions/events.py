@@ -235,6 +235,14 @@ class HeldChanged:
 
 
 @dataclass(frozen=True)
+class Doubted:
+    """What `Doubt` names was looked at; what was damaged is gone. `found`: the first damage; empty: none."""
+
+    ref: control_pb2.CheckpointRef
+    found: str = ""
+
+
+@dataclass(frozen=True)
 class MadeDurable:
     """What `MakeDurable` names is in the run's directory; `failure`: why it is not."""
 
@@ -273,6 +281,7 @@ Event = (
     | Pruned
     | Sighted
     | HeldChanged
+    | Doubted
     | MadeDurable
     | Tick
 )
@@ -357,6 +366,13 @@ class HoldPart:
 
     name: str
     digest: str
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """Sum what is here of a memory checkpoint, and drop what is damaged. Answered by `Doubted`."""
+
+    ref: control_pb2.CheckpointRef
 
 
 @dataclass(frozen=True)
@@ -450,6 +466,7 @@ Action = (
     | TellWorkers
     | ReadManifest
     | HoldPart
+    | Doubt
     | MakeDurable
     | KeepInMemory
     | StartConversion

@@ -98,6 +98,8 @@ def take(decision: Decision, event: ev.Event) -> None:
             decision.call("ReportSighted", control_pb2.SightedRequest(caller=decision.caller(), ref=event.ref))
         case ev.HeldChanged():
             memory.held_changed(decision, event)
+        case ev.Doubted():
+            memory.doubted(decision, event)
         case ev.MadeDurable():
             memory.made_durable(decision, event)
         case ev.Pruned():
@@ -227,7 +229,7 @@ def prepare_join(decision: Decision) -> None:
     if state.epoch.outcome is Outcome.DRAINED and (state.reading or memory.awaits_its_part(decision)):
         return  # The commit goes first.
     resume, wanted = wanted_join(state.place)
-    if wanted is None:
+    if wanted is None or (state.doubting and wanted.resume == state.doubting):
         return
     join = state.place.join
     if join is not None and answers(state.place, join, wanted):

@@ -14,6 +14,8 @@ from .state import AgentState
 __all__ = [
     "awaits_its_part",
     "directed",
+    "doubt",
+    "doubted",
     "held_changed",
     "is_safe",
     "made_durable",
@@ -51,6 +53,24 @@ def tell_all(decision: Decision) -> None:
     """A master that has not heard what is held here."""
     for event in decision.state.held.values():
         tell(decision, event)
+
+
+def doubt(decision: Decision, ref: control_pb2.CheckpointRef) -> None:
+    """The ranks could not load the resume point. If it is in memory, this node looks at its copy first."""
+    state = decision.state
+    if state.world is not None and state.world.resume.source.in_memory:
+        state.doubting = ref.digest
+        decision.do(ev.Doubt(ref))
+
+
+def doubted(decision: Decision, event: ev.Doubted) -> None:
+    """What is still held of it is told anew: until then the master counts nothing of it."""
+    state = decision.state
+    if event.ref.digest == state.doubting:
+        state.doubting = ""
+    held = state.held.get(event.ref.digest)
+    if held is not None:
+        tell(decision, held)
 
 
 def directed(decision: Decision, directive: control_pb2.Directive) -> None:

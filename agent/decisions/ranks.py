@@ -5,6 +5,7 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2, worker_pb2
 
 from . import events as ev
+from . import memory
 from .decision import Decision
 from .state import Outcome, Workers
 from .worker_checks import MOST
@@ -153,6 +154,7 @@ def bad_checkpoint(decision: Decision, bad: worker_pb2.BadCheckpoint) -> None:
             message=bad.message,
         ),
     )
+    memory.doubt(decision, control_pb2.CheckpointRef(name=bad.name, digest=bad.digest))
 
 
 def worker_exited(decision: Decision, event: ev.WorkerExited) -> None:

@@ -188,6 +188,8 @@ class AgentState:
     held: Mapping[str, HeldChanged] = field(default_factory=dict)
     kept: tuple[int, frozenset[str]] = (0, frozenset())
     writing: str = ""
+    # Digest of a step that could not be loaded from here, while it is looked at.
+    doubting: str = ""
     # The newest commit, if it is in memory alone; what a leaver writes to the disk, whether that is over, and well.
     memory_head: control_pb2.CheckpointRef | None = None
     spilling: str = ""

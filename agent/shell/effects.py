@@ -118,6 +118,8 @@ class Effects:
             case ev.HoldPart():
                 if self.memory is not None:
                     self.memory.sealed(self.run_id, action.name, action.digest)
+            case ev.Doubt():
+                self._doubt(action.ref)
             case ev.MakeDurable():
                 self._make_durable(action)
             case ev.KeepInMemory():
@@ -290,6 +292,15 @@ class Effects:
     def _held_changed(self, held: Held) -> None:
         if held.run_id == self.run_id:
             self._mailbox.put(ev.HeldChanged(held.checkpoint, held.parts, len(held.copies)))
+
+    def _doubt(self, ref: control_pb2.CheckpointRef) -> None:
+        def done(found: str) -> None:
+            self._mailbox.put(ev.Doubted(ref, found))
+
+        if self.memory is None:
+            done("")
+        else:
+            self.memory.doubt(self.run_id, ref, done)
 
     def _make_durable(self, action: ev.MakeDurable) -> None:
         memory, ref, run_id, run_dir = self.memory, action.ref, self.run_id, self.run_dir()

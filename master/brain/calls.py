@@ -400,7 +400,7 @@ def bad_checkpoint(turn: Turn, node: Node, message: control_pb2.BadCheckpointReq
     if record is not None:
         why = f"{message.file}: {message.message}"
         if record.parts:
-            memory.give_up(turn, record, f"{node.name} cannot load it ({why})")
+            memory.doubt(turn, record, node, why)
         else:
             conversion.suspect(turn, record, universal, node.name, why)
         turn.cause(f"{record.name} could not be loaded")

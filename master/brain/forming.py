@@ -265,6 +265,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     first = nodes[0].joined
     if first is None:
         raise AssertionError("a member has not joined")
+    memory.passed_over(turn, resume)
     old = set(job.world.by_incarnation) if job.world is not None else set()
     unheard = job.world is not None and job.told.start
     arrived = [node.name for node in nodes if node.incarnation not in old]

@@ -211,6 +211,8 @@ class Held:
     steps: dict[str, HeldStep] = field(default_factory=dict)
     # Grows with each change.
     version: int = 0
+    # Digests that a node could not load; a second time they are given up.
+    doubted: set[str] = field(default_factory=set)
     # Since when a part of the resume point has had no holder, by the listening clock.
     missing_since: float | None = None
     # The digest of what must be on the disk before a world can open.

@@ -18,17 +18,19 @@ from . import checkpoints
 from .live import HeldStep, State
 from .membership import in_rank_order
 from .state import Checkpoint, Job, Member, Node, Phase
-from .turn import Turn
+from .turn import Turn, names
 
 __all__ = (
     "adopt",
     "buddies",
+    "doubt",
     "durable",
     "give_up",
     "is_held",
     "is_needed",
     "on_disk",
     "parts_of",
+    "passed_over",
     "report",
     "retry",
     "to_memory",
@@ -214,10 +216,45 @@ def lost(turn: Turn, resume: Checkpoint | None) -> bool:
         return False
     held.missing_since = None
     # Nothing of it is anywhere: an older step of its epoch may still count.
-    give_up(turn, resume, "the nodes that held a part of it are gone")
+    why = "the nodes that held a part of it are gone"
+    if resume.digest in held.doubted:
+        why = "there is no other copy of the part that could not be loaded"
+    give_up(turn, resume, why)
     turn.job.checkpoints.drop(resume.digest)
     adopt(turn)
     return True
+
+
+def doubt(turn: Turn, record: Checkpoint, node: Node, why: str) -> None:
+    """A node could not load a step in memory: what it holds does not count until it has looked at that.
+
+    Others may have good copies. A step that cannot be loaded again is given up.
+    """
+    held = turn.live.held
+    if record.digest in held.doubted:
+        give_up(turn, record, f"{node.name} cannot load it ({why})")
+        return
+    held.doubted.add(record.digest)
+    step = held.steps.get(record.digest)
+    if step is not None:
+        step.hold(node.incarnation, ())
+        held.version += 1
+    turn.notice(f"{node.name} cannot load {record.name} from its memory ({why}): other copies of it are tried", True)
+
+
+def passed_over(turn: Turn, resume: Checkpoint | None) -> None:
+    """A world opens from the disk: says which newer step was in memory, if a part of that is lost for good."""
+    job = turn.job
+    if resume is not None and resume.parts:
+        return
+    for step in sorted(turn.live.held.steps.values(), key=lambda step: step.record.age, reverse=True):
+        record = step.record
+        newer = record.epoch == job.epoch and (resume is None or record.age > resume.age)
+        if newer and job.checkpoint(record.digest) is None and not is_whole(job, step):
+            missing = [part for part in range(record.parts) if not holders(job, step, part)]
+            gone = [member.node for member in job.world.members if member.group_rank in missing] if job.world else []
+            turn.notice(f"{record.name} was in memory, and nobody who is here has the part of {names(gone)}")
+            return
 
 
 def give_up(turn: Turn, record: Checkpoint, why: str) -> None:

@@ -191,6 +191,8 @@ class SimAgent:
                 self.sim.conversions.stop(self, action.lease)
             case ev.HoldPart():
                 self.memory.hold(action)
+            case ev.Doubt():
+                self.sim.clock.after(self.sim.random.uniform(0.05, 1.0), self.deliver, ev.Doubted(action.ref))
             case ev.MakeDurable():
                 self.memory.make_durable(action)
             case ev.KeepInMemory():

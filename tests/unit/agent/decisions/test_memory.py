@@ -203,3 +203,23 @@ def test_what_could_not_be_written_is_said_and_tried_again_when_told() -> None:
     agent.directed(run=world(), head=STEP)
     agent.directed(run=world(), head=STEP, make_durable=control_pb2.MakeDurable(ref=REF))
     assert len(agent.did(ev.MakeDurable)) == 2
+
+
+def test_a_copy_that_cannot_be_loaded_is_looked_at_before_it_is_used_again() -> None:
+    agent = Agent().registered()
+    place = world(2, resume=6)
+    place.resume.source.ref.CopyFrom(REF)
+    place.resume.source.in_memory = True
+    agent.directed(run=place)
+    agent.hear(ev.HeldChanged(STEP, (0, 1)))
+    agent.said(hello=worker_pb2.Hello(epoch=2))
+    agent.said(bad_checkpoint=worker_pb2.BadCheckpoint(name=REF.name, digest=REF.digest, form=1, file="model.pt"))
+    assert agent.did(ev.Doubt) == [ev.Doubt(REF)]
+    agent.exits(ev.WORKER_BAD_CHECKPOINT)
+    agent.hear(ev.WorkersStopped(2))
+    agent.directed(gather=control_pb2.Gather(round=3, resume=REF), head=STEP)
+    assert not agent.did(ev.PrepareJoin)
+    told = len(agent.calls("ReportHeld"))
+    agent.hear(ev.Doubted(REF))
+    assert len(agent.calls("ReportHeld")) == told + 1
+    assert agent.did(ev.PrepareJoin)[-1].resume == REF

@@ -329,10 +329,29 @@ def test_a_step_that_cannot_be_loaded_is_given_up() -> None:
     joins(job, *nodes, sees=made)
     assert job.phase is Phase.RUNNING
     nodes[1].bad(made.ref)
+    assert "other copies of it are tried" in job.notices
+    assert parts(nodes[1]) == {0: ["10.0.0.0:7"], 1: ["10.0.0.0:7"]}
+    nodes[1].holds(made, 0)  # The other part was damaged there.
+    joins(job, *nodes, sees=made)
+    assert job.phase is Phase.RUNNING
+    nodes[1].bad(made.ref)
     joins(job, *nodes)
     job.wait(1)
     assert nodes[0].directive.run.resume.source.ref.name == durable.ref.name
     assert "cannot load it" in job.notices
+
+
+def test_a_pair_that_is_lost_at_once_is_named() -> None:
+    job, nodes = started(3)
+    durable = nodes[0].save(10, any_size=True)
+    made = held(job, nodes, 20)
+    nodes[1].hang_up()
+    nodes[2].hang_up()  # The only one that had the part of the other.
+    job.wait(8)
+    joins(job, nodes[0])
+    job.wait(2)
+    assert nodes[0].directive.run.resume.source.ref.name == durable.ref.name
+    assert f"{made.ref.name} was in memory, and nobody who is here has the part of host-1-0" in job.notices
 
 
 def test_what_must_be_converted_is_on_the_disk_first() -> None:
