@@ -16,6 +16,9 @@ __all__ = (
     "EXIT_LEFT_UNSAVED",
     "EXIT_USAGE",
     "FRAME",
+    "HEARTBEAT_SECONDS",
+    "LEAST_NODE_TIMEOUT_SECONDS",
+    "PROGRESS_SECONDS",
     "STEP_COUNT",
     "WORKER_BAD_CHECKPOINT",
     "WORKER_DRAINED",
@@ -41,6 +44,12 @@ WORKER_BAD_CHECKPOINT = 84
 # control.proto a world names only the place of the node that gets the message.
 CONTROL_PROTOCOL = 2
 WORKER_PROTOCOL = 1
+# Seconds between an agent's heartbeats, and at least between its reports of steps, until the master asks for more.
+HEARTBEAT_SECONDS = 1.0
+PROGRESS_SECONDS = 0.1
+# The shortest --node-timeout. A heartbeat comes a second after the last word, and has 3 s before the next one is sent:
+# one lost heartbeat must not mean death.
+LEAST_NODE_TIMEOUT_SECONDS = 5.0
 # The header of each message on a socket between processes of one node: the message's length in bytes.
 FRAME = struct.Struct(">I")
 

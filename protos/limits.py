@@ -1,6 +1,13 @@
 """How much one message may carry. Senders keep to these limits, and receivers enforce them."""
 
-__all__ = ("MESSAGE_BYTES", "MOST_CHECKPOINTS", "MOST_FINISHED_RUNS", "MOST_UNUSABLE")
+__all__ = (
+    "LONGEST_SECONDS",
+    "MESSAGE_BYTES",
+    "MOST",
+    "MOST_CHECKPOINTS",
+    "MOST_FINISHED_RUNS",
+    "MOST_UNUSABLE",
+)
 
 # Checkpoints in one inventory: the newest.
 MOST_CHECKPOINTS = 256
@@ -8,5 +15,9 @@ MOST_CHECKPOINTS = 256
 MOST_UNUSABLE = 16
 # Finished runs in one `RegisterRequest`.
 MOST_FINISHED_RUNS = 256
+# The largest step, epoch, lease or count of bytes. A JSON number holds it exactly, 64 bits a thousand times it.
+MOST = 1 << 53
+# The longest duration: thirty years.
+LONGEST_SECONDS = 1e9
 # Bytes of one request to the master. A full inventory takes less than half of them.
 MESSAGE_BYTES = 1 << 20

@@ -9,7 +9,7 @@ __all__ = ("LONGEST_NAME", "few", "name_problem", "one_line", "text_problem")
 # Characters of a line. A longer reason helps nobody; a traceback's last line fits.
 LONGEST_LINE = 1000
 # Characters of a name.
-LONGEST_NAME = 200
+LONGEST_NAME = 256
 # How many names of a list are printed.
 _NAMED = 3
 

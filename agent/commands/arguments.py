@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dalsegno.protos.contract import JobSettings, Variable
+from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings, Variable
 from dalsegno.protos.text import name_problem
 
 from ..processes.signals import signals_of
@@ -20,8 +20,6 @@ from ..processes.signals import signals_of
 __all__ = ["UsageError", "build_parser", "ignored", "parse"]
 
 _JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-# The master asks the same; seconds.
-LEAST_NODE_TIMEOUT_SECONDS = 5.0
 _TRUE = ("1", "true", "yes", "on")
 # Accepted because scripts for DLRover or torchrun use them: name, whether it takes a value, why it is not needed here.
 # Together with those of ours that have the same name, these are all of DLRover's.

@@ -15,17 +15,13 @@ from google.protobuf.message import Message
 
 from dalsegno.elastic.checkpoint import is_checkpoint_name
 from dalsegno.protos import control_pb2
+from dalsegno.protos.limits import LONGEST_SECONDS, MOST
+from dalsegno.protos.text import LONGEST_NAME
 
 from ..storage.survey import is_run
 
 __all__ = ["MOST", "problem_of", "problem_of_reply"]
 
-# The most that a generation, epoch, step or count of bytes may be: far above any real one.
-MOST = 1 << 53
-# The longest duration in seconds: thirty years.
-_LONGEST_SECONDS = 1e9
-# The most characters of a name, a host or a digest.
-_NAME = 256
 # Texts for people, which are made one printable line where they are shown.
 _TEXTS = ("reason", "missing", "text", "message", "remark", "cause")
 # Numbers that may be NaN, because a training that has diverged reports that.
@@ -113,14 +109,14 @@ def _value(message: Message, field: FieldDescriptor, value: object) -> str:
     name = field.name
     wrong = False
     if isinstance(value, str) and name not in _TEXTS:
-        wrong = len(value) > _NAME or not value.isprintable()
+        wrong = len(value) > LONGEST_NAME or not value.isprintable()
         wrong = wrong or (name == "run_id" and not is_run(value))
         of_checkpoint = name in ("earlier", "best", "converting") or (
             isinstance(message, control_pb2.CheckpointRef) and name == "name"
         )
         wrong = wrong or (of_checkpoint and not is_checkpoint_name(value))
     elif isinstance(value, float) and name not in _ANY:
-        wrong = not math.isfinite(value) or abs(value) > _LONGEST_SECONDS
+        wrong = not math.isfinite(value) or abs(value) > LONGEST_SECONDS
     elif isinstance(value, int):
         wrong = not 0 <= value <= MOST
     return f"{name} is {value!r:.80}" if wrong else ""

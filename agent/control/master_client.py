@@ -23,15 +23,15 @@ import grpc
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
-from dalsegno.protos.contract import CONTROL_PROTOCOL
+from dalsegno.protos.contract import CONTROL_PROTOCOL, HEARTBEAT_SECONDS
 from dalsegno.protos.trace import mark
 
 from .client_threads import Backoff, Listener, kept_up
 from .connection import RETRIED, Connector, MasterLink, code_of, detail_of
 from .master_checks import MOST
-from .pace import HEARTBEAT_INTERVAL_SECONDS, Pace
+from .pace import Pace
 
-__all__ = ["CALL_TIMEOUT_SECONDS", "HEARTBEAT_INTERVAL_SECONDS", "Listener", "MasterClient", "OutboxFull"]
+__all__ = ["CALL_TIMEOUT_SECONDS", "HEARTBEAT_SECONDS", "Listener", "MasterClient", "OutboxFull"]
 
 # Seconds.
 CALL_TIMEOUT_SECONDS = 10.0

@@ -6,13 +6,10 @@ import math
 from dataclasses import dataclass
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.contract import HEARTBEAT_SECONDS, PROGRESS_SECONDS
 
-__all__ = ["HEARTBEAT_INTERVAL_SECONDS", "Pace"]
+__all__ = ["Pace"]
 
-# Seconds between heartbeats, until the master says otherwise.
-HEARTBEAT_INTERVAL_SECONDS = 1.0
-# Seconds between two progress reports; nobody reads more.
-PROGRESS_INTERVAL_SECONDS = 0.1
 # The longest interval that the master may ask for.
 _LONGEST_SECONDS = 60.0
 # The share of the interval by which a heartbeat may be early.
@@ -32,8 +29,8 @@ class Pace:
 
     beat_at: float
     progress_at: float
-    heartbeat: float = HEARTBEAT_INTERVAL_SECONDS
-    progress: float = PROGRESS_INTERVAL_SECONDS
+    heartbeat: float = HEARTBEAT_SECONDS
+    progress: float = PROGRESS_SECONDS
     # What the last report said besides the step, and how many reports its epoch has had.
     said: tuple[object, ...] = ()
     reports: int = 0
@@ -61,7 +58,7 @@ class Pace:
         if progress is None:
             return
         self.progress_at = now + self.progress
-        self.soonest = now + PROGRESS_INTERVAL_SECONDS
+        self.soonest = now + PROGRESS_SECONDS
         says = _beside_the_step(progress)
         if not self.said or says[0] != self.said[0]:
             self.reports = 0
@@ -70,18 +67,18 @@ class Pace:
 
     def unanswered(self, now: float) -> None:
         """Notes that the last message was not heard: the next one does not wait for a whole interval."""
-        self.beat_at = min(self.beat_at, now + max(HEARTBEAT_INTERVAL_SECONDS, self.heartbeat * _AGAIN))
+        self.beat_at = min(self.beat_at, now + max(HEARTBEAT_SECONDS, self.heartbeat * _AGAIN))
 
     def told(self, pace: control_pb2.Pace, now: float) -> None:
         """Takes the pace that the master wants."""
         if pace.heartbeat_seconds > 0:
             before, self.heartbeat = (
                 self.heartbeat,
-                min(max(HEARTBEAT_INTERVAL_SECONDS, pace.heartbeat_seconds), _LONGEST_SECONDS),
+                min(max(HEARTBEAT_SECONDS, pace.heartbeat_seconds), _LONGEST_SECONDS),
             )
             self.spread = self.spread or self.heartbeat > before
         if pace.progress_seconds > 0:
-            self.progress = min(max(PROGRESS_INTERVAL_SECONDS, pace.progress_seconds), _LONGEST_SECONDS)
+            self.progress = min(max(PROGRESS_SECONDS, pace.progress_seconds), _LONGEST_SECONDS)
         if 0 < pace.slot_seconds <= self.heartbeat * _LONGEST_SLOT and math.isfinite(pace.slot_in_seconds):
             early = (self.beat_at - now - pace.slot_in_seconds) % pace.slot_seconds
             self.beat_at = max(now, self.beat_at - early)

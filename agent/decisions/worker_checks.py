@@ -10,11 +10,10 @@ import re
 
 from dalsegno.elastic.checkpoint import is_checkpoint_name
 from dalsegno.protos import worker_pb2
+from dalsegno.protos.limits import MOST
 
 __all__ = ["MOST", "checked", "one_line"]
 
-# The most steps, bytes and signs of life: far above any, and sums of many of them still fit into 64 bits.
-MOST = 1 << 53
 # The most seconds of one step, save or evaluation: 30 days.
 _LONGEST_SECONDS = 30 * 86400.0
 # The most characters of a text that people are shown.

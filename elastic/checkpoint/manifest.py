@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.text import LONGEST_NAME
 
 from .best import Best
 from .errors import CheckpointDamaged, Damage
@@ -30,9 +31,8 @@ VERSION = 2
 READABLE = (1, VERSION)
 # A manifest of a 10,000-file checkpoint has about 1.5 MB; anything far beyond is not a manifest.
 MAX_BYTES = 64 << 20
-# The largest signed and unsigned numbers, and the longest name, that messages carry.
+# The largest signed and unsigned numbers that messages carry.
 MAX_COUNT, MAX_SMALL = (1 << 63) - 1, (1 << 32) - 1
-MAX_TEXT = 256
 
 # Each rank of a DeepSpeed engine writes one of these; a universal form is made of nothing else.
 _CONVERTED = "_optim_states.pt"
@@ -182,8 +182,10 @@ class Manifest:
         if self.total_bytes > MAX_COUNT:
             raise ValueError(f"files of {self.total_bytes} bytes together")
         for text in (self.job_id, self.run_id, self.shape.strategy, "" if self.best is None else self.best.metric):
-            if len(text) > MAX_TEXT or not text.isprintable():
-                raise ValueError(f"up to {MAX_TEXT} printable characters were expected, not {text[:MAX_TEXT]!r}")
+            if len(text) > LONGEST_NAME or not text.isprintable():
+                raise ValueError(
+                    f"up to {LONGEST_NAME} printable characters were expected, not {text[:LONGEST_NAME]!r}"
+                )
         paths = [entry.path for entry in self.files]
         if paths != sorted(set(paths)):
             raise ValueError("files must be sorted by path and unique")
@@ -247,7 +249,7 @@ class Manifest:
         try:
             raw = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"not JSON: {str(error)[:MAX_TEXT]}") from error
+            raise ValueError(f"not JSON: {str(error)[:LONGEST_NAME]}") from error
         if isinstance(raw, dict):
             raw.pop("checksum", None)
         manifest = _parse(raw)
@@ -416,7 +418,7 @@ def _object(raw: object, what: str, cls: type[Any]) -> Mapping[str, Any]:
         raise ValueError(f"{what} is not an object")
     wanted = set(cls.__dataclass_fields__)
     if set(raw) != wanted:
-        raise ValueError(f"{what} has keys {str(sorted(raw))[:MAX_TEXT]}, wanted {sorted(wanted)}")
+        raise ValueError(f"{what} has keys {str(sorted(raw))[:LONGEST_NAME]}, wanted {sorted(wanted)}")
     return raw
 
 

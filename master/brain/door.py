@@ -16,15 +16,13 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
-from dalsegno.protos.limits import MOST_CHECKPOINTS
+from dalsegno.protos.limits import LONGEST_SECONDS, MOST, MOST_CHECKPOINTS
 from dalsegno.protos.text import LONGEST_NAME, name_problem, one_line, text_problem
 
 __all__ = ("MOST_NODES", "ShapeError", "admit")
 
 # The most nodes registered at a time.
 MOST_NODES = 20_000
-# The largest step, epoch, lease, count of bytes, ... A JSON number holds it exactly, 64 bits a thousand times as much.
-MOST = 1 << 53
 # An agent's memory of epoch and generation lifts the master's above it, but no further than this. So whatever an agent
 # claims, what the master then counts up to and hands out stays below MOST.
 MOST_REMEMBERED = 1 << 48
@@ -32,8 +30,6 @@ MOST_REMEMBERED = 1 << 48
 MOST_WORKERS = 1 << 16
 # The most that min and max nodes and the unit may be. More than MOST_NODES, so that `--nnodes=1:100000` is no error.
 MOST_SETTING = 1 << 20
-# The longest duration in seconds: thirty years.
-LONGEST_SECONDS = 1e9
 # The most characters of a probe.
 LONGEST_PROBE = 256
 # The most entries of other lists.

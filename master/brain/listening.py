@@ -15,10 +15,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from dalsegno.protos.contract import HEARTBEAT_SECONDS
+
 __all__ = ("HEARTBEAT_SECONDS", "ListeningClock")
 
-# Seconds between two heartbeats of an agent (the agents' default).
-HEARTBEAT_SECONDS = 1.0
 # After so many heartbeats without a word from anybody the master takes itself to be cut off: the first number at most,
 # and before a short node-timeout ends, but never within the time between two heartbeats.
 DEAF_AFTER = 2.5

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
-from dalsegno.protos.contract import JobSettings
+from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings
 
 from .entries import Checkpoint, Checkpoints, Joined, Node, Nodes
 
@@ -97,11 +97,6 @@ class Part(str, Enum):
     LOST = "lost"
     # The member left when its notice was over, or earlier, during the save: the others see whether its part is there.
     LEFT = "left"
-
-
-# A heartbeat comes a second after the last word, and has 3 s before the next one is sent: one lost heartbeat must not
-# mean death. Agents refuse a lower value on their own command line, too.
-LEAST_NODE_TIMEOUT_SECONDS = 5.0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.contract import PROGRESS_SECONDS
 
 from .listening import HEARTBEAT_SECONDS
 from .live import DrainLife, EpochLife, Gathering, Live, RunLife, State
@@ -26,7 +27,6 @@ LEAST_BEATS = 2.25
 # Slots of a heartbeat's interval: the heartbeats of one slot come together. At 1,000 nodes that halves their cost, most
 # of which is waking up.
 SLOTS = 25
-LEAST_PROGRESS_SECONDS = 0.1
 # Of more nodes than this only the number is printed.
 NAMED = 4
 # The most causes of one change that are named.
@@ -181,7 +181,7 @@ def heartbeat_of(job: Job) -> float:
 
 def progress_of(job: Job) -> float:
     """Seconds between two progress reports of an agent, if only the number of the step has changed."""
-    return min(max(LEAST_PROGRESS_SECONDS, len(job.nodes) / WORDS), heartbeat_of(job))
+    return min(max(PROGRESS_SECONDS, len(job.nodes) / WORDS), heartbeat_of(job))
 
 
 def pace_of(turn: Turn) -> control_pb2.Pace:

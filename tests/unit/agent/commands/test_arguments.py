@@ -104,7 +104,7 @@ def test_where_the_master_is(arguments: list[str], environ: dict[str, str], expe
         (["--node-unit=3", "--nnodes=1:2", "x.py"], {}, "--node-unit=3 does not fit --nnodes=1:2"),
         (["--node-unit=2", "--nnodes=3:3", "x.py"], {}, "--node-unit=2 does not fit --nnodes=3:3"),
         (["--node-name=a/../b", "x.py"], {}, "the name is 'a/../b': no slashes"),
-        (["--node-name=" + 201 * "n", "x.py"], {}, "is 201 long, at most 200"),
+        (["--node-name=" + 257 * "n", "x.py"], {}, "is 257 long, at most 256"),
         (["--node-name=\x1b[2J", "x.py"], {}, "cannot be printed"),
         (["-m", "--no-python", "x"], {}, "exclude each other"),
         (["--standalone", "--master=h:1", "x.py"], {}, "--standalone"),

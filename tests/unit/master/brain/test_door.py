@@ -218,7 +218,7 @@ def test_durations_are_bounded_and_only_two_may_be_negative() -> None:
         ({"node": "../../etc"}, "node"),
         ({"node": "a/b"}, "node"),
         ({"node": " a"}, "node"),
-        ({"node": "x" * 201}, "node is 201 long"),
+        ({"node": "x" * 257}, "node is 257 long"),
         ({"host": "a\\b"}, "host"),
         ({"probe": "x" * 257}, "probe is 257 long"),
         ({"settings": settings((1, MOST_SETTING + 1))}, "max_nodes"),
@@ -297,7 +297,7 @@ def test_an_inventory_is_cut_to_its_newest() -> None:
         10**15,
         source=pb.CheckpointRef(name="step-1000000000000000.e1000000000000000.1000000000000000", digest=DIGEST),
         resumed_from=pb.CheckpointRef(name="step-1000000000000000.e1000000000000000.1000000000000000", digest=DIGEST),
-        shape=pb.Shape(world_size=2**31, strategy="x" * 200),
+        shape=pb.Shape(world_size=2**31, strategy="x" * 256),
         metric=1.0,
     )
     del message.inventory[:]
