@@ -55,7 +55,9 @@ class LocalLock:
         self._descriptor = descriptor
 
     def release(self) -> None:
+        """Gives the lock back, also where forked processes (a loader's workers) have the descriptor, too."""
         if self._descriptor is not None:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
             os.close(self._descriptor)
             self._descriptor = None
 

@@ -353,6 +353,26 @@ def test_local_lock_is_exclusive_and_dies_with_its_process(tmp_path: Path) -> No
         pass
 
 
+def test_a_forked_process_does_not_keep_the_lock(tmp_path: Path) -> None:
+    """A data loader's workers have the descriptor, too, and may live a little longer."""
+    lock = LocalLock(tmp_path)
+    lock.acquire()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writer)
+        os.read(reader, 1)
+        os._exit(0)
+    try:
+        lock.release()
+        with LocalLock(tmp_path):
+            pass
+    finally:
+        os.close(writer)
+        os.close(reader)
+        os.waitpid(child, 0)
+
+
 def test_importable_without_torch() -> None:
     """Agents import this package on machines that have no torch."""
     code = "import sys; sys.modules['torch'] = None; import dalsegno.elastic.checkpoint, dalsegno.elastic"
