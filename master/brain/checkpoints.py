@@ -219,7 +219,16 @@ def record_form(job: Job, message: control_pb2.Checkpoint) -> str:
         return f"{message.ref.name} is damaged"
     if not record.universal_digest:
         job.checkpoints.put(replace(record, universal_name=message.ref.name, universal_digest=message.ref.digest))
+        forget_unfinished(job, message.ref.name)
     return ""
+
+
+def forget_unfinished(job: Job, name: str) -> None:
+    """A directory is sealed now. Nodes that saw it while it was being written said that its manifest is missing."""
+    for node in list(job.nodes.values()):
+        joined = node.joined
+        if joined is not None and name in joined.unusable:
+            job.nodes.put(node.name, replace(node, joined=replace(joined, unusable=joined.unusable - {name})))
 
 
 def drop_form(job: Job, record: Checkpoint) -> None:

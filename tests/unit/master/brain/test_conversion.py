@@ -54,6 +54,17 @@ def test_the_owner_is_the_first_in_the_old_rank_order() -> None:
     assert (resume.form, resume.universal.digest) == (control_pb2.FORM_UNIVERSAL, form.ref.digest)
 
 
+def test_what_was_seen_while_it_was_being_written_is_not_damaged() -> None:
+    """A node that looked before the seal found no manifest there: that says nothing about the one that is there now."""
+    job, nodes = at_the_gate()
+    order = nodes[0].directive.convert
+    nodes[2].join(unusable=[f"{order.source.ref.name}.universal.{order.lease}"])
+    nodes[0].convert()
+    assert job.phase is Phase.RUNNING
+    assert "cannot read" not in job.notices
+    assert nodes[2].order == "run"
+
+
 def test_a_shape_that_loads_as_it_is_needs_no_conversion() -> None:
     """The same world size, or a checkpoint for any world size."""
     job = Driven()
