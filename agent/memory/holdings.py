@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import secrets
 import shutil
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,12 +28,11 @@ from dalsegno.elastic.checkpoint import (
 )
 from dalsegno.elastic.checkpoint.files import publish, write_exclusive
 from dalsegno.elastic.checkpoint.manifest import MAX_BYTES
+from dalsegno.elastic.checkpoint.parts import PARTS_SUFFIX, part_path, parts_directory, read_part, write_part
 from dalsegno.elastic.checkpoint.reading import NotRegular, read_regular
 from dalsegno.protos import control_pb2
 
 __all__ = ["Held", "Holdings", "Part", "StepPlace"]
-
-_PARTS = ".parts"
 
 
 @dataclass(frozen=True)
@@ -65,10 +63,10 @@ class StepPlace:
         if self.name.lease is not None:
             raise ValueError(f"{name} is a later form: in memory are sharded checkpoints only")
         self.files = run_dir / name
-        self.parts = run_dir / (name + _PARTS)
+        self.parts = parts_directory(self.files)
 
     def part(self, group_rank: int) -> Path:
-        return self.parts / f"{group_rank}.json"
+        return part_path(self.files, group_rank)
 
     def publish_manifest(self, data: bytes) -> None:
         """Puts the manifest in place, unless the same one is there. What is no manifest is replaced.
@@ -96,11 +94,9 @@ class StepPlace:
         except (NotRegular, ValueError):
             return False
 
-    def write_part(self, group_rank: int, paths: Sequence[str]) -> None:
+    def write_part(self, group_rank: int, paths: Iterable[str]) -> None:
         """Says that a part is here, whole. It comes last."""
-        aside = self.parts / f".part-{secrets.token_hex(8)}"
-        write_exclusive(aside, json.dumps({"files": list(paths)}).encode() + b"\n", lasting=False)
-        os.replace(aside, self.part(group_rank))
+        write_part(self.files, group_rank, paths)
 
     def read_part(self, group_rank: int, manifest: Manifest) -> tuple[str, ...]:
         """Paths of a part's files.
@@ -109,11 +105,7 @@ class StepPlace:
             ValueError: it is not what it should be, or names what the manifest does not.
             OSError: it cannot be read, FileNotFoundError where it is not here.
         """
-        raw = json.loads(read_regular(self.part(group_rank), MAX_BYTES))
-        files = raw.get("files") if isinstance(raw, dict) else None
-        if not isinstance(files, list) or not all(isinstance(path, str) for path in files):
-            raise ValueError(f"{self.part(group_rank)} is no list of files")
-        return checked_paths(files, manifest)
+        return checked_paths(read_part(self.files, group_rank), manifest)
 
 
 def checked_paths(paths: Iterable[str], manifest: Manifest) -> tuple[str, ...]:
@@ -323,7 +315,7 @@ class Holdings:
             names = os.listdir(self._root / run_id)
         except FileNotFoundError:
             return set()
-        return {name for entry in names if is_checkpoint_name(name := entry.removesuffix(_PARTS))}
+        return {name for entry in names if is_checkpoint_name(name := entry.removesuffix(PARTS_SUFFIX))}
 
 
 def manifest_of(data: bytes, digest: str) -> Manifest:

@@ -10,18 +10,26 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
 from .files import write_exclusive
+from .manifest import MAX_BYTES
+from .reading import read_regular
 
-_SUFFIX = ".parts"
+PARTS_SUFFIX = ".parts"
 
 
 def parts_directory(directory: Path) -> Path:
     """Where the notes on a checkpoint's parts are."""
-    return directory.with_name(directory.name + _SUFFIX)
+    return directory.with_name(directory.name + PARTS_SUFFIX)
+
+
+def part_path(directory: Path, group_rank: int) -> Path:
+    """The note on one part."""
+    return parts_directory(directory) / f"{group_rank}.json"
 
 
 def write_part(directory: Path, group_rank: int, paths: Iterable[str]) -> None:
@@ -33,23 +41,37 @@ def write_part(directory: Path, group_rank: int, paths: Iterable[str]) -> None:
     notes = parts_directory(directory)
     notes.mkdir(exist_ok=True)
     text = json.dumps({"files": sorted(paths)}).encode() + b"\n"
-    temporary = notes / f".{group_rank}.json.tmp"
-    temporary.unlink(missing_ok=True)
-    write_exclusive(temporary, text, lasting=False)
-    os.replace(temporary, notes / f"{group_rank}.json")
+    aside = notes / f".part-{secrets.token_hex(8)}"
+    write_exclusive(aside, text, lasting=False)
+    os.replace(aside, part_path(directory, group_rank))
+
+
+def read_part(directory: Path, group_rank: int) -> tuple[str, ...]:
+    """Paths of one part's files, relative to the checkpoint.
+
+    Raises:
+        ValueError: The note is not what it should be.
+        OSError: It cannot be read, FileNotFoundError where the part is not here.
+    """
+    path = part_path(directory, group_rank)
+    raw = json.loads(read_regular(path, MAX_BYTES))
+    files = raw.get("files") if isinstance(raw, dict) else None
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise ValueError(f"{path} is no list of files")
+    return tuple(files)
 
 
 def read_parts(directory: Path) -> dict[int, tuple[str, ...]]:
-    """The parts that are here, by group rank: paths of their files, relative to the checkpoint.
+    """The parts that are here, by group rank, see `read_part`.
 
     Raises:
-        OSError: They cannot be read.
+        ValueError, OSError: As there.
     """
     found: dict[int, tuple[str, ...]] = {}
     with contextlib.suppress(FileNotFoundError):
         for note in parts_directory(directory).iterdir():
             if note.suffix == ".json" and note.stem.isdecimal():
-                found[int(note.stem)] = tuple(json.loads(note.read_bytes())["files"])
+                found[int(note.stem)] = read_part(directory, int(note.stem))
     return found
 
 
