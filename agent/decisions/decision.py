@@ -5,7 +5,7 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from .state import AgentState, Outcome, Place, Workers
+from .state import AgentState, Leave, Outcome, Place, Workers
 
 # Seconds from SIGKILL until workers count as gone, whatever is heard of them. Longer than the shell takes to report it,
 # even for processes stuck in the kernel, and longer than torchrun takes to end its own.
@@ -50,7 +50,7 @@ class Decision:
             self.exit_left()
             return
         state.world = None
-        state.drain_ordered = False
+        state.drain = None
         state.epoch.outcome = Outcome.STOPPED
         self.register(state.incarnation)
 
@@ -145,14 +145,19 @@ def is_saved(state: AgentState) -> bool:
     if epoch.refused:
         return False
     if epoch.drained is not None and epoch.drained_in_memory:
-        held = state.held.get(epoch.drained.digest)
-        copied = held is not None and held.copies > 0 and not state.link_up
+        held, leave = state.memory.held.get(epoch.drained.digest), state.leave
+        copied = held is not None and held.copies > 0 and not state.link.up
         # Released behind its drain, and not recorded: some other part of it was lost.
         counts = state.phase == control_pb2.PHASE_DRAINING or epoch.committed_step >= epoch.step
-        return (state.released and counts) or state.sealed_by_leaver == epoch.drained.digest or copied
+        return copied or (leave is not None and ((leave.released and counts) or has_sealed(leave, epoch.drained)))
     if epoch.drained is not None or epoch.outcome is Outcome.FINISHED:
         return True
-    return epoch.agreed and 0 < epoch.step <= max(epoch.committed_step, 0 if state.link_up else epoch.sealed_step)
+    return epoch.agreed and 0 < epoch.step <= max(epoch.committed_step, 0 if state.link.up else epoch.sealed_step)
+
+
+def has_sealed(leave: Leave, ref: control_pb2.CheckpointRef) -> bool:
+    """Whether this leaver has written the step to the disk."""
+    return leave.spill is not None and leave.spill.sealed and leave.spill.digest == ref.digest
 
 
 def awaits_its_commit(state: AgentState) -> bool:
@@ -190,7 +195,7 @@ def what_is_unsaved(state: AgentState) -> str:
 
 def who_completes(state: AgentState) -> str:
     """What becomes of a save that a leaver had to leave, for a person; the leaver is gone when that is decided."""
-    if not state.all_leave:
+    if state.drain is None or not state.drain.all_leave:
         follows = "the others complete the save if this node's part of it is there"
     elif state.world is not None and state.world.nodes == 1:
         follows = "the run goes on from its last commit"

@@ -7,7 +7,7 @@ from dalsegno.protos import control_pb2
 from . import events as ev
 from . import memory
 from .decision import Decision
-from .state import Epoch, Place, Workers
+from .state import DrainOrder, Epoch, Place, Workers
 
 
 def directed(decision: Decision, directive: control_pb2.Directive) -> None:
@@ -35,11 +35,11 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     side_orders(decision, directive)
     match directive.WhichOneof("order"):
         case "run":
-            ordered_run(decision, directive.run, drain=False)
+            ordered_run(decision, directive.run)
         case "drain":
-            ordered_run(decision, directive.drain.run, drain=True)
-            state.ending, state.all_leave = directive.drain.ending, directive.drain.all_leave
-            state.save_to_memory = directive.drain.to_memory
+            ordered_run(decision, directive.drain.run)
+            order = directive.drain
+            state.drain = DrainOrder(order.ending, order.all_leave, order.to_memory)
         case "gather":
             ordered_gather(decision, directive.gather)
         case "wait":
@@ -88,11 +88,10 @@ def side_orders(decision: Decision, directive: control_pb2.Directive) -> None:
             decision.do(ev.WriteLatest(directive.head), sweep)
 
 
-def ordered_run(decision: Decision, world: control_pb2.World, drain: bool) -> None:
-    """Becomes part of a world; with `drain` saves and stops. Starts the workers of an epoch once."""
+def ordered_run(decision: Decision, world: control_pb2.World) -> None:
+    """Becomes part of a world. Starts the workers of an epoch once."""
     state = decision.state
-    state.place.order = None
-    state.drain_ordered, state.ending, state.all_leave = drain, control_pb2.ENDING_TOGETHER, False
+    state.place.order = state.drain = None
     if world.epoch <= state.started or state.workers is not Workers.NONE:
         return  # already running, already ended (and reported), or still stopping: see workers_stopped
     if state.leaving:
@@ -118,7 +117,7 @@ def ordered_gather(decision: Decision, gather: control_pb2.Gather) -> None:
     """Stops what runs, then joins (see `decisions.prepare_join`)."""
     state = decision.state
     state.place.order = gather
-    state.drain_ordered = False
+    state.drain = None
     if gather.missing and gather.missing != state.wait_said:
         decision.do(ev.Say(gather.missing))
     state.wait_said = gather.missing
@@ -130,7 +129,7 @@ def ordered_wait(decision: Decision, wait: control_pb2.Wait) -> None:
     """Handles having no place in the present world: no worker of ours may run."""
     state = decision.state
     state.place.order = wait
-    state.drain_ordered = False
+    state.drain = None
     if state.workers is Workers.RUNNING:
         decision.kill_workers()
     if wait.reason and wait.reason != state.wait_said:
@@ -152,6 +151,6 @@ def ordered_finish(decision: Decision, finish: control_pb2.Finish) -> None:
 def ordered_release(decision: Decision) -> None:
     """Handles the permission for a leaver to go."""
     state = decision.state
-    if state.leaving and state.workers is Workers.NONE:
-        state.released = True
+    if state.leave is not None and state.workers is Workers.NONE:
+        state.leave.released = True
         decision.exit_left()

@@ -22,7 +22,7 @@ from dalsegno.protos import control_pb2
 from . import directives, leaving, memory, ranks
 from . import events as ev
 from .decision import Decision
-from .state import AgentSettings, AgentState, Door, Join, Outcome, Place, Workers, fresh
+from .state import AgentSettings, AgentState, Door, Join, Link, Outcome, Place, Workers, fresh
 
 # Seconds until a Join is tried again: if its store could not be opened, and if it did not see the directory.
 JOIN_PAUSE_SECONDS = 1.0
@@ -197,12 +197,10 @@ def call_failed(decision: Decision, event: ev.CallFailed) -> None:
 def link_changed(decision: Decision, up: bool) -> None:
     """The master is heard again, or no longer."""
     state = decision.state
-    if up == state.link_up:
+    if up == state.link.up:
         return
-    state.link_up = up
-    state.link_lost_at = None if up else decision.now
+    state.link = Link(up, None if up else decision.now)
     if up:
-        state.drain_for_outage = False
         decision.do(ev.Say("the master is back"))
     elif state.workers is Workers.RUNNING:
         decision.do(ev.Say("the master cannot be reached; training goes on, and what it must know is kept", True))
@@ -229,11 +227,11 @@ def prepare_join(decision: Decision) -> None:
     if state.epoch.outcome is Outcome.DRAINED and (state.reading or memory.awaits_its_part(decision)):
         return  # The commit goes first.
     resume, wanted = wanted_join(state.place)
-    if wanted is None or (state.doubting and wanted.resume == state.doubting):
+    if wanted is None or (state.memory.doubting and wanted.resume == state.memory.doubting):
         return
     join = state.place.join
     if join is not None and answers(state.place, join, wanted):
-        if join.again_at is None and join.sent and state.link_up and is_blind(decision):
+        if join.again_at is None and join.sent and state.link.up and is_blind(decision):
             state.place.join = join = replace(join, again_at=decision.now + LOOK_AGAIN_SECONDS)
         if join.again_at is None:
             return
@@ -416,8 +414,9 @@ def tell_workers(decision: Decision) -> None:
     state = decision.state
     if state.workers is not Workers.RUNNING:
         return
-    drain = state.leaving or state.drain_ordered or state.drain_for_outage
-    flags = (drain, state.link_up, state.ending, drain and memory.to_memory(state))
+    drain = state.leaving or state.drain is not None or state.link.drain
+    ending = state.drain.ending if state.drain is not None else control_pb2.ENDING_TOGETHER
+    flags = (drain, state.link.up, ending, drain and memory.to_memory(state))
     if flags != state.epoch.told:
         state.epoch.told = flags
         decision.do(ev.TellWorkers(*flags))

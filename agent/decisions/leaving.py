@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 from dalsegno.protos import control_pb2
 
@@ -66,7 +67,7 @@ def check_leave(decision: Decision) -> None:
         release = await_release(decision, leave)
         stopped = state.epoch.outcome is Outcome.STOPPED and not awaits_its_commit(state)
         nothing_to_record = stopped or state.epoch.refused
-        if nothing_to_record or decision.now >= release or not state.link_up:
+        if nothing_to_record or decision.now >= release or not state.link.up:
             decision.exit_left()
         else:
             decision.wake_at(release)
@@ -93,11 +94,11 @@ def await_release(decision: Decision, leave: Leave) -> float:
 def check_outage(decision: Decision) -> None:
     """Drains a node that alone is cut off from the master. If nobody hears the master, training goes on."""
     state = decision.state
-    if state.link_lost_at is None or state.workers is not Workers.RUNNING or state.drain_for_outage:
+    if state.link.lost_at is None or state.workers is not Workers.RUNNING or state.link.drain:
         return
-    due = state.link_lost_at + state.settings.master_outage_timeout
+    due = state.link.lost_at + state.settings.master_outage_timeout
     if decision.now < due:
         decision.wake_at(due)
     elif state.epoch.anyone_sees_master:
-        state.drain_for_outage = True
+        state.link = replace(state.link, drain=True)
         decision.do(ev.Say("only this node is cut off from the master: it drains and waits", True))

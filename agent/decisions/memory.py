@@ -8,8 +8,8 @@ from __future__ import annotations
 from dalsegno.protos import control_pb2
 
 from . import events as ev
-from .decision import Decision
-from .state import AgentState
+from .decision import Decision, has_sealed
+from .state import AgentState, Spill
 
 __all__ = [
     "awaits_its_part",
@@ -32,10 +32,10 @@ def held_changed(decision: Decision, event: ev.HeldChanged) -> None:
     """Parts of a step have come in, or it is gone from here."""
     state = decision.state
     digest = event.checkpoint.ref.digest
-    held = {known: entry for known, entry in state.held.items() if known != digest}
+    held = {known: entry for known, entry in state.memory.held.items() if known != digest}
     if event.parts:
         held[digest] = event
-    known, state.held = state.held.get(digest), held
+    known, state.memory.held = state.memory.held.get(digest), held
     if known is None and event.parts:
         decision.do(ev.KeepInMemory(state.started, still_wanted(state)))  # one more is here: an older one may go
     if (known.parts if known is not None else ()) != event.parts:
@@ -51,7 +51,7 @@ def tell(decision: Decision, event: ev.HeldChanged) -> None:
 
 def tell_all(decision: Decision) -> None:
     """A master that has not heard what is held here."""
-    for event in decision.state.held.values():
+    for event in decision.state.memory.held.values():
         tell(decision, event)
 
 
@@ -59,16 +59,16 @@ def doubt(decision: Decision, ref: control_pb2.CheckpointRef) -> None:
     """The ranks could not load the resume point. If it is in memory, this node looks at its copy first."""
     state = decision.state
     if state.world is not None and state.world.resume.source.in_memory:
-        state.doubting = ref.digest
+        state.memory.doubting = ref.digest
         decision.do(ev.Doubt(ref))
 
 
 def doubted(decision: Decision, event: ev.Doubted) -> None:
     """What is still held of it is told anew: until then the master counts nothing of it."""
     state = decision.state
-    if event.ref.digest == state.doubting:
-        state.doubting = ""
-    held = state.held.get(event.ref.digest)
+    if event.ref.digest == state.memory.doubting:
+        state.memory.doubting = ""
+    held = state.memory.held.get(event.ref.digest)
     if held is not None:
         tell(decision, held)
 
@@ -77,42 +77,42 @@ def directed(decision: Decision, directive: control_pb2.Directive) -> None:
     """What a directive says of the memory of this node."""
     state = decision.state
     in_memory = directive.HasField("head") and directive.head.in_memory
-    state.memory_head = directive.head.ref if in_memory else None
-    if directive.HasField("make_durable") and directive.make_durable.ref.digest != state.writing:
-        state.writing = directive.make_durable.ref.digest
+    state.memory.head = directive.head.ref if in_memory else None
+    if directive.HasField("make_durable") and directive.make_durable.ref.digest != state.memory.writing:
+        state.memory.writing = directive.make_durable.ref.digest
         decision.do(ev.MakeDurable(directive.make_durable.ref, tuple(directive.make_durable.parts)))
     wanted = still_wanted(state)
-    if (state.started, wanted) != state.kept:
-        state.kept = (state.started, wanted)
+    if (state.started, wanted) != state.memory.kept:
+        state.memory.kept = (state.started, wanted)
         decision.do(ev.KeepInMemory(state.started, wanted))
 
 
 def still_wanted(state: AgentState) -> frozenset[str]:
     """Digests of the steps that somebody may still need, besides the newest ones of the open epoch."""
-    found = {state.writing, state.spilling}
-    if state.memory_head is not None:
-        found.add(state.memory_head.digest)
+    found = {state.memory.writing}
+    if state.leave is not None and state.leave.spill is not None:
+        found.add(state.leave.spill.digest)
+    if state.memory.head is not None:
+        found.add(state.memory.head.digest)
     if state.world is not None and state.world.resume.source.in_memory:
         found.add(state.world.resume.source.ref.digest)
     order, join = state.place.order, state.place.join
     if order is not None and order.parts:
         found.add(order.resume.digest if isinstance(order, control_pb2.Gather) else order.look_for.digest)
-    if join is not None and not join.sent and join.resume in state.kept[1]:
+    if join is not None and not join.sent and join.resume in state.memory.kept[1]:
         found.add(join.resume)  # Its parts are on their way here, also if it has come to the disk meanwhile.
     return frozenset(found - {""})
 
 
 def made_durable(decision: Decision, event: ev.MadeDurable) -> None:
     """A step is on the disk, or could not be written there."""
-    state = decision.state
-    if event.ref.digest == state.spilling:
-        state.spilled = True
-        if not event.failure:
-            state.sealed_by_leaver = event.ref.digest
-        elif event.ref.digest != state.writing:
+    leave, memory = decision.state.leave, decision.state.memory
+    if leave is not None and leave.spill is not None and leave.spill.digest == event.ref.digest:
+        leave.spill = Spill(event.ref.digest, over=True, sealed=leave.spill.sealed or not event.failure)
+        if event.failure and event.ref.digest != memory.writing:
             return  # Other parts of it are elsewhere, and nobody has asked for it.
-    if event.ref.digest == state.writing:
-        state.writing = ""
+    if event.ref.digest == memory.writing:
+        memory.writing = ""
     request = control_pb2.DurableRequest(caller=decision.caller(), ref=event.ref, failure=event.failure)
     decision.call("ReportDurable", request)
 
@@ -122,9 +122,9 @@ def to_memory(state: AgentState) -> bool:
 
     A leaver's ranks save as soon as it has its notice, before the master says how.
     """
-    if state.drain_ordered:
-        return state.save_to_memory
-    return state.leaving and state.link_up and state.world is not None and bool(state.world.place.buddies)
+    if state.drain is not None:
+        return state.drain.to_memory
+    return state.leaving and state.link.up and state.world is not None and bool(state.world.place.buddies)
 
 
 def drained_into(state: AgentState) -> str:
@@ -137,7 +137,7 @@ def awaits_its_part(decision: Decision) -> bool:
     """The ranks have drained into memory, and what they left there is not known yet."""
     state = decision.state
     digest = drained_into(state)
-    if not digest or digest in state.held:
+    if not digest or digest in state.memory.held:
         return False
     if state.epoch.part_deadline is None:
         state.epoch.part_deadline = decision.now + PART_PATIENCE
@@ -149,15 +149,17 @@ def awaits_its_part(decision: Decision) -> bool:
 
 def needed(state: AgentState) -> control_pb2.CheckpointRef | None:
     """What the run goes on from, if that is in memory, and some of it here."""
-    ref = state.epoch.drained if drained_into(state) else state.memory_head
-    return ref if ref is not None and ref.digest in state.held else None
+    ref = state.epoch.drained if drained_into(state) else state.memory.head
+    return ref if ref is not None and ref.digest in state.memory.held else None
 
 
 def spill(decision: Decision) -> None:
     """A leaver writes what it holds to the disk: all others may leave, too, and the master be away."""
-    state, ref = decision.state, needed(decision.state)
-    if ref is not None and ref.digest not in (state.spilling, state.writing):
-        state.spilling, state.spilled = ref.digest, False
+    state, leave, ref = decision.state, decision.state.leave, needed(decision.state)
+    if leave is None or ref is None or ref.digest == state.memory.writing:
+        return
+    if leave.spill is None or leave.spill.digest != ref.digest:
+        leave.spill = Spill(ref.digest)
         decision.do(ev.MakeDurable(ref))
 
 
@@ -166,7 +168,12 @@ def is_safe(state: AgentState) -> bool:
 
     Where the master is heard, its word counts more than a copy: who has that may leave, too.
     """
-    ref = needed(state)
-    if ref is None or state.released or state.sealed_by_leaver == ref.digest:
+    ref, leave = needed(state), state.leave
+    if ref is None:
         return True
-    return not state.link_up and state.spilled and state.held[ref.digest].copies > 0
+    if leave is None:
+        return False
+    if leave.released or has_sealed(leave, ref):
+        return True
+    over = leave.spill is not None and leave.spill.over
+    return over and not state.link.up and state.memory.held[ref.digest].copies > 0

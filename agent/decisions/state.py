@@ -91,6 +91,16 @@ class Place:
     unseen: str = ""
 
 
+@dataclass(frozen=True)
+class Spill:
+    """What a leaver writes to the disk of its memory; made anew for each step that it writes."""
+
+    digest: str
+    # It is over; and it went well, so that the step is on the disk as a whole.
+    over: bool = False
+    sealed: bool = False
+
+
 @dataclass
 class Leave:
     """A notice: this node goes, at the latest when the notice ends. Made with the first signal."""
@@ -100,6 +110,47 @@ class Leave:
     unsaved: bool = False
     # Until when this node waits for the master's word, once its part is safe.
     release_deadline: float | None = None
+    # The master has let it go.
+    released: bool = False
+    spill: Spill | None = None
+
+
+@dataclass(frozen=True)
+class DrainOrder:
+    """The master's order to save and stop; dropped with the next order of another kind."""
+
+    # How its save ends, as `control.Ending`.
+    ending: int = control_pb2.ENDING_TOGETHER
+    # All other nodes that still save have a notice, too, or there are none.
+    all_leave: bool = False
+    # Its save goes to memory.
+    to_memory: bool = False
+
+
+@dataclass(frozen=True)
+class Link:
+    """The connection to the master; made anew when it is lost, and when it is back."""
+
+    up: bool = True
+    lost_at: float | None = None
+    # This node drains because it alone has lost the master.
+    drain: bool = False
+
+
+@dataclass
+class Memory:
+    """What this node's memory has of checkpoints. It outlives ranks, worlds and incarnations, as its files do."""
+
+    # What is held here, by digest.
+    held: Mapping[str, HeldChanged] = field(default_factory=dict)
+    # The epoch and the digests that are kept, as was said last.
+    kept: tuple[int, frozenset[str]] = (0, frozenset())
+    # Digest of the step that is being written to the disk because the master asked.
+    writing: str = ""
+    # Digest of a step that could not be loaded from here, while it is looked at.
+    doubting: str = ""
+    # The newest commit, if it is in memory alone.
+    head: control_pb2.CheckpointRef | None = None
 
 
 @dataclass
@@ -156,6 +207,9 @@ class AgentState:
         door: the registration under way.
         epoch: the ranks that were started last.
         place: the way to a place in the next world.
+        drain: the master's order to save and stop; None: it has given none.
+        memory: what is in the memory of this node.
+        link: the connection to the master.
         leave: the notice; None: none came.
     """
 
@@ -175,27 +229,8 @@ class AgentState:
     stop_deadline: float = 0.0
     # Some rank that this agent ever started has opened a session, so the script has one, even before its hello.
     session_known: bool = False
-    drain_ordered: bool = False
-    # How its save ends, as `control.Ending`.
-    ending: int = 0
-    # All other nodes that still save have a notice, too, or there are none.
-    all_leave: bool = False
-    # Its save goes to memory.
-    save_to_memory: bool = False
-    # The master has let this leaver go.
-    released: bool = False
-    # What is held here of memory checkpoints, by digest; the epoch and digests that are kept; what is being written.
-    held: Mapping[str, HeldChanged] = field(default_factory=dict)
-    kept: tuple[int, frozenset[str]] = (0, frozenset())
-    writing: str = ""
-    # Digest of a step that could not be loaded from here, while it is looked at.
-    doubting: str = ""
-    # The newest commit, if it is in memory alone; what a leaver writes to the disk, whether that is over, and well.
-    memory_head: control_pb2.CheckpointRef | None = None
-    spilling: str = ""
-    spilled: bool = False
-    sealed_by_leaver: str = ""
-    drain_for_outage: bool = False
+    drain: DrainOrder | None = None
+    memory: Memory = field(default_factory=Memory)
     place: Place = field(default_factory=Place)
     # What people were last told about why this node waits, and why a Join could not be prepared: each once.
     wait_said: str = ""
@@ -218,8 +253,7 @@ class AgentState:
     heard_generation: int = 0
     # Whether a directive has come in before.
     directed: bool = False
-    link_up: bool = True
-    link_lost_at: float | None = None
+    link: Link = field(default_factory=Link)
     leave: Leave | None = None
     fenced: bool = False
     ended: bool = False
@@ -229,7 +263,7 @@ class AgentState:
         """A copy that later changes of this one do not affect."""
         other = copy.copy(self)
         other.door, other.epoch = copy.copy(self.door), copy.copy(self.epoch)
-        other.place, other.leave = copy.copy(self.place), copy.copy(self.leave)
+        other.place, other.leave, other.memory = copy.copy(self.place), copy.copy(self.leave), copy.copy(self.memory)
         return other
 
     @property

@@ -7,7 +7,7 @@ from typing import Any
 from dalsegno.agent.decisions import leaving
 from dalsegno.agent.decisions import memory as agents_memory
 from dalsegno.agent.decisions.decision import Decision
-from dalsegno.agent.decisions.state import AgentState
+from dalsegno.agent.decisions.state import AgentState, Spill
 from dalsegno.master.brain import memory
 from dalsegno.master.brain.live import HeldStep, State
 from dalsegno.master.brain.state import Job, Node
@@ -45,8 +45,8 @@ def leaves_without_writing(original: Any) -> Any:
     def spill(decision: Decision) -> None:
         state: AgentState = decision.state
         ref = agents_memory.needed(state)
-        if ref is not None:
-            state.spilling, state.spilled = ref.digest, True
+        if ref is not None and state.leave is not None:
+            state.leave.spill = Spill(ref.digest, over=True)
 
     return spill
 
