@@ -190,10 +190,19 @@ class VerificationLife:
 
 @dataclass
 class HeldStep:
-    """A memory checkpoint: by the group rank that wrote a part, the incarnations of the nodes that hold it."""
+    """A memory checkpoint, as nodes have told this process."""
 
     record: Checkpoint
+    # By the group rank that wrote a part, the incarnations of the nodes that hold it.
     holders: dict[int, dict[str, None]] = field(default_factory=dict)
+    # A node could not load it; a second time it is given up.
+    doubted: bool = False
+    # Since when a part of it has had no holder, by the listening clock, if it is the resume point.
+    missing_since: float | None = None
+    # It must be on the disk before a world can open.
+    urgent: bool = False
+    # Nodes that could not write it to the disk, by incarnation, and when they are asked again.
+    unable: dict[str, float] = field(default_factory=dict)
 
     def hold(self, incarnation: str, parts: Iterable[int]) -> None:
         """This node holds these parts, and no others."""
@@ -206,19 +215,19 @@ class HeldStep:
 
 @dataclass
 class Held:
-    """What nodes hold in memory, as they have told this process."""
+    """All memory checkpoints that are known, by digest."""
 
     steps: dict[str, HeldStep] = field(default_factory=dict)
     # Grows with each change.
     version: int = 0
-    # Digests that a node could not load; a second time they are given up.
-    doubted: set[str] = field(default_factory=set)
-    # Since when a part of the resume point has had no holder, by the listening clock.
-    missing_since: float | None = None
-    # The digest of what must be on the disk before a world can open.
-    urgent: str = ""
-    # Who could not write what to the disk, by digest and incarnation, and when that node is asked again.
-    unable: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def step(self, record: Checkpoint) -> HeldStep:
+        """What is known of this one; nobody may have said yet that it holds a part."""
+        return self.steps.setdefault(record.digest, HeldStep(record))
+
+    def newest_first(self) -> list[HeldStep]:
+        """All of them, by age."""
+        return sorted(self.steps.values(), key=lambda step: step.record.age, reverse=True)
 
 
 @dataclass(frozen=True)

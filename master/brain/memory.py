@@ -84,7 +84,7 @@ def report(turn: Turn, node: Node, message: control_pb2.HeldRequest) -> tuple[st
         record = worth_knowing(turn, node, message.checkpoint)
         if record is None:
             return "OK", ""
-        step = held.steps[digest] = HeldStep(record)
+        step = held.step(record)
     if step is not None:
         step.hold(node.incarnation, message.parts)
         held.version += 1
@@ -112,8 +112,7 @@ def worth_knowing(turn: Turn, node: Node, said: control_pb2.Checkpoint) -> Check
 def forget_old(turn: Turn) -> None:
     """Keeps the newest steps, and what is recorded."""
     job, held = turn.job, turn.live.held
-    newest = sorted(held.steps.values(), key=lambda step: step.record.age, reverse=True)
-    for step in newest[MOST_STEPS:]:
+    for step in held.newest_first()[MOST_STEPS:]:
         if job.checkpoint(step.record.digest) is None:
             del held.steps[step.record.digest]
 
@@ -131,8 +130,7 @@ def is_whole(job: Job, step: HeldStep) -> bool:
 
 def newest_held(state: State) -> HeldStep | None:
     """The newest step of which each part has a living holder."""
-    steps = (step for step in state.live.held.steps.values() if is_whole(state.job, step))
-    return max(steps, key=lambda step: step.record.age, default=None)
+    return next((step for step in state.live.held.newest_first() if is_whole(state.job, step)), None)
 
 
 def is_held(turn: Turn, step: int) -> bool:
@@ -157,8 +155,9 @@ def is_needed(state: State, node: Node) -> bool:
     who is released before they are there would take for saved what is not.
     """
     job, head = state.job, state.job.checkpoints.head
-    steps = [step for step in state.live.held.steps.values() if may_count(job, step.record, head)]
-    for step in sorted(steps, key=lambda step: step.record.age, reverse=True):
+    for step in state.live.held.newest_first():
+        if not may_count(job, step.record, head):
+            continue
         own = [part for part in range(step.record.parts) if node.incarnation in step.holders.get(part, ())]
         if any(all(other is node or other.leaving for other in holders(job, step, part)) for part in own):
             return True
@@ -204,20 +203,20 @@ def adopt(turn: Turn) -> bool:
 
 def lost(turn: Turn, resume: Checkpoint | None) -> bool:
     """A part of the resume point is nowhere any more, as all nodes have said: the run goes back. True: it did."""
-    held = turn.live.held
-    step = held.steps.get(resume.digest) if resume is not None else None
-    if resume is None or not resume.parts or (step is not None and is_whole(turn.job, step)):
-        held.missing_since = None
+    if resume is None or not resume.parts:
         return False
-    if held.missing_since is None:
-        held.missing_since = turn.heard
+    step = turn.live.held.step(resume)
+    if is_whole(turn.job, step):
+        step.missing_since = None
+        return False
+    if step.missing_since is None:
+        step.missing_since = turn.heard
     unheard = any(not turn.presence(node).spoke and turn.is_fresh(node) for node in turn.job.nodes.values())
-    if unheard or not turn.overdue(held.missing_since + LOST_AFTER):
+    if unheard or not turn.overdue(step.missing_since + LOST_AFTER):
         return False
-    held.missing_since = None
     # Nothing of it is anywhere: an older step of its epoch may still count.
     why = "the nodes that held a part of it are gone"
-    if resume.digest in held.doubted:
+    if step.doubted:
         why = "there is no other copy of the part that could not be loaded"
     give_up(turn, resume, why)
     turn.job.checkpoints.drop(resume.digest)
@@ -230,15 +229,13 @@ def doubt(turn: Turn, record: Checkpoint, node: Node, why: str) -> None:
 
     Others may have good copies. A step that cannot be loaded again is given up.
     """
-    held = turn.live.held
-    if record.digest in held.doubted:
+    step = turn.live.held.step(record)
+    if step.doubted:
         give_up(turn, record, f"{node.name} cannot load it ({why})")
         return
-    held.doubted.add(record.digest)
-    step = held.steps.get(record.digest)
-    if step is not None:
-        step.hold(node.incarnation, ())
-        held.version += 1
+    step.doubted = True
+    step.hold(node.incarnation, ())
+    turn.live.held.version += 1
     turn.notice(f"{node.name} cannot load {record.name} from its memory ({why}): other copies of it are tried", True)
 
 
@@ -247,10 +244,10 @@ def passed_over(turn: Turn, resume: Checkpoint | None) -> None:
     job = turn.job
     if resume is not None and resume.parts:
         return
-    for step in sorted(turn.live.held.steps.values(), key=lambda step: step.record.age, reverse=True):
+    for step in turn.live.held.newest_first():
         record = step.record
-        newer = record.epoch == job.epoch and (resume is None or record.age > resume.age)
-        if newer and job.checkpoint(record.digest) is None and not is_whole(job, step):
+        unknown = job.checkpoint(record.digest) is None
+        if unknown and may_count(job, record, resume) and not is_whole(job, step):
             missing = [part for part in range(record.parts) if not holders(job, step, part)]
             gone = [member.node for member in job.world.members if member.group_rank in missing] if job.world else []
             turn.notice(f"{record.name} was in memory, and nobody who is here has the part of {names(gone)}")
@@ -271,18 +268,20 @@ def give_up(turn: Turn, record: Checkpoint, why: str) -> None:
 
 def want_durable(turn: Turn, record: Checkpoint) -> None:
     """It must be on the disk before a world can open: only files there can be converted."""
-    if turn.live.held.urgent != record.digest:
-        turn.live.held.urgent = record.digest
+    step = turn.live.held.step(record)
+    if not step.urgent:
+        step.urgent = True
         turn.live.held.version += 1
 
 
 def retry(turn: Turn) -> None:
     """Nodes that could not write to the disk are asked again after a pause."""
     held = turn.live.held
-    for key, at in list(held.unable.items()):
-        if turn.due(at):
-            del held.unable[key]
-            held.version += 1
+    for step in held.steps.values():
+        for incarnation, at in list(step.unable.items()):
+            if turn.due(at):
+                del step.unable[incarnation]
+                held.version += 1
 
 
 def writer(state: State) -> tuple[Checkpoint, Node] | None:
@@ -298,12 +297,12 @@ def writer(state: State) -> tuple[Checkpoint, Node] | None:
         return None
     started = job.phase.has_workers and live.epoch.first_step_at is not None
     somebody_stays = any(not node.leaving for node in job.nodes.values())
-    if somebody_stays and not started and live.held.urgent != record.digest:
+    if somebody_stays and not started and not step.urgent:
         return None
     able = [
         node
         for node in job.nodes.values()
-        if node.sees_directory and node.peer_address and (record.digest, node.incarnation) not in live.held.unable
+        if node.sees_directory and node.peer_address and node.incarnation not in step.unable
     ]
 
     def missing(node: Node) -> int:
@@ -321,7 +320,7 @@ def durable(turn: Turn, node: Node, message: control_pb2.DurableRequest) -> tupl
         return "OK", ""
     if message.failure:
         held.version += 1
-        held.unable[record.digest, node.incarnation] = turn.now + ASKED_AGAIN
+        held.step(record).unable[node.incarnation] = turn.now + ASKED_AGAIN
         turn.notice(f"{node.name} could not write {record.name} to the disk: {message.failure}", True)
     else:
         note_durable(turn, record, node)
