@@ -18,14 +18,14 @@ from collections.abc import Sequence
 from functools import partial
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from dalsegno.protos import processes
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 from dalsegno.protos.shortage import prove_room, shortage
 from dalsegno.protos.text import one_line
 
-from .brain.door import MOST_SETTING
 from .record.descriptors import raise_limit
 from .record.store import Store, StoreDamaged, StoreError, Superseded, open_store
 from .server.auth import AuthError, TlsFiles, check_exposure, is_loopback, read_token
@@ -56,20 +56,6 @@ MOST_PUT_ASIDE = 9
 STOP = (signal.SIGTERM, signal.SIGINT)
 # Signals that may be sent to all processes of a node, for instance by Slurm.
 EMBEDDED_STOP = (*STOP, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
-
-# Job ids become directory names and part of addresses.
-JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-
-
-class UsageError(Exception):
-    """A mistake in the command line, in one line for a person."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Bad input is one line, not a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -292,52 +278,22 @@ def _set_up_logging(log_file: Path | None, job_id: str) -> None:
     root.setLevel(logging.WARNING if log_file is None else logging.INFO)
 
 
-def _job_id(text: str) -> str:
-    if not JOB_ID.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no job id: letters, digits, '.', '_', '-', at most 128")
-    return text
-
-
 def _port(text: str) -> int:
     if not re.fullmatch(r"[0-9]{1,5}", text) or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"{text!r} is no port: a number from 0 (any free one) to 65535")
     return int(text)
 
 
-def _nnodes(text: str) -> tuple[int, int]:
-    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not MIN:MAX, for example 1:4")
-    low, high = int(match[1]), int(match[2] or match[1])
-    if low < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: at least 1 node is needed")
-    if high > MOST_SETTING:
-        raise argparse.ArgumentTypeError(f"{text!r}: at most {MOST_SETTING} nodes")
-    if high < low:
-        raise argparse.ArgumentTypeError(f"{text!r}: the maximum is below the minimum, did you mean {high}:{low}?")
-    return low, high
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
-    return value
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="dlrover-master", description="The master of one elastic training job.", allow_abbrev=False)
+    parser = Parser(prog="dlrover-master", description="The master of one elastic training job.", allow_abbrev=False)
     add = parser.add_argument
-    add("--job-id", required=True, type=_job_id, help="the job that this master serves")
+    add("--job-id", required=True, type=job_id, help="the job that this master serves")
     add("--store", required=True, help="where the job's state is kept: sqlite:///FILE (four slashes if absolute)")
     add("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
     add("--port", type=_port, default=0, help="port to listen on; 0 (default): any free one, printed when serving")
     add("--http-port", type=_port, metavar="PORT", help="show the job there: page, /metrics, /healthz, /api/job")
-    add("--nnodes", type=_nnodes, metavar="MIN:MAX", help="nodes of the job (default: what the first agent says)")
-    add("--node_num", dest="nnodes", type=_nnodes, metavar="N", help="as --nnodes N (DLRover's name)")
+    add("--nnodes", type=nnodes, metavar="MIN:MAX", help="nodes of the job (default: what the first agent says)")
+    add("--node_num", dest="nnodes", type=nnodes, metavar="N", help="as --nnodes N (DLRover's name)")
     add("--platform", help="accepted for DLRover's command lines; no effect")
     for flag, text in (
         ("--token-file", f"file with the token that agents must show (or {Variable.TOKEN}: the token itself)"),
@@ -351,10 +307,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--insecure", action="store_true", help="listen beyond this machine without a token")
     add("--log-file", type=Path, metavar="FILE", help="write the log there")
     text = "end, with all stacks in the log, when nothing has moved in this process for S seconds (default: 300)"
-    add("--hang-timeout", type=_seconds, default=HANG_TIMEOUT_SECONDS, metavar="S", help=text)
+    add("--hang-timeout", type=seconds, default=HANG_TIMEOUT_SECONDS, metavar="S", help=text)
     add("--embedded", action="store_true", help="end with the job, or when no agent is left (dlrover-run's own master)")
-    add("--idle-timeout", type=_seconds, default=30.0, metavar="S", help="with --embedded: end after S seconds alone")
-    add(
-        "--linger", type=_seconds, default=10.0, metavar="S", help="with --embedded: stay S seconds after the job's end"
-    )
+    add("--idle-timeout", type=seconds, default=30.0, metavar="S", help="with --embedded: end after S seconds alone")
+    add("--linger", type=seconds, default=10.0, metavar="S", help="with --embedded: stay S seconds after the job's end")
     return parser

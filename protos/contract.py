@@ -5,6 +5,7 @@ Standard library only, and nothing that takes time: every process of a job impor
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass, fields
 
@@ -26,6 +27,8 @@ __all__ = (
     "JobSettings",
     "Variable",
     "is_of_a_world",
+    "run_name",
+    "run_number",
     "step_count_name",
 )
 
@@ -62,6 +65,20 @@ STEP_COUNT = struct.Struct("<Q")
 def step_count_name(epoch: int, rank: int) -> str:
     """Name of the file in which a rank notes its last step (see `STEP_COUNT`)."""
     return f"steps-{epoch}-{rank}"
+
+
+_RUN_NAME = re.compile(r"run-([0-9]{4,9})", re.ASCII)
+
+
+def run_name(number: int) -> str:
+    """Name of a run, and of its directory."""
+    return f"run-{number:04d}"
+
+
+def run_number(name: str) -> int | None:
+    """The number in a run's name. None: it is no run's."""
+    match = _RUN_NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ __all__ = (
     "MOST",
     "MOST_CHECKPOINTS",
     "MOST_FINISHED_RUNS",
+    "MOST_SETTING",
     "MOST_UNUSABLE",
 )
 
@@ -17,6 +18,8 @@ MOST_UNUSABLE = 16
 MOST_FINISHED_RUNS = 256
 # The largest step, epoch, lease or count of bytes. A JSON number holds it exactly, 64 bits a thousand times it.
 MOST = 1 << 53
+# The most that min and max nodes and the unit of a world may be.
+MOST_SETTING = 1 << 20
 # The longest duration: thirty years.
 LONGEST_SECONDS = 1e9
 # Bytes of one request to the master. A full inventory takes less than half of them.

@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings, Variable
+from dalsegno.protos.options import Parser, UsageError, job_id, nnodes, seconds
 from dalsegno.protos.text import name_problem
 
 from ..processes.signals import signals_of
 
 __all__ = ["UsageError", "build_parser", "ignored", "parse"]
 
-_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 _TRUE = ("1", "true", "yes", "on")
 # Accepted because scripts for DLRover or torchrun use them: name, whether it takes a value, why it is not needed here.
 # Together with those of ours that have the same name, these are all of DLRover's.
@@ -57,38 +57,24 @@ _UNUSED: tuple[tuple[str, Any, str], ...] = (
 )
 
 
-class UsageError(Exception):
-    """Bad input; one line that says the cause and what to change."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Reports bad input in one line, not with a page of usage."""
+class _Parser(Parser):
+    """Tells which values a flag takes that may have none."""
 
     def error(self, message: str) -> NoReturn:
         if message.startswith("argument --universal-checkpoint"):
             message = "--universal-checkpoint has no value, or =beside, or =gate"
-        raise UsageError(f"{message} (see {self.prog} --help)")
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
-    return value
+        super().error(message)
 
 
 def _more_than_none(text: str) -> float:
-    value = _seconds(text)
+    value = seconds(text)
     if value == 0:
         raise argparse.ArgumentTypeError("must be more than 0 seconds")
     return value
 
 
 def _node_timeout(text: str) -> float:
-    value = _seconds(text)
+    value = seconds(text)
     if value < LEAST_NODE_TIMEOUT_SECONDS:
         raise argparse.ArgumentTypeError(
             f"an agent whose heartbeat was lost is heard again within {LEAST_NODE_TIMEOUT_SECONDS:g} s, "
@@ -98,19 +84,7 @@ def _node_timeout(text: str) -> float:
 
 
 def _grow_interval(text: str) -> float:
-    return -1.0 if text == "auto" else _seconds(text)
-
-
-def _nnodes(text: str) -> str:
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is not N or MIN:MAX, for example 1:4")
-    low, high = int(match[1]), int(match[2] or match[1])
-    if low < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: at least 1 node is needed")
-    if high < low:
-        raise argparse.ArgumentTypeError(f"{text!r}: the maximum is below the minimum, did you mean {high}:{low}?")
-    return text
+    return -1.0 if text == "auto" else seconds(text)
 
 
 def _count(least: int) -> Callable[[str], int]:
@@ -143,12 +117,6 @@ def _address(text: str) -> str:
         host, colon, port = one.rpartition(":")
         if not host or not colon or not port.isdecimal() or not 0 < int(port) < 65536:
             raise argparse.ArgumentTypeError(f"{one!r} is not HOST:PORT")
-    return text
-
-
-def _job_id(text: str) -> str:
-    if not _JOB_ID.fullmatch(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no job id: letters, digits, '.', '_', '-', at most 128")
     return text
 
 
@@ -246,8 +214,8 @@ def _add_memory(group: _Group) -> None:
 
 
 def _add_ours(group: _Group) -> None:
-    seconds = {"metavar": "SECONDS"}
-    group.value("--job-id", default=None, type=_job_id, help="the job; default: from user, script and arguments")
+    as_seconds = {"metavar": "SECONDS"}
+    group.value("--job-id", default=None, type=job_id, help="the job; default: from user, script and arguments")
     group.value(
         "--master",
         default=None,
@@ -265,18 +233,24 @@ def _add_ours(group: _Group) -> None:
     )
     group.value("--node-unit", type=_count(1), metavar="N", help="worlds have a multiple of N nodes")
     group.value("--node-name", type=_node_name, default="", metavar="NAME", help="default: the host name and a number")
-    group.value("--node-timeout", type=_node_timeout, help="silence after which a node is dead", **seconds)
-    group.value("--drain-timeout", type=_more_than_none, help="notice that SIGTERM gives", **seconds)
-    group.value("--join-timeout", type=_more_than_none, help="time to stop workers and join", **seconds)
-    group.value("--stall-timeout", type=_more_than_none, help="no step for so long: stuck", **seconds)
+    group.value("--node-timeout", type=_node_timeout, help="silence after which a node is dead", **as_seconds)
+    group.value("--drain-timeout", type=_more_than_none, help="notice that SIGTERM gives", **as_seconds)
+    group.value("--join-timeout", type=_more_than_none, help="time to stop workers and join", **as_seconds)
+    group.value("--stall-timeout", type=_more_than_none, help="no step for so long: stuck", **as_seconds)
     group.value("--grow-interval", type=_grow_interval, metavar="SECONDS|auto", help="least time between growths")
-    group.value("--grow-wait", type=_seconds, help="wait for a commit of a script without session", **seconds)
-    group.value("--wait-for-nodes", type=_seconds, help="give up waiting; default: never", **seconds)
+    group.value("--grow-wait", type=seconds, help="wait for a commit of a script without session", **as_seconds)
+    group.value("--wait-for-nodes", type=seconds, help="give up waiting; default: never", **as_seconds)
     group.value(
-        "--master-outage-timeout", default=60.0, type=_seconds, help="a node cut off from the master drains", **seconds
+        "--master-outage-timeout",
+        default=60.0,
+        type=seconds,
+        help="a node cut off from the master drains",
+        **as_seconds,
     )
-    group.value("--quiet-time", type=_seconds, help="wait for more nodes at a start", **seconds)
-    group.value("--connect-timeout", default=60.0, type=_more_than_none, help="wait for the master's answer", **seconds)
+    group.value("--quiet-time", type=seconds, help="wait for more nodes at a start", **as_seconds)
+    group.value(
+        "--connect-timeout", default=60.0, type=_more_than_none, help="wait for the master's answer", **as_seconds
+    )
     group.value("--keep-checkpoints", type=_count(0), metavar="N", help="0: all")
     _add_memory(group)
     group.value("--max-restarts", type=_count(0), metavar="N", help="failures without progress that the job survives")
@@ -307,7 +281,7 @@ def _add_ours(group: _Group) -> None:
 
 
 def _add_torchrun(group: _Group) -> None:
-    group.value("--nnodes", default="1:1", type=_nnodes, metavar="N|MIN:MAX", help="number of nodes, or their range")
+    group.value("--nnodes", default="1:1", type=nnodes, metavar="N|MIN:MAX", help="number of nodes, or their range")
     group.value("--nproc-per-node", default="1", type=_nproc, metavar="N", help="workers per node; or auto, cpu, gpu")
     group.value("--rdzv-backend", default="dalsegno", help="only dalsegno")
     group.value("--rdzv-endpoint", default="", metavar="HOST:PORT", help="as --master")
@@ -417,16 +391,15 @@ def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.envir
         raise UsageError("--standalone has a master of its own: drop it, or --master")
     if options.job_id is None and options.rdzv_id not in ("none", ""):
         try:
-            options.job_id = _job_id(options.rdzv_id)
+            options.job_id = job_id(options.rdzv_id)
         except argparse.ArgumentTypeError as error:
             raise UsageError(f"argument --rdzv-id: {error}") from error
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("--tls-cert and --tls-key belong together")
-    low, _, high = options.nnodes.partition(":")
-    options.min_nodes, options.max_nodes = int(low), int(high or low)
+    options.min_nodes, options.max_nodes = options.nnodes
     if -(-options.min_nodes // options.node_unit) * options.node_unit > options.max_nodes:
         raise UsageError(
-            f"--node-unit={options.node_unit} does not fit --nnodes={options.nnodes}: worlds have a multiple of it, "
-            "and none lies between MIN and MAX"
+            f"--node-unit={options.node_unit} does not fit --nnodes={options.min_nodes}:{options.max_nodes}: "
+            "worlds have a multiple of it, and none lies between MIN and MAX"
         )
     return options

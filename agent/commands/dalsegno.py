@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from dalsegno.elastic.checkpoint import (
     CheckpointDamaged,
@@ -26,6 +26,7 @@ from dalsegno.elastic.checkpoint import (
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.universal import is_written
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.options import Parser, UsageError
 
 from ..control.grpc_logs import quiet_grpc
 from ..decisions.events import EXIT_FAILED, EXIT_FINISHED, EXIT_USAGE
@@ -33,15 +34,6 @@ from . import convert_command, doctor
 from . import pauses as pauses_command
 
 __all__ = ["main"]
-
-
-class _UsageError(Exception):
-    """One line for a person."""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise _UsageError(f"{message} (see {self.prog} --help)")
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -59,14 +51,14 @@ def _ask(options: argparse.Namespace, name: str) -> int:
     try:
         return int(getattr(status, name)(options))
     except (ValueError, OSError) as error:
-        raise _UsageError(str(error)) from error
+        raise UsageError(str(error)) from error
 
 
 def _convert(options: argparse.Namespace) -> int:
     try:
         return convert_command.convert(options)
     except (ValueError, OSError) as error:
-        raise _UsageError(str(error)) from error
+        raise UsageError(str(error)) from error
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
@@ -88,7 +80,7 @@ def _run_directories(directory: Path, *, follow: bool = True) -> tuple[list[Path
         The directories, and the exit code so far: what cannot be read is reported, and the others count.
     """
     if not directory.is_dir():
-        raise _UsageError(f"{directory} is no directory")
+        raise UsageError(f"{directory} is no directory")
     found, code = [], EXIT_FINISHED
     level = [directory]
     for depth in range(3):
@@ -147,7 +139,7 @@ class _NotOurs(Exception):
 def _prune(options: argparse.Namespace) -> int:
     """Deletes old checkpoints of runs that nobody else prunes; the master of a live job retires its own."""
     if options.keep < 1:
-        raise _UsageError(f"--keep {options.keep}: at least 1, the newest always stays")
+        raise UsageError(f"--keep {options.keep}: at least 1, the newest always stays")
     runs, code = _run_directories(options.directory, follow=False)
     if not runs and code == EXIT_FINISHED:
         _say(f"no checkpoints in {options.directory}")
@@ -232,7 +224,7 @@ def _show(options: argparse.Namespace) -> int:
     try:
         manifest = Manifest.read(options.directory)
     except (CheckpointDamaged, OSError) as error:
-        raise _UsageError(f"{options.directory} is no sealed checkpoint: {error}") from error
+        raise UsageError(f"{options.directory} is no sealed checkpoint: {error}") from error
     print(json.dumps(json.loads(manifest.to_bytes()), indent=2))
     print(f"digest {manifest.digest}")
     return EXIT_FINISHED
@@ -242,21 +234,21 @@ def _pauses(options: argparse.Namespace) -> int:
     try:
         return pauses_command.show(options)
     except (ValueError, OSError) as error:
-        raise _UsageError(str(error)) from error
+        raise UsageError(str(error)) from error
 
 
 def _doctor(options: argparse.Namespace) -> int:
     try:
         return doctor.doctor(options)
     except (ValueError, OSError) as error:
-        raise _UsageError(str(error)) from error
+        raise UsageError(str(error)) from error
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="dalsegno", description="Looks at an elastic training job, its checkpoints, and the installation."
     )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=Parser)
     status = commands.add_parser("status", help="the job as it stands")
     status.set_defaults(act=_status)
     scale = commands.add_parser("scale", help="how many nodes the job's world may have, between --nnodes' two numbers")
@@ -265,7 +257,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (status, scale):
         _add_master(command)
     checkpoints = commands.add_parser("checkpoints", help="what is in a checkpoint directory")
-    actions = checkpoints.add_subparsers(dest="action", required=True, parser_class=_Parser)
+    actions = checkpoints.add_subparsers(dest="action", required=True, parser_class=Parser)
     acts: tuple[tuple[str, Callable[[argparse.Namespace], int], str], ...] = (
         ("ls", _list, "lists runs and checkpoints"),
         ("verify", _verify, "compares every file with its checksum"),
@@ -310,7 +302,7 @@ def run(arguments: Sequence[str] | None) -> int:
     try:
         options = _parser().parse_args(arguments)
         return int(options.act(options))
-    except _UsageError as error:
+    except UsageError as error:
         print(printable(f"dalsegno: error: {error}"), file=sys.stderr)
         return EXIT_USAGE
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.credentials import PemError, check_pem, is_token
 
 from .connection import Credentials
 
@@ -49,13 +49,12 @@ class CredentialFiles:
                 token = self.token_file.read_text(encoding="utf-8").strip()
             except (OSError, UnicodeDecodeError) as error:
                 raise CredentialsError(f"{where} cannot be read: {_reason(error)}") from error
-        # A token that no HTTP header can carry would make every call fail without a reason.
-        if token is not None and (not token or " " in token or not token.isascii() or not token.isprintable()):
+        if token is not None and not is_token(token):
             raise CredentialsError(f"{where} must hold the job's token, one word of printable ASCII")
         return Credentials(token, self.tls_ca, self.tls_cert, self.tls_key)
 
     def check(self) -> None:
-        """Reads everything once. OpenSSL says what is wrong with a certificate; gRPC would only fail to connect.
+        """Reads everything once.
 
         Raises:
             CredentialsError: something cannot be used.
@@ -69,22 +68,10 @@ class CredentialFiles:
                     path.read_bytes()
             except OSError as error:
                 raise CredentialsError(f"--tls-{flag} {path} cannot be read: {_reason(error)}") from error
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         try:
-            if self.tls_ca is not None:
-                context.load_verify_locations(self.tls_ca)
-        except ssl.SSLError as error:
-            reason = error.reason or "not PEM"
-            raise CredentialsError(f"--tls-ca {self.tls_ca} holds no PEM certificate ({reason})") from error
-        try:
-            if self.tls_cert is not None:
-                # The password is only needed for an encrypted key: fail instead of asking at the terminal.
-                context.load_cert_chain(self.tls_cert, self.tls_key, password=lambda: "")
-        except ssl.SSLError as error:
-            raise CredentialsError(
-                f"--tls-cert {self.tls_cert} and --tls-key {self.tls_key} are no PEM certificate chain with its"
-                f" unencrypted key ({error.reason or 'not PEM'})"
-            ) from error
+            check_pem(self.tls_ca, self.tls_cert, self.tls_key)
+        except PemError as error:
+            raise CredentialsError(str(error)) from error
 
 
 def _reason(error: OSError | UnicodeDecodeError) -> str:

@@ -15,10 +15,9 @@ from google.protobuf.message import Message
 
 from dalsegno.elastic.checkpoint import is_checkpoint_name
 from dalsegno.protos import control_pb2
+from dalsegno.protos.contract import run_number
 from dalsegno.protos.limits import LONGEST_SECONDS, MOST
 from dalsegno.protos.text import LONGEST_NAME
-
-from ..storage.survey import is_run
 
 __all__ = ["MOST", "problem_of", "problem_of_reply"]
 
@@ -110,7 +109,7 @@ def _value(message: Message, field: FieldDescriptor, value: object) -> str:
     wrong = False
     if isinstance(value, str) and name not in _TEXTS:
         wrong = len(value) > LONGEST_NAME or not value.isprintable()
-        wrong = wrong or (name == "run_id" and not is_run(value))
+        wrong = wrong or (name == "run_id" and run_number(value) is None)
         of_checkpoint = name in ("earlier", "best", "converting") or (
             isinstance(message, control_pb2.CheckpointRef) and name == "name"
         )

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from dalsegno.elastic.checkpoint.files import publish
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.credentials import SHORTEST_TOKEN, is_token
 from dalsegno.protos.shortage import crowded, starting
 
 from ..processes.keeper import DEAF_TO
@@ -26,7 +27,6 @@ COMMAND = (sys.executable, "-m", "dalsegno.master")
 # Seconds.
 _START_TIMEOUT_SECONDS = 60.0
 # Characters of a token; the master takes no shorter one.
-_SHORTEST_TOKEN = 16
 
 
 class MasterError(Exception):
@@ -50,7 +50,7 @@ def read_token(directory: Path) -> str:
         token = read_private(path, secret=True).decode("ascii", errors="replace").strip()
     except FileNotFoundError as error:
         raise TokenLostError(f"there is no {path}") from error
-    if len(token) < _SHORTEST_TOKEN or not token.isascii() or not token.isprintable() or " " in token:
+    if len(token) < SHORTEST_TOKEN or not is_token(token):
         raise TokenLostError(f"{path} is damaged")
     return token
 

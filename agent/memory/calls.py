@@ -13,8 +13,8 @@ from dalsegno.protos import peer_pb2
 from dalsegno.protos.text import one_line
 
 from .holdings import Held, Holdings, Part
-from .incoming import Incoming, PartRefusedError
-from .pieces import PIECE_BYTES, decode, read_part
+from .incoming import PartRefusedError, receive, received_header
+from .pieces import PIECE_BYTES, read_part
 from .space import Space
 from .watch import Transfer, Watch
 from .wire import SERVICE, Wire, code_of, detail_of
@@ -147,25 +147,17 @@ class Peers:
         transfer: Transfer,
         stopped: Callable[[], bool],
     ) -> Held:
-        header = decode(next(messages, b""))
-        if not isinstance(header, peer_pb2.Header):
-            raise ValueError("the first message is no header")
+        header = received_header(messages)
         fields = ("job_id", "run_id", "name", "digest", "group_rank")
         if any(getattr(header, field) != getattr(request, field) for field in fields):
             raise ValueError(f"another part was sent than {request.group_rank} of {request.name}")
-        incoming = Incoming(header, self._holdings, self._space)
-        try:
-            for message in messages:
-                transfer.moved()
-                if stopped():
-                    raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True)
-                data = decode(message)
-                if isinstance(data, peer_pb2.Header):
-                    raise ValueError("a second header")
-                incoming.feed(data)
-            return incoming.finish()
-        finally:
-            incoming.close()
+
+        def moved() -> None:
+            transfer.moved()
+            if stopped():
+                raise PeerError(grpc.StatusCode.CANCELLED, "it is not wanted any more", ours=True)
+
+        return receive(header, messages, self._holdings, self._space, moved)
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         try:

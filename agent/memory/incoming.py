@@ -7,6 +7,7 @@ import hashlib
 import os
 import secrets
 import shutil
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -18,9 +19,10 @@ from dalsegno.elastic.checkpoint.manifest import MAX_BYTES
 from dalsegno.protos import peer_pb2
 
 from .holdings import Held, Holdings, checked_paths, manifest_of
+from .pieces import decode
 from .space import NoSpaceError, Space
 
-__all__ = ["Incoming", "PartRefusedError", "named"]
+__all__ = ["Incoming", "PartRefusedError", "named", "receive", "received_header"]
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 
@@ -36,6 +38,46 @@ class PartRefusedError(Exception):
 def named(header: peer_pb2.Header) -> str:
     """For a person."""
     return f"part {header.group_rank} of {header.name}"
+
+
+def received_header(messages: Iterator[bytes]) -> peer_pb2.Header:
+    """What a part begins with.
+
+    Raises:
+        ValueError: something else came, or nothing.
+    """
+    header = decode(next(messages, b""))
+    if not isinstance(header, peer_pb2.Header):
+        raise ValueError("the first message is no header")
+    return header
+
+
+def receive(
+    header: peer_pb2.Header, messages: Iterator[bytes], holdings: Holdings, space: Space, moved: Callable[[], None]
+) -> Held:
+    """Takes the part behind a header, and puts it in its place.
+
+    Args:
+        header: its names are checked already.
+        messages: what comes behind it.
+        holdings, space: of this node.
+        moved: called with each message; what it raises ends this.
+
+    Raises:
+        PartRefusedError: it cannot be, or is not what was announced.
+        ValueError: a message is not of this kind.
+    """
+    incoming = Incoming(header, holdings, space)
+    try:
+        for message in messages:
+            moved()
+            data = decode(message)
+            if isinstance(data, peer_pb2.Header):
+                raise ValueError("a second header")
+            incoming.feed(data)
+        return incoming.finish()
+    finally:
+        incoming.close()
 
 
 class Incoming:

@@ -14,8 +14,8 @@ from dalsegno.protos import peer_pb2
 
 from .fence import Fence
 from .holdings import Held, Holdings, Part
-from .incoming import Incoming, PartRefusedError
-from .pieces import decode, read_part
+from .incoming import PartRefusedError, receive, received_header
+from .pieces import read_part
 from .space import Space
 from .watch import Transfer, Watch
 from .wire import SERVICE, TokenGate, Wire
@@ -80,23 +80,11 @@ class PeerService:
     def _take(self, requests: Iterator[bytes], transfer: Transfer) -> Held | None:
         """None: it is here already."""
         try:
-            header = decode(next(requests, b""))
-            if not isinstance(header, peer_pb2.Header):
-                raise ValueError("the first message is no header")
+            header = received_header(requests)
             self._fence.check(header)
             if self._holdings.has(header.run_id, header.name, header.digest, header.group_rank):
                 return None
-            incoming = Incoming(header, self._holdings, self._space)
-            try:
-                for message in requests:
-                    transfer.moved()
-                    data = decode(message)
-                    if isinstance(data, peer_pb2.Header):
-                        raise ValueError("a second header")
-                    incoming.feed(data)
-                return incoming.finish()
-            finally:
-                incoming.close()
+            return receive(header, requests, self._holdings, self._space, transfer.moved)
         except ValueError as error:
             raise PartRefusedError(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from error
 

@@ -36,7 +36,7 @@ from dalsegno.protos.text import one_line
 
 from ..decisions.events import ManifestRead, Pruned, Sighted, VerificationDone, VerificationMoved
 from .private import NotPrivateError, check_private, read_private
-from .survey import Manifests, Survey, is_run, look_at, newest_of, run_number
+from .survey import Manifests, Survey, look_at, newest_of, runs_in_order
 
 __all__ = ["JobDirectory", "Storage", "StorageError", "Survey"]
 
@@ -151,7 +151,7 @@ class JobDirectory:
         Raises:
             OSError: the job's directory cannot be read, or that of the run that continues.
         """
-        finished = [run for run in finished_runs(self.runs) if is_run(run)]
+        finished = runs_in_order(finished_runs(self.runs))
         found: list[control_pb2.Checkpoint] = []
         for run in self._open_runs(finished):
             room = MOST_CHECKPOINTS - len(found)
@@ -162,7 +162,6 @@ class JobDirectory:
                 if not found:
                     raise
                 logger.warning("%s cannot be read: %s", self.runs / run, error)
-        finished.sort(key=run_number)
         return Survey(self.probe(), tuple(found), tuple(finished[-MOST_FINISHED_RUNS:]))
 
     def _open_runs(self, finished: Sequence[str]) -> list[str]:
@@ -171,8 +170,7 @@ class JobDirectory:
             names = set(os.listdir(self.runs)) - set(finished)
         except FileNotFoundError:
             return []
-        runs = [name for name in names if is_run(name) and os.path.isdir(self.runs / name)]
-        return sorted(runs, key=run_number, reverse=True)
+        return [name for name in reversed(runs_in_order(names)) if os.path.isdir(self.runs / name)]
 
     def look(self, run_id: str, resume: control_pb2.CheckpointRef | None, newer_than: tuple[int, int] | None) -> Survey:
         """For `Join`, see `look_at`.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -20,9 +19,10 @@ from dalsegno.elastic.checkpoint import CheckpointDamaged, CheckpointName, Manif
 from dalsegno.elastic.checkpoint.errors import printable
 from dalsegno.elastic.checkpoint.layout import MANIFEST
 from dalsegno.protos import control_pb2
+from dalsegno.protos.contract import run_number
 from dalsegno.protos.limits import MOST_CHECKPOINTS, MOST_UNUSABLE
 
-__all__ = ["Manifests", "Survey", "is_run", "look_at", "newest_of", "run_number"]
+__all__ = ["Manifests", "Survey", "look_at", "newest_of", "runs_in_order"]
 
 # A Join always reports so many of the newest, and so many of each of the last epochs. What a closed epoch sealed too
 # late to be recorded is among these, because that was the last thing that the epoch did.
@@ -32,7 +32,6 @@ _NEWEST, _EPOCHS, _OF_EPOCH = 16, 8, 4
 _RECENT = 100
 # How many manifests' descriptions an agent remembers.
 _REMEMBERED = 1024
-_RUN = re.compile(r"run-([0-9]{1,9})", re.ASCII)
 
 logger = logging.getLogger(__name__)
 
@@ -47,15 +46,10 @@ class Survey:
     unusable: tuple[control_pb2.UnusableCheckpoint, ...] = ()
 
 
-def is_run(name: str) -> bool:
-    """Whether a directory of this name is a run's."""
-    return _RUN.fullmatch(name) is not None
-
-
-def run_number(name: str) -> int:
-    """The number in a run's name."""
-    match = _RUN.fullmatch(name)
-    return int(match[1]) if match else 0
+def runs_in_order(names: Iterable[str]) -> list[str]:
+    """The runs among these names, by their numbers."""
+    numbers = {name: number for name in names if (number := run_number(name)) is not None}
+    return sorted(numbers, key=numbers.__getitem__)
 
 
 class Manifests:

@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 
 from ..checkpoint import FileEntry
 from ..checkpoint.durability import begin_to_write
+from ..checkpoint.summing import SummingWriter
 from ..universal.recording import without_crc32
 from .bundles import Bundle, pieces
 
-# What one write hands over, see `universal.output`.
-WRITE_BYTES = 128 << 10
 # The disk begins with so many bytes while the next ones are written, so that little is left to wait for at the end.
 AHEAD_BYTES = 32 << 20
 
@@ -74,23 +72,26 @@ class SummedFile:
         moved: Told of bytes that were written just now.
         anew: What is there is written over.
 
-    Attributes:
-        size: Bytes that it was given.
     """
 
     def __init__(self, path: Path, moved: Callable[[int], None] = lambda count: None, *, anew: bool = False) -> None:
         self._path, self._moved, self._anew = path, moved, anew
-        self._digest = xxhash.xxh3_128()
         self._error: OSError | None = None
-        self.size = self._told = 0
+        self._told = 0
 
     def __enter__(self) -> SummedFile:
         how = os.O_TRUNC if self._anew else os.O_EXCL
-        self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o644)
+        descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | how, 0o644)
+        self._file = SummingWriter(descriptor, self._moved)
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        os.close(self._file.descriptor)
+
+    @property
+    def size(self) -> int:
+        """Bytes that were written."""
+        return self._file.size
 
     def write(self, data: Any) -> int:
         """Appends bytes, of whatever has a buffer. Returns how many there were."""
@@ -98,21 +99,15 @@ class SummedFile:
         count = len(view)
         try:
             if self._error is None:
-                self._append(view)
+                self._file.write(view)
+                self._begin_to_write()
         except OSError as error:
             self._error = error
         return count
 
-    def _append(self, rest: memoryview) -> None:
-        while rest:
-            # Up to a boundary in the file: writes that begin and end within a page cost the kernel more.
-            part = rest[: WRITE_BYTES - self.size % WRITE_BYTES]
-            done = os.write(self._descriptor, part)
-            self._digest.update(part[:done])
-            rest, self.size = rest[done:], self.size + done
-            self._moved(done)
+    def _begin_to_write(self) -> None:
         if self.size - self._told >= AHEAD_BYTES:
-            begin_to_write(self._descriptor, self._told, self.size - self._told)
+            begin_to_write(self._file.descriptor, self._told, self.size - self._told)
             self._told = self.size
 
     def flush(self) -> None:
@@ -127,8 +122,8 @@ class SummedFile:
         if self._error is not None:
             raise self._error
         if lasting:
-            os.fsync(self._descriptor)
-        return self._digest.hexdigest()
+            os.fsync(self._file.descriptor)
+        return self._file.digest
 
 
 def save(content: Any, file: SummedFile) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -20,10 +19,10 @@ from ..saving.background_save import Background
 from ..saving.cadence import checked
 from ..saving.declared import strategy_of
 from ..saving.resuming import check_strategy
-from ..saving.saving import SaveError
 from .findings import loads_anywhere
 from .memory import MemorySaves
 from .rehearsal import rehearse
+from .saves import save_at_last
 from .session import NO_DIRECTORY, Session
 from .sources import (
     Source,
@@ -43,9 +42,6 @@ from .sources import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-FINAL_SAVE_TRIES = 3
-FINAL_SAVE_PAUSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -375,13 +371,9 @@ class _Run:
 
     def finish(self) -> None:
         """Makes the last save, and tells the agent that the training is over."""
-        for attempt in range(1, FINAL_SAVE_TRIES + 1):
-            if self._write is None or self._session.step == 0 or self._save() is not None:
-                self._session.finish()
-                return
-            # No event could end this wait: the disk may have room again, or not.
-            threading.Event().wait(FINAL_SAVE_PAUSE_SECONDS * attempt)
-        raise SaveError(f"the last step, {self._session.step}, could not be saved in {FINAL_SAVE_TRIES} tries")
+        if self._write is not None and self._session.step > 0:
+            save_at_last(self._session.step, lambda: self._save() is not None)
+        self._session.finish()
 
     def _save_in_memory(self) -> Ref | None:
         return self._save(wait=False, in_memory=True)

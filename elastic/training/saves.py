@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,10 +14,33 @@ from ..rank.link import Link
 from ..saving.background_save import Background
 from ..saving.content import Content
 from ..saving.pruning import prune
-from ..saving.saving import Saver
+from ..saving.saving import SaveError, Saver
 
 if TYPE_CHECKING:
     from ..saving.resuming import ResumePoint
+
+
+# The last step is worth waiting for: a disk may have room again, a mount may come back.
+LAST_SAVE_TRIES = 4
+LAST_SAVE_PAUSE_SECONDS = 2.0
+
+
+def save_at_last(step: int, save: Callable[[], bool]) -> None:
+    """Saves the last step, again and again if it fails.
+
+    Args:
+        step: For a person.
+        save: Returns whether it is saved; alike on all ranks.
+
+    Raises:
+        SaveError: It could not be saved.
+    """
+    for attempt in range(LAST_SAVE_TRIES):
+        # No event could end this wait.
+        threading.Event().wait(LAST_SAVE_PAUSE_SECONDS * attempt)
+        if save():
+            return
+    raise SaveError(f"the last step, {step}, could not be saved in {LAST_SAVE_TRIES} tries")
 
 
 class Saves:

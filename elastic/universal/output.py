@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-import xxhash
-
 from ..checkpoint import FileEntry
 from ..checkpoint.files import place_file
+from ..checkpoint.summing import WRITE_BYTES, SummingWriter
 from .journal import Journal
 from .records import Frame
 from .syncing import Syncing
-
-# Bytes of one write. With larger writes the page cache takes larger blocks of memory, and on a virtual machine those
-# are blocks that nobody has touched yet: on Linux 6.18 writes of 256 KiB and more were measured to cost up to four
-# times as much. Writes below 64 KiB cost too many system calls.
-WRITE_BYTES = 128 << 10
 
 
 class Output:
@@ -106,7 +101,9 @@ class Output:
         descriptor = os.open(self._target / path, os.O_RDONLY | os.O_CLOEXEC)
         self._syncing.add(descriptor, FileEntry(path, entry.size, entry.xxh3_128))
 
-    def _create(self, path: str) -> _Hashing:
+    @contextmanager
+    def _create(self, path: str) -> Iterator[SummingWriter]:
+        """A new file. At the end it is handed on to be made durable."""
         full = os.path.join(self._target, path)
         directory = os.path.dirname(full)
         if directory not in self._directories:
@@ -114,55 +111,18 @@ class Output:
             self._directories.add(directory)
         descriptor = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
 
-        def finish(file: _Hashing) -> None:
-            self._syncing.add(file.descriptor, FileEntry(path, file.size, file.digest))
-
-        return _Hashing(descriptor, self._moved, finish)
+        try:
+            file = SummingWriter(descriptor, self._moved)
+            yield file
+        except BaseException:
+            os.close(descriptor)
+            raise
+        self._syncing.add(descriptor, FileEntry(path, file.size, file.digest))
 
     def _durable(self, entry: FileEntry) -> None:
         self._moved(entry.size)
         self._journal.add(entry)
         self._done()
-
-
-class _Hashing:
-    """A file that is only appended to, with a running checksum of its content.
-
-    As a context manager it hands the open file to ``finish``, or closes it after an error.
-    """
-
-    def __init__(self, descriptor: int, moved: Callable[[int], None], finish: Callable[[_Hashing], None]) -> None:
-        self.descriptor, self._moved, self._hand_on = descriptor, moved, finish
-        self._hash, self.size = xxhash.xxh3_128(), 0
-
-    def __enter__(self) -> _Hashing:
-        return self
-
-    def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if error is None:
-            self._hand_on(self)
-        else:
-            os.close(self.descriptor)
-
-    @property
-    def digest(self) -> str:
-        return self._hash.hexdigest()
-
-    def write(self, data: bytes | bytearray | memoryview) -> None:
-        rest = memoryview(data).cast("B")
-        self._hash.update(rest)
-        while rest:
-            # End at a page boundary of the file: writes that begin or end within a page cost the kernel more.
-            part = rest[: WRITE_BYTES - self.size % WRITE_BYTES]
-            self._append(part)
-            rest = rest[len(part) :]
-
-    def _append(self, part: memoryview) -> None:
-        self.size += len(part)
-        while part:  # one write may take less than it was given
-            count = os.write(self.descriptor, part)
-            part = part[count:]
-            self._moved(count)
 
 
 __all__ = ("Output",)

@@ -16,7 +16,7 @@ from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
-from dalsegno.protos.limits import LONGEST_SECONDS, MOST, MOST_CHECKPOINTS
+from dalsegno.protos.limits import LONGEST_SECONDS, MOST, MOST_CHECKPOINTS, MOST_SETTING
 from dalsegno.protos.text import LONGEST_NAME, name_problem, one_line, text_problem
 
 __all__ = ("MOST_NODES", "ShapeError", "admit")
@@ -28,8 +28,6 @@ MOST_NODES = 20_000
 MOST_REMEMBERED = 1 << 48
 # The most workers of one node; with MOST_NODES nodes the number of ranks still fits into 32 bits.
 MOST_WORKERS = 1 << 16
-# The most that min and max nodes and the unit may be. More than MOST_NODES, so that `--nnodes=1:100000` is no error.
-MOST_SETTING = 1 << 20
 # The most characters of a probe.
 LONGEST_PROBE = 256
 # The most entries of other lists.

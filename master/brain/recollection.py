@@ -6,16 +6,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from dalsegno.protos import control_pb2
+from dalsegno.protos.contract import run_number
 
 from . import checkpoints
 from .state import Run, Settings
 from .turn import Turn
 
 
-def run_number(run_id: str) -> int:
-    """The number in `run-0001`; 0 for another name."""
-    digits = run_id.removeprefix("run-")
-    return int(digits) if digits.isdigit() else 0
+def number_of(run_id: str) -> int:
+    """The number of a run; 0: its name is no run's."""
+    return run_number(run_id) or 0
 
 
 def remember(
@@ -33,9 +33,9 @@ def remember(
     job = turn.job
     over = set(finished_runs)
     known = list(inventory)
-    unfinished = [entry for entry in known if entry.run_id not in over and run_number(entry.run_id) >= job.run.number]
+    unfinished = [entry for entry in known if entry.run_id not in over and number_of(entry.run_id) >= job.run.number]
     newest = max(
-        [job.run.number, *(run_number(entry.run_id) for entry in unfinished), *(run_number(run) + 1 for run in over)]
+        [job.run.number, *(number_of(entry.run_id) for entry in unfinished), *(number_of(run) + 1 for run in over)]
     )
     if newest > job.run.number:
         # What was read back so far belongs to a run that is over.

@@ -14,7 +14,7 @@ from .checkpoints import resume_point
 from .door import MOST_NODES
 from .events import Reply
 from .presences import Presence
-from .recollection import remember, run_number
+from .recollection import number_of, remember
 from .state import Budget, Job, NextWorld, Node, Phase, Recollection, Run, Settings
 from .turn import Turn, heartbeat_of, pace_of
 
@@ -269,7 +269,7 @@ def first_agent(turn: Turn, message: control_pb2.RegisterRequest) -> None:
             # This agent is the first that knows of this run.
             settle_for(job, message.settings)
     elif job.epoch == 0 and message.finished_runs:
-        after = 1 + max(run_number(run) for run in message.finished_runs)
+        after = 1 + max(number_of(run) for run in message.finished_runs)
         if after > job.run.number:
             turn.begin_run(Run(after))
     # An equal number is above only for an empty store: a fenced node of a running job brings the present generation.

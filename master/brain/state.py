@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
-from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings
+from dalsegno.protos.contract import LEAST_NODE_TIMEOUT_SECONDS, JobSettings, run_name
 
 from .entries import Checkpoint, Checkpoints, Joined, Node, Nodes
 
@@ -416,7 +416,7 @@ class Job:
 
     @property
     def run_id(self) -> str:
-        return f"run-{self.run.number:04d}"
+        return run_name(self.run.number)
 
     @property
     def world(self) -> World | None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-import ssl
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,10 +13,9 @@ import grpc
 import grpc.aio
 
 from dalsegno.protos.contract import Variable
+from dalsegno.protos.credentials import SHORTEST_TOKEN, PemError, check_pem, is_token
 
 __all__ = ("AuthError", "TlsFiles", "TokenInterceptor", "check_exposure", "is_loopback", "read_token")
-
-TOKEN_MIN_LENGTH = 16
 
 Handler = Optional["grpc.RpcMethodHandler[Any, Any]"]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Handler]]
@@ -42,11 +40,9 @@ def read_token(path: Path | None, variable: str = "") -> str | None:
         except (OSError, UnicodeDecodeError) as error:
             reason = getattr(error, "strerror", None) or error
             raise AuthError(f"cannot read the token file {path}: {reason}") from error
-    if len(token) < TOKEN_MIN_LENGTH:
-        raise AuthError(
-            f"the token in {where} is shorter than {TOKEN_MIN_LENGTH} characters: use `openssl rand -hex 32`"
-        )
-    if not token.isascii() or not token.isprintable() or " " in token:
+    if len(token) < SHORTEST_TOKEN:
+        raise AuthError(f"the token in {where} is shorter than {SHORTEST_TOKEN} characters: use `openssl rand -hex 32`")
+    if not is_token(token):
         raise AuthError(f"the token in {where} must be one word of printable ASCII: use `openssl rand -hex 32`")
     return token
 
@@ -82,29 +78,13 @@ class TlsFiles:
         """The server's credentials. Raises AuthError if a file cannot be read or does not hold what it should."""
         key, certificate = _read(self.key), _read(self.certificate)
         client_ca = None if self.client_ca is None else _read(self.client_ca)
-        self._check()
+        try:
+            check_pem(self.client_ca, self.certificate, self.key)
+        except PemError as error:
+            raise AuthError(str(error)) from error
         return grpc.ssl_server_credentials(
             [(key, certificate)], root_certificates=client_ca, require_client_auth=client_ca is not None
         )
-
-    def _check(self) -> None:
-        """Checks the files with OpenSSL, which says what is wrong; gRPC would only fail to listen."""
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        try:
-            # The password is only needed for an encrypted key: fail instead of asking at the terminal.
-            context.load_cert_chain(self.certificate, self.key, password=lambda: "")
-        except ssl.SSLError as error:
-            raise AuthError(
-                f"--tls-cert {self.certificate} and --tls-key {self.key} are no PEM certificate chain with its"
-                f" unencrypted key ({error.reason or 'not PEM'})"
-            ) from error
-        try:
-            if self.client_ca is not None:
-                context.load_verify_locations(self.client_ca)
-        except ssl.SSLError as error:
-            raise AuthError(
-                f"--tls-ca {self.client_ca} holds no PEM certificate ({error.reason or 'not PEM'})"
-            ) from error
 
 
 def _read(path: Path) -> bytes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,13 +13,13 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from dalsegno.elastic import Batch, BatchPlan, MicroBatch, SaveError, Session
+from dalsegno.elastic import Batch, BatchPlan, MicroBatch, Session
 from dalsegno.elastic.checkpoint import Ref
 from dalsegno.elastic.rank.exchange import MAX_STEPS_APART
 from dalsegno.elastic.saving.resuming import check_strategy
 from dalsegno.elastic.training.findings import OURS, loads_anywhere
-from dalsegno.elastic.training.loop import FINAL_SAVE_PAUSE_SECONDS, FINAL_SAVE_TRIES
 from dalsegno.elastic.training.memory import MemorySaves
+from dalsegno.elastic.training.saves import save_at_last
 
 from . import checkpoints, data
 from .checkpoints import Unfinished, Write
@@ -253,14 +252,13 @@ class Run:
         Raises:
             SaveError: It failed again and again.
         """
-        for attempt in range(1, FINAL_SAVE_TRIES + 1):
-            if not self._failed:
-                return
-            # No event could end this wait: the disk may have room again, or not.
-            threading.Event().wait(FINAL_SAVE_PAUSE_SECONDS * attempt)
+
+        def try_again() -> bool:
             save()
+            return not self._failed
+
         if self._failed:
-            raise SaveError(f"the last step, {self.session.step}, could not be saved in {FINAL_SAVE_TRIES} tries")
+            save_at_last(self.session.step, try_again)
 
     def finish(self) -> None:
         """Called when the Trainer has come to its end; tells the session."""

@@ -547,7 +547,7 @@ def test_the_last_step_is_saved_with_its_own_weights(tmp_path: Path, monkeypatch
 
     failed: list[bool] = []
     monkeypatch.setattr(Trainer, "_save", full)
-    monkeypatch.setattr("dalsegno.swift_plugin.hf.run.FINAL_SAVE_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr("dalsegno.elastic.training.saves.LAST_SAVE_PAUSE_SECONDS", 0.0)
     train(make(tmp_path / "a", **often, **best))
     weights = [load_file(tmp_path / name / "out" / "checkpoint-12" / "model.safetensors") for name in ("a", "b")]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])

@@ -12,9 +12,10 @@ from typing import Any
 import grpc
 import pytest
 
+from dalsegno.agent.memory import incoming
 from dalsegno.agent.memory.fence import Fence
 from dalsegno.agent.memory.holdings import Holdings, Part
-from dalsegno.agent.memory.incoming import Incoming, PartRefusedError
+from dalsegno.agent.memory.incoming import PartRefusedError
 from dalsegno.agent.memory.pieces import PIECE_BYTES, decode, encode, read_part
 from dalsegno.agent.memory.space import RESERVE, NoSpaceError, Space
 from dalsegno.elastic.checkpoint import MANIFEST, CheckpointDamaged, Manifest, verify_files
@@ -44,18 +45,8 @@ def space(holdings: Holdings, budget: int | None = None) -> Space:
 
 
 def receive(holdings: Holdings, messages: Iterator[bytes] | list[bytes], budget: int | None = None) -> Any:
-    first, *rest = messages
-    header = decode(first)
-    assert isinstance(header, peer_pb2.Header)
-    incoming = Incoming(header, holdings, space(holdings, budget))
-    try:
-        for message in rest:
-            data = decode(message)
-            assert isinstance(data, memoryview)
-            incoming.feed(data)
-        return incoming.finish()
-    finally:
-        incoming.close()
+    rest = iter(messages)
+    return incoming.receive(incoming.received_header(rest), rest, holdings, space(holdings, budget), lambda: None)
 
 
 @pytest.mark.parametrize("length", [0, 1, 127, 128, 16_383, 16_384, PIECE_BYTES])

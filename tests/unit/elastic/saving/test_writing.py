@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dalsegno.elastic.checkpoint import CheckpointStore, FileEntry, Position, files, verify
+from dalsegno.elastic.checkpoint import CheckpointStore, FileEntry, Position, files, summing, verify
 from dalsegno.elastic.checkpoint.files import checksum
 from dalsegno.elastic.rank.collective import Solo
 from dalsegno.elastic.rank.identity import Identity
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(30)
 
 def test_the_sum_is_that_of_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces of all lengths, with the disk at work meanwhile; what torch loads is what it was given."""
-    monkeypatch.setattr(writing, "WRITE_BYTES", 4096)
+    monkeypatch.setattr(summing, "WRITE_BYTES", 4096)
     monkeypatch.setattr(writing, "AHEAD_BYTES", 10_000)
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(writing, "begin_to_write", lambda descriptor, start, count: asked.append((start, count)))

@@ -1,0 +1,62 @@
+"""What the command lines of agent and master share: bad input is one line, and the same values are checked alike.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from typing import NoReturn
+
+from .limits import MOST_SETTING
+
+__all__ = ("Parser", "UsageError", "job_id", "nnodes", "seconds")
+
+# Job ids become directory names and part of addresses.
+_JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+
+
+class UsageError(Exception):
+    """Bad input; one line that says the cause and what to change."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `UsageError` instead of printing a page of usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """See argparse."""
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+
+def job_id(text: str) -> str:
+    """A job's name."""
+    if not _JOB_ID.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no job id: letters, digits, '.', '_', '-', at most 128")
+    return text
+
+
+def seconds(text: str) -> float:
+    """A duration, not negative."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds")
+    return value
+
+
+def nnodes(text: str) -> tuple[int, int]:
+    """The least and the largest number of nodes: N or MIN:MAX."""
+    match = re.fullmatch(r"([0-9]{1,9})(?::([0-9]{1,9}))?", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not N or MIN:MAX, for example 1:4")
+    low, high = int(match[1]), int(match[2] or match[1])
+    if low < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: at least 1 node is needed")
+    if high > MOST_SETTING:
+        raise argparse.ArgumentTypeError(f"{text!r}: at most {MOST_SETTING} nodes")
+    if high < low:
+        raise argparse.ArgumentTypeError(f"{text!r}: the maximum is below the minimum, did you mean {high}:{low}?")
+    return low, high
