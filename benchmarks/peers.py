@@ -179,6 +179,8 @@ LAUNCHERS: dict[str, Callable[[Job, int], tuple[list[str], dict[str, str]]]] = {
 @contextlib.contextmanager
 def a_job(launcher: str, below: Path | None = None, **options: Any) -> Iterator[Job]:
     """A job in a directory of its own, which is deleted with all its processes. `options` as in `Job`."""
+    if below is not None:
+        below.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="peers-", dir=below) as folder, socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         port = int(server.getsockname()[1])

@@ -397,9 +397,10 @@ def parse(arguments: Sequence[str] | None, environ: Mapping[str, str] = os.envir
     if (options.tls_cert is None) != (options.tls_key is None):
         raise UsageError("--tls-cert and --tls-key belong together")
     options.min_nodes, options.max_nodes = options.nnodes
+    options.nnodes = f"{options.min_nodes}:{options.max_nodes}"  # torchrun's own code reads it, too
     if -(-options.min_nodes // options.node_unit) * options.node_unit > options.max_nodes:
         raise UsageError(
-            f"--node-unit={options.node_unit} does not fit --nnodes={options.min_nodes}:{options.max_nodes}: "
+            f"--node-unit={options.node_unit} does not fit --nnodes={options.nnodes}: "
             "worlds have a multiple of it, and none lies between MIN and MAX"
         )
     return options
