@@ -33,7 +33,6 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO, UNIVERSAL_CHECKPOINT_VERSION_KEY
 from deepspeed.pipe import PipelineModule
-from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from dalsegno.protos.collector import paused
 from dalsegno.protos.trace import mark
@@ -43,7 +42,6 @@ from ..rank.process_group import init_alone
 from ..saving.optimizers import source_of_step
 from ..saving.replicas import loadable
 from ..saving.schedules import check_factors, factors, unchanged
-from ..saving.writing import write_files
 from ..training.entry import refused_together
 from ..training.training_state import owned
 from ..universal.errors import ConversionError
@@ -68,6 +66,7 @@ from .loading import (
     trained,
 )
 from .view import ZERO, resharded_view, sharded_view, universal_view
+from .writers import collected, errors_after_collectives, why_not_collected
 
 UNIVERSAL_VERSION = 0.4
 # Key in the client's state for the values of the scheduler's functions.
@@ -180,7 +179,9 @@ def save(engine: Any, client_state: Mapping[str, Any] | None = None) -> Save:
 
 
 class Save:
-    """``write(path)`` creates ``path`` and writes this rank's files. See `save`.
+    """``write(path)`` creates ``path`` and writes this rank's files; ``background(write)`` has a session write them.
+
+    See `save`.
 
     Attributes:
         engine: The engine.
@@ -208,15 +209,38 @@ class Save:
                 waits for this one.
             TypeError: The client's or the scheduler's state could not be loaded again. Raised only then, too.
         """
+        with errors_after_collectives(self.engine):
+            problem = self._save(path)
+        if problem is not None:
+            raise problem
+
+    @property
+    def why_no_files(self) -> str | None:
+        """Why `files` would fail on every rank; None: it works."""
+        return why_not_collected(self.engine)
+
+    def files(self) -> dict[str, Any]:
+        """What this rank writes, by file name; the tensors are the engine's own. Collective.
+
+        Raises:
+            TypeError: See `__call__`.
+            ValueError: See ``writers.collected``.
+        """
+        with collected(self.engine) as files:
+            problem = self._save(Path("nowhere/files"))
+        if problem is not None:
+            raise problem
+        return files
+
+    def _save(self, path: Path) -> Exception | None:
+        """Calls the engine. Returns what is wrong on this rank, once all ranks are through."""
         state, problem = _described(self.engine, self._client_state), self._check()
         if self._factors:
             state[_SCHEDULE] = unchanged(self._factors, factors(self.engine.lr_scheduler))
         if problem is not None:
             state = {}
-        with _errors_after_collectives(self.engine):
-            self.engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
-        if problem is not None:
-            raise problem
+        self.engine.save_checkpoint(str(path.parent), tag=path.name, client_state=state, save_latest=False)
+        return problem
 
     def _check(self) -> Exception | None:
         """Why this rank's state beside the engine's own could not be loaded again; None: it could."""
@@ -253,7 +277,7 @@ def saved_by_trainer(engine: Any) -> Iterator[None]:
 
     engine.save_checkpoint = save_checkpoint
     try:
-        with _errors_after_collectives(engine):
+        with errors_after_collectives(engine):
             yield
     finally:
         del engine.save_checkpoint
@@ -416,47 +440,3 @@ def _only_what_is_safe(directory: Path) -> Iterator[None]:
     except UnpicklingError as error:
         refused = describe_refusal(str(directory), error)
         raise RuntimeError(f"{refused}; if you trust it: torch.serialization.add_safe_globals([...])") from error
-
-
-@contextmanager
-def _errors_after_collectives(engine: Any) -> Iterator[None]:
-    """Lets a rank whose disk is full finish DeepSpeed's barriers, in which the others wait, before it raises."""
-    writer, copy_script = engine.checkpoint_engine, engine._copy_recovery_script
-    guarded = _DeferringWriter(writer)
-    engine.checkpoint_engine = guarded
-    # DeepSpeed would write zero_to_fp32.py beside the checkpoints, under a name without an epoch.
-    engine._copy_recovery_script = lambda save_path: None
-    try:
-        yield
-    finally:
-        engine.checkpoint_engine, engine._copy_recovery_script = writer, copy_script
-    if guarded.error is not None:
-        raise guarded.error
-
-
-class _DeferringWriter:
-    """A checkpoint engine that keeps its first error instead of raising it in the middle of DeepSpeed's protocol."""
-
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
-        self.error: Exception | None = None
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._inner, name)
-
-    def save(self, state_dict: Any, path: str) -> None:
-        inner = self._inner
-        plain = type(inner) is TorchCheckpointEngine and inner.zipfile_serialization and "save" not in vars(inner)
-        try:
-            if plain:  # the same file, summed as it is written
-                write_files(Path(path).parent, {Path(path).name: state_dict})
-            else:
-                inner.save(state_dict, path)
-        except Exception as error:
-            self.error = self.error or error
-
-    def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        try:
-            self._inner.makedirs(path, exist_ok=exist_ok)
-        except Exception as error:
-            self.error = self.error or error

@@ -14,6 +14,7 @@ the save together, before the next save, a drain, or the end.
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -47,22 +48,50 @@ STUCK = "the disk has not answered for {:.0f} s (as --stall-timeout allows)"
 
 @dataclass(frozen=True)
 class Background:
-    """Marks the argument of ``save=`` as a state that is written in the background. Made by ``background``."""
+    """Marks the argument of ``save=`` as a state that is written in the background. Made by ``background``.
+
+    Attributes:
+        state: Returns this rank's files.
+        owner: Whose files they are, if it says more of them: ``strategy``, ``reshards`` and ``engine`` as of a
+            ``write`` that a session is given.
+    """
 
     state: Callable[[], Mapping[str, Any]]
+    owner: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in ("strategy", "reshards", "engine"):
+            raise AttributeError(name)
+        return getattr(self.owner, name)
 
 
-def background(state: Callable[[], Mapping[str, Any]]) -> Background:
+def background(state: Any) -> Background:
     """For ``save=``: writes what ``state`` returns while the training goes on.
 
     Args:
         state: Called on every rank when a save is due. Returns this rank's files: a path below the checkpoint (with
             "/") and what ``torch.save`` is to write there; ``bytes`` are written as they are. No two ranks write the
-            same path.
+            same path. Or what has such a method ``files``: ``elastic.deepspeed.save(engine)``.
 
-    Not for DeepSpeed, whose engine writes by itself.
+    Raises:
+        ValueError: It writes by itself, and says why.
     """
-    return Background(state)
+    if not hasattr(state, "files"):
+        return Background(state)
+    problem = getattr(state, "why_no_files", None)
+    if problem is not None:
+        raise ValueError(f"not in the background: {problem}")
+    return Background(state.files, state)
+
+
+def in_background(write: Callable[[Path], None] | Background) -> Callable[[Path], None] | Background:
+    """The same save in the background, if that is possible; otherwise ``write`` itself."""
+    owner = getattr(write, "__self__", None)
+    if inspect.ismethod(write) and write.__name__ == "write" and (files := getattr(owner, "files", None)):
+        return Background(files, owner)  # of a `TrainingState`
+    if isinstance(write, Background) or not hasattr(write, "files") or getattr(write, "why_no_files", None):
+        return write
+    return background(write)
 
 
 def part_name(rank: int) -> str:

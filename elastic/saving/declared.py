@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from ..rank.remarks import remark
+
 DDP = "ddp"
 """The default strategy of `steps` and `save`."""
 _DEEPSPEED = "deepspeed-zero-"
@@ -111,3 +113,14 @@ def of_each_rank(paths: Sequence[str], world_size: int) -> str | None:
             numbers.setdefault(pattern, set()).add(int(found[2]))
     whole = set(range(world_size))
     return next((pattern for pattern, seen in sorted(numbers.items()) if world_size > 1 and seen >= whole), None)
+
+
+def say_what_each_rank_has(paths: Sequence[str], world_size: int) -> None:
+    """Remarks on files that each rank has one of, where the script says that any number of ranks loads them."""
+    each = of_each_rank(paths, world_size)
+    if each is not None:
+        remark(
+            "each rank has saved a file of its own, %s, and strategy='ddp' says that any number of ranks loads "
+            "them: if they hold parts of the model or of the optimizer, give save or steps any_world_size=False",
+            each,
+        )

@@ -172,6 +172,7 @@ class Saver:
         *,
         drain: bool,
         in_memory: bool = False,
+        waits: bool = False,
     ) -> str | None:
         """Copies what ``state`` returns, and starts writing and sealing it while the training goes on. Collective.
 
@@ -181,6 +182,7 @@ class Saver:
             sealed: Called on a thread of rank 0 once the checkpoint is sealed and announced. Not of one in memory.
             drain: For the report of a failure.
             in_memory: Into the nodes' memory, which is there on all ranks. It is sealed by `settle`.
+            waits: `settle` follows at once, so nothing changes meanwhile, and nothing is copied.
 
         Returns:
             The checkpoint's name, on every rank; None if some rank could not begin. ``settle`` says how it ended.
@@ -194,7 +196,7 @@ class Saver:
         own, began = Own(content, self._tier(in_memory)), time.monotonic()
         try:
             own.name, own.content = self._names.choose(own, self._best_as_of, create_directory=True)
-            files = self._stage(own, state)
+            files = self._stage(own, state, copies=not waits)
         except Failed as failure:
             self._buffers.release()
             self._failed_save(own, failure, drain)
@@ -308,7 +310,7 @@ class Saver:
         self._note(own, manifest)
         return manifest
 
-    def _stage(self, own: Own, state: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    def _stage(self, own: Own, state: Callable[[], Mapping[str, Any]], *, copies: bool) -> dict[str, Any]:
         """This rank's files in host memory, once all ranks have theirs."""
         content = own.content
         error: BaseException | None = None
@@ -317,7 +319,8 @@ class Saver:
             own.tier.enter(own.name, create=True)
             given = state()
             check_paths(given)
-            files = {**self._buffers.copy(given), rng.file_name(self._identity.rank): rng.capture()}
+            staged = self._buffers.copy(given) if copies else given
+            files = {**staged, rng.file_name(self._identity.rank): rng.capture()}
         # The other ranks must hear of every error before this one does anything else.
         except BaseException as caught:
             log.debug("no state to save", exc_info=caught)

@@ -11,6 +11,7 @@ import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -18,6 +19,9 @@ import torch
 from .bundles import Bundle
 
 log = logging.getLogger(__name__)
+
+# What nobody changes needs no copy. (A list of thousands of numbers would take longer than the tensors.)
+_UNCHANGING = frozenset({bool, int, float, complex, str, bytes, type(None), torch.Size, torch.dtype})
 
 
 class HostBuffers:
@@ -75,6 +79,8 @@ class HostBuffers:
         self._used.clear()
 
     def _copy(self, value: Any, memo: dict[Any, Any]) -> Any:
+        if type(value) in _UNCHANGING:
+            return value
         if isinstance(value, torch.Tensor):
             return self._copy_tensor(value, memo)
         if isinstance(value, Mapping):
@@ -90,6 +96,13 @@ class HostBuffers:
             return type(value)(*(self._copy(item, memo) for item in value))
         if isinstance(value, (list, tuple)):
             return type(value)(self._copy(item, memo) for item in value)
+        if is_dataclass(value) and all(
+            type(held) in _UNCHANGING for held in getattr(value, "__dict__", {"": ...}).values()
+        ):
+            # DeepSpeed describes each parameter by one of these; a deep copy of all takes as long as the tensors.
+            alike = object.__new__(type(value))
+            vars(alike).update(vars(value))
+            return alike
         return copy.deepcopy(value)
 
     def _copy_tensor(self, tensor: torch.Tensor, memo: dict[Any, Any]) -> torch.Tensor:

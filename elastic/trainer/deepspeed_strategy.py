@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from ..saving.optimizers import check_kept
 from ..saving.replicas import check_shape
 from ..training.unlisted import Unlisted
 from .strategies import MakeOptimizer, MakeScheduler, Setting, Strategy, resume_rates
+
+if TYPE_CHECKING:
+    from ..deepspeed.engine import Save
 
 _STATE, _UNLISTED = "dalsegno_trainer", "dalsegno_unlisted"
 
@@ -113,11 +116,23 @@ class DeepSpeed(Strategy):
         return norm
 
     def write(self, path: Path, state: Mapping[str, Any]) -> None:
+        self._save(state)(path)
+
+    def files(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return self._save(state).files()
+
+    @property
+    def why_no_files(self) -> str | None:
+        from ..deepspeed.writers import why_not_collected
+
+        return why_not_collected(self._engine)
+
+    def _save(self, state: Mapping[str, Any]) -> Save:
         from ..deepspeed import engine as ours
 
         if self._engine.global_rank == 0:
             self._unlisted.tell()
-        ours.save(self._engine, {_STATE: dict(state), _UNLISTED: self._unlisted.changed_buffers()})(path)
+        return ours.save(self._engine, {_STATE: dict(state), _UNLISTED: self._unlisted.changed_buffers()})
 
     @contextmanager
     def evaluated(self) -> Iterator[nn.Module]:

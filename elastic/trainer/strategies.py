@@ -121,9 +121,14 @@ class Strategy(ABC):
             state: Plain values and tensors of the `Trainer`, which `setup` returns.
 
         Raises:
-            NotImplementedError: The framework writes the files itself.
+            NotImplementedError: See `why_no_files`.
         """
-        raise NotImplementedError(f"strategy {self.name} writes by itself, not in the background")
+        raise NotImplementedError(self.why_no_files)
+
+    @property
+    def why_no_files(self) -> str | None:
+        """Why nobody but the framework can write its files; None: `files` has them. Valid once `setup` is done."""
+        return f"strategy {self.name} writes by itself" if type(self).files is Strategy.files else None
 
     def rehearse(self, state: Mapping[str, Any]) -> None:
         """Checks that a save with this state can be loaded again, without writing it. Valid once `setup` is done.
@@ -144,7 +149,7 @@ class Strategy(ABC):
 
 
 class Write:
-    """What a session saves with: called with a path, or as ``background(write.files)``.
+    """What a session saves with: called with a path, or as ``background(write)``.
 
     Args:
         strategy: It is set up.
@@ -165,6 +170,11 @@ class Write:
     def files(self) -> dict[str, Any]:
         """This rank's files."""
         return self._strategy.files(self._given())
+
+    @property
+    def why_no_files(self) -> str | None:
+        """See `Strategy`."""
+        return self._strategy.why_no_files
 
     def rehearse(self) -> None:
         """See ``rehearsal.rehearse``."""

@@ -85,7 +85,7 @@ class Trainer:
         collate, count_tokens, loader_options, check_data: See `Batches`.
         checkpoint_dir, keep: For runs outside ``dlrover-run``, see `session`.
         save_every, memory_every: Steps between saves, and between those to the nodes' memory, see ``Session.steps``.
-        save_in_background: The training waits only while the state is copied to host memory. Not for DeepSpeed.
+        save_in_background: The training waits only while the state is copied to host memory.
         evaluator: Runs every ``evaluate_every`` steps (0: not in between), and after the last step.
         track: The metric that makes a checkpoint the best one. A better step is saved, even between saves. (If a leave
             cut an evaluation short, the resumed run makes up for it, but that step is saved already.)
@@ -147,8 +147,6 @@ class Trainer:
             raise ValueError("log_every must be at least 1; save_every and evaluate_every cannot be negative")
         checked(self.memory_every)
         self._strategy = _strategy(self.strategy)
-        if self.save_in_background and self._strategy.scale == "deepspeed":
-            raise ValueError("save_in_background: DeepSpeed's engine writes by itself, choose another strategy")
         if self.grad_scaler is not None and self._strategy.loss_scale is None:
             raise ValueError(
                 f"grad_scaler: strategy {self._strategy.name} takes none (DeepSpeed scales by itself, with fp16 in its "
@@ -429,7 +427,7 @@ class Trainer:
     def _saving(self) -> Any:
         """What the session saves with."""
         write = Write(self._strategy, self._state_dict, self.rank)
-        return background(write.files) if self.save_in_background else write
+        return background(write) if self.save_in_background else write
 
     def _state_dict(self) -> dict[str, Any]:
         return {

@@ -11,7 +11,7 @@ from ..checkpoint import CheckpointStore, Manifest, Ref
 from ..rank.collective import Collective
 from ..rank.identity import Identity
 from ..rank.link import Link
-from ..saving.background_save import Background
+from ..saving.background_save import Background, in_background
 from ..saving.content import Content
 from ..saving.pruning import prune
 from ..saving.saving import SaveError, Saver
@@ -134,7 +134,8 @@ class Saves:
     ) -> Ref | None:
         """See ``Session.save``. Collective.
 
-        A drain's that fails in memory is tried on the disk at once.
+        What can be written in the background is, if it goes to memory. A drain's that fails in memory is tried on the
+        disk at once.
         """
         assert self.saver is not None
         in_memory = self.drains_to_memory() if drain else in_memory
@@ -142,12 +143,14 @@ class Saves:
         for place in [True, False] if in_memory and drain else [in_memory]:
             if saved is not None:
                 break
-            if isinstance(write, Background):
-                name = self.saver.begin(content, write.state, self.prune, drain=drain, in_memory=place)
+            beside = in_background(write) if place else write
+            if isinstance(beside, Background):
+                state = beside.state
+                name = self.saver.begin(content, state, self.prune, drain=drain, in_memory=place, waits=wait)
                 saved = Ref(name, "") if name is not None and not wait else self.settle()
             else:
                 options = {"create_directory": create_directory, "drain": drain, "in_memory": place}
-                saved = self._sealed(self.saver.save(content, write, **options))
+                saved = self._sealed(self.saver.save(content, beside, **options))
         return saved
 
     def _sealed(self, manifest: Manifest | None) -> Ref | None:

@@ -25,7 +25,7 @@ from ..checkpoint.files import write_exclusive
 from ..data.batches import Batches, batch_in
 from ..rank.agreement import PART
 from ..rank.remarks import remark
-from ..saving.background_save import Background
+from ..saving.background_save import Background, in_background
 from ..saving.replicas import loadable
 from ..saving.resuming import LOADERS, ResumePoint, check_loaders
 from .findings import NOTHING, OURS, SCRIPTS, STATE
@@ -367,6 +367,9 @@ class Saved:
 
     def __init__(self, write: Callable[[Path], None], source: Source[Any], rank: int) -> None:
         self._write, self._source, self._rank = write, source, rank
+        beside = in_background(write)
+        if isinstance(beside, Background):
+            self.files = lambda: {**beside.state(), **source.files(rank)}
 
     def __call__(self, path: Path) -> None:
         self._write(path)

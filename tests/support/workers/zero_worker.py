@@ -6,6 +6,7 @@ weights, a frozen parameter, buffers that training changes, and a parameter that
 Run by torchrun-like environment variables; one JSON object in ``argv[1]`` says what to do:
 
 - ``stage``, ``steps`` and ``out``, where results go; ``save``: the checkpoint to write at the end;
+  ``beside``: where to write the same from a copy, behind one more step;
 - ``load``, ``form``, ``universal``, ``reshard``, ``step``: the resume point; ``stock``: DeepSpeed loads it alone,
   unrepaired;
 - ``config``: more of DeepSpeed's configuration; ``afterwards``: of ``zero_optimization``, unseen by `config` of ours;
@@ -144,6 +145,8 @@ def main() -> None:
     import deepspeed
 
     from dalsegno.elastic.deepspeed import engine as ours
+    from dalsegno.elastic.saving.staging import HostBuffers
+    from dalsegno.elastic.saving.writing import write_files
 
     ours.prepare()
     fresh = "load" not in task
@@ -193,15 +196,7 @@ def main() -> None:
         torch.save(held(engine), out / f"loaded-{rank}.pt")
     losses, first = [], resume.step if resume else 0
     for step in range(first, first + task["steps"]):
-        generator = torch.Generator().manual_seed(1000 + step)
-        tokens = torch.randint(0, 13, (SAMPLES,), generator=generator)
-        share = SAMPLES // world
-        loss = engine(tokens[rank * share : (rank + 1) * share])
-        engine.backward(loss)
-        engine.step()
-        mean = loss.detach().double().reshape(1)
-        dist.all_reduce(mean)
-        losses.append(mean.item() / world)
+        losses.append(train(engine, step, rank, world))
     result: dict[str, Any] = {"losses": losses}
     if task.get("save"):
         if partitioned and engine.global_steps > 0:
@@ -216,7 +211,25 @@ def main() -> None:
                 raise
             save_error = str(error)
         result["save_error"] = save_error
+    if task.get("beside"):
+        buffers = HostBuffers()
+        files = buffers.copy(ours.save(engine).files())
+        train(engine, first + task["steps"], rank, world)  # which changes what was copied
+        write_files(Path(task["beside"]), files)
     cases.end(result, out)
+
+
+def train(engine: Any, step: int, rank: int, world: int) -> float:
+    """One step; the mean loss of all ranks."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    tokens = torch.randint(0, 13, (SAMPLES,), generator=generator)
+    share = SAMPLES // world
+    loss = engine(tokens[rank * share : (rank + 1) * share])
+    engine.backward(loss)
+    engine.step()
+    mean = loss.detach().double().reshape(1)
+    dist.all_reduce(mean)
+    return float(mean.item()) / world
 
 
 def no_space(state_dict: Any, path: str) -> None:

@@ -527,7 +527,6 @@ def test_a_missing_logger_is_said_at_once(
         ({"log_every": 0}, "log_every must be at least 1"),
         ({"save_every": -1}, "cannot be negative"),
         ({"strategy": "horovod"}, "strategy is 'ddp', 'fsdp', 'deepspeed' or a Strategy"),
-        ({"strategy": DeepSpeed(), "save_in_background": True}, "writes by itself"),
         ({"strategy": DeepSpeed(), "grad_scaler": GradScaler("cpu")}, "deepspeed-zero-1 takes none"),
     ],
 )
