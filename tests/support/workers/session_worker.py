@@ -109,7 +109,8 @@ def main() -> None:
         if s.rank == 0:
             files["model.pt"] = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         if flags.hold:
-            files[f"held/{s.rank}.pt"] = Held(flags.hold)
+            # First, so that nothing is written before the file is there.
+            files = {f"held/{s.rank}.pt": Held(flags.hold), **files}
         if s.rank == flags.fail_rank and failed < flags.fail_saves:
             failed += 1
             full = OSError(errno.ENOSPC, "No space left on device")
