@@ -12,6 +12,7 @@ from benchmarks import (
     convert,
     exchange,
     gpu,
+    lost,
     memory,
     pause,
     peers,
@@ -26,6 +27,7 @@ BENCHMARKS: dict[str, Callable[[], int]] = {
     "sampler": sampler.main,
     "saving": saving.main,
     "memory": memory.main,
+    "lost": lost.main,
     "exchange": exchange.main,
     "convert": convert.main,
     "reshard": reshard.main,
@@ -39,6 +41,7 @@ BENCHMARKS: dict[str, Callable[[], int]] = {
 WITH_FLAGS: dict[str, Callable[[Sequence[str]], int]] = {
     "convert": convert.main,
     "gpu": gpu.main,
+    "lost": lost.main,
     "pause": pause.main,
     "rendezvous": rendezvous.main,
 }

@@ -69,7 +69,8 @@ def zero1(megabytes: int, s: Session) -> tuple[Any, Any, list[torch.Tensor]]:
     tensors = [*model.parameters()] if s.rank == 0 else []
     for one in engine.optimizer.optimizer.state.values():
         tensors += [value for value in one.values() if isinstance(value, torch.Tensor)]
-    return ours.save(engine), None, tensors + list(engine.optimizer.single_partition_of_fp32_groups)
+    save = ours.save(engine)
+    return save, background(save), tensors + list(engine.optimizer.single_partition_of_fp32_groups)
 
 
 class Saves:

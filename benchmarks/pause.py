@@ -36,11 +36,15 @@ SCRIPT = Path(__file__).resolve().parent / "pause_rank.py"
 BYTES_EACH = 12
 SIZES = {"16MB": 16 * 10**6, "150MB": 150 * 10**6, "0.5GB": 500 * 10**6, "2GB": 2 * 10**9}
 TENSORS = (100, 1000, 5000)
+# Drains go to memory, and so does every fifth step.
+MEMORY, MEMORY_EVERY = ("--memory-replicas=1",), 5
 # For each way: the framework, and the flags for `dlrover-run` that decide how the change is made.
 WAYS: dict[str, tuple[str, tuple[str, ...]]] = {
     "ddp": ("ddp", ()),
+    "ddp-memory": ("ddp", MEMORY),
     "fsdp2": ("fsdp2", ()),
     "zero1": ("zero1", ()),
+    "zero1-memory": ("zero1", MEMORY),
     "zero1-universal": ("zero1", ("--universal-checkpoint=gate",)),
     "zero1-beside": ("zero1", ("--universal-checkpoint",)),
     "zero3": ("zero3", ()),
@@ -98,6 +102,8 @@ def measure(cell: Cell, options: Options) -> list[Change]:
     layers, width = shape(cell.bytes, cell.tensors)
     flags = [f"--framework={cell.framework}", f"--layers={layers}", f"--width={width}"]
     flags += [f"--save-every={options.save_every}", f"--step-time={options.step_time}"]
+    if WAYS[cell.way][1] == MEMORY:
+        flags.append(f"--memory-every={MEMORY_EVERY}")
     with tempfile.TemporaryDirectory(prefix="pause-trace-") as folder:
         marks = options.trace or Path(folder)
         environment = {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}

@@ -127,7 +127,8 @@ def elastic(flags: argparse.Namespace) -> None:
     log = common.StepLog(flags.step_log, rank=s.rank, world_size=s.world_size, epoch=s.epoch)
     # As the steps of a model on a card are long beside what surrounds them.
     clock = common.StepClock(flags.step_time)
-    for batch in s.steps(batches, max_steps=flags.steps, save_every=flags.save_every, seed=SEED, **options):
+    options |= {"save_every": flags.save_every, "memory_every": flags.memory_every}
+    for batch in s.steps(batches, max_steps=flags.steps, seed=SEED, **options):
         loss = 0.0
         for micro in accumulate(batch):
             loss += train(micro)
@@ -355,6 +356,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=64)
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--save-every", type=int, default=10)
+    parser.add_argument("--memory-every", type=int, default=0)
     parser.add_argument("--step-time", type=float, default=0.0)
     parser.add_argument("--step-log", type=Path, required=True)
     parser.add_argument("--own", type=Path)
