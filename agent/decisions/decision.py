@@ -67,6 +67,8 @@ class Decision:
         state.place = Place()
         state.reading = frozenset()
         state.pruning = ()
+        # Answers that this incarnation has not sent yet are lost with it.
+        state.verified, state.sighting = 0, ""
         if state.workers is Workers.RUNNING:
             self.kill_workers()
         elif state.workers is Workers.NONE:

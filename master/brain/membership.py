@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from .checkpoints import resume_point
 from .listening import HEARTBEAT_SECONDS
+from .live import VerificationLife
 from .presences import Presence
 from .state import Job, Member, Node, Part, Settings
 from .turn import CLOSED_GRACE_SECONDS, Turn, heartbeat_of, names
@@ -50,6 +52,19 @@ def drop(turn: Turn, node: Node) -> None:
     gathering = turn.live.gathering
     gathering.asked.pop(node.name, None)
     gathering.overdue.discard(node.name)
+    void_orders(turn, node.name)
+
+
+def void_orders(turn: Turn, name: str) -> None:
+    """Takes back what a node was to do beside its ranks: whoever comes back under its name knows nothing of it."""
+    held, verification = turn.job.conversion, turn.job.verification
+    if held is not None and held.lease and held.owner == name:
+        turn.notice(f"{name} can no longer convert: another node takes over")
+        turn.update_next(conversion=replace(held, lease=0, owner=""))
+    if verification is not None and verification.number and verification.verifier == name:
+        # Somebody is asked at once: this is no verification without a verdict.
+        turn.update_next(verification=replace(verification, number=0))
+        turn.live.verification = VerificationLife(turn.heard, retry_at=turn.now)
 
 
 def lose(turn: Turn, dead: Sequence[tuple[Node, str]]) -> None:

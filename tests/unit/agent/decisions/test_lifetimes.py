@@ -61,3 +61,14 @@ def test_what_was_decided_on_stays_as_it_was() -> None:
         agent.now += 1.0
         agent.hear(event)
         assert state == before
+
+
+def test_a_new_incarnation_has_answered_nothing() -> None:
+    """Answers that waited to be sent are gone with the old one: what was asked of that is asked again."""
+    agent = Agent().registered()
+    ref = control_pb2.CheckpointRef(name="step-3.e1.1", digest="d3")
+    verify = control_pb2.Verification(number=2, ref=ref)
+    assert kinds(agent.directed(wait=control_pb2.Wait(), verify=verify, sight=ref)) == ["Verify", "Look"]
+    agent.directed(fenced=control_pb2.Fenced(reason="silent"))
+    agent.hear(ev.Registered("me.2", control_pb2.RegisterReply(generation=1, node="me")))
+    assert kinds(agent.directed(wait=control_pb2.Wait(), verify=verify, sight=ref)) == ["Verify", "Look"]

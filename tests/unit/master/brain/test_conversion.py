@@ -611,3 +611,16 @@ def test_nobody_waits_for_a_held_spare_to_convert() -> None:
     job.wait(6)
     a.convert()
     assert job.members == [a.name]
+
+
+def test_an_owner_that_comes_back_under_its_name_has_no_lease() -> None:
+    """Its files are a dead incarnation's, which may still be writing them: a lease has a directory of its own."""
+    job, nodes = at_the_gate()
+    lease = nodes[0].lease
+    again = Node(job, "again", secret=nodes[0].secret)
+    job.nodes.append(again)
+    assert again.register(node=nodes[0].name, previous_incarnation=nodes[0].incarnation).code == "OK"
+    assert again.name == nodes[0].name
+    assert again.lease == 0
+    assert nodes[1].lease > lease
+    assert f"{again.name} can no longer convert: another node takes over" in job.notices

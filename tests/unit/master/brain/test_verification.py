@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from dalsegno.master.brain.state import Phase
 from dalsegno.protos import control_pb2
 from tests.support.jobs.masters import Driven, Node, all_join
@@ -174,3 +176,25 @@ def test_an_old_answer_is_not_taken_for_the_new_one() -> None:
     assert job.call(late).code == "FAILED_PRECONDITION"
     zero = control_pb2.VerificationReport(caller=a.caller(), number=0, intact=False)
     assert job.call(zero).code == "FAILED_PRECONDITION"
+
+
+@pytest.mark.parametrize("how", ["it registers anew", "its connection closed"])
+def test_a_verifier_that_comes_back_under_its_name_is_asked_anew(how: str) -> None:
+    """It was declared dead and knows nothing of the order: the job waited ten minutes for its answer."""
+    job, (a,), made = reloading(1)
+    a.bad(made.ref)
+    first = a.directive.verify.number
+    assert first
+    if how == "its connection closed":
+        a.hang_up()
+        job.wait(2)
+        assert not a.is_known
+    again = Node(job, "again", secret=a.secret)
+    job.nodes.append(again)
+    assert again.register(node=a.name, previous_incarnation=a.incarnation).code == "OK"
+    assert again.name == a.name
+    assert again.directive.verify.number > first
+    again.verified(intact=True)
+    again.join()
+    job.wait(2)
+    assert job.phase is Phase.RUNNING
