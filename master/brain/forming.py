@@ -135,7 +135,7 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
     The quiet time has an end of its own, so that agents that come, crash and come again hold nobody up for ever.
     """
     settings, gathering = turn.job.settings, turn.live.gathering
-    if len(ready) >= turn.job.most_nodes:
+    if len(ready) >= turn.job.most_nodes and not awaits_witness(turn.job, waited_for, ready):
         return True
     enough = bool(select(turn, ready))
     if not enough or not turn.job.next.quiet:
@@ -151,6 +151,14 @@ def is_gathered(turn: Turn, waited_for: list[Node], ready: list[Node]) -> bool:
         longest = max(LEAST_QUIET_SECONDS, QUIET_TIMES * settings.quiet_time)
         quiet = min(quiet, gathering.complete_at + longest)
     return turn.due(quiet)
+
+
+def awaits_witness(job: Job, waited_for: list[Node], ready: list[Node]) -> bool:
+    """Whether no node of the last world has joined, and some will: they know what it sealed without a master."""
+    members = job.world.by_incarnation if job.world is not None else {}
+    return any(node.incarnation in members for node in waited_for) and not any(
+        node.incarnation in members for node in ready
+    )
 
 
 def gate_open(turn: Turn, resume: Checkpoint | None, candidate: list[Node]) -> bool:

@@ -556,3 +556,41 @@ def test_the_largest_world_of_a_given_size(workers: list[int], size: int, unit: 
     nodes = [job_state.Node(f"n{i}", f"i{i}", "host", nproc, i) for i, nproc in enumerate(workers)]
     limits = job_state.Settings(min_nodes=2, max_nodes=4, node_unit=unit)
     assert [node.order for node in membership.of_size(nodes, size, limits, 4)] == chosen
+
+
+def drained_without_rank_0() -> tuple[Driven, Node, list[Node], control_pb2.Checkpoint]:
+    """Rank 0 has sealed step 2 and left while the master was away; the other one of two, and two spares, are there."""
+    job = Driven(settings(max_nodes=2))
+    a, b = job.start(2)
+    spares = [job.node(), job.node()]
+    for node in spares:
+        node.join()
+    a.step(1)
+    made = job.seal(2, any_size=True)
+    b.drained(2)
+    a.hang_up()
+    while job.phase is not Phase.FORMING:
+        job.wait(0.5)
+    for node in spares:
+        node.join([])
+    return job, b, spares, made
+
+
+def test_spares_do_not_open_a_world_before_a_witness_of_the_last_one_has_joined() -> None:
+    """They are enough; but only the survivor may tell of what its world sealed."""
+    job, witness, spares, made = drained_without_rank_0()
+    assert job.phase is Phase.FORMING
+    witness.join([made])
+    all_join(spares)
+    assert job.phase is Phase.RUNNING
+    assert job.job.world is not None
+    assert job.job.world.resumed_step == 2
+    assert witness.name in job.members
+
+
+def test_a_witness_that_does_not_join_holds_nobody_up_for_long() -> None:
+    """Not longer than any node that is asked."""
+    job, witness, spares, _ = drained_without_rank_0()
+    job.wait(job.settings.join_timeout + 1)
+    assert (job.phase, job.members) == (Phase.RUNNING, [node.name for node in spares])
+    assert witness.is_known
