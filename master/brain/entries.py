@@ -46,6 +46,8 @@ class Node:
     leaving: bool = False
     # Digest of a resume point that only this node could not read.
     unreadable: str = ""
+    # Its ranks made a step of this run in a world that is over.
+    trained: bool = False
     # Why its ranks cannot train with those that trained before it came.
     refused: str = ""
     # What its agent tells its user about this registration.

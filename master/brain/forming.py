@@ -262,9 +262,16 @@ def say_missing(turn: Turn) -> None:
 
 
 def is_proven(job: Job, node: Node) -> bool:
-    """Whether the node's ranks have made a step of this run, as far as the last world tells."""
+    """Whether the node's ranks have made a step of this run: in the last world, or before."""
     member = job.world.member(node.incarnation) if job.world is not None else None
-    return member is not None and (member.proven or job.told.first_step)
+    return node.trained or (member is not None and (member.proven or job.told.first_step))
+
+
+def note_trained(turn: Turn) -> None:
+    """Keeps what the last world has proven of its nodes: some may sit the next one out, and come back after it."""
+    for node in list(turn.job.nodes.values()):
+        if not node.trained and is_proven(turn.job, node):
+            turn.update(node, trained=True)
 
 
 def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None:
@@ -281,6 +288,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
         turn.cause(f"scaled to {of_nodes(job.limit)}")
     causes = job.next.causes + ((f"{names(arrived)} joined",) if arrived else ())
     size = sum(node.nproc for node in nodes)
+    note_trained(turn)
     job.epoch += 1
     world = World(
         epoch=job.epoch,
@@ -305,7 +313,7 @@ def open_world(turn: Turn, nodes: list[Node], resume: Checkpoint | None) -> None
     beside.owe(turn, world, resume)
     job.recollection = Recollection()
     for node in nodes:
-        turn.update(node, joined=None)
+        turn.update(job.nodes[node.name], joined=None)
     exactly = live.gathering.counted or not old
     live.epoch = EpochLife(epoch=job.epoch, moved=turn.heard, lost_exactly=exactly)
     turn.gather_anew()

@@ -261,3 +261,55 @@ def test_a_scale_down_that_nobody_can_convert_is_refused() -> None:
     assert "loads with 2 workers only" in reply.detail
     a.step(5)
     assert (job.phase, job.epoch) == (Phase.RUNNING, 1)
+
+
+def test_who_is_put_aside_has_no_turn_to_convert() -> None:
+    """It is asked for no Join, so the others waited for its answer for ever."""
+    job, a, b, c = grown()
+    d = job.node()
+    d.join()
+    d.warm()
+    refuses(c)
+    all_join([a, b])
+    assert len(job.members) == 3, "with the fourth"
+    a.step(3)
+    a.commit(job.seal(4))
+    a.hang_up()
+    job.wait(2)
+    assert job.phase is Phase.FORMING
+    all_join([b, d])
+    assert b.lease
+    b.converts(control_pb2.CONVERSION_STATE_ENVIRONMENT, "disk full")
+    assert d.lease
+    d.converts(control_pb2.CONVERSION_STATE_ENVIRONMENT, "disk full")
+    job.wait(6)
+    assert b.lease, "it is tried again"
+
+
+def test_who_sat_a_world_out_has_trained_before_all_the_same() -> None:
+    """It is put aside with nobody: the newcomer's script is the one that is new."""
+    job = Driven(settings(max_nodes=3))
+    a, b, c = job.start(3)
+    a.step(1)
+    a.commit(job.seal(2, any_size=True))
+    late = job.node()
+    assert job.scale(1).code == "OK"
+    for node in (a, b, c):
+        node.drained(2)
+    all_join([a, b, c])
+    assert job.members == [a.name]
+    a.step(3)
+    late.join()
+    late.warm()
+    assert job.scale(3).code == "OK"
+    for node in (b, c):
+        node.warm()
+    a.commit(job.seal(4, any_size=True))
+    a.drained(4)
+    all_join([a, b, late])
+    job.wait(6)
+    assert set(job.members) == {a.name, b.name, late.name}
+    refuses(b)
+    assert "cannot take part, the others go on without it" in job.notices
+    assert not job.job.nodes[b.name].refused
+    assert job.job.nodes[late.name].refused
