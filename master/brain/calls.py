@@ -9,7 +9,7 @@ from google.protobuf.message import Message
 
 from dalsegno.protos import control_pb2
 
-from . import announcements, checkpoints, conversion, failures, membership, memory, running, saves
+from . import announcements, checkpoints, conversion, failures, membership, memory, refusals, running, saves
 from .events import Reply
 from .recollection import remember
 from .registration import proves, register
@@ -315,6 +315,8 @@ def failure(turn: Turn, node: Node, message: control_pb2.FailureRequest) -> Answ
     if says_why:
         turn.cause(f"a worker failed on {node.name}")
         turn.notice(f"{node.name}: {message.message}", True)
+    elif refused and refusals.may_be_resharding(job):
+        turn.cause("the ranks refused what they re-sharded")
     # A peer's damage is reported before its node joins again, which clears this.
     if job.verification is None:
         told = Failure(message.caller.epoch, node.name, message.message, message.step, elsewhere, refused)

@@ -79,8 +79,13 @@ def is_there(turn: Turn, incarnation: str) -> bool:
 
 
 def cannot_reshard(turn: Turn, resume: Checkpoint) -> bool:
-    """Whether re-sharding failed: the last world's workers failed before their first step although no node was lost."""
+    """Whether re-sharding failed: the last world's workers failed before their first step although no node was lost.
+
+    While a node is silent it may be lost, too: then the next world shows it.
+    """
     world = turn.job.world
     if world is None or not world.resharded or world.resume != resume.digest or turn.job.told.first_step:
         return False
-    return turn.job.run.budget.pending is not None and not any(broke_it(turn, member) for member in world.members)
+    if turn.job.run.budget.pending is None:
+        return False
+    return all(answers(turn, member) and not broke_it(turn, member) for member in world.members)

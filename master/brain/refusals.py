@@ -8,7 +8,7 @@ on, and the job ends with the ranks' line.
 from __future__ import annotations
 
 from . import failures
-from .state import Failure, Member
+from .state import Failure, Job, Member
 from .turn import Turn, names
 
 
@@ -20,7 +20,12 @@ def pending(turn: Turn) -> Failure | None:
     job, failure = turn.job, turn.job.run.budget.pending
     if failure is None or not failure.refused or job.world is None:
         return None
-    return None if job.world.resharded and not job.told.first_step else failure
+    return None if may_be_resharding(job) else failure
+
+
+def may_be_resharding(job: Job) -> bool:
+    """Whether the open world re-shards what it loads, and has not made a step: what it refuses may be that."""
+    return job.world is not None and job.world.resharded and not job.told.first_step
 
 
 def ends_job(turn: Turn) -> bool:

@@ -91,3 +91,43 @@ def test_universal_files_that_are_there_come_first() -> None:
     again.join(everything)
     job.wait(2)
     assert again.directive.run.resume.form == UNIVERSAL
+
+
+def test_a_silent_node_may_be_why_the_ranks_failed() -> None:
+    """Nobody has noticed yet that it is gone: that is no reason to convert from now on."""
+    job = Driven(settings(universal_checkpoint=False, node_timeout=15))
+    a, b = job.start(2)
+    c = job.node()
+    c.join()
+    c.warm()
+    a.step(1)
+    assert a.commit(job.seal(2, reshards=True)).code == "OK"
+    for node in (a, b):
+        node.drained(2)
+    for node in (a, b, c):
+        node.join()
+    assert (len(job.members), job.phase) == (3, Phase.RUNNING)
+    job.silent.add(c.incarnation)
+    job.wait(5.5)
+    a.failed()
+    for node in (a, b):
+        node.join()
+    assert c.is_known
+    assert job.phase is Phase.RUNNING
+    assert stored(job.job).checkpoints[-1].reshards
+
+
+def test_a_refusal_of_what_was_resharded_is_a_cause() -> None:
+    """Otherwise the next world would be said to open for the newcomer alone."""
+    job = Driven(AUTO)
+    a = shrunk(job)
+    refusal = control_pb2.FailureRequest(
+        caller=a.caller(), kind=control_pb2.FAILURE_KIND_REFUSED, exit_code=1, message="other data"
+    )
+    assert job.call(refusal).code == "OK"
+    late = job.node()
+    late.join()
+    a.join()
+    assert len(job.members) == 2
+    a.step(4)
+    assert "the ranks refused what they re-sharded, host-1 joined, 2 nodes" in job.notices
