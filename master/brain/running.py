@@ -349,7 +349,8 @@ def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
     """Handles the save after the ranks have agreed: it may take as long as they live, unless all stands still too long.
 
     Whether bytes move says little, because a sync, in which a slow disk spends its time, moves none. When a leaver's
-    notice is over, the others go on without it.
+    notice is over, the others go on without it. Ranks that stand still behind their save are stuck: going on without
+    them loses nothing.
     """
     job, epoch, life = turn.job, turn.open, turn.drain_life
     saves.await_save(turn, drain.subject)
@@ -362,7 +363,7 @@ def saving(turn: Turn, drain: Drain, drained: bool) -> bool:
     limit = job.settings.stall_timeout
     if limit <= 0 or not turn.overdue(epoch.moved + limit):
         return False
-    if drain.optional and not drained:
+    if drain.optional and not drained and not saves.is_committed(turn):
         withdraw(turn, f"its save stood still for {limit:.0f} s (--stall-timeout)")
         # Otherwise each of these saves would be followed by the next one.
         turn.live.grow_hold_until = max(turn.live.grow_hold_until, turn.now + limit)

@@ -29,6 +29,10 @@ def await_save(turn: Turn, what: str) -> None:
         return
     seconds = turn.heard - save.since
     save.told_at = save.since + 2 * seconds
+    if is_committed(turn):
+        saved = f"step {turn.open.top_step} is saved, {seconds:.0f} s have passed"
+        turn.notice(f"{what} waits for the ranks to end: {saved}")
+        return
     far = f"nothing is written after {seconds:.0f} s"
     if save.written_bytes:
         far = f"{amount(save.written_bytes)} written in {seconds:.0f} s ({amount(save.written_bytes / seconds)}/s)"

@@ -369,3 +369,20 @@ def test_the_first_save_that_takes_half_a_notice_is_said() -> None:
         "set --drain-timeout=70" in job.notices
     )
     assert job.notices.count("--drain-timeout") == 1
+
+
+def test_ranks_that_hang_behind_the_commit_are_not_waited_for_twice() -> None:
+    """What they saved is recorded: to have them train on would only lead to the next stall."""
+    job = Driven(settings(drain_timeout=8, stall_timeout=40))
+    a, _ = growing(job)
+    a.save(2)
+    job.wait(6)
+    assert "growing waits for the ranks to end: step 2 is saved, 5 s have passed" in job.notices
+    job.wait(35)
+    assert (job.phase, a.order) == (Phase.FORMING, "gather")
+    assert "put off" not in job.notices
+    all_join(job.nodes)
+    a.convert()
+    a.step(3)
+    assert len(job.members) == 3
+    assert "lost 0 steps" in job.notices
